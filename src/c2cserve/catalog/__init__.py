@@ -1,0 +1,1 @@
+"""The catalogue file, and finding a model's files on disk or on a hub."""

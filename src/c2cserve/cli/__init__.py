@@ -1,0 +1,1 @@
+"""The commands; the only modules that join policies and mechanisms."""

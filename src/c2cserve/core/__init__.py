@@ -1,0 +1,1 @@
+"""The vocabulary: frozen dataclasses that every role shares. Standard library only."""

@@ -1,0 +1,91 @@
+"""Everything policies can ask for."""
+
+from dataclasses import dataclass
+
+from c2cserve.core.step import Step
+
+# ---- controller -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Send the request to a slice on which its model is active."""
+
+    request_id: str
+    slice_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take the request from its slice; its memory there is freed within one iteration."""
+
+    request_id: str
+    slice_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Refuse a request that has not started. `status` is HTTP's: 429 (cannot meet its deadline or
+    queue full), 503 (draining, no slice), 500 (its model failed to load)."""
+
+    request_id: str
+    status: int
+    reason: str
+    retry_after_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Bring a model's weights into the pool."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Evict:
+    """Drop a model's weights from the pool (never one in use)."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    model: str
+    slice_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deactivate:
+    model: str
+    slice_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The model has drained: unload it everywhere and take it out of the catalogue."""
+
+    model: str
+
+
+ClusterAction = Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | Forget
+
+# ---- slice ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    step: Step
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Free what the executor holds for a request (withdrawn, or preempted to run again later when
+    `requeued`: then its tokens stay and only its block table goes)."""
+
+    request_id: str
+    requeued: bool = False
+
+
+SliceAction = RunStep | Drop
+
+Action = ClusterAction | SliceAction

@@ -1,0 +1,182 @@
+"""Everything policies are told. Events are also the record and the wire format.
+
+Two loops run the same waist: the controller's (`policy.cluster`) and each slice's
+(`policy.slice`).
+"""
+
+from dataclasses import dataclass
+
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request
+
+# ---- controller -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The client went away, or a stop string ended the output: the request ends now."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    request_id: str
+    ttft_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request left its slice: all its tokens are drawn, or it failed there."""
+
+    request_id: str
+    output_len: int
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SliceUp:
+    slice: Slice
+
+
+@dataclass(frozen=True, slots=True)
+class SliceLost:
+    """A worker died or hung. `displaced` are its requests with lengths as of the last token
+    received, to be placed again; no token is lost or repeated."""
+
+    slice_id: str
+    displaced: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdded:
+    """A catalogue entry, checked and ready to load."""
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUsable:
+    """Enough of the weights is in the pool for a first step to start (later layers may follow)."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoaded:
+    model: str
+    bytes: int
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFailed:
+    model: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvicted:
+    """The pool dropped its weights; the model is cold again."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRemoving:
+    """An operator asked for removal: drain, then `actions.Forget`."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolState:
+    """Budget of the host weight pool, sent at the start and when it changes."""
+
+    budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a slice measured lately for a model: seconds for one decode step, and per prefill
+    token. Feeds `policy.estimate`."""
+
+    slice_id: str
+    model: str
+    decode_step_s: float
+    prefill_token_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The server is going down: refuse what is new, finish what is there."""
+
+
+ClusterEvent = (
+    Arrived | Cancelled | FirstToken | Finished | SliceUp | SliceLost | ModelAdded | ModelUsable
+    | ModelLoaded | ModelFailed | ModelEvicted | ModelRemoving | PoolState | StepTimes | Draining
+)  # fmt: skip
+
+# ---- slice ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Activated:
+    """The controller gave this slice a model. (No weights move: the segment is mapped.)"""
+
+    spec: ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Deactivated:
+    """The model's cached KV may go at once; its requests are already finished or withdrawn."""
+
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Submitted:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SeqOutcome:
+    """`drawn` tokens were sampled for the request; `finished`: it draws no more. `failed`: it can
+    not go on (its KV is dropped)."""
+
+    request_id: str
+    drawn: int
+    finished: bool
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    step_id: int
+    outcomes: tuple[SeqOutcome, ...]
+    compute_s: float
+    """Without time parked."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParked:
+    """The step waits for weights that are still loading; the slice is free for other models.
+    Its `StepDone` comes later."""
+
+    step_id: int
+
+
+SliceEvent = Activated | Deactivated | Submitted | Withdrawn | StepDone | StepParked
+
+Event = ClusterEvent | SliceEvent

@@ -1,0 +1,70 @@
+"""What a machine is made of, as policies and reports see it."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+SliceKind = Literal["cpu", "gpu", "green", "mig"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One lane of compute with its own KV budget. `kv_bytes` is a multiple of `slab_bytes`."""
+
+    id: str
+    kind: SliceKind
+    cpus: tuple[int, ...] = ()
+    numa: int = 0
+    kv_bytes: int = 256 << 20
+    slab_bytes: int = 2 << 20
+    max_batch: int = 64
+    """Sequences in one step."""
+    max_step_tokens: int = 512
+    """Prefill tokens in one step (the largest chunk)."""
+    max_active: int = 8
+    """Models that may hold KV here at the same time."""
+
+    def __post_init__(self) -> None:
+        if self.slab_bytes < 1 or self.kv_bytes < self.slab_bytes:
+            raise ValueError(f"slice {self.id}: the KV arena must hold at least one slab")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A path bytes move on, with its measured bandwidth in one direction."""
+
+    id: str
+    source: str
+    target: str
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NumaNode:
+    id: int
+    cpus: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    id: int
+    uuid: str
+    name: str
+    memory_bytes: int
+    sms: int = 0
+    mig: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This machine as `devices` found it."""
+
+    cpu_name: str
+    cpus: tuple[int, ...]
+    memory_bytes: int
+    memory_available_bytes: int
+    shm_bytes: int
+    isa: tuple[str, ...]
+    numa: tuple[NumaNode, ...]
+    gpus: tuple[Gpu, ...] = ()
+    links: tuple[Link, ...] = field(default=())

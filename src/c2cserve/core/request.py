@@ -1,0 +1,134 @@
+"""A request as policies see it, and the payload that travels beside it."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+BLOCK_TOKENS = 16
+"""Tokens per KV block, on every slice kind: prefix hashes and block tables count in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Targets a request is held to: time to first token and time per output token, seconds."""
+
+    ttft_s: float = 1.0
+    tpot_s: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What policies know of a request: lengths and hashes, never token ids.
+
+    `prefix_hashes` holds one chained 64-bit hash per *full* block of `BLOCK_TOKENS` prompt tokens.
+    A request resumed after its slice was lost has the tokens already sent counted into
+    `prompt_len` and `sent`, and `max_new_tokens` reduced by them; `arrival_s` stays the first.
+    """
+
+    id: str
+    model: str
+    prompt_len: int
+    max_new_tokens: int
+    arrival_s: float
+    slo: Slo = Slo()
+    prefix_hashes: tuple[int, ...] = ()
+    priority: int = 0
+    tenant: str = ""
+    sent: int = 0
+
+    def __post_init__(self) -> None:
+        if self.prompt_len < 1 or self.max_new_tokens < 1:
+            raise ValueError(f"request {self.id}: prompt_len and max_new_tokens must be at least 1")
+
+    @property
+    def max_len(self) -> int:
+        """Tokens the KV cache holds at most for this request (the last token is never stored)."""
+        return self.prompt_len + self.max_new_tokens - 1
+
+    @property
+    def first_token_due_s(self) -> float:
+        return self.arrival_s + self.slo.ttft_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. `seed` is always set (the server draws one), so a resumed request
+    continues exactly: the random stream is keyed by (seed, output position)."""
+
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output; the model's own EOS ids are among them unless ignored."""
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Alternatives reported per output token; None reports nothing, 0 only the chosen token."""
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request with its payload. `tokens` = prompt, then output tokens already sent (resume);
+    `len(tokens) == request.prompt_len`, the last `request.sent` of them being output."""
+
+    request: Request
+    tokens: tuple[int, ...]
+    sampling: Sampling
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """A stop token was drawn (it is not part of the output's text)."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One position's log-probabilities (natural log, of the raw logits): chosen, then the top."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New output of one request. The last delta of a request, and only it, has `finish` set.
+
+    `tokens` includes a stop token that ended the output (the server does not show it).
+    `prompt_logprobs` comes with the first delta when asked for: one entry per prompt token but
+    the first. `timing` comes with the first delta.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was reused, reported in the first delta."""
+    timing: "Timing | None" = None
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Where the time to the first token went, seconds; `switched`: the slice's step before this
+    request's first one ran another model."""
+
+    slice: str
+    switched: bool
+    queue_s: float
+    """From arrival at the worker to the start of the first step."""
+    switch_s: float
+    """From picking the request's model to the start of its first kernel."""
+    wait_weights_s: float
+    """Spent parked until weights were in host memory (cold models)."""
+    prefill_s: float

@@ -1,0 +1,33 @@
+"""One iteration on a slice: which sequences of one model run, and where their KV lies."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SeqStep:
+    """One sequence's share of a step.
+
+    Tokens `[start, start + tokens)` of the sequence are computed; those before `start` are in the
+    KV cache. `new_blocks` are byte offsets into the slice's arena, appended to the sequence's
+    block table; `fresh` first clears that table (first step, or restart after preemption, when
+    `new_blocks` begins with any blocks reused from the prefix cache). `emits` is true when the
+    step reaches the sequence's last known token and so draws the next one.
+    """
+
+    request_id: str
+    start: int
+    tokens: int
+    new_blocks: tuple[int, ...]
+    fresh: bool
+    emits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    id: int
+    model: str
+    seqs: tuple[SeqStep, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(seq.tokens for seq in self.seqs)

@@ -1,0 +1,1 @@
+"""Running a batch of a model on a slice."""

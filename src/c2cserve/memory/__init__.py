@@ -1,0 +1,1 @@
+"""The host weight pool: segments, loading, budget."""

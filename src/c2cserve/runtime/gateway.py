@@ -1,0 +1,119 @@
+"""What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
+fakes in the server's tests."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from c2cserve.core.model import ModelStatus
+from c2cserve.core.request import Delta, Job
+
+
+class Refused(Exception):
+    """The request was not taken, or its model can not be served. `status` is HTTP's."""
+
+    def __init__(self, status: int, reason: str, retry_after_s: float | None = None) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """What the server needs to talk for a model: where its tokenizer and templates are."""
+
+    id: str
+    path: str
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    ttft_s: float
+    tpot_s: float
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceStatus:
+    """One slice as an operator sees it. Rates are over the last few seconds."""
+
+    id: str
+    kind: str
+    state: str
+    """`starting`, `up`, `lost`."""
+    pid: int
+    cpus: tuple[int, ...]
+    restarts: int
+    running: int
+    waiting: int
+    active_models: tuple[str, ...]
+    last_model: str
+    kv_used_bytes: int
+    kv_total_bytes: int
+    steps: int
+    switches: int
+    busy_share: float
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    preemptions: int
+    heartbeat_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """State of the whole server for `/metrics`, `/ready`, the admin API and `c2cserve top`."""
+
+    instance: str
+    started_s: float
+    draining: bool
+    slices: tuple[SliceStatus, ...]
+    models: tuple[ModelStatus, ...]
+    pool_used_bytes: int
+    pool_budget_bytes: int
+    running: int
+    waiting: int
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+    """Monotonic: `rejected_429`, `rejected_503`, `slice_lost`, `resumed_requests`, `model_loads`,
+    `model_evictions`, `fallback_<name>` ..."""
+
+
+class Gateway(Protocol):
+    """All methods are called on the server's event loop."""
+
+    def resolve(self, name: str) -> ModelFiles | None:
+        """The model an id or alias names, if the catalogue has it."""
+        ...
+
+    def submit(self, job: Job) -> AsyncIterator[Delta]:
+        """Run a job. The iterator ends after the delta that has `finish`; closing it early (or
+        `cancel`) frees the request's memory. Raises `Refused` from the first `__anext__`."""
+        ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+    def snapshot(self) -> Snapshot: ...
+
+    @property
+    def ready(self) -> bool:
+        """At least one slice is up and the server is not draining."""
+        ...
+
+    @property
+    def healthy(self) -> bool:
+        """The controller's loop makes progress (not merely: the process exists)."""
+        ...
+
+    async def add_model(self, entry: dict[str, object]) -> ModelStatus:
+        """Add a catalogue entry (same keys as in the TOML file). Raises `Refused` (400, 409)."""
+        ...
+
+    async def remove_model(self, name: str) -> None:
+        """Drain a model, unload it everywhere, take it out. Returns when that is done."""
+        ...
+
+    async def reload_model(self, name: str) -> ModelStatus:
+        """Read its files again (drains, unloads, loads)."""
+        ...
+
+    def models(self) -> Sequence[ModelStatus]: ...

@@ -1,0 +1,45 @@
+"""The waist: what a loop needs of the world. Live and simulated runs differ only in these."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+E_co = TypeVar("E_co", covariant=True)
+E_contra = TypeVar("E_contra", contravariant=True)
+A_co = TypeVar("A_co", covariant=True)
+A_contra = TypeVar("A_contra", contravariant=True)
+
+
+class Policy(Protocol[E_contra, A_co]):
+    """A pure decision maker. `apply` every event of a tick, then `decide` once."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def wakeup(self) -> float | None:
+        """When to be asked again if nothing happens, in clock seconds; None: only on events."""
+        ...
+
+    def apply(self, event: E_contra) -> None: ...
+
+    def decide(self, now: float) -> Sequence[A_co]: ...
+
+
+class Source(Protocol[E_co]):
+    def wait(self, until: float | None) -> tuple[float, Sequence[E_co]]:
+        """Block until something happened or the clock reads `until` (seconds); return the time
+        and every event since the last call, oldest first. An `until` in the past polls."""
+        ...
+
+
+class Executor(Protocol[A_contra]):
+    def submit(self, action: A_contra) -> None:
+        """Start carrying out an action; what comes of it arrives as events. Never raises for what
+        the world does (a dead worker, a failed step): that is an event too."""
+        ...
+
+
+class Recorder(Protocol[E_contra, A_contra]):
+    def __call__(
+        self, now: float, events: Sequence[E_contra], actions: Sequence[A_contra]
+    ) -> None: ...
