@@ -1,0 +1,137 @@
+"""All worker processes of a server: kept running, one per slice.
+
+A worker that dies or hangs is replaced at once; one that keeps dying is replaced with growing
+delays. What the controller must know of it comes out of `reap`.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from c2cserve.core.machine import Slice
+from c2cserve.runtime.live.messages import ToWorker, WorkerConfig
+from c2cserve.runtime.live.workers import Worker, next_config
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    beat_timeout_s: float = 5.0
+    """A worker silent for longer is hung (it beats every half second, also while it computes)."""
+    step_timeout_s: float = 300.0
+    """A single step that takes longer is hung."""
+    start_timeout_s: float = 120.0
+    start_tries: int = 3
+    """Failed starts in a row, with no slice up, after which the server gives up."""
+    backoff_max_s: float = 30.0
+
+
+class FleetDown(Exception):
+    """No worker can be started."""
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slice and its current worker, if one runs."""
+
+    config: WorkerConfig
+    worker: Worker | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    failures: int = 0
+    """Incarnations in a row that died before they were up for ten seconds."""
+
+    @property
+    def slice(self) -> Slice:
+        return self.config.slice
+
+    @property
+    def restarts(self) -> int:
+        """Incarnations after the first (`config` is the next one's)."""
+        return max(0, self.config.epoch - 2)
+
+    @property
+    def state(self) -> str:
+        if self.worker is None:
+            return "lost"
+        return "up" if self.worker.up else "starting"
+
+
+class Fleet:
+    """Used by the controller's thread alone, except for reading slots."""
+
+    def __init__(
+        self, configs: Sequence[WorkerConfig], prefix: Path, settings: FleetSettings
+    ) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._prefix = prefix
+        self._settings = settings
+        self.slots = {config.slice.id: Slot(config) for config in configs}
+        self.lost = 0
+
+    @property
+    def up(self) -> list[Worker]:
+        return [w for slot in self.slots.values() if (w := slot.worker) is not None and w.up]
+
+    def worker(self, slice_id: str) -> Worker | None:
+        """The slice's worker if it can take messages."""
+        worker = self.slots[slice_id].worker
+        return worker if worker is not None and worker.up else None
+
+    def broadcast(self, message: ToWorker) -> None:
+        for worker in self.up:
+            worker.send(message)
+
+    def start_due(self, now: float) -> None:
+        """(Re)start every slice without a worker whose delay has passed."""
+        for slot in self.slots.values():
+            if slot.worker is not None or now < slot.restart_at_s:
+                continue
+            slot.worker = Worker(self._context, slot.config, self._prefix)
+            slot.config = next_config(slot.config)
+            slot.started_s = now
+
+    def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
+        """Workers found dead, hung or failed to start, with the reason; each is closed after the
+        caller has taken what it still said. Raises `FleetDown` when nothing can be started."""
+        for slot in self.slots.values():
+            worker = slot.worker
+            if worker is None or (reason := self._verdict(slot, worker, now)) is None:
+                continue
+            worker.kill()
+            self.lost += worker.up
+            log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
+            yield worker, reason
+            was_up = worker.up and now - slot.started_s > 10.0
+            worker.close()
+            slot.worker = None
+            slot.failures = 0 if was_up else slot.failures + 1
+            if slot.failures >= self._settings.start_tries and not self.up:
+                raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
+            delay_s = 0.0 if was_up or slot.failures < 2 else 0.5 * 2**slot.failures
+            slot.restart_at_s = now + min(delay_s, self._settings.backoff_max_s)
+
+    def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
+        if (code := worker.exit_code) is not None:
+            return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        if not worker.up and now - slot.started_s > self._settings.start_timeout_s:
+            return f"not up after {self._settings.start_timeout_s:.0f} s"
+        limits = self._settings.beat_timeout_s, self._settings.step_timeout_s
+        return worker.hung(now, *limits)
+
+    def close(self, grace_s: float) -> None:
+        """Wait for workers that were told to quit, then kill and reap what is left."""
+        deadline = time.monotonic() + grace_s
+        workers = [w for slot in self.slots.values() if (w := slot.worker) is not None]
+        while any(w.exit_code is None for w in workers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for slot in self.slots.values():
+            if slot.worker is not None:
+                slot.worker.close()
+                slot.worker = None
+        self._context.destroy(linger=0)

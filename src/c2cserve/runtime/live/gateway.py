@@ -1,0 +1,238 @@
+"""The HTTP server's side of the live controller: asyncio in front, the controller's thread behind.
+
+Deltas cross from the thread to the event loop in batches, one wake-up per batch.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from c2cserve.core.actions import ClusterAction
+from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelAdded, ModelRemoving
+from c2cserve.core.model import ModelState, ModelStatus
+from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.driver import run
+from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
+from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.fleet import Fleet, FleetDown
+from c2cserve.runtime.live.host import HostedModel, ModelHost
+from c2cserve.runtime.live.jobs import JobTable, LiveJob
+from c2cserve.runtime.live.snapshot import take_snapshot
+from c2cserve.runtime.live.world import Aborted, World
+from c2cserve.runtime.ports import Policy, Recorder
+
+log = logging.getLogger(__name__)
+
+_STALLED_S = 5.0
+"""A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
+
+
+class _Stream:
+    """One request's output on its way to the event loop."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Delta | Refused] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | Refused) -> None:
+        """On the event loop."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Delta | Refused:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+class LiveGateway:
+    """`runtime.gateway.Gateway` over a fleet of workers. Made on the event loop it serves."""
+
+    def __init__(
+        self,
+        instance: str,
+        policy: Policy[ClusterEvent, ClusterAction],
+        fleet: Fleet,
+        host: ModelHost,
+        record: Recorder[ClusterEvent, ClusterAction],
+        on_end: Callable[[str | None], None],
+    ) -> None:
+        """`on_end` is called on the event loop when the controller's loop has ended: with None
+        after a drain, else with the reason it could not go on."""
+        self._instance = instance
+        self._loop = asyncio.get_running_loop()
+        self._policy = policy
+        self._fleet = fleet
+        self._host = host
+        self._record = record
+        self._on_end = on_end
+        self._directory = Directory()
+        self._jobs = JobTable()
+        self._outbox: list[tuple[_Stream, Delta | Refused]] = []
+        self._removals: dict[str, asyncio.Future[None]] = {}
+        self._started_s = time.time()
+        self._draining = False
+        self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._thread = threading.Thread(target=self._control, name="controller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # ---- the controller's thread --------------------------------------------------------------
+
+    def post(self, event: ClusterEvent) -> None:
+        """For the model host's listener, from any thread."""
+        self._world.post(event)
+
+    def _control(self) -> None:
+        reason: str | None = None
+        try:
+            run(self._policy, self._world, self._world, self._record)
+        except (Aborted, FleetDown) as end:
+            reason = str(end)
+        except Exception as fault:
+            # The last stop for a defect in the loop: the server can not go on without it.
+            log.exception("the controller failed")
+            reason = f"the controller failed: {fault!r}"
+        self._world.close(grace_s=2.0)
+        self._loop.call_soon_threadsafe(self._ended, reason)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(self._hand_out, batch)
+
+    def _forgotten(self, model: str) -> None:
+        self._loop.call_soon_threadsafe(self._removed, model)
+
+    # ---- the event loop -----------------------------------------------------------------------
+
+    @staticmethod
+    def _hand_out(batch: list[tuple[_Stream, Delta | Refused]]) -> None:
+        for stream, item in batch:
+            stream.put(item)
+
+    def _ended(self, reason: str | None) -> None:
+        self._draining = True
+        for live in self._jobs.clear():
+            live.sink(Refused(503, reason or "the server is shutting down"))
+        self._flush()
+        for waiter in self._removals.values():
+            if not waiter.done():
+                waiter.set_exception(Refused(503, "the server is shutting down"))
+        self._on_end(reason)
+
+    def _removed(self, model: str) -> None:
+        waiter = self._removals.pop(model, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def resolve(self, name: str) -> ModelFiles | None:
+        record = self._directory.find(name)
+        return None if record is None else record.hosted.files
+
+    async def submit(self, job: Job) -> AsyncIterator[Delta]:
+        record = self._directory.find(job.request.model)
+        if record is None or record.state is ModelState.DRAINING:
+            raise Refused(404, f"the model {job.request.model!r} does not exist")
+        if self._draining:
+            raise Refused(503, "the server is shutting down", retry_after_s=5.0)
+        stream = _Stream()
+        request_id = job.request.id
+        self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
+        ended = False
+        try:
+            while not ended:
+                item = await stream.get()
+                if isinstance(item, Refused):
+                    ended = True
+                    raise item
+                ended = item.finish is not None
+                yield item
+        finally:
+            if not ended:
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        self._world.post(Cancelled(request_id))
+
+    def snapshot(self) -> Snapshot:
+        return take_snapshot(
+            instance=self._instance,
+            started_s=self._started_s,
+            draining=self._draining,
+            slots=list(self._fleet.slots.values()),
+            directory=self._directory,
+            jobs=self._jobs,
+            host=self._host,
+            counters=self._world.counters,
+        )
+
+    @property
+    def ready(self) -> bool:
+        return not self._draining and bool(self._fleet.up)
+
+    @property
+    def healthy(self) -> bool:
+        alive = self._thread.is_alive()
+        return alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
+
+    def models(self) -> Sequence[ModelStatus]:
+        return self.snapshot().models
+
+    def _status(self, model: str) -> ModelStatus:
+        return next(status for status in self.models() if status.id == model)
+
+    def add_hosted(self, hosted: HostedModel) -> None:
+        """Raises `Refused` (409) when a name is taken."""
+        self._directory.add(hosted)
+        self._world.post(ModelAdded(hosted.spec))
+
+    async def add_model(self, entry: dict[str, object]) -> ModelStatus:
+        hosted = await asyncio.to_thread(self._host.prepare, entry)
+        self.add_hosted(hosted)
+        return self._status(hosted.spec.id)
+
+    async def remove_model(self, name: str) -> None:
+        record = self._found(name)
+        waiter = self._removals.get(record.id)
+        if waiter is None:
+            waiter = self._removals[record.id] = self._loop.create_future()
+            self._world.post(ModelRemoving(record.id))
+        await asyncio.shield(waiter)
+
+    async def reload_model(self, name: str) -> ModelStatus:
+        """The new files are checked before the old ones are given up."""
+        record = self._found(name)
+        hosted = await asyncio.to_thread(self._host.prepare, record.hosted.entry)
+        await self.remove_model(record.id)
+        self.add_hosted(hosted)
+        return self._status(hosted.spec.id)
+
+    def _found(self, name: str) -> ModelRecord:
+        record = self._directory.find(name)
+        if record is None:
+            raise Refused(404, f"the model {name!r} does not exist")
+        return record
+
+    # ---- shutting down ------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse what is new, finish what is there; `on_end` follows."""
+        self._draining = True
+        self._world.post(Draining())
+
+    def abort(self, reason: str) -> None:
+        """End now; what is in flight is refused."""
+        self._draining = True
+        self._world.abort(reason)
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)

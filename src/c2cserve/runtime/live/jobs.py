@@ -1,0 +1,121 @@
+"""The controller's record of every request in flight: what was asked, what was sent.
+
+It is the one place that knows which tokens a client already has, and so what a lost slice's
+requests continue from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from c2cserve.core.events import ClusterEvent, Finished, FirstToken
+from c2cserve.core.request import Delta, FinishReason, Job, Request
+from c2cserve.runtime.gateway import Refused
+
+Sink = Callable[["Delta | Refused"], None]
+"""Takes one request's output, in order; called on the controller's thread, must not block."""
+
+
+@dataclass(slots=True)
+class LiveJob:
+    job: Job
+    sink: Sink
+    slice_id: str | None = None
+    output: list[int] = field(default_factory=list[int])
+    prompt_reported: bool = False
+    resumed: int = 0
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+    def remaining(self) -> Job:
+        """What is left to do, as of the last token received: the prompt grows by the output."""
+        if not self.output:
+            return self.job
+        request = replace(
+            self.request,
+            prompt_len=self.request.prompt_len + len(self.output),
+            max_new_tokens=self.request.max_new_tokens - len(self.output),
+            sent=self.request.sent + len(self.output),
+        )
+        return replace(self.job, request=request, tokens=self.job.tokens + tuple(self.output))
+
+
+class JobTable:
+    """Requests from arrival to their last delta. Used by the controller's thread alone, but for
+    `counts`."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, LiveJob] = {}
+        self.resumed = 0
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: LiveJob) -> None:
+        self._jobs[job.request.id] = job
+
+    def get(self, request_id: str) -> LiveJob | None:
+        return self._jobs.get(request_id)
+
+    def drop(self, request_id: str) -> LiveJob | None:
+        return self._jobs.pop(request_id, None)
+
+    def clear(self) -> list[LiveJob]:
+        """Forget all of them; returns what was in flight."""
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        return jobs
+
+    def receive(self, delta: Delta, now: float) -> list[ClusterEvent]:
+        """Hand a worker's delta to its client; return what the policy must hear of it. Deltas of
+        requests that ended meanwhile (cancelled) are dropped."""
+        live = self._jobs.get(delta.request_id)
+        if live is None:
+            return []
+        events: list[ClusterEvent] = []
+        if delta.tokens:
+            if not live.output and not live.request.sent:
+                events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
+            live.output.extend(delta.tokens)
+        if live.resumed:
+            delta = self._without_repeats(live, delta)
+        live.prompt_reported = True
+        if delta.finish is not None:
+            del self._jobs[delta.request_id]
+            failed = delta.finish is FinishReason.ERROR
+            events.append(Finished(delta.request_id, len(live.output), failed))
+        live.sink(delta)
+        return events
+
+    @staticmethod
+    def _without_repeats(live: LiveJob, delta: Delta) -> Delta:
+        """A resumed request reports its prompt, cache use and timing again: the client has them."""
+        if not live.prompt_reported:
+            return delta
+        return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
+
+    def displace(self, slice_id: str) -> tuple[Request, ...]:
+        """The slice is gone: its jobs continue from what the clients have."""
+        displaced: list[Request] = []
+        for live in self._jobs.values():
+            if live.slice_id != slice_id:
+                continue
+            live.job = live.remaining()
+            live.output.clear()
+            live.slice_id = None
+            live.resumed += 1
+            displaced.append(live.request)
+        self.resumed += len(displaced)
+        return tuple(displaced)
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per model: requests dispatched, requests waiting. Callable from any thread."""
+        counts: dict[str, tuple[int, int]] = {}
+        for live in list(self._jobs.values()):
+            running, waiting = counts.get(live.request.model, (0, 0))
+            if live.slice_id is None:
+                counts[live.request.model] = (running, waiting + 1)
+            else:
+                counts[live.request.model] = (running + 1, waiting)
+        return counts

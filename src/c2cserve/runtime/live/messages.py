@@ -1,0 +1,111 @@
+"""What the controller and a worker say to each other: msgpack over one ZeroMQ PAIR per worker.
+
+Tagged msgspec structs, decoded strictly; the payload types are core's own.
+"""
+
+import msgspec
+
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Delta, Job
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """Everything a worker is told when it is started."""
+
+    slice: Slice
+    epoch: int
+    """Counts the incarnations of this slice's worker, from 1."""
+    endpoint: str
+    status_path: str
+    log_level: str
+    log_format: str
+    record_path: str | None = None
+
+
+# ---- controller -> worker ---------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A model came into the pool: map its segment, build everything small about it."""
+
+    spec: ModelSpec
+    segment: str
+    config: dict[str, object]
+    """The checkpoint's config.json."""
+    dtype: str
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """The model leaves the pool: unmap it. None of its requests is here any more."""
+
+    model: str
+
+
+class Switch(msgspec.Struct, frozen=True, tag=True):
+    """The controller activates (or deactivates) an attached model on this slice."""
+
+    model: str
+    active: bool
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    job: Job
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to do: exit."""
+
+
+ToWorker = Attach | Detach | Switch | Submit | Withdraw | Quit
+
+# ---- worker -> controller ---------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    epoch: int
+    isa: str
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """All that one step drew."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Lately measured step times of a model on this slice, for the controller's estimates."""
+
+    model: str
+    decode_step_s: float
+    prefill_token_s: float
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """This worker could not attach the model."""
+
+    model: str
+    reason: str
+
+
+ToController = Hello | Output | Measured | Unusable
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def encode(message: ToWorker | ToController) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def decode_to_controller(data: bytes) -> ToController:
+    return _to_controller.decode(data)

@@ -1,0 +1,202 @@
+"""A worker's world when it is real: the controller's messages, the engine, the clock.
+
+`SliceWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
+runs inline in `submit`; a thread of its own only keeps the status page's clock going.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import zmq
+
+from c2cserve.core.actions import RunStep, SliceAction
+from c2cserve.core.events import Activated, Deactivated, SliceEvent, Submitted, Withdrawn
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.live import messages as msg
+from c2cserve.runtime.live.status_page import Field, StatusPage
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+_PARKED_POLL_S = 0.001
+"""How soon a parked step notices that its weights have arrived."""
+
+
+class SliceEngine(Protocol):
+    """What the slice's loop needs of the engine; `engine.cpu` implements it. Outcomes of steps come
+    through the `emit` and `deliver` callbacks it was made with."""
+
+    def attach(
+        self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str
+    ) -> None: ...
+
+    def detach(self, model: str) -> None: ...
+
+    def add(self, job: Job) -> None: ...
+
+    def submit(self, action: SliceAction) -> None: ...
+
+    def poll(self) -> None: ...
+
+    @property
+    def parked(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What the slice's policy counts, for the status page."""
+
+    running: int
+    waiting: int
+    kv_used_bytes: int
+    cached_tokens: int
+    preemptions: int
+
+
+class Quitting(Exception):
+    """The controller said `Quit`, or is gone."""
+
+
+class SliceWorld:
+    def __init__(
+        self,
+        socket: "zmq.Socket[bytes]",
+        page: StatusPage,
+        usage: Callable[[], Usage],
+        measured: Callable[[], Sequence[msg.Measured]],
+    ) -> None:
+        """`usage` is read after every tick; `measured` about once a second."""
+        self._socket = socket
+        self._page = page
+        self._usage = usage
+        self._measured = measured
+        self._engine: SliceEngine | None = None
+        self._specs: dict[str, ModelSpec] = {}
+        self._attach_order: dict[str, int] = {}
+        self._attaches = 0
+        self._events: list[SliceEvent] = []
+        self._last_model = ""
+        self._reported_s = 0.0
+        self._stop = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
+
+    def start(self, engine: SliceEngine, isa: str, epoch: int) -> None:
+        self._engine = engine
+        self._beat_once()
+        self._beating.start()
+        self._socket.send(msg.encode(msg.Hello(epoch, isa)))
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._beating.join()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_S):
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        self._page[Field.BEAT_S] = time.monotonic()
+
+    @property
+    def engine(self) -> SliceEngine:
+        assert self._engine is not None
+        return self._engine
+
+    # ---- what the engine reports ----------------------------------------------------------------
+
+    def emit(self, event: SliceEvent) -> None:
+        self._events.append(event)
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
+        self._socket.send(msg.encode(msg.Output(tuple(deltas))))
+
+    # ---- Source ---------------------------------------------------------------------------------
+
+    def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
+        self._report()
+        while True:
+            self._take_messages()
+            parked = self.engine.parked
+            if parked:
+                self.engine.poll()
+            now = time.monotonic()
+            if self._events or (until is not None and now >= until):
+                events, self._events = self._events, []
+                return now, events
+            timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
+            self._socket.poll(int((_PARKED_POLL_S if parked else timeout_s) * 1000) or 1)
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                data = self._socket.recv(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(msg.decode_to_worker(data))
+
+    def _take(self, message: msg.ToWorker) -> None:
+        match message:
+            case msg.Submit(job):
+                self._page.add(Field.PROMPT_TOKENS, job.request.prompt_len - job.request.sent)
+                self.engine.add(job)
+                self.emit(Submitted(job.request))
+            case msg.Withdraw(request_id):
+                self.emit(Withdrawn(request_id))
+            case msg.Switch(model, active):
+                self.emit(Activated(self._specs[model]) if active else Deactivated(model))
+            case msg.Attach():
+                self._attach(message)
+            case msg.Detach(model):
+                self._specs.pop(model, None)
+                self.engine.detach(model)
+            case msg.Quit():
+                raise Quitting
+
+    def _attach(self, message: msg.Attach) -> None:
+        model = message.spec.id
+        self._specs[model] = message.spec
+        self._attach_order[model] = self._attaches
+        self._attaches += 1
+        try:
+            self.engine.attach(message.spec, message.segment, message.config, message.dtype)
+        except (OSError, ValueError) as fault:
+            log.exception("attach of %s failed", model)
+            self._socket.send(msg.encode(msg.Unusable(model, str(fault))))
+
+    def _report(self) -> None:
+        usage = self._usage()
+        page = self._page
+        page[Field.RUNNING] = usage.running
+        page[Field.WAITING] = usage.waiting
+        page[Field.KV_USED_BYTES] = usage.kv_used_bytes
+        page[Field.CACHED_TOKENS] = usage.cached_tokens
+        page[Field.PREEMPTIONS] = usage.preemptions
+        now = time.monotonic()
+        if now - self._reported_s > 1.0:
+            self._reported_s = now
+            for measured in self._measured():
+                self._socket.send(msg.encode(measured))
+
+    # ---- Executor -------------------------------------------------------------------------------
+
+    def submit(self, action: SliceAction) -> None:
+        if not isinstance(action, RunStep):
+            self.engine.submit(action)
+            return
+        page = self._page
+        model = action.step.model
+        if model != self._last_model:
+            page.add(Field.SWITCHES, 1.0 if self._last_model else 0.0)
+            self._last_model = model
+            page[Field.LAST_MODEL] = self._attach_order[model]
+        started = page[Field.STEP_STARTED_S] = time.monotonic()
+        self.engine.submit(action)
+        page[Field.STEP_STARTED_S] = 0.0
+        page.add(Field.BUSY_S, time.monotonic() - started)
+        page.add(Field.STEPS, 1.0)

@@ -1,0 +1,95 @@
+"""The live server's state for `/metrics`, the admin API and `c2cserve top`."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from c2cserve.core.model import ModelStatus
+from c2cserve.runtime.gateway import SliceStatus, Snapshot
+from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.fleet import Slot
+from c2cserve.runtime.live.host import ModelHost
+from c2cserve.runtime.live.jobs import JobTable
+from c2cserve.runtime.live.status_page import Field
+
+
+def take_snapshot(
+    *,
+    instance: str,
+    started_s: float,
+    draining: bool,
+    slots: Sequence[Slot],
+    directory: Directory,
+    jobs: JobTable,
+    host: ModelHost,
+    counters: Counter[str],
+) -> Snapshot:
+    counts = jobs.counts()
+    return Snapshot(
+        instance=instance,
+        started_s=started_s,
+        draining=draining,
+        slices=tuple(_slice_status(slot, directory) for slot in slots),
+        models=tuple(
+            _model_status(record, host, *counts.get(record.id, (0, 0))) for record in directory
+        ),
+        pool_used_bytes=host.used_bytes,
+        pool_budget_bytes=host.budget_bytes,
+        running=sum(running for running, _ in counts.values()),
+        waiting=sum(waiting for _, waiting in counts.values()),
+        counters={**counters, "resumed_requests": jobs.resumed},
+    )
+
+
+def _model_status(record: ModelRecord, host: ModelHost, running: int, waiting: int) -> ModelStatus:
+    spec = record.hosted.spec
+    return ModelStatus(
+        id=spec.id,
+        aliases=record.hosted.aliases,
+        state=record.state,
+        max_context=spec.max_context,
+        weight_bytes=spec.weight_bytes,
+        loaded_bytes=host.loaded_bytes(spec.id),
+        pinned=spec.pinned,
+        priority=spec.priority,
+        active_slices=tuple(sorted(record.slices)),
+        running=running,
+        waiting=waiting,
+        created_s=record.created_s,
+        error=record.error,
+    )
+
+
+def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
+    """A slice without a worker shows zeros."""
+    worker = slot.worker
+    fields = dict.fromkeys(Field, 0.0)
+    last_model = ""
+    now = time.monotonic()
+    if worker is not None:
+        fields = {field: worker.page[field] for field in Field}
+        last = int(fields[Field.LAST_MODEL])
+        last_model = worker.attached[last] if 0 <= last < len(worker.attached) else ""
+    up = worker is not None and worker.up
+    return SliceStatus(
+        id=slot.slice.id,
+        kind=slot.slice.kind,
+        state=slot.state,
+        pid=0 if worker is None else worker.pid,
+        cpus=slot.slice.cpus,
+        restarts=slot.restarts,
+        running=int(fields[Field.RUNNING]),
+        waiting=int(fields[Field.WAITING]),
+        active_models=tuple(sorted(r.id for r in directory if slot.slice.id in r.slices)),
+        last_model=last_model,
+        kv_used_bytes=int(fields[Field.KV_USED_BYTES]),
+        kv_total_bytes=slot.slice.kv_bytes,
+        steps=int(fields[Field.STEPS]),
+        switches=int(fields[Field.SWITCHES]),
+        busy_share=min(1.0, fields[Field.BUSY_S] / max(1e-9, now - slot.started_s)),
+        prompt_tokens=int(fields[Field.PROMPT_TOKENS]),
+        output_tokens=int(fields[Field.OUTPUT_TOKENS]),
+        cached_tokens=int(fields[Field.CACHED_TOKENS]),
+        preemptions=int(fields[Field.PREEMPTIONS]),
+        heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
+    )

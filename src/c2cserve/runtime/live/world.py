@@ -1,0 +1,268 @@
+"""The controller's world when it is real: processes, messages and the clock.
+
+`World` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.cluster`. Everything
+in it runs on the controller's thread, except `post`, which any thread may call.
+"""
+
+import logging
+import os
+import select
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import zmq
+
+from c2cserve.core.actions import (
+    Activate,
+    ClusterAction,
+    Deactivate,
+    Dispatch,
+    Evict,
+    Forget,
+    Load,
+    Reject,
+    Withdraw,
+)
+from c2cserve.core.events import (
+    Arrived,
+    Cancelled,
+    ClusterEvent,
+    ModelEvicted,
+    ModelFailed,
+    ModelLoaded,
+    ModelRemoving,
+    ModelUsable,
+    SliceLost,
+    SliceUp,
+    StepTimes,
+)
+from c2cserve.core.model import ModelState
+from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.live import messages as msg
+from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.fleet import Fleet
+from c2cserve.runtime.live.host import ModelHost
+from c2cserve.runtime.live.jobs import JobTable, LiveJob
+from c2cserve.runtime.live.workers import Worker
+
+log = logging.getLogger(__name__)
+
+_TICK_S = 0.25
+"""How often an idle controller looks after its workers."""
+
+
+class Aborted(Exception):
+    """The server gives up on what is in flight (drain time is over, or no worker starts)."""
+
+
+class World:
+    def __init__(
+        self,
+        fleet: Fleet,
+        host: ModelHost,
+        directory: Directory,
+        jobs: JobTable,
+        flush: Callable[[], None],
+        forgotten: Callable[[str], None],
+    ) -> None:
+        """`flush` is called after every batch of deltas; `forgotten` when a removal is complete."""
+        self._fleet = fleet
+        self._host = host
+        self._directory = directory
+        self._jobs = jobs
+        self._flush = flush
+        self._forgotten = forgotten
+        self._inbox: deque[ClusterEvent | LiveJob] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._looked_s = 0.0
+        self._abort: str | None = None
+        self.counters: Counter[str] = Counter()
+        self.last_tick_s = time.monotonic()
+
+    # ---- any thread ---------------------------------------------------------------------------
+
+    def post(self, item: ClusterEvent | LiveJob) -> None:
+        self._inbox.append(item)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def abort(self, reason: str) -> None:
+        self._abort = reason
+        os.eventfd_write(self._wake_fd, 1)
+
+    # ---- Source -------------------------------------------------------------------------------
+
+    def wait(self, until: float | None) -> tuple[float, Sequence[ClusterEvent]]:
+        events: list[ClusterEvent] = []
+        while True:
+            self._collect(events)
+            now = self.last_tick_s = time.monotonic()
+            if self._abort is not None:
+                raise Aborted(self._abort)
+            if events or (until is not None and now >= until):
+                return now, events
+            self._poll(_TICK_S if until is None else min(_TICK_S, until - now))
+
+    def _poll(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        for slot in self._fleet.slots.values():
+            if slot.worker is not None:
+                poller.register(slot.worker.socket, zmq.POLLIN)
+                poller.register(slot.worker.pidfd, zmq.POLLIN)
+        ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
+        if any(slot.worker and slot.worker.pidfd in ready for slot in self._fleet.slots.values()):
+            self._looked_s = 0.0
+
+    def _collect(self, events: list[ClusterEvent]) -> None:
+        self._take_inbox(events)
+        for slot in self._fleet.slots.values():
+            if slot.worker is not None:
+                self._take_messages(slot.worker, events)
+        now = time.monotonic()
+        if now - self._looked_s >= _TICK_S:
+            self._looked_s = now
+            for worker, _ in self._fleet.reap(now):
+                self._bury(worker, events)
+            self._fleet.start_due(now)
+        self._flush()
+
+    def _take_inbox(self, events: list[ClusterEvent]) -> None:
+        if select.select([self._wake_fd], [], [], 0)[0]:
+            os.eventfd_read(self._wake_fd)
+        while self._inbox:
+            item = self._inbox.popleft()
+            if isinstance(item, LiveJob):
+                self._jobs.add(item)
+                events.append(Arrived(item.request))
+            elif isinstance(item, Cancelled):
+                # The request may have ended by itself while the word was on its way.
+                live = self._jobs.drop(item.request_id)
+                if live is not None:
+                    events.append(item)
+            elif self._note_model(item):
+                events.append(item)
+
+    def _note_model(self, event: ClusterEvent) -> bool:
+        """Keep the directory up to date. False: the model was forgotten meanwhile (its last load
+        may still report), nobody needs to hear of it."""
+        model = getattr(event, "model", None)
+        if model is not None and model not in self._directory:
+            return False
+        match event:
+            case ModelUsable(model):
+                record = self._directory.get(model)
+                record.usable()
+                for worker in self._fleet.up:
+                    self._attach(worker, record)
+            case ModelLoaded(model):
+                record = self._directory.get(model)
+                if record.state is ModelState.LOADING:
+                    record.state = ModelState.READY
+                self.counters["model_loads"] += 1
+            case ModelFailed(model, reason):
+                log.error("model %s: %s", model, reason)
+                record = self._directory.get(model)
+                if record.in_pool:
+                    self._fleet.broadcast(msg.Detach(model))
+                record.out_of_pool(ModelState.FAILED, reason)
+                self.counters["model_load_failures"] += 1
+            case ModelRemoving(model):
+                self._directory.get(model).state = ModelState.DRAINING
+            case _:
+                pass
+        return True
+
+    def _take_messages(self, worker: Worker, events: list[ClusterEvent]) -> None:
+        for message in worker.receive():
+            match message:
+                case msg.Output(deltas):
+                    now = time.monotonic()
+                    for delta in deltas:
+                        events.extend(self._jobs.receive(delta, now))
+                case msg.Measured(model, decode_step_s, prefill_token_s):
+                    events.append(StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s))
+                case msg.Hello(epoch=epoch, isa=isa):
+                    log.info(
+                        "slice %s is up (pid %d, epoch %d, cpus %s, %s)",
+                        worker.slice.id, worker.pid, epoch, worker.slice.cpus, isa,
+                    )  # fmt: skip
+                    worker.up = True
+                    for record in self._directory:
+                        if record.in_pool:
+                            self._attach(worker, record)
+                    events.append(SliceUp(worker.slice))
+                case msg.Unusable(model, reason):
+                    failed = ModelFailed(model, f"slice {worker.slice.id}: {reason}")
+                    if self._note_model(failed):
+                        self._host.evict(model)
+                        events.append(failed)
+
+    def _bury(self, worker: Worker, events: list[ClusterEvent]) -> None:
+        """Take the last words of a dead worker, then place its requests again."""
+        if not worker.up:
+            return
+        worker.socket.poll(5)
+        self._take_messages(worker, events)
+        for record in self._directory:
+            record.slices.discard(worker.slice.id)
+        events.append(SliceLost(worker.slice.id, self._jobs.displace(worker.slice.id)))
+        self.counters["slice_lost"] += 1
+
+    # ---- Executor -----------------------------------------------------------------------------
+
+    def submit(self, action: ClusterAction) -> None:
+        match action:
+            case Dispatch(request_id, slice_id):
+                live = self._jobs.get(request_id)
+                if live is not None:
+                    live.slice_id = slice_id
+                    self._send(slice_id, msg.Submit(live.job))
+            case Withdraw(request_id, slice_id):
+                self._send(slice_id, msg.Withdraw(request_id))
+            case Reject(request_id, status, reason, retry_after_s):
+                live = self._jobs.drop(request_id)
+                self.counters[f"rejected_{status}"] += 1
+                if live is not None:
+                    live.sink(Refused(status, reason, retry_after_s))
+                    self._flush()
+            case Activate(model, slice_id):
+                self._directory.get(model).slices.add(slice_id)
+                self._send(slice_id, msg.Switch(model, active=True))
+            case Deactivate(model, slice_id):
+                self._directory.get(model).slices.discard(slice_id)
+                self._send(slice_id, msg.Switch(model, active=False))
+            case Load(model):
+                record = self._directory.get(model)
+                record.state = ModelState.LOADING
+                record.error = ""
+                self._host.load(record.hosted)
+            case Evict(model):
+                self._unload(self._directory.get(model))
+                self.counters["model_evictions"] += 1
+                self.post(ModelEvicted(model))
+            case Forget(model):
+                self._unload(self._directory.get(model))
+                self._directory.remove(model)
+                self._forgotten(model)
+
+    def _send(self, slice_id: str, message: msg.ToWorker) -> None:
+        worker = self._fleet.worker(slice_id)
+        if worker is not None:
+            worker.send(message)
+
+    def _unload(self, record: ModelRecord) -> None:
+        self._fleet.broadcast(msg.Detach(record.id))
+        record.out_of_pool()
+        self._host.evict(record.id)
+
+    def _attach(self, worker: Worker, record: ModelRecord) -> None:
+        hosted = record.hosted
+        segment = self._host.segment(record.id)
+        worker.send(msg.Attach(hosted.spec, segment, hosted.config, hosted.dtype))
+        worker.attached.append(record.id)
+
+    def close(self, grace_s: float) -> None:
+        self._fleet.broadcast(msg.Quit())
+        self._fleet.close(grace_s)
+        os.close(self._wake_fd)
