@@ -1,0 +1,24 @@
+# c2cserve on CPU slices. Build: docker build -t c2cserve .
+# Run: docker run --shm-size=16g -p 8000:8000 -v /models:/models c2cserve --catalog /models/catalog.toml
+FROM python:3.12-slim-bookworm AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY pyproject.toml setup.py constraints.txt README.md LICENSE ./
+COPY src src
+# For a small image without CUDA libraries pass the index of PyTorch's CPU builds:
+# --build-arg PIP_EXTRA_INDEX_URL=...
+ARG PIP_EXTRA_INDEX_URL=""
+RUN pip install --no-cache-dir --prefix=/install --constraint constraints.txt .
+
+FROM python:3.12-slim-bookworm
+COPY --from=build /install /usr/local
+COPY examples/specialists /usr/share/c2cserve/specialists
+RUN useradd --create-home --uid 1000 c2cserve
+USER c2cserve
+EXPOSE 8000
+# Weights live in shared memory: give the container a /dev/shm as large as the pool (--shm-size).
+HEALTHCHECK --interval=5s --start-period=60s CMD ["python", "-c", \
+    "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=3)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["c2cserve", "serve", "--host", "0.0.0.0"]
+CMD ["--catalog", "/usr/share/c2cserve/specialists/catalog.toml"]

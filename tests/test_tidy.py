@@ -1,0 +1,122 @@
+"""The project's rules as a test: who may import whom, and how large things may get."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "c2cserve"
+
+# Each role and the roles it may import, besides itself. Only `cli` joins policies and mechanisms.
+MAY_IMPORT: dict[str, set[str]] = {
+    "core": set(),
+    "policy": {"core"},
+    "runtime": {"core", "policy"},
+    "sim": {"core", "policy", "runtime"},
+    "catalog": {"core"},
+    "kernels": {"core"},
+    "memory": {"core", "kernels"},
+    "transfer": {"core"},
+    "devices": {"core"},
+    "engine": {"core", "kernels", "memory", "transfer", "devices"},
+    "cluster": {"core", "runtime"},
+    "server": {"core", "runtime", "catalog"},
+    "dashboard": {"core", "runtime"},
+}
+PURE_STDLIB = {"core", "policy"}
+IMPURE_MODULES = {"time", "random", "os", "logging", "socket", "threading", "asyncio", "subprocess"}
+
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+POLICY_LINES_MAX = 1500
+
+FILES = sorted(SRC.rglob("*.py"))
+
+
+def imports_of(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            assert node.module is not None
+            if node.module == "c2cserve":
+                for alias in node.names:
+                    yield f"c2cserve.{alias.name}", node.lineno
+            else:
+                yield node.module, node.lineno
+
+
+def role_of(path: Path) -> str:
+    relative = path.relative_to(SRC)
+    return relative.parts[0] if len(relative.parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_import_rule(path: Path) -> None:
+    role = role_of(path)
+    if role in {"", "cli"}:
+        return
+    assert role in MAY_IMPORT, f"{role}/ is not a role of the architecture (docs/architecture.md)"
+    allowed = MAY_IMPORT[role] | {role}
+    for module, line in imports_of(path):
+        parts = module.split(".")
+        if parts[0] == "c2cserve" and len(parts) > 1 and not parts[1].startswith("__"):
+            assert parts[1] in allowed, f"{path}:{line}: {role} must not import {module}"
+        elif role in PURE_STDLIB:
+            assert parts[0] in sys.stdlib_module_names, f"{path}:{line}: {role} imports {module}"
+            assert parts[0] not in IMPURE_MODULES, f"{path}:{line}: {role} is pure, not {module}"
+
+
+def test_nothing_heavy_is_imported_by_the_package_or_the_server() -> None:
+    probe = (
+        "import sys, c2cserve; assert 'numpy' not in sys.modules;"
+        "import c2cserve.policy.cluster, c2cserve.policy.slice, c2cserve.core.events;"
+        "assert 'msgspec' not in sys.modules and 'numpy' not in sys.modules;"
+        "import c2cserve.server.app, c2cserve.runtime.live.gateway, c2cserve.cli.main;"
+        "assert 'torch' not in sys.modules, 'the server must start without torch'"
+    )
+    subprocess.run([sys.executable, "-c", probe], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_sizes(path: Path) -> None:
+    text = path.read_text()
+    lines = text.count("\n")
+    assert lines <= FILE_LINES_MAX, f"{path} has {lines} lines: split it by idea"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= FUNCTION_LINES_MAX, f"{path}:{node.lineno}: {node.name}: {length} lines"
+
+
+def test_policy_stays_small() -> None:
+    total = sum(path.read_text().count("\n") for path in (SRC / "policy").rglob("*.py"))
+    assert total <= POLICY_LINES_MAX
+
+
+def test_no_leftovers() -> None:
+    markers = ("TO" + "DO", "FIX" + "ME", "NotImplemented" + "Error")
+    for path in [*FILES, *sorted((ROOT / "tests").rglob("*.py"))]:
+        text = path.read_text()
+        for marker in markers:
+            assert marker not in text, f"{path} still says {marker}"
+
+
+def test_every_dependency_is_explained() -> None:
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [*project["dependencies"]]
+    for extra in project["optional-dependencies"].values():
+        listed += extra
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    for requirement in listed:
+        name = requirement.split("[")[0].split(">")[0].split("=")[0].strip()
+        assert f"`{name}`" in page, f"docs/dependencies.md does not say why {name} is needed"
+        assert "<" in requirement or requirement.startswith("nvidia-ml-py"), requirement
