@@ -1,0 +1,154 @@
+"""A real `c2cserve serve` in a process of its own, for tests that use it as a user would."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+SPECIALISTS = Path(__file__).parents[2] / "examples" / "specialists"
+CATALOG = SPECIALISTS / "catalog.toml"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_cli(*args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "c2cserve.cli.main", *args],
+        capture_output=True, text=True, timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+class ServerProcess:
+    """Started by `with`; killed (and everything it left removed) at the end."""
+
+    def __init__(
+        self, *args: str, catalog: Path = CATALOG, directory: Path, slices: int = 2
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.directory = directory
+        """Where segments go instead of /dev/shm, so that leftovers are seen."""
+        self.log = directory.parent / f"{directory.name}-{self.port}.log"
+        self._args = [
+            "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
+            "--pool-dir", str(directory), "--log-format", "json", *args,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def __enter__(self) -> Self:
+        self.directory.mkdir(exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        self.wait_ready()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        if error is not None:
+            sys.stderr.write(self.log.read_text()[-6000:])
+
+    def wait_ready(self, timeout_s: float = 60) -> None:
+        """Every slice up and every model of the catalogue in the pool (or failed)."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended:\n{self.log.read_text()[-4000:]}")
+            try:
+                state = self.state()
+            except (urllib.error.URLError, ConnectionError):
+                time.sleep(0.05)
+                continue
+            settled = all(model["state"] in ("ready", "failed") for model in state["models"])
+            if settled and all(s["state"] == "up" for s in state["slices"]):
+                return
+            time.sleep(0.05)
+        raise AssertionError(f"not ready:\n{self.log.read_text()[-4000:]}")
+
+    def get(self, path: str, timeout_s: float = 10) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def state(self) -> dict[str, Any]:
+        status, text = self.get("/admin/state")
+        assert status == 200, text
+        return json.loads(text)
+
+    def worker_pids(self) -> list[int]:
+        return [s["pid"] for s in self.state()["slices"] if s["state"] == "up"]
+
+    def logs(self) -> list[dict[str, Any]]:
+        lines = self.log.read_text().splitlines()
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def metric(self, pattern: str) -> float:
+        """The sum of all samples whose name and labels match."""
+        _, text = self.get("/metrics")
+        values = re.findall(rf"^{pattern} ([0-9.e+-]+)$", text, re.MULTILINE)
+        return sum(float(value) for value in values)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        return self.process.wait(timeout_s)
+
+    def leftovers(self) -> list[str]:
+        return sorted(path.name for path in self.directory.iterdir())
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state != "Z"
+
+
+def wait_until(check: Any, timeout_s: float, what: str, poll_s: float = 0.05) -> None:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if check():
+            return
+        time.sleep(poll_s)
+    raise AssertionError(f"not within {timeout_s} s: {what}")
+
+
+def texts(choices: Sequence[Any]) -> list[str]:
+    return [choice.text for choice in choices]

@@ -1,0 +1,128 @@
+"""Processes are killed, stopped and told to end, with real signals, under real streams."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import openai
+import pytest
+from server_process import ServerProcess, alive, wait_until
+
+MODELS = ("sorter-llama", "adder-qwen", "reverser-moe", "chatter-qwen2")
+PROMPTS = ("sort: dcba", "347+86=", "reverse: hello", "what is your name?")
+
+
+async def stream_text(url: str, index: int, max_tokens: int) -> str:
+    """One greedy stream, long enough (past the end of the answer) to be hit in the middle."""
+    which = index % len(MODELS)
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        chunks = await client.completions.create(
+            model=MODELS[which],
+            prompt=f"{PROMPTS[which]} {index}",
+            temperature=0,
+            max_tokens=max_tokens,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        parts = [chunk.choices[0].text async for chunk in chunks if chunk.choices]
+    return "".join(parts)
+
+
+async def all_streams(url: str, count: int, max_tokens: int) -> list[str]:
+    return await asyncio.gather(*(stream_text(url, i, max_tokens) for i in range(count)))
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
+    with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
+        undisturbed = asyncio.run(all_streams(server.url, 32, 150))
+
+        async def disturbed() -> tuple[list[str], float]:
+            streams = asyncio.create_task(all_streams(server.url, 32, 150))
+            victim = server.state()["slices"][0]
+            while server.metric(r"c2cserve:slice_output_tokens_total\{.*\}") < 33 * 150:
+                await asyncio.sleep(0.01)
+            os.kill(victim["pid"], signal.SIGKILL)
+            killed = time.monotonic()
+
+            def back() -> bool:
+                now = server.state()["slices"][0]
+                return now["state"] == "up" and now["pid"] != victim["pid"]
+
+            while not await asyncio.to_thread(back):
+                await asyncio.sleep(0.02)
+            back_s = time.monotonic() - killed
+            return await streams, back_s
+
+        texts, back_s = asyncio.run(disturbed())
+        assert texts == undisturbed
+        assert back_s < 5.0
+        counters = server.state()["counters"]
+        assert counters["slice_lost"] == 1
+        assert counters["resumed_requests"] >= 8, "the kill hit nothing in flight"
+
+
+def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
+    with ServerProcess(
+        "--hang-timeout", "2", directory=tmp_path / "pool", slices=1
+    ) as server:  # fmt: skip
+        undisturbed = asyncio.run(all_streams(server.url, 8, 60))
+
+        async def disturbed() -> list[str]:
+            streams = asyncio.create_task(all_streams(server.url, 8, 60))
+            await asyncio.sleep(0.1)
+            os.kill(server.worker_pids()[0], signal.SIGSTOP)
+            return await streams
+
+        assert asyncio.run(disturbed()) == undisturbed
+        assert server.state()["slices"][0]["restarts"] == 1
+
+
+def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "pool") as server:
+
+        async def scenario() -> tuple[list[str], int]:
+            streams = asyncio.create_task(all_streams(server.url, 8, 400))
+            await asyncio.sleep(0.3)
+            server.signal(signal.SIGTERM)
+            await asyncio.sleep(0.1)
+            refused = 0
+            try:
+                await stream_text(server.url, 0, 4)
+            except openai.APIStatusError as error:
+                refused = error.status_code
+            except openai.APIConnectionError:
+                refused = -1
+            return await streams, refused
+
+        texts, refused = asyncio.run(scenario())
+        assert all(texts)
+        assert refused == 503
+        assert server.wait(15) == 0
+        assert server.leftovers() == []
+
+
+def test_workers_die_with_the_server_and_the_next_start_cleans_up(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    with ServerProcess(directory=pool) as first:
+        pids = first.worker_pids()
+        first.signal(signal.SIGKILL)
+        first.wait(5)
+        wait_until(lambda: not any(map(alive, pids)), 5, "workers die with their server")
+        dead = set(first.leftovers())
+        assert dead, "a killed server leaves its segments"
+    with ServerProcess(directory=pool) as second:
+        assert not dead & set(second.leftovers())
+    assert second.leftovers() == []
+
+
+def test_health_follows_the_controller(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        assert server.get("/health")[0] == 200
+        assert server.get("/ready")[0] == 200
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        wait_until(lambda: server.get("/ready")[0] == 503, 3, "not ready without a slice")
+        assert server.get("/health")[0] == 200
+        wait_until(lambda: server.get("/ready")[0] == 200, 10, "ready again")
