@@ -84,7 +84,8 @@ class JobTable:
         if delta.finish is not None:
             del self._jobs[delta.request_id]
             failed = delta.finish is FinishReason.ERROR
-            events.append(Finished(delta.request_id, len(live.output), failed))
+            output_len = live.request.sent + len(live.output)
+            events.append(Finished(delta.request_id, output_len, failed))
         live.sink(delta)
         return events
 

@@ -1,0 +1,1 @@
+"""Dataflows and operators, their references and builds."""

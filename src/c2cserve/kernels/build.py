@@ -1,0 +1,76 @@
+"""Build the CPU kernels: one shared library per instruction set, with g++ or clang++.
+
+Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place. Standard library only.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("api.cpp", "threads.cpp")
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_X86: dict[str, tuple[str, ...]] = {
+    "avx2": _AVX2,
+    "avx512": (*_AVX512, "-mprefer-vector-width=512"),
+}
+FLAGS: dict[str, tuple[str, ...]] = {
+    "generic": (),
+    **(_X86 if platform.machine() in ("x86_64", "AMD64") else {}),
+}
+
+COMMON = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+)
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1")
+
+
+class BuildError(Exception):
+    """The kernels could not be built; says why and what to do."""
+
+
+def library_name(isa: str) -> str:
+    return f"_cpu_{isa}.so"
+
+
+def build(target: Path, *, sanitize: bool = False) -> list[Path]:
+    """Compile every variant into `target`. Raises `BuildError`."""
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise BuildError("no C++ compiler: install g++ or clang++ (or set CXX) and try again")
+    target.mkdir(parents=True, exist_ok=True)
+
+    def compile_variant(isa: str) -> Path:
+        library = target / library_name(isa)
+        partial = library.with_suffix(f".{os.getpid()}.tmp")
+        sources = [str(HERE / "cpu" / name) for name in SOURCES]
+        flags = [*COMMON, *FLAGS[isa], *(SANITIZE if sanitize else ())]
+        done = subprocess.run(
+            [compiler, *flags, *sources, "-o", str(partial)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode != 0:
+            raise BuildError(f"{compiler} failed on the {isa} kernels:\n{done.stderr}")
+        partial.rename(library)  # never a half-written library under the final name
+        return library
+
+    with ThreadPoolExecutor(len(FLAGS)) as executor:
+        return list(executor.map(compile_variant, FLAGS))
+
+
+if __name__ == "__main__":
+    for built in build(HERE, sanitize="--sanitize" in sys.argv[1:]):
+        sys.stdout.write(f"{built}\n")

@@ -1,0 +1,224 @@
+// A vector of floats for whatever this translation unit is compiled for: AVX-512, AVX2, or GCC's
+// portable vectors (which become NEON on aarch64). Every kernel is written once over this header.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace c2c {
+
+enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+inline float to_float(float v) { return v; }
+inline float to_float(bf16 v) {
+  uint32_t bits = uint32_t(v.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+inline float to_float(f16 v) {
+  // Subnormal halves are scaled into place by one multiplication; infinities and NaNs keep theirs.
+  uint32_t sign = uint32_t(v.bits & 0x8000) << 16, rest = v.bits & 0x7fff, bits;
+  if (rest >= 0x7c00) {
+    bits = sign | 0x7f800000 | (rest & 0x3ff) << 13;
+  } else {
+    uint32_t magnitude = rest << 13;
+    float scaled;
+    std::memcpy(&scaled, &magnitude, 4);
+    scaled *= 0x1p112f;
+    std::memcpy(&magnitude, &scaled, 4);
+    bits = sign | magnitude;
+  }
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void from_float(float& out, float v) { out = v; }
+inline void from_float(bf16& out, float v) {  // round to nearest, ties to even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) {
+    out.bits = uint16_t(bits >> 16 | 0x40);
+    return;
+  }
+  out.bits = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+inline void from_float(f16& out, float v) {
+  uint32_t bits;
+  std::memcpy(&bits, &v, 4);
+  uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) {
+    out.bits = uint16_t(sign | 0x7e00);
+  } else if (magnitude >= 0x477ff000) {  // rounds to 65536 or beyond
+    out.bits = uint16_t(sign | 0x7c00);
+  } else if (magnitude < 0x38800000) {  // subnormal half: let the float adder round
+    float scaled;
+    std::memcpy(&scaled, &magnitude, 4);
+    scaled += 0.5f;
+    std::memcpy(&magnitude, &scaled, 4);
+    out.bits = uint16_t(sign | (magnitude - 0x3f000000));
+  } else {
+    uint32_t rounded = magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23);
+    out.bits = uint16_t(sign | rounded >> 13);
+  }
+}
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+struct vec {
+  __m512 v;
+};
+inline vec zero() { return {_mm512_setzero_ps()}; }
+inline vec splat(float x) { return {_mm512_set1_ps(x)}; }
+inline vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+inline vec load(const bf16* p) {
+  __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16))};
+}
+inline vec load(const f16* p) {
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
+}
+inline void store(float* p, vec a) { _mm512_storeu_ps(p, a.v); }
+inline vec fma(vec a, vec b, vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+inline vec add(vec a, vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline vec sub(vec a, vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline vec mul(vec a, vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline vec div(vec a, vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+inline vec max(vec a, vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline vec min(vec a, vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline vec round(vec a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline vec pow2(vec a) {  // 2^a for integral a in [-126, 127]
+  __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
+}
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+struct vec {
+  __m256 v;
+};
+inline vec zero() { return {_mm256_setzero_ps()}; }
+inline vec splat(float x) { return {_mm256_set1_ps(x)}; }
+inline vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+inline vec load(const bf16* p) {
+  __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16))};
+}
+inline vec load(const f16* p) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
+}
+inline void store(float* p, vec a) { _mm256_storeu_ps(p, a.v); }
+inline vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+inline vec add(vec a, vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+inline vec sub(vec a, vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
+inline vec mul(vec a, vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+inline vec div(vec a, vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+inline vec max(vec a, vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+inline vec min(vec a, vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+inline vec round(vec a) {
+  return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline vec pow2(vec a) {
+  __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(e, 23))};
+}
+#else
+constexpr int kLanes = 8;
+typedef float raw8 __attribute__((vector_size(32)));
+typedef int32_t int8x __attribute__((vector_size(32)));
+struct vec {
+  raw8 v;
+};
+inline vec zero() { return {raw8{}}; }
+inline vec splat(float x) { return {raw8{x, x, x, x, x, x, x, x}}; }
+template <typename T>
+inline vec load(const T* p) {
+  vec out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[i]);
+  return out;
+}
+inline void store(float* p, vec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
+inline vec fma(vec a, vec b, vec c) { return {a.v * b.v + c.v}; }
+inline vec add(vec a, vec b) { return {a.v + b.v}; }
+inline vec sub(vec a, vec b) { return {a.v - b.v}; }
+inline vec mul(vec a, vec b) { return {a.v * b.v}; }
+inline vec div(vec a, vec b) { return {a.v / b.v}; }
+inline vec max(vec a, vec b) { return {a.v > b.v ? a.v : b.v}; }
+inline vec min(vec a, vec b) { return {a.v < b.v ? a.v : b.v}; }
+inline vec round(vec a) {
+  vec out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = __builtin_rintf(a.v[i]);
+  return out;
+}
+inline vec pow2(vec a) {
+  int8x e = (__builtin_convertvector(a.v, int8x) + 127) << 23;
+  vec out;
+  std::memcpy(&out.v, &e, sizeof(e));
+  return out;
+}
+#endif
+
+// The lanes are added in one fixed tree: part of the promise that a row's result never depends on
+// what else is in the batch.
+inline float sum(vec a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+inline float largest(vec a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  float best = lanes[0];
+  for (int i = 1; i < kLanes; ++i) best = lanes[i] > best ? lanes[i] : best;
+  return best;
+}
+
+// The first `n` < kLanes elements, zeros behind them.
+template <typename T>
+inline vec load_tail(const T* p, int n) {
+  T lanes[kLanes] = {};
+  std::memcpy(lanes, p, size_t(n) * sizeof(T));
+  return load(lanes);
+}
+inline void store_tail(float* p, vec a, int n) {
+  float lanes[kLanes];
+  store(lanes, a);
+  std::memcpy(p, lanes, size_t(n) * sizeof(float));
+}
+
+// e^x by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error < 3e-7, zero
+// below -87, no overflow above 88.
+inline vec exp(vec x) {
+  x = min(max(x, splat(-87.3365448f)), splat(88.0f));
+  vec n = round(mul(x, splat(1.44269504f)));
+  vec r = fma(n, splat(-0.693359375f), x);
+  r = fma(n, splat(2.12194440e-4f), r);
+  vec p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = add(fma(p, mul(r, r), r), splat(1.0f));
+  return mul(p, pow2(n));
+}
+inline float exp1(float x) {
+  float lanes[kLanes];
+  store(lanes, exp(splat(x)));
+  return lanes[0];
+}
+
+}  // namespace c2c

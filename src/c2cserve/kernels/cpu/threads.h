@@ -1,0 +1,52 @@
+// A small pool of threads for one slice: static, pinned, spinning briefly before it sleeps.
+// OpenMP is not used because torch brings its own runtime, and two of them fight for the cores.
+#pragma once
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace c2c {
+
+class ThreadPool {
+ public:
+  // `threads` in all, the caller's included. Helper i is pinned to cpus[i + 1] if given.
+  ThreadPool(int threads, const int* cpus, int cpu_count);
+  ~ThreadPool();
+  ThreadPool(const ThreadPool&) = delete;
+  ThreadPool& operator=(const ThreadPool&) = delete;
+
+  int size() const { return int(helpers_.size()) + 1; }
+
+  // Call body(part, parts) for every part at once and wait. One caller at a time.
+  template <typename Body>
+  void run(int parts, const Body& body) {
+    if (parts <= 1 || helpers_.empty()) {
+      for (int part = 0; part < (parts < 1 ? 1 : parts); ++part) body(part, parts < 1 ? 1 : parts);
+      return;
+    }
+    dispatch(parts, [](const void* f, int part, int all) {
+      (*static_cast<const Body*>(f))(part, all);
+    }, &body);
+  }
+
+ private:
+  using Call = void (*)(const void*, int, int);
+  void dispatch(int parts, Call call, const void* body);
+  void serve(int index, int cpu);
+  void work();
+
+  std::vector<std::thread> helpers_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<int> next_{0}, busy_{0};
+  std::atomic<bool> stop_{false};
+  int parts_ = 0;
+  Call call_ = nullptr;
+  const void* body_ = nullptr;
+};
+
+}  // namespace c2c

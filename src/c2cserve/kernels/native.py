@@ -1,0 +1,113 @@
+"""The CPU kernels' shared library, for the best instruction set this machine has.
+
+No torch here: the pool's loader converts dtypes with it too.
+"""
+
+import ctypes
+import functools
+import os
+import platform
+from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
+from pathlib import Path
+from typing import Literal
+
+Dtype = Literal["float32", "float16", "bfloat16"]
+DTYPE_CODES: dict[Dtype, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
+
+_NEEDS: dict[str, frozenset[str]] = {
+    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
+    "avx2": frozenset({"avx2", "fma", "f16c"}),
+    "generic": frozenset(),
+}
+ISAS = tuple(_NEEDS)
+"""Best first."""
+
+
+class SampleRow(ctypes.Structure):
+    """Mirrors `SampleRow` of sample.h."""
+
+    _fields_ = (
+        ("logits", c_void_p), ("prompt", c_void_p), ("output", c_void_p),
+        ("bias_ids", c_void_p), ("bias", c_void_p), ("banned", c_void_p),
+        ("prompt_len", c_int64), ("output_len", c_int64),
+        ("bias_len", c_int64), ("banned_len", c_int64),
+        ("seed", c_uint64), ("position", c_uint64),
+        ("top_k", c_int64), ("top_logprobs", c_int64),
+        ("temperature", c_float), ("top_p", c_float), ("min_p", c_float),
+        ("repetition", c_float), ("presence", c_float), ("frequency", c_float),
+    )  # fmt: skip
+
+
+_P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "c2c_pool_new": (_P, (_I, POINTER(_I), _I)),
+    "c2c_pool_free": (None, (_P,)),
+    "c2c_embed": (None, (_P, _P, _I, _P, _L, _L)),
+    "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _L, _L, _L)),
+    "c2c_rms_norm": (None, (_P, _P, _P, _P, _F, _L, _L)),
+    "c2c_add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L)),
+    "c2c_silu_mul": (None, (_P, _P, _P, _L, _L)),
+    "c2c_rope_store": (
+        None, (_P, _P, _P, _P, _P, _P, _P, _F, _P, _I, _L, _P, _L, _L, _L, _L),
+    ),
+    "c2c_attention": (
+        None, (_P, _P, _P, _L, _P, _I, _L, _P, _P, _P, _L, _L, _L, _L, _L, _F, _L),
+    ),
+    "c2c_moe_route": (None, (_P, _L, _L, _L, _I, _P, _P)),
+    "c2c_moe_experts": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _L, _L)),
+    "c2c_sample": (None, (_P, POINTER(SampleRow), _L, _L, _P, _P, _P, _P, _L)),
+    "c2c_convert": (None, (_P, _I, _P, _I, _L)),
+    "c2c_read_bandwidth": (_F, (_P, _P, _L)),
+}  # fmt: skip
+
+
+class KernelsMissing(RuntimeError):
+    """The native kernels are not built."""
+
+
+def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
+    """Instruction-set flags of this machine as Linux names them."""
+    for line in cpuinfo.read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            return frozenset(value.split())
+    return frozenset()
+
+
+def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
+    """The best variant these flags allow, no better than `cap` (C2CSERVE_CPU_ISA)."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return "generic"
+    if cap is not None and cap not in ISAS:
+        raise ValueError(f"C2CSERVE_CPU_ISA is {cap!r}; it can be one of {', '.join(ISAS)}")
+    allowed = ISAS[ISAS.index(cap) :] if cap else ISAS
+    return next(isa for isa in allowed if _NEEDS[isa] <= flags)
+
+
+@functools.cache
+def load_library(isa: str) -> ctypes.CDLL:
+    """One variant, loaded. Raises `KernelsMissing` with the command that builds it."""
+    path = Path(__file__).parent / f"_cpu_{isa}.so"
+    if not path.exists():
+        raise KernelsMissing(
+            f"the CPU kernels are not built ({path.name} is missing); "
+            "run: python -m c2cserve.kernels.build"
+        )
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    return library
+
+
+def chosen_isa() -> str:
+    return best_isa(cpu_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
+
+
+def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, n: int) -> None:
+    """Convert `n` elements from address to address (rounding to nearest even). The source may be
+    unaligned. Releases the interpreter lock."""
+    load_library(chosen_isa()).c2c_convert(
+        target, DTYPE_CODES[target_dtype], source, DTYPE_CODES[source_dtype], n
+    )

@@ -1,0 +1,130 @@
+"""The operators models are written in. `CpuOps` is fast, `RefOps` is the truth for tests.
+
+Activations are float32; weights keep their dtype and are read in place; norm weights, biases and
+rotary tables are float32 (widened once when a model is attached).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from c2cserve.kernels.native import Dtype
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """Shape of a model's KV blocks: [layers, 2, kv_heads, 16 tokens x head_dim], one block after
+    another. K is transposed inside a block ([head_dim, 16]), V is not ([16, head_dim])."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: Dtype
+
+    @property
+    def block_bytes(self) -> int:
+        item = 4 if self.dtype == "float32" else 2
+        return self.layers * 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * item
+
+
+@dataclass(frozen=True, slots=True)
+class RowSampling:
+    """How one row's token is drawn; `prompt` and `output` are int32 histories (penalties)."""
+
+    seed: int
+    position: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    prompt: Tensor | None = None
+    output: Tensor | None = None
+    bias_ids: Tensor | None = None
+    bias: Tensor | None = None
+    banned: Tensor | None = None
+    top_logprobs: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Lists, one entry per row. `ids[i]` is -1 when row i holds a NaN or an infinity."""
+
+    ids: list[int]
+    logprobs: list[float]
+    top: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+
+
+class Ops(Protocol):
+    """Shapes: T tokens, S sequences, H hidden, Hq and Hkv heads, D head_dim."""
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Rows `ids` (int32[T]) of `table` [V, H] as float32 [T, H]."""
+        ...
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] float32 times w [N, K] transposed, plus bias float32[N]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """`residual += x`, in place; returns the norm of the sum."""
+        ...
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        arena: Tensor,
+        kv: KvLayout,
+        layer: int,
+        slots: Tensor,
+    ) -> None:
+        """Norm (if `norms`: q's and k's weights [D]) and rotate q and k of qkv [T, (Hq + 2 Hkv) D]
+        in place; write k and v into the arena. `slots` int64[T] = block byte offset * 16 + place.
+        """
+        ...
+
+    def attention(
+        self,
+        qkv: Tensor,
+        arena: Tensor,
+        kv: KvLayout,
+        layer: int,
+        q_start: Tensor,
+        context_len: Tensor,
+        block_table: Tensor,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        """Causal attention of each sequence's new tokens over its cache -> [T, Hq D]. `q_start`
+        int32[S + 1], `context_len` int32[S] (new tokens included), `block_table` int64[S, *] byte
+        offsets. `window`: tokens a query sees, 0 for all."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """silu of the first half of the last dimension, times the second half."""
+        ...
+
+    def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        """Softmax over all experts, the top k: ids int32[T, k] and weights float32[T, k]."""
+        ...
+
+    def moe_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
+    ) -> Tensor:
+        """w13 [E, 2 I, H] (gate rows, then up rows), w2 [E, H, I]; sums in expert order."""
+        ...
+
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn: ...
