@@ -68,3 +68,8 @@ class Machine:
     numa: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = field(default=())
+    cores: tuple[tuple[int, ...], ...] = ()
+    """Allowed hardware threads by physical core; threads of one core share its units."""
+    cpu_quota: float | None = None
+    """CPU seconds per second a cgroup allows; None: no limit."""
+    shm_free_bytes: int = 0

@@ -1,0 +1,139 @@
+"""From a mapping (TOML table, admin JSON) to a `CatalogEntry`; every mistake is one clear line."""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from c2cserve.catalog.checkpoint import check_checkpoint
+from c2cserve.catalog.entry import CatalogEntry, CatalogError, Dtype
+from c2cserve.core.request import Slo
+
+_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
+_HUB_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$"
+
+Name = Annotated[str, StringConstraints(pattern=_NAME_PATTERN, max_length=200)]
+HubId = Annotated[str, StringConstraints(pattern=_HUB_PATTERN, max_length=200)]
+NonEmpty = Annotated[str, StringConstraints(min_length=1)]
+S = TypeVar("S", bound=BaseModel)
+
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class EntrySettings(BaseModel):
+    """Keys that `[defaults]` may set for every model."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    dtype: Dtype = "auto"
+    ttft_s: Positive = Slo().ttft_s
+    tpot_s: Positive = Slo().tpot_s
+    priority: int = 0
+    pinned: bool = False
+    max_context: Annotated[int, Field(ge=1)] | None = None
+    keep_warm_s: NonNegative = 0.0
+
+
+class EntryKeys(EntrySettings):
+    """All keys of one `[[models]]` table."""
+
+    id: Name
+    aliases: list[Name] = []
+    path: NonEmpty | None = None
+    hub: HubId | None = None
+    revision: NonEmpty | None = None
+
+
+class KeyMistake(CatalogError):
+    """A mistake that is about one key, so that a file's reader can name its line."""
+
+    def __init__(self, key: str, message: str) -> None:
+        super().__init__(message)
+        self.key = key
+
+
+def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
+    """Check one entry; a relative `path` is taken from `base_dir`.
+
+    Raises `CatalogError` (one line that names the key and what to do). A `path` must be a
+    checkpoint directory; a `hub` id is only checked for its form.
+    """
+    keys = check_keys(EntryKeys, values)
+    if keys.path is None and keys.hub is None:
+        raise KeyMistake("id", "it has no weights: set path (a directory) or hub (a repository id)")
+    if keys.path is not None and keys.hub is not None:
+        raise KeyMistake("hub", "path and hub are both set: keep one of them")
+    if keys.revision is not None and keys.hub is None:
+        raise KeyMistake("revision", "revision is set without hub: it only selects a hub version")
+    _check_distinct(keys.id, keys.aliases)
+    path = None
+    if keys.path is not None:
+        path = (base_dir / Path(keys.path).expanduser()).resolve()
+        try:
+            check_checkpoint(path)
+        except CatalogError as error:
+            raise KeyMistake("path", str(error)) from error
+    return CatalogEntry(
+        id=keys.id,
+        aliases=tuple(keys.aliases),
+        path=path,
+        hub=keys.hub,
+        revision=keys.revision or "main",
+        dtype=keys.dtype,
+        slo=Slo(keys.ttft_s, keys.tpot_s),
+        priority=keys.priority,
+        pinned=keys.pinned,
+        max_context=keys.max_context,
+        keep_warm_s=keys.keep_warm_s,
+    )
+
+
+def _check_distinct(name: str, aliases: list[str]) -> None:
+    for position, alias in enumerate(aliases):
+        if alias == name or alias in aliases[:position]:
+            raise KeyMistake("aliases", f"the alias {alias!r} is given twice: remove one")
+
+
+def check_keys(schema: type[S], values: Mapping[str, object]) -> S:
+    """Validate a table; raises `KeyMistake` for the first mistake."""
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        # A misspelt key explains a missing one, so it is told first.
+        problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+        raise _mistake(problems[0], schema.model_fields) from error
+
+
+def _mistake(problem: Mapping[str, Any], known: Iterable[str]) -> KeyMistake:
+    key = ".".join(str(part) for part in problem["loc"])
+    root = key.split(".", maxsplit=1)[0]
+    given = problem["input"]
+    if problem["type"] == "extra_forbidden":
+        return KeyMistake(root, unknown_key(root, known))
+    if problem["type"] == "missing":
+        return KeyMistake(root, f"{key} is missing: every model needs one")
+    if problem["type"] == "string_pattern_mismatch":
+        wanted = (
+            "a repository id such as Qwen/Qwen3-8B"
+            if root == "hub"
+            else "letters, digits and . _ : / @ + - (first a letter or digit)"
+        )
+    else:
+        wanted = str(problem["msg"]).removeprefix("Input should be ").removeprefix("a valid ")
+    return KeyMistake(root, f"{key} = {_shown(given)} is not valid: it must be {wanted}")
+
+
+def _shown(value: object) -> str:
+    text = repr(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The message for a key that does not exist, with the nearest one that does."""
+    names = list(known)
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(names))}"
+    return f"unknown key {key!r}: {hint}"

@@ -1,0 +1,132 @@
+"""`c2cserve`: the command line. A command's module is imported when that command runs, so
+`c2cserve --help` is immediate and one command's dependencies never burden another."""
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from c2cserve import __version__
+from c2cserve.cli.output import CliError
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """Where a command is: a function, or a `typer.Typer` with commands of its own."""
+
+    module: str
+    name: str
+    help: str
+
+    def load(self, command: str) -> Any:
+        target = getattr(importlib.import_module(self.module), self.name)
+        if isinstance(target, typer.Typer):
+            return _named(typer.main.get_command(target), command)
+        single = typer.Typer(add_completion=False)
+        single.command(command)(target)
+        return typer.main.get_command(single)
+
+
+def _named(command: Any, name: str) -> Any:
+    command.name = name
+    return command
+
+
+COMMANDS = {
+    "serve": Lazy("c2cserve.cli.serve", "serve", "Serve a catalogue of models over HTTP."),
+    "demo": Lazy("c2cserve.cli.demo", "demo", "Serve small built-in models and check answers."),
+    "worker": Lazy("c2cserve.cli.worker", "worker", "Run one slice (started by serve)."),
+    "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
+    "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
+    "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
+    "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
+    "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
+    "version": Lazy("c2cserve.cli.main", "version", "Print the version."),
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands by their one-line help and imports only the one that is invoked."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        lazy = COMMANDS.get(cmd_name)
+        return None if lazy is None else TyperCommand(cmd_name, callback=None, help=lazy.help)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, COMMANDS[str(name)].load(str(name)), rest
+
+
+commands = typer.Typer(
+    name="c2cserve",
+    cls=LazyGroup,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@commands.callback()
+def root(
+    debug: bool = typer.Option(False, "--debug", help="Show the traceback of a failure."),
+) -> None:
+    """A whole catalogue of LLMs in host memory, served by any compute slice."""
+
+
+def version() -> None:
+    """Print the version."""
+    sys.stdout.write(f"c2cserve {__version__}\n")
+
+
+def app(args: Sequence[str] | None = None) -> None:
+    """Run a command and end the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+
+    A failure is one line on stderr; `--debug` (before the command) adds the traceback.
+    """
+    args = list(sys.argv[1:] if args is None else args)
+    sys.exit(_run(args, debug="--debug" in args[:1]))
+
+
+def _run(args: list[str], *, debug: bool) -> int:
+    try:
+        result = typer.main.get_command(commands).main(
+            args=args, prog_name="c2cserve", standalone_mode=False
+        )
+    except CliError as error:
+        return _report(str(error), error.exit_code, debug=debug)
+    except typer.TyperException as error:
+        # An empty message is typer's "show the help", which it has printed.
+        message = error.format_message()
+        return _report(message, 2, debug=debug) if message else 2
+    except (typer.Abort, KeyboardInterrupt):
+        return _report("interrupted", 130, debug=debug)
+    except BrokenPipeError:
+        # Whoever reads us (head, less) has seen enough.
+        sys.stderr.close()
+        return 1
+    except Exception as error:  # noqa: BLE001 - the last stop: every failure is one clear line
+        kind = type(error).__name__
+        return _report(f"{kind}: {error} (c2cserve --debug shows where)", 1, debug=debug)
+    return result if isinstance(result, int) else 0
+
+
+def _report(message: str, code: int, *, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    line = " ".join(message.split())
+    sys.stderr.write(f"c2cserve: {line}\n")
+    return code
+
+
+if __name__ == "__main__":
+    app()

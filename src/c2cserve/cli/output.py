@@ -1,0 +1,68 @@
+"""What every command shares: how it fails, and how it shows sizes, times and JSON."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from c2cserve.core.machine import Machine
+
+
+class CliError(Exception):
+    """The command can not go on; the message is one line that says what to do.
+
+    `exit_code`: 1 for a failure, 2 for a command line that makes no sense.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def console() -> "Console":
+    """For tables on stdout. Without a terminal they are as wide as they need to be."""
+    from rich.console import Console
+
+    out = Console(highlight=False)
+    return out if out.is_terminal else Console(highlight=False, width=160)
+
+
+def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
+    sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def show_bytes(count: float) -> str:
+    """`1.5 GiB`; whole numbers below 1 KiB."""
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
+        count /= 1024
+        if count < 1024 or unit == "TiB":
+            return f"{count:.1f} {unit}" if count < 100 else f"{count:.0f} {unit}"
+    raise AssertionError("unreachable: the last unit takes everything")
+
+
+def show_seconds(seconds: float) -> str:
+    """`850 us`, `12.3 ms`, `4.56 s`."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 1:
+        return f"{seconds * 1e3:.1f} ms"
+    return f"{seconds:.2f} s"
+
+
+def describe_machine(machine: "Machine") -> dict[str, object]:
+    """The part of a machine that belongs beside a measurement."""
+    return {
+        "cpu": machine.cpu_name,
+        "cpus": len(machine.cpus),
+        "cores": len(machine.cores),
+        "cpu_quota": machine.cpu_quota,
+        "numa_nodes": len(machine.numa),
+        "memory_bytes": machine.memory_bytes,
+        "isa": list(machine.isa),
+        "gpus": [gpu.name for gpu in machine.gpus],
+    }

@@ -1,0 +1,103 @@
+"""GPUs through NVML (the `gpu` extra). Without it, or without a driver, there are none."""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from c2cserve.core.machine import Gpu
+
+
+class GpuProblem(Exception):
+    """There seem to be GPUs, but the driver would not tell about them."""
+
+
+def find_nvml() -> ModuleType | None:
+    """The NVML binding, if it is installed."""
+    try:
+        return importlib.import_module("pynvml")
+    except ModuleNotFoundError:
+        return None
+
+
+def find_gpus(nvml: Any) -> tuple[Gpu, ...]:
+    """GPUs that work can run on: where MIG is on, its instances instead of the whole GPU.
+
+    `nvml` is the `pynvml` module (or a stand-in), None for no GPUs. Raises `GpuProblem` when a
+    driver is there but answers with an error.
+    """
+    if nvml is None:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except (nvml.NVMLError_LibraryNotFound, nvml.NVMLError_DriverNotLoaded):
+        return ()
+    except nvml.NVMLError as error:
+        raise GpuProblem(str(error)) from error
+    try:
+        found: list[Gpu] = []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            found += _device(nvml, index)
+        return tuple(found)
+    except nvml.NVMLError as error:
+        raise GpuProblem(str(error)) from error
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _device(nvml: Any, index: int) -> list[Gpu]:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    instances = _mig_instances(nvml, handle)
+    if instances is None:
+        return [_describe(nvml, index, handle, _sms(nvml, handle), mig=False)]
+    return [
+        _describe(nvml, index, instance, _mig_sms(nvml, instance), mig=True)
+        for instance in instances
+    ]
+
+
+def _mig_instances(nvml: Any, handle: Any) -> list[Any] | None:
+    """None when MIG is off or the GPU has none."""
+    try:
+        current, _ = nvml.nvmlDeviceGetMigMode(handle)
+    except nvml.NVMLError_NotSupported:
+        return None
+    if current != nvml.NVML_DEVICE_MIG_ENABLE:
+        return None
+    instances: list[Any] = []
+    for slot in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            instances.append(nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, slot))
+        except nvml.NVMLError_NotFound:
+            continue
+    return instances
+
+
+def _describe(nvml: Any, index: int, handle: Any, sms: int, *, mig: bool) -> Gpu:
+    return Gpu(
+        id=index,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        sms=sms,
+        mig=mig,
+    )
+
+
+def _sms(nvml: Any, handle: Any) -> int:
+    """NVML counts cores, and every architecture since Volta but GA100 has 64 or 128 to an SM; 0
+    when it does not tell."""
+    try:
+        cores = int(nvml.nvmlDeviceGetNumGpuCores(handle))
+        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
+    except nvml.NVMLError_NotSupported:
+        return 0
+    per_sm = 64 if (major, minor) in {(7, 0), (7, 5), (8, 0)} else 128
+    return cores // per_sm
+
+
+def _mig_sms(nvml: Any, instance: Any) -> int:
+    return int(nvml.nvmlDeviceGetAttributes(instance).multiprocessorCount)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,0 +1,143 @@
+"""How a machine's cores become slices, and its memory KV arenas and a weight pool.
+
+The default rule:
+
+* A slice never crosses NUMA nodes, and computes with one hardware thread of each of its cores:
+  decoding waits for memory, so a core's second thread adds nothing. The others are left to the
+  server, its tokenizers and loaders.
+* About one slice per 8 cores, as few cores already saturate a node's memory, and at least two
+  slices (of one core each on a 2-core machine), so that two models run at the same time.
+* A cgroup's CPU quota caps the cores that count.
+* KV arenas take an eighth of the available memory together, each between 64 MiB and 8 GiB. The
+  pool takes three quarters of it, as far as shared memory has room.
+"""
+
+from collections.abc import Sequence
+from math import floor
+
+from c2cserve.core.machine import Machine, NumaNode, Slice
+
+CORES_PER_SLICE = 8
+KV_MEMORY_SHARE = 1 / 8
+KV_BYTES_MIN = 64 << 20
+KV_BYTES_MAX = 8 << 30
+POOL_MEMORY_SHARE = 3 / 4
+SLAB_BYTES = 2 << 20
+
+
+class SlicePlanError(ValueError):
+    """The slices asked for do not fit this machine."""
+
+
+def plan_slices(
+    machine: Machine,
+    count: int | None = None,
+    threads: int | None = None,
+    kv_bytes: int | None = None,
+) -> tuple[Slice, ...]:
+    """CPU slices `cpu0`, `cpu1` ... of this machine.
+
+    Args:
+        count: how many; None for the default rule. More than there are cores share them.
+        threads: hardware threads of each; None divides the cores evenly.
+        kv_bytes: bytes of KV arena of each, rounded down to whole slabs; None for the rule.
+
+    Raises `SlicePlanError` when a slice would not fit on any NUMA node.
+    """
+    _check_arguments(count, threads, kv_bytes)
+    nodes = _usable_cores(machine)
+    counts = _slices_per_node([len(cores) for _, cores in nodes], count, threads)
+    arena = _arena_bytes(machine, sum(counts), kv_bytes)
+    slices: list[Slice] = []
+    for (node, cores), share in zip(nodes, counts, strict=True):
+        for cpus in _deal(cores, share, threads):
+            slices.append(
+                Slice(
+                    id=f"cpu{len(slices)}",
+                    kind="cpu",
+                    cpus=cpus,
+                    numa=node.id,
+                    kv_bytes=arena,
+                    slab_bytes=SLAB_BYTES,
+                )
+            )
+    return tuple(slices)
+
+
+def plan_pool_bytes(machine: Machine) -> int:
+    """Budget of the weight pool: three quarters of available memory, at most what shared memory
+    has free."""
+    return min(int(machine.memory_available_bytes * POOL_MEMORY_SHARE), machine.shm_free_bytes)
+
+
+def _check_arguments(count: int | None, threads: int | None, kv_bytes: int | None) -> None:
+    if count is not None and count < 1:
+        raise SlicePlanError(f"{count} slices: at least one is needed")
+    if threads is not None and threads < 1:
+        raise SlicePlanError(f"{threads} threads per slice: at least one is needed")
+    if kv_bytes is not None and kv_bytes < SLAB_BYTES:
+        raise SlicePlanError(f"{kv_bytes} bytes of KV per slice: at least {SLAB_BYTES} are needed")
+
+
+def _usable_cores(machine: Machine) -> list[tuple[NumaNode, tuple[int, ...]]]:
+    """Per node, one hardware thread of each core, as many as the quota feeds (taken evenly)."""
+    cores = machine.cores or tuple((cpu,) for cpu in machine.cpus)
+    nodes = [
+        (node, tuple(core[0] for core in cores if core[0] in set(node.cpus)))
+        for node in machine.numa
+    ]
+    nodes = [(node, firsts) for node, firsts in nodes if firsts]
+    if machine.cpu_quota is None:
+        return nodes
+    total = sum(len(firsts) for _, firsts in nodes)
+    budget = min(total, max(1, floor(machine.cpu_quota)))
+    shares = _apportion([len(firsts) for _, firsts in nodes], budget)
+    kept = zip(nodes, shares, strict=True)
+    return [(node, firsts[:share]) for (node, firsts), share in kept if share]
+
+
+def _slices_per_node(cores: Sequence[int], count: int | None, threads: int | None) -> list[int]:
+    fits = [n if threads is None or n >= threads else 0 for n in cores]
+    if not any(fits):
+        raise SlicePlanError(
+            f"{threads} threads per slice: the largest NUMA node has {max(cores)} usable cores"
+        )
+    if count is not None:
+        return _apportion(fits, count)
+    if threads is not None:
+        return [n // threads for n in fits]
+    by_rule = [max(1, round(n / CORES_PER_SLICE)) for n in cores]
+    if sum(by_rule) < 2 <= sum(cores):
+        return [2]
+    return by_rule
+
+
+def _apportion(weights: Sequence[int], total: int) -> list[int]:
+    """`total` divided in proportion to `weights`, by largest remainder, first one wins ties."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    shares = [floor(value) for value in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for index in by_remainder[: total - sum(shares)]:
+        shares[index] += 1
+    return shares
+
+
+def _deal(cores: Sequence[int], count: int, threads: int | None) -> list[tuple[int, ...]]:
+    """Cut a node's cores into `count` neighbouring groups; they overlap when there are too few."""
+    groups: list[tuple[int, ...]] = []
+    for index in range(count):
+        if threads is None and count <= len(cores):
+            first = index * len(cores) // count
+            group = cores[first : (index + 1) * len(cores) // count]
+        else:
+            size = threads or 1
+            group = [cores[(index * size + offset) % len(cores)] for offset in range(size)]
+        groups.append(tuple(sorted(group)))
+    return groups
+
+
+def _arena_bytes(machine: Machine, slices: int, kv_bytes: int | None) -> int:
+    if kv_bytes is None:
+        fair = int(machine.memory_available_bytes * KV_MEMORY_SHARE) // slices
+        kv_bytes = min(KV_BYTES_MAX, max(KV_BYTES_MIN, fair))
+    return kv_bytes // SLAB_BYTES * SLAB_BYTES
