@@ -1,7 +1,8 @@
 """How a model's weights lie in its pool segment: data, made by the engine, obeyed by the loader.
 
-Tensors lie in the order they are loaded, fused as the kernels want them. A *group* is what becomes
-usable as a whole: the embedding table, one layer, one expert of one layer, the head.
+Tensors lie in the order of `LayoutPlan.tensors`, fused as the kernels want them. They are filled
+group by group, in the order of `LayoutPlan.groups`; a *group* is what becomes usable as a whole:
+the embedding table, one layer, one expert of one layer, the head.
 """
 
 from dataclasses import dataclass
@@ -12,16 +13,39 @@ Dtype = Literal["float32", "float16", "bfloat16"]
 ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
+class PlanError(ValueError):
+    """A layout plan contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """One tensor of the segment; `starts_layer` asks for the alignment of a layer."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Dtype
+    starts_layer: bool = False
+
+    @property
+    def elements(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * ITEM_BYTES[self.dtype]
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A checkpoint tensor (or a contiguous run of it) that fills a contiguous run of a target.
+    """A checkpoint tensor (or a contiguous run of it) that fills a contiguous run of `target`.
 
-    `offset` counts elements into the flattened target; `source_offset` and `count` (elements)
-    select a run of the flattened source, all of it when `count` is None.
+    `shape` is what the checkpoint must have. `offset` counts elements into the flattened target;
+    `source_offset` and `count` (elements) select a run of the source, all of it by default.
     """
 
     source: str
     shape: tuple[int, ...]
+    target: str
     offset: int = 0
     source_offset: int = 0
     count: int | None = None
@@ -32,36 +56,35 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorPlan:
-    """One tensor of the segment. Its parts cover it exactly once."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: Dtype
-    parts: tuple[Part, ...]
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * ITEM_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """Tensors that become usable together. `layer` is the decoder layer, -1 for none."""
-
     name: str
-    tensors: tuple[TensorPlan, ...]
-    layer: int = -1
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutPlan:
-    """All groups in load order. `optional` checkpoint tensors may be present and are not used
-    (e.g. rotary inverse frequencies, a tied head stored anyway)."""
+    """`optional`: suffixes of checkpoint tensors that may be present and are not used (rotary
+    frequencies, a tied head stored anyway)."""
 
+    tensors: tuple[TensorPlan, ...]
     groups: tuple[GroupPlan, ...]
-    optional: frozenset[str] = frozenset()
+    optional: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:
-        return sum(tensor.bytes for group in self.groups for tensor in group.tensors)
+        return sum(tensor.bytes for tensor in self.tensors)
+
+    def check(self) -> None:
+        """Raises `PlanError` unless every tensor is filled exactly once."""
+        runs: dict[str, list[tuple[int, int]]] = {tensor.name: [] for tensor in self.tensors}
+        for group in self.groups:
+            for part in group.parts:
+                runs[part.target].append((part.offset, part.offset + part.elements))
+        for tensor in self.tensors:
+            end = 0
+            for begin, stop in sorted(runs[tensor.name]):
+                if begin != end:
+                    raise PlanError(f"{tensor.name}: elements {end} to {begin} are not filled once")
+                end = stop
+            if end != tensor.elements:
+                raise PlanError(f"{tensor.name}: {end} of {tensor.elements} elements are filled")

@@ -1,0 +1,1 @@
+"""Architectures: configuration, layout in the pool, rotary tables, the decoder."""

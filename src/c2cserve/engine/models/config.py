@@ -1,0 +1,213 @@
+"""A checkpoint's config.json, normalised. No torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from c2cserve.memory.layout import Dtype
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "mixtral",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+}
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ACTIVATIONS = ("silu", "swish")
+
+
+class ConfigError(ValueError):
+    """The model can not be served; one line that says what is supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    theta: float = 10000.0
+    type: str = "default"
+    scaling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Moe:
+    experts: int
+    per_token: int
+    intermediate: int
+    renormalize: bool
+    sparse: tuple[bool, ...]
+    """Per layer: whether its MLP is a mixture of experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    arch: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    max_position: int
+    norm_eps: float
+    rope: Rope
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied: bool
+    windows: tuple[int, ...]
+    """Per layer: tokens a query sees, 0 for all."""
+    moe: Moe | None
+    eos_token_ids: tuple[int, ...]
+    dtype: Dtype
+
+    def sparse(self, layer: int) -> bool:
+        return self.moe is not None and self.moe.sparse[layer]
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The directory's config.json with generation_config.json's EOS ids, which chat models extend.
+    Raises ConfigError."""
+    path = directory / "config.json"
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text())
+        generation = directory / "generation_config.json"
+        if generation.is_file():
+            eos = json.loads(generation.read_text()).get("eos_token_id")
+            raw |= {} if eos is None else {"eos_token_id": eos}
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such file; is this a checkpoint directory?") from error
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
+    return raw
+
+
+def parse_config(raw: Mapping[str, Any], dtype: str = "auto") -> ModelConfig:
+    """Raises ConfigError for what is not supported. `dtype` "auto" keeps the checkpoint's."""
+    arch = _architecture(raw)
+    _refuse_unsupported(raw)
+    try:
+        return _parse(raw, arch, dtype)
+    except KeyError as error:
+        raise ConfigError(f"config.json lacks {error}") from error
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures") or ()
+    for name in names:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    raise ConfigError(
+        f"architecture {', '.join(names) or 'unknown'} is not supported; supported are "
+        f"{', '.join(ARCHITECTURES)}"
+    )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown")
+        raise ConfigError(
+            f"quantized weights ({method}) are not supported; use the plain checkpoint"
+        )
+    activation = raw.get("hidden_act", "silu")
+    if activation not in _ACTIVATIONS:
+        raise ConfigError(f"activation {activation!r} is not supported; supported is silu")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
+
+
+def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
+    layers, heads, hidden = (
+        int(raw[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+    )
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    head_dim = int(raw.get("head_dim") or hidden // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(f"{heads} heads over {kv_heads} key-value heads of {head_dim} do not fit")
+    attention_bias = bool(raw.get("attention_bias", False))
+    return ModelConfig(
+        arch=arch,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate=int(raw["intermediate_size"]),
+        vocab=int(raw["vocab_size"]),
+        max_position=int(raw["max_position_embeddings"]),
+        norm_eps=float(raw["rms_norm_eps"]),
+        rope=_rope(raw),
+        qkv_bias=arch == "qwen2" or attention_bias,
+        o_bias=arch in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        mlp_bias=arch == "llama" and bool(raw.get("mlp_bias", False)),
+        qk_norm=arch in ("qwen3", "qwen3_moe"),
+        tied=bool(raw.get("tie_word_embeddings", False)),
+        windows=_windows(raw, arch, layers),
+        moe=_moe(raw, arch, layers),
+        eos_token_ids=_eos(raw.get("eos_token_id")),
+        dtype=_dtype(raw, dtype),
+    )
+
+
+def _rope(raw: Mapping[str, Any]) -> Rope:
+    """Both ways of writing it: rope_theta + rope_scaling, and (newer) rope_parameters."""
+    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
+    kind = str(fields.pop("rope_type", None) or fields.pop("type", None) or "default")
+    fields.pop("type", None)
+    if kind not in ROPE_TYPES:
+        raise ConfigError(
+            f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
+        )
+    original = raw.get("original_max_position_embeddings")
+    if original is not None:
+        fields.setdefault("original_max_position_embeddings", original)
+    return Rope(theta, kind, fields)
+
+
+def _windows(raw: Mapping[str, Any], arch: str, layers: int) -> tuple[int, ...]:
+    window = int(raw.get("sliding_window") or 0)
+    if types := raw.get("layer_types"):
+        return tuple(window if kind == "sliding_attention" else 0 for kind in types)
+    if arch in ("mistral", "mixtral"):
+        return (window,) * layers
+    if arch.startswith("qwen") and raw.get("use_sliding_window", False):
+        full = int(raw.get("max_window_layers", layers))
+        return tuple(window if layer >= full else 0 for layer in range(layers))
+    return (0,) * layers
+
+
+def _moe(raw: Mapping[str, Any], arch: str, layers: int) -> Moe | None:
+    if arch == "mixtral":
+        experts, per_token = int(raw["num_local_experts"]), int(raw["num_experts_per_tok"])
+        return Moe(experts, per_token, int(raw["intermediate_size"]), True, (True,) * layers)
+    if arch != "qwen3_moe":
+        return None
+    step = int(raw.get("decoder_sparse_step", 1))
+    dense = set(cast("list[int]", raw.get("mlp_only_layers") or []))
+    return Moe(
+        experts=int(raw.get("num_experts") or raw["num_local_experts"]),
+        per_token=int(raw["num_experts_per_tok"]),
+        intermediate=int(raw["moe_intermediate_size"]),
+        renormalize=bool(raw.get("norm_topk_prob", False)),
+        sparse=tuple(i not in dense and step > 0 and (i + 1) % step == 0 for i in range(layers)),
+    )
+
+
+def _eos(value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(cast("list[int]", value)) if isinstance(value, list) else (cast("int", value),)
+
+
+def _dtype(raw: Mapping[str, Any], dtype: str) -> Dtype:
+    wanted = dtype
+    if dtype == "auto":
+        wanted = str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch.")
+    if wanted not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(f"dtype {wanted!r} is not supported; choose float32, float16 or bfloat16")
+    return wanted

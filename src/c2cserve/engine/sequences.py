@@ -1,0 +1,148 @@
+"""What the executor keeps of a request: its tokens, its block table, how to sample."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from c2cserve.core.request import BLOCK_TOKENS, Job, TokenLogprob
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.models.decoder import ForwardBatch
+from c2cserve.kernels.ops import RowSampling
+
+
+@dataclass(slots=True)
+class Clockwork:
+    """When things happened to a request before its first token, seconds of the executor's clock."""
+
+    added_s: float
+    started_s: float | None = None
+    switched: bool = False
+    switch_s: float = 0.0
+    parked_s: float = 0.0
+    compute_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Sequence:
+    job: Job
+    tokens: NDArray[np.int32]
+    """Capacity for everything that may be drawn; the first `length` are known."""
+    length: int
+    blocks: NDArray[np.int64]
+    """Capacity for all of them; the first `block_count` are set."""
+    clock: Clockwork
+    block_count: int = 0
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    delivered: bool = False
+
+    @classmethod
+    def of(cls, job: Job, now: float) -> "Sequence":
+        request = job.request
+        capacity = request.prompt_len + request.max_new_tokens
+        tokens = np.empty(capacity, np.int32)
+        tokens[: request.prompt_len] = job.tokens
+        blocks = np.empty(-(-capacity // BLOCK_TOKENS), np.int64)
+        return cls(job, tokens, request.prompt_len, blocks, Clockwork(now))
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn here."""
+        return self.length - self.job.request.prompt_len
+
+    @property
+    def position(self) -> int:
+        """Index of the next output token, those sent before a resume included."""
+        return self.job.request.sent + self.drawn
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.job.sampling.prompt_logprobs is not None and self.job.request.sent == 0
+
+    def take(self, step: SeqStep) -> None:
+        """Bring the block table up to date with the policy's."""
+        if step.fresh:
+            self.block_count = 0
+            if not self.drawn and not self.job.request.sent:
+                self.cached_tokens = step.start
+        count = len(step.new_blocks)
+        if count:
+            self.blocks[self.block_count : self.block_count + count] = step.new_blocks
+            self.block_count += count
+
+    def row_sampling(self) -> RowSampling:
+        sampling, request = self.job.sampling, self.job.request
+        output_start = request.prompt_len - request.sent
+        penalized = (
+            sampling.repetition_penalty != 1.0
+            or sampling.presence_penalty != 0.0
+            or sampling.frequency_penalty != 0.0
+        )
+        known = torch.from_numpy(self.tokens[: self.length]) if penalized else None
+        bias = sampling.logit_bias
+        banned = sampling.stop_token_ids if self.position < sampling.min_tokens else ()
+        return RowSampling(
+            seed=sampling.seed,
+            position=self.position,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition=sampling.repetition_penalty,
+            presence=sampling.presence_penalty,
+            frequency=sampling.frequency_penalty,
+            prompt=None if known is None else known[:output_start],
+            output=None if known is None else known[output_start:],
+            bias_ids=torch.tensor([i for i, _ in bias], dtype=torch.int32) if bias else None,
+            bias=torch.tensor([b for _, b in bias]) if bias else None,
+            banned=torch.tensor(banned, dtype=torch.int32) if banned else None,
+            top_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        )
+
+
+def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
+    """The step's tokens of all its sequences, concatenated."""
+    parts = list(zip(step.seqs, seqs, strict=True))
+    starts = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([part.tokens for part, _ in parts], out=starts[1:])
+    total = int(starts[-1])
+    ids = np.empty(total, np.int32)
+    positions = np.empty(total, np.int32)
+    slots = np.empty(total, np.int64)
+    table = np.zeros((len(parts), max(seq.block_count for seq in seqs)), np.int64)
+    rows: list[int] = []
+    for i, ((part, seq), (begin, end)) in enumerate(
+        zip(parts, pairwise(starts.tolist()), strict=True)
+    ):
+        first, stop = part.start, part.start + part.tokens
+        ids[begin:end] = seq.tokens[first:stop]
+        if part.tokens == 1:
+            positions[begin] = first
+            slots[begin] = seq.blocks[first // BLOCK_TOKENS] * BLOCK_TOKENS + first % BLOCK_TOKENS
+        else:
+            at = np.arange(first, stop, dtype=np.int64)
+            positions[begin:end] = at
+            slots[begin:end] = seq.blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+        table[i, : seq.block_count] = seq.blocks[: seq.block_count]
+        if seq.wants_prompt_logprobs:
+            rows += range(begin, end)
+        elif part.emits:
+            rows.append(end - 1)
+    context = np.array([part.start + part.tokens for part, _ in parts], np.int32)
+    return ForwardBatch(
+        ids=_tensor(ids),
+        positions=_tensor(positions),
+        q_start=_tensor(starts),
+        context_len=_tensor(context),
+        block_table=_tensor(table),
+        slots=_tensor(slots),
+        logit_rows=torch.tensor(rows, dtype=torch.int64),
+    )
+
+
+def _tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+    return torch.from_numpy(array)

@@ -1,0 +1,181 @@
+"""Filling a segment from a checkpoint: parallel reads straight into shared memory, on demand first.
+
+A group that some worker wants is taken before the next one in load order, chunk by chunk, so what
+computes waits for what it needs and not for what happens to come first.
+"""
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from c2cserve.kernels.native import convert
+from c2cserve.memory.checkpoint import CheckpointError, TensorSource, open_for_reading
+from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan, Part
+from c2cserve.memory.segment import Segment, State, address
+
+_CHUNK_BYTES = 8 << 20
+
+Read = Callable[[int, memoryview, int], int]
+"""(descriptor, buffer, file offset) -> bytes read; `os.preadv` in real life."""
+
+
+def pread(fd: int, buffer: memoryview, offset: int) -> int:
+    return os.preadv(fd, [buffer], offset)
+
+
+class LoadCancelled(Exception):
+    """The load was given up; the segment is not usable."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    group: int
+    path: Path
+    file_offset: int
+    source_dtype: Dtype
+    target_offset: int
+    """Bytes from the segment's start."""
+    target_dtype: Dtype
+    elements: int
+
+
+class Loader:
+    """One model's load. `run` blocks until every byte is there."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        plan: LayoutPlan,
+        sources: dict[str, TensorSource],
+        *,
+        threads: int = 4,
+        read: Read = pread,
+        on_group: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """`on_group` is called on a loader thread when a group became ready."""
+        self._segment = segment
+        self._threads = threads
+        self._read = read
+        self._on_group = on_group
+        self._lock = threading.Lock()
+        self._cancelled = threading.Event()
+        self._left: list[list[_Chunk]] = [[] for _ in plan.groups]
+        for index, group in enumerate(plan.groups):
+            for part in group.parts:
+                source = sources[part.source]
+                self._left[index] += _chunks(index, segment, part, source)
+            self._left[index].reverse()  # taken from the end
+        self._pending = [len(chunks) for chunks in self._left]
+        self._files: dict[Path, int] = {}
+
+    def cancel(self) -> None:
+        self._cancelled.set()
+
+    def run(self) -> None:
+        """Raises CheckpointError (a read failed or a file changed) or LoadCancelled; the segment's
+        state is then FAILED."""
+        paths = {chunk.path for chunks in self._left for chunk in chunks}
+        try:
+            self._files = {path: open_for_reading(path) for path in paths}
+            for group, pending in enumerate(self._pending):
+                if pending == 0:
+                    self._finish(group)
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="load") as pool:
+                for future in [pool.submit(self._work) for _ in range(self._threads)]:
+                    future.result()
+            if self._cancelled.is_set():
+                raise LoadCancelled
+            self._segment.state = State.READY
+        except (CheckpointError, LoadCancelled):
+            self._segment.state = State.FAILED
+            raise
+        except OSError as error:
+            self._segment.state = State.FAILED
+            raise CheckpointError(f"reading the checkpoint failed: {error}") from error
+        finally:
+            for fd in self._files.values():
+                os.close(fd)
+
+    def _work(self) -> None:
+        scratch = np.empty(0, np.uint8)
+        try:
+            while not self._cancelled.is_set() and (chunk := self._next()) is not None:
+                if chunk.source_dtype != chunk.target_dtype and not len(scratch):
+                    scratch = np.empty(2 * _CHUNK_BYTES, np.uint8)
+                self._load(chunk, scratch)
+                self._done(chunk)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _next(self) -> _Chunk | None:
+        with self._lock:
+            for group, chunks in enumerate(self._left):
+                if chunks and self._segment.wanted(group):
+                    return chunks.pop()
+            return next((chunks.pop() for chunks in self._left if chunks), None)
+
+    def _load(self, chunk: _Chunk, scratch: NDArray[np.uint8]) -> None:
+        source_bytes = chunk.elements * ITEM_BYTES[chunk.source_dtype]
+        target_bytes = chunk.elements * ITEM_BYTES[chunk.target_dtype]
+        target = self._segment.window(chunk.target_offset, target_bytes)
+        if chunk.source_dtype == chunk.target_dtype:
+            self._fill(chunk, target.data)
+            return
+        staged = scratch[:source_bytes]
+        self._fill(chunk, staged.data)
+        convert(
+            address(target), chunk.target_dtype, address(staged), chunk.source_dtype,
+            chunk.elements,
+        )  # fmt: skip
+
+    def _fill(self, chunk: _Chunk, buffer: memoryview) -> None:
+        fd, done = self._files[chunk.path], 0
+        while done < len(buffer):
+            if self._cancelled.is_set():
+                raise LoadCancelled
+            count = self._read(fd, buffer[done:], chunk.file_offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{chunk.path}: ended at byte {chunk.file_offset + done} while loading; "
+                    "was it truncated?"
+                )
+            done += count
+
+    def _done(self, chunk: _Chunk) -> None:
+        with self._lock:
+            size = chunk.elements * ITEM_BYTES[chunk.target_dtype]
+            self._segment.add_loaded(size)
+            self._pending[chunk.group] -= 1
+            complete = self._pending[chunk.group] == 0
+        if complete:
+            self._finish(chunk.group)
+
+    def _finish(self, group: int) -> None:
+        self._segment.set_ready(group)
+        self._on_group(group)
+
+
+def _chunks(group: int, segment: Segment, part: Part, source: TensorSource) -> list[_Chunk]:
+    assert source.dtype is not None
+    place = segment.tensors[part.target]
+    source_item, target_item = ITEM_BYTES[source.dtype], ITEM_BYTES[place.dtype]
+    step = _CHUNK_BYTES // source_item
+    return [
+        _Chunk(
+            group=group,
+            path=source.path,
+            file_offset=source.offset + (part.source_offset + begin) * source_item,
+            source_dtype=source.dtype,
+            target_offset=place.offset + (part.offset + begin) * target_item,
+            target_dtype=place.dtype,
+            elements=min(step, part.elements - begin),
+        )
+        for begin in range(0, part.elements, step)
+    ]

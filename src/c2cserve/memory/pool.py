@@ -1,0 +1,236 @@
+"""The host weight pool: which models' segments exist, within a budget, removed without fail.
+
+Which model goes when memory is short is the policy's decision; the pool only refuses to go over
+its budget.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from c2cserve.memory.checkpoint import CheckpointError, TensorSource
+from c2cserve.memory.layout import LayoutPlan
+from c2cserve.memory.loader import LoadCancelled, Loader, Read, pread
+from c2cserve.memory.segment import Segment, remove_segment, segment_bytes
+
+log = logging.getLogger(__name__)
+
+PREFIX = "c2cserve"
+_LOADS_AT_ONCE = 2
+
+
+class PoolError(RuntimeError):
+    """The pool can not take the model; one line with numbers and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Called on loader threads, in this order for one load, and never after its `evict`."""
+
+    usable: Callable[[str], None]
+    """The first group is there: a step may start."""
+    loaded: Callable[[str, int, float], None]
+    """Model, bytes, seconds."""
+    failed: Callable[[str, str], None]
+
+
+@dataclass(slots=True)
+class _Entry:
+    path: Path
+    bytes: int
+    segment: Segment | None = None
+    loader: Loader | None = None
+    gone: bool = False
+
+
+def default_budget(directory: Path, available_bytes: int) -> int:
+    """Seven eighths of the memory that is free now, and no more than the shared-memory filesystem
+    has left: workers need the rest for their KV arenas and themselves."""
+    return min(available_bytes * 7 // 8, shutil.disk_usage(directory).free)
+
+
+class Pool:
+    def __init__(
+        self,
+        instance: str,
+        directory: Path,
+        budget_bytes: int,
+        listener: Listener,
+        *,
+        threads: int = 4,
+        read: Read = pread,
+    ) -> None:
+        """Takes the instance's lock in `directory`; raises PoolError if another run has it."""
+        self.instance = instance
+        self.directory = directory
+        self.budget_bytes = budget_bytes
+        self._listener = listener
+        self._threads = threads
+        self._read = read
+        self._entries: dict[str, _Entry] = {}
+        self._generation = 0
+        self._lock = threading.Lock()
+        self._executor = ThreadPoolExecutor(_LOADS_AT_ONCE, thread_name_prefix="pool")
+        self._lock_fd = _take_lock(directory, instance)
+
+    @property
+    def prefix(self) -> Path:
+        """Everything of this instance in the directory begins so."""
+        return self.directory / f"{PREFIX}.{self.instance}"
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return sum(entry.bytes for entry in self._entries.values())
+
+    def loaded_bytes(self, model: str) -> int:
+        entry = self._entries.get(model)
+        segment = None if entry is None else entry.segment
+        return 0 if segment is None else segment.loaded_bytes
+
+    def path(self, model: str) -> Path:
+        """The model's segment. Raises KeyError if it has none."""
+        return self._entries[model].path
+
+    def load(self, model: str, plan: LayoutPlan, sources: dict[str, TensorSource]) -> None:
+        """Begin to load; the listener hears the rest. Raises PoolError when it does not fit."""
+        size = segment_bytes(plan)
+        with self._lock:
+            if model in self._entries:
+                raise PoolError(f"{model} is in the pool already")
+            used = sum(entry.bytes for entry in self._entries.values())
+            if used + size > self.budget_bytes:
+                raise PoolError(
+                    f"{model} takes {size} bytes of host memory, the pool has "
+                    f"{self.budget_bytes - used} of {self.budget_bytes} left: raise --pool-bytes "
+                    "or remove models"
+                )
+            self._generation += 1
+            slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model)[-80:]
+            entry = _Entry(Path(f"{self.prefix}.{slug}.{self._generation}"), size)
+            self._entries[model] = entry
+        self._executor.submit(self._run, model, entry, plan, sources)
+
+    def _run(
+        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]
+    ) -> None:
+        started = time.monotonic()
+        try:
+            self._fill(model, entry, plan, sources)
+        except LoadCancelled:
+            log.info("load of %s was cancelled", model)
+        except (CheckpointError, OSError, ValueError) as error:
+            self._fail(model, entry, self._explain(model, entry, error))
+        else:
+            if not entry.gone:
+                self._listener.loaded(model, entry.bytes, time.monotonic() - started)
+
+    def _fill(
+        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]
+    ) -> None:
+        with self._lock:
+            if entry.gone:
+                raise LoadCancelled
+            entry.segment = Segment.create(entry.path, plan, sources)
+
+        def on_group(group: int) -> None:
+            if group == 0 and not entry.gone:
+                self._listener.usable(model)
+
+        entry.loader = Loader(
+            entry.segment, plan, sources, threads=self._threads, read=self._read, on_group=on_group
+        )
+        if entry.gone:
+            entry.loader.cancel()
+        entry.loader.run()
+
+    def _explain(self, model: str, entry: _Entry, error: Exception) -> str:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
+            free = shutil.disk_usage(self.directory).free
+            return (
+                f"{model} needs {entry.bytes} bytes in {self.directory}, which has {free} left: "
+                "give it a larger shared-memory filesystem (--shm-size in a container) or remove "
+                "models"
+            )
+        return str(error)
+
+    def _fail(self, model: str, entry: _Entry, reason: str) -> None:
+        with self._lock:
+            if entry.gone:
+                return
+            entry.gone = True
+            self._entries.pop(model, None)
+            remove_segment(entry.path)
+        self._listener.failed(model, reason)
+
+    def evict(self, model: str) -> None:
+        """Drop the model (or give up its load). Mappings that exist stay valid. A model that is
+        not there is fine."""
+        with self._lock:
+            entry = self._entries.pop(model, None)
+            if entry is None:
+                return
+            entry.gone = True
+            if entry.loader is not None:
+                entry.loader.cancel()
+            remove_segment(entry.path)
+
+    def close(self) -> None:
+        """Give up all loads and remove everything of this instance."""
+        for model in list(self._entries):
+            self.evict(model)
+        self._executor.shutdown(wait=True, cancel_futures=True)
+        remove_instance(self.directory, self.instance)
+        os.close(self._lock_fd)
+
+
+def _lock_path(directory: Path, instance: str) -> Path:
+    return directory / f"{PREFIX}.{instance}.lock"
+
+
+def _take_lock(directory: Path, instance: str) -> int:
+    fd = os.open(_lock_path(directory, instance), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise PoolError(f"another run has the instance {instance} in {directory}") from error
+    return fd
+
+
+def remove_instance(directory: Path, instance: str) -> None:
+    """Remove an instance's files, its lock last."""
+    for path in directory.glob(f"{PREFIX}.{instance}.*"):
+        if path != _lock_path(directory, instance):
+            path.unlink(missing_ok=True)
+    _lock_path(directory, instance).unlink(missing_ok=True)
+
+
+def remove_dead_runs(directory: Path) -> list[str]:
+    """Remove what killed servers left behind: every instance whose lock nobody holds. Two servers
+    that start at once do not disturb each other: each holds its lock before it creates files."""
+    removed: list[str] = []
+    for lock in directory.glob(f"{PREFIX}.*.lock"):
+        try:
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # its owner has just ended
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            continue  # alive
+        else:
+            instance = lock.name.removeprefix(f"{PREFIX}.").removesuffix(".lock")
+            remove_instance(directory, instance)
+            removed.append(instance)
+        finally:
+            os.close(fd)
+    return removed
