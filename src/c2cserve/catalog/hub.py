@@ -1,0 +1,168 @@
+"""Models from a hub, kept in huggingface_hub's own cache layout, so that what other tools have
+downloaded is used and the other way round."""
+
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatch
+from pathlib import Path
+
+from c2cserve.catalog.checkpoint import check_checkpoint
+from c2cserve.catalog.entry import CatalogEntry, CatalogError
+from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, Repository, Unreachable
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]
+"""Told (file, bytes done, bytes in all), from several threads, one call at a time. What it raises
+stops the download; what has arrived is kept for the next time."""
+
+_SIDE_FILES = (
+    "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer*",
+    "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
+)  # fmt: skip
+_PARALLEL = 4
+
+
+def fetch(
+    entry: CatalogEntry,
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+    *,
+    client: HubClient | None = None,
+) -> Path:
+    """The directory of a hub entry's checkpoint, downloaded first as far as it is not there.
+
+    HF_ENDPOINT, HF_HOME / HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
+    huggingface_hub. Offline, or with the hub unreachable, a complete cached copy is used.
+
+    Raises `HubError`: one line that says what to do.
+    """
+    from huggingface_hub import constants, get_token
+    from huggingface_hub.file_download import repo_folder_name
+
+    if entry.hub is None:
+        raise ValueError(f"{entry.id} is not a hub entry")
+    root = Path(constants.HF_HUB_CACHE) if cache_dir is None else cache_dir
+    folder = root / repo_folder_name(repo_id=entry.hub, repo_type="model")
+    if constants.HF_HUB_OFFLINE:
+        return _cached(folder, entry, "HF_HUB_OFFLINE is set")
+    client = client or HubClient(constants.ENDPOINT, get_token())
+    try:
+        repository = client.repository(entry.hub, entry.revision)
+    except Unreachable as error:
+        path = _cached(folder, entry, str(error))
+        log.warning("%s: %s; using the cached copy %s", entry.id, error, path)
+        return path
+    return _download(client, repository, folder, entry, progress)
+
+
+def _cached(folder: Path, entry: CatalogEntry, why: str) -> Path:
+    """A complete snapshot on disk. Raises `HubError`."""
+    reference = folder / "refs" / entry.revision
+    commit = reference.read_text().strip() if reference.is_file() else entry.revision
+    path = folder / "snapshots" / commit
+    try:
+        check_checkpoint(path)
+    except CatalogError as error:
+        raise HubError(
+            f"{entry.hub} ({entry.revision}) is not in the cache {folder.parent}, and {why}"
+        ) from error
+    return path
+
+
+def _download(
+    client: HubClient,
+    repository: Repository,
+    folder: Path,
+    entry: CatalogEntry,
+    progress: Progress | None,
+) -> Path:
+    files = choose_files(repository)
+    blobs = folder / "blobs"
+    snapshot = folder / "snapshots" / repository.commit
+    try:
+        blobs.mkdir(parents=True, exist_ok=True)
+        _check_space(repository.id, files, blobs)
+        _transfer(client, repository, files, blobs, progress)
+        for file in files:
+            _link(snapshot / file.name, blobs / file.etag)
+        reference = folder / "refs" / entry.revision
+        if entry.revision != repository.commit:
+            reference.parent.mkdir(parents=True, exist_ok=True)
+            reference.write_text(repository.commit)
+    except OSError as error:
+        raise HubError(f"{repository.id} can not be kept in {folder.parent}: {error}") from error
+    check_checkpoint(snapshot)
+    return snapshot
+
+
+def choose_files(repository: Repository) -> list[HubFile]:
+    """Configuration, tokenizer and weights, largest first; nothing pickled, and not the second
+    copy of the weights that some repositories carry under another name.
+
+    Raises `HubError` when there are no safetensors.
+    """
+    top = [file for file in repository.files if "/" not in file.name]
+    side = [file for file in top if any(fnmatch(file.name, one) for one in _SIDE_FILES)]
+    weights = [file for file in top if fnmatch(file.name, "model*.safetensors")]
+    weights = weights or [file for file in top if file.name.endswith(".safetensors")]
+    if not weights:
+        raise HubError(f"{repository.id} holds no .safetensors file: choose another revision")
+    if not any(file.name == "config.json" for file in side):
+        raise HubError(f"{repository.id} holds no config.json: it is not a model checkpoint")
+    return sorted({*side, *weights}, key=lambda file: -file.size_bytes)
+
+
+def _check_space(repo: str, files: Sequence[HubFile], blobs: Path) -> None:
+    missing = 0
+    for file in files:
+        if not (blobs / file.etag).exists():
+            partial = blobs / f"{file.etag}.incomplete"
+            missing += file.size_bytes - (partial.stat().st_size if partial.exists() else 0)
+    free = shutil.disk_usage(blobs).free
+    if missing > free:
+        raise HubError(
+            f"{repo} needs {missing / 1e9:.2f} GB more in {blobs}, where {free / 1e9:.2f} GB are"
+            " free: make room, or set HF_HUB_CACHE to another disk"
+        )
+
+
+def _transfer(
+    client: HubClient,
+    repository: Repository,
+    files: Sequence[HubFile],
+    blobs: Path,
+    progress: Progress | None,
+) -> None:
+    told = threading.Lock()
+
+    def one(file: HubFile) -> None:
+        def advance(done_bytes: int) -> None:
+            if progress is not None:
+                with told:
+                    progress(file.name, done_bytes, file.size_bytes)
+
+        if (blobs / file.etag).exists():
+            advance(file.size_bytes)
+        else:
+            client.download(repository.id, repository.commit, file, blobs / file.etag, advance)
+
+    with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hub") as threads:
+        transfers = [threads.submit(one, file) for file in files]
+        try:
+            for transfer in as_completed(transfers):
+                transfer.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _link(pointer: Path, blob: Path) -> None:
+    """Point to a blob from a snapshot, relative, as the cache may be moved or mounted elsewhere."""
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    if not pointer.exists():
+        pointer.unlink(missing_ok=True)
+        pointer.symlink_to(os.path.relpath(blob, pointer.parent))
