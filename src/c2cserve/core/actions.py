@@ -86,6 +86,14 @@ class Drop:
     requeued: bool = False
 
 
-SliceAction = RunStep | Drop
+@dataclass(frozen=True, slots=True)
+class Truncate:
+    """The request can not grow any more: the whole arena would not hold its next token. It ends
+    here with what it has (finish reason length; an error if that is nothing)."""
+
+    request_id: str
+
+
+SliceAction = RunStep | Drop | Truncate
 
 Action = ClusterAction | SliceAction

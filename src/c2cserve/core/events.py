@@ -82,13 +82,6 @@ class ModelFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelEvicted:
-    """The pool dropped its weights; the model is cold again."""
-
-    model: str
-
-
-@dataclass(frozen=True, slots=True)
 class ModelRemoving:
     """An operator asked for removal: drain, then `actions.Forget`."""
 
@@ -120,7 +113,7 @@ class Draining:
 
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Finished | SliceUp | SliceLost | ModelAdded | ModelUsable
-    | ModelLoaded | ModelFailed | ModelEvicted | ModelRemoving | PoolState | StepTimes | Draining
+    | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Draining
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------

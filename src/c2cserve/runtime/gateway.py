@@ -1,7 +1,7 @@
 """What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
 fakes in the server's tests."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -85,7 +85,7 @@ class Gateway(Protocol):
         """The model an id or alias names, if the catalogue has it."""
         ...
 
-    def submit(self, job: Job) -> AsyncIterator[Delta]:
+    def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Run a job. The iterator ends after the delta that has `finish`; closing it early (or
         `cancel`) frees the request's memory. Raises `Refused` from the first `__anext__`."""
         ...

@@ -14,6 +14,10 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).abs().max() / want.abs().max())
 
 
+def rms(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
 @torch.inference_mode()
 def truth(model: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     return model(torch.tensor([tokens])).logits[0].float()
@@ -71,17 +75,19 @@ def test_half_precision_is_no_worse_than_transformers(
     tmp_path: Path, case: str, dtype: torch.dtype
 ) -> None:
     model = make_checkpoint(tmp_path, case, dtype)
+    model.set_experts_implementation("eager")  # the grouped one wants other sizes
     theirs = truth(model, PROMPT)
     exact = truth(model.float(), PROMPT)
     (ours,) = Ours(tmp_path).step([(0, PROMPT, 0)])
-    assert relative(ours, exact) < relative(theirs, exact) * 1.1 + 1e-5
+    assert rms(ours, exact) < rms(theirs, exact) * 1.1
 
 
 def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, "llama")
     ours = Ours(tmp_path, dtype="bfloat16")
     (logits,) = ours.step([(0, PROMPT, 0)])
-    assert relative(logits, truth(model.bfloat16().float(), PROMPT)) < 0.02
+    # The weights are the same numbers then; what differs is the rounding of cached keys and values.
+    assert 1e-5 < rms(logits, truth(model.bfloat16().float(), PROMPT)) < 0.02
 
 
 def test_sharded(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from c2cserve.core.actions import Drop, RunStep, SliceAction
+from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
 from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
@@ -94,6 +94,8 @@ class CpuExecutor:
             case Drop(request_id, requeued):
                 if not requeued:
                     self._seqs.pop(request_id, None)
+            case Truncate(request_id):
+                self._truncate(self._seqs.pop(request_id))
 
     @property
     def parked(self) -> bool:
@@ -167,6 +169,15 @@ class CpuExecutor:
         run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
         run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
         self._seqs.pop(request_id, None)
+
+    def _truncate(self, seq: Sequence) -> None:
+        request_id = seq.job.request.id
+        if seq.position:
+            delta = Delta(request_id, finish=FinishReason.LENGTH)
+        else:
+            reason = f"the prompt's {seq.length} tokens do not fit into the slice's KV memory"
+            delta = Delta(request_id, finish=FinishReason.ERROR, error=reason)
+        self._deliver([delta])
 
     # ---- drawing --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from c2cserve.core.actions import ClusterAction
 from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelAdded, ModelRemoving
@@ -138,7 +138,7 @@ class LiveGateway:
         record = self._directory.find(name)
         return None if record is None else record.hosted.files
 
-    async def submit(self, job: Job) -> AsyncIterator[Delta]:
+    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.find(job.request.model)
         if record is None or record.state is ModelState.DRAINING:
             raise Refused(404, f"the model {job.request.model!r} does not exist")

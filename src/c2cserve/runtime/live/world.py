@@ -28,7 +28,6 @@ from c2cserve.core.events import (
     Arrived,
     Cancelled,
     ClusterEvent,
-    ModelEvicted,
     ModelFailed,
     ModelLoaded,
     ModelRemoving,
@@ -152,6 +151,8 @@ class World:
         match event:
             case ModelUsable(model):
                 record = self._directory.get(model)
+                if record.state is not ModelState.LOADING:
+                    return False  # it was given up while the word was on its way
                 record.usable()
                 for worker in self._fleet.up:
                     self._attach(worker, record)
@@ -240,7 +241,6 @@ class World:
             case Evict(model):
                 self._unload(self._directory.get(model))
                 self.counters["model_evictions"] += 1
-                self.post(ModelEvicted(model))
             case Forget(model):
                 self._unload(self._directory.get(model))
                 self._directory.remove(model)

@@ -1,0 +1,22 @@
+"""The only loop. Live and simulated runs differ in the source and the executor alone."""
+
+from typing import TypeVar
+
+from c2cserve.runtime.ports import Executor, Policy, Recorder, Source
+
+E = TypeVar("E")
+A = TypeVar("A")
+
+
+def run(
+    policy: Policy[E, A], source: Source[E], executor: Executor[A], record: Recorder[E, A]
+) -> None:
+    """Until the policy is done. All events of a tick are applied before anything is decided."""
+    while not policy.done:
+        now, events = source.wait(policy.wakeup)
+        for event in events:
+            policy.apply(event)
+        actions = policy.decide(now)
+        record(now, events, actions)
+        for action in actions:
+            executor.submit(action)

@@ -1,0 +1,266 @@
+"""The two inference endpoints: run choices, stream or gather them, report how it went."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+
+from c2cserve.core.request import TokenLogprob
+from c2cserve.runtime.gateway import Gateway, Refused
+from c2cserve.server.choices import Choice, Piece
+from c2cserve.server.errors import ApiError
+from c2cserve.server.fields import ChatBody, Common, CompletionBody
+from c2cserve.server.metrics import Metrics
+from c2cserve.server.prepare import Prepared
+from c2cserve.server.shapes import (
+    CompletionLogprobs,
+    Envelope,
+    chat_chunk,
+    chat_logprobs,
+    text_chunk,
+    usage,
+)
+
+log = logging.getLogger(__name__)
+_json = msgspec.json.Encoder()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One request under way."""
+
+    body: Common
+    prepared: Prepared
+    choices: list[Choice]
+    envelope: Envelope
+    request_id: str
+
+    @property
+    def echo(self) -> bool:
+        return isinstance(self.body, CompletionBody) and bool(self.body.echo)
+
+
+class Inference:
+    def __init__(self, gateway: Gateway, metrics: Metrics, fingerprint: str) -> None:
+        self._gateway = gateway
+        self._metrics = metrics
+        self._fingerprint = fingerprint
+
+    async def answer(
+        self, http: HttpRequest, body: Common, prepared: Prepared, request_id: str
+    ) -> Response:
+        choices = [Choice(i, job, prepared) for i, job in enumerate(prepared.jobs)]
+        chat = isinstance(body, ChatBody)
+        envelope = Envelope.new(prepared.jobs[0].request.id, body.model, chat, self._fingerprint)
+        answer = _Answer(body, prepared, choices, envelope, request_id)
+        pieces = self._pieces(answer)
+        if body.stream:
+            return await self._stream(answer, pieces)
+        return await self._gather(http, answer, pieces)
+
+    # ---- running choices ------------------------------------------------------------------------
+
+    async def _pieces(self, answer: _Answer) -> AsyncGenerator[Piece, None]:
+        """Pieces of all choices as they come. However it ends, every choice is ended and noted."""
+        try:
+            if len(answer.choices) == 1:
+                async with aclosing(_of(answer.choices[0], self._gateway)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            else:
+                async with aclosing(self._merged(answer.choices)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+        finally:
+            self._note(answer)
+
+    async def _merged(self, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
+        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+
+        async def pump(choice: Choice) -> None:
+            try:
+                async with aclosing(_of(choice, self._gateway)) as pieces:
+                    async for piece in pieces:
+                        queue.put_nowait(piece)
+            except (Refused, ApiError) as error:
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(choice)) for choice in choices]
+        try:
+            left = len(choices)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                left -= item.finish is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _note(self, answer: _Answer) -> None:
+        now = time.monotonic()
+        for choice in answer.choices:
+            self._metrics.ended(choice, now)
+            request, timing = choice.job.request, choice.timing
+            first_s = choice.first_s
+            log.info(
+                "%s: %d prompt and %d output tokens, %s",
+                request.model, request.prompt_len, choice.output_tokens, choice.finish,
+                extra={
+                    "request_id": answer.request_id, "job": request.id, "model": request.model,
+                    "prompt_tokens": request.prompt_len, "cached_tokens": choice.cached_tokens,
+                    "output_tokens": choice.output_tokens, "finish": choice.finish,
+                    "ttft_ms": first_s and round((first_s - request.arrival_s) * 1e3, 3),
+                    "total_ms": round((now - request.arrival_s) * 1e3, 3),
+                    "slice": timing and timing.slice, "switched": timing and timing.switched,
+                },
+            )  # fmt: skip
+
+    # ---- streamed -------------------------------------------------------------------------------
+
+    async def _stream(self, answer: _Answer, pieces: AsyncGenerator[Piece, None]) -> Response:
+        """The first piece is awaited before the status is sent: a refusal is still a 429 then."""
+        first = await anext(pieces)
+        return StreamingResponse(
+            self._events(answer, first, pieces),
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", **_timing_headers(answer.choices)},
+        )
+
+    async def _events(
+        self, answer: _Answer, first: Piece, pieces: AsyncGenerator[Piece, None]
+    ) -> AsyncGenerator[bytes, None]:
+        options = answer.body.stream_options
+        with_usage = options is not None and options.include_usage
+        shaper = _Shaper(answer)
+        try:
+            yield _event(shaper.chunk(first, with_usage))
+            async for piece in pieces:
+                if piece.text or piece.finish or piece.logprobs:
+                    yield _event(shaper.chunk(piece, with_usage))
+            if with_usage:
+                last = answer.envelope.wrap([], streamed=True)
+                last["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+                yield _event(last)
+            yield b"data: [DONE]\n\n"
+        except ApiError as error:
+            yield _event(error.body())
+        except Refused as refused:
+            yield _event(ApiError.of(refused).body())
+        finally:
+            await pieces.aclose()
+
+    # ---- in one piece ---------------------------------------------------------------------------
+
+    async def _gather(
+        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
+    ) -> Response:
+        gathering = asyncio.create_task(_all(pieces))
+        leaving = asyncio.create_task(_disconnected(http))
+        try:
+            await asyncio.wait({gathering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not gathering.done():
+                return Response(status_code=499)  # nobody reads it
+            by_choice = gathering.result()
+        finally:
+            for task in (gathering, leaving):
+                task.cancel()
+            await asyncio.gather(gathering, leaving, return_exceptions=True)
+        shaper = _Shaper(answer)
+        choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
+        content = answer.envelope.wrap(choices, streamed=False)
+        content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+        headers = _timing_headers(answer.choices)
+        return Response(_json.encode(content), 200, headers, media_type="application/json")
+
+
+async def _of(choice: Choice, gateway: Gateway) -> AsyncGenerator[Piece, None]:
+    async with aclosing(choice.pieces(gateway)) as pieces:
+        async for piece in pieces:
+            yield piece
+
+
+async def _all(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:
+    gathered: dict[int, list[Piece]] = {}
+    async with aclosing(pieces):
+        async for piece in pieces:
+            gathered.setdefault(piece.index, []).append(piece)
+    return gathered
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return b"data: " + _json.encode(content) + b"\n\n"
+
+
+def _timing_headers(choices: Sequence[Choice]) -> dict[str, str]:
+    """Where the first choice ran and what its switch cost."""
+    timing = choices[0].timing
+    if timing is None:
+        return {}
+    return {
+        "x-c2cserve-slice": timing.slice,
+        "x-c2cserve-switched": "true" if timing.switched else "false",
+        "x-c2cserve-switch-ms": f"{timing.switch_s * 1e3:.3f}",
+        "x-c2cserve-queue-ms": f"{timing.queue_s * 1e3:.3f}",
+    }
+
+
+class _Shaper:
+    """Turns the pieces of one answer into chunks or whole choices."""
+
+    def __init__(self, answer: _Answer) -> None:
+        self._answer = answer
+        self._started: set[int] = set()
+        self._offsets = [CompletionLogprobs(answer.prepared.tokenizer) for _ in answer.choices]
+
+    def chunk(self, piece: Piece, with_usage: bool) -> dict[str, Any]:
+        first = piece.index not in self._started
+        self._started.add(piece.index)
+        if self._answer.envelope.chat:
+            choice = chat_chunk(piece, self._logprobs(piece.index, piece.logprobs), first=first)
+        else:
+            choice = text_chunk(piece, self._logprobs(piece.index, piece.logprobs, first))
+            if first and self._answer.echo:
+                choice["text"] = self._answer.choices[piece.index].prompt.text + choice["text"]
+        content = self._answer.envelope.wrap([choice], streamed=True)
+        if with_usage:
+            content["usage"] = None
+        return content
+
+    def whole(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+        text = "".join(piece.text for piece in pieces)
+        entries = [entry for piece in pieces for entry in piece.logprobs]
+        shaped = {
+            "index": choice.index, "finish_reason": pieces[-1].finish,
+            "logprobs": self._logprobs(choice.index, entries, True),
+        }  # fmt: skip
+        if self._answer.envelope.chat:
+            return {**shaped, "message": {"role": "assistant", "content": text, "refusal": None}}
+        return {**shaped, "text": (choice.prompt.text if self._answer.echo else "") + text}
+
+    def _logprobs(
+        self, index: int, entries: Sequence[TokenLogprob], first: bool = False
+    ) -> dict[str, Any] | None:
+        choice = self._answer.choices[index]
+        if choice.job.sampling.logprobs is None:
+            return None
+        if self._answer.envelope.chat:
+            return chat_logprobs(self._answer.prepared.tokenizer, entries)
+        if first and self._answer.echo:
+            prompt_first = choice.job.tokens[0]
+            return self._offsets[index].of((*choice.prompt_logprobs, *entries), prompt_first)
+        return self._offsets[index].of(entries)

@@ -1,0 +1,184 @@
+"""`/metrics`. Names are vLLM's where they mean the same, so existing dashboards work; what is ours
+alone begins with `c2cserve:`."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from c2cserve.core.model import ModelState
+from c2cserve.runtime.gateway import Gateway, SliceStatus, Snapshot
+from c2cserve.server.choices import Choice
+
+_LATENCY = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
+)  # fmt: skip
+_SWITCH = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.25, 1)
+_TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+_Table = dict[str, tuple[str, Callable[[SliceStatus], float]]]
+
+
+class Metrics:
+    """One registry per app: nothing global, two apps in a process do not meet."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_SnapshotCollector(gateway))
+
+        def histogram(name: str, help_: str, buckets: tuple[float, ...] = _LATENCY) -> Histogram:
+            return Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
+
+        def counter(name: str, help_: str, *labels: str) -> Counter:
+            return Counter(name, help_, ["model_name", *labels], registry=self.registry)
+
+        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
+        self._tpot = histogram("vllm:time_per_output_token_seconds", "Mean time per output token.")
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "End to end request latency.")
+        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first step.")
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt.")
+        self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
+        self._output_len = histogram("vllm:request_generation_tokens", "Output tokens.", _TOKENS)
+        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens processed.")
+        self._output = counter("vllm:generation_tokens", "Output tokens generated.")
+        self._success = counter("vllm:request_success", "Requests ended.", "finished_reason")
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
+        self._switch = histogram(
+            "c2cserve:switch_seconds", "Picking a request's model to its first kernel.", _SWITCH
+        )
+        self._wait = histogram(
+            "c2cserve:weight_wait_seconds", "Waiting for weights that were still loading."
+        )
+        self._slo = counter("c2cserve:slo", "Requests by whether they met their SLOs.", "met")
+        self._http = Counter(
+            "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+
+    def ended(self, choice: Choice, now: float) -> None:
+        """A choice that was taken has ended, however."""
+        request = choice.job.request
+        name = request.model
+        self._success.labels(name, choice.finish).inc()
+        self._e2e.labels(name).observe(now - request.arrival_s)
+        self._output.labels(name).inc(choice.output_tokens)
+        self._output_len.labels(name).observe(choice.output_tokens)
+        self._prompt_len.labels(name).observe(request.prompt_len)
+        if choice.first_s is None or choice.timing is None or choice.last_s is None:
+            return
+        ttft_s = choice.first_s - request.arrival_s
+        self._ttft.labels(name).observe(ttft_s)
+        tpot_s = 0.0
+        if choice.output_tokens > 1:
+            tpot_s = (choice.last_s - choice.first_s) / (choice.output_tokens - 1)
+            self._tpot.labels(name).observe(tpot_s)
+        met = ttft_s <= request.slo.ttft_s and tpot_s <= request.slo.tpot_s
+        self._slo.labels(name, "true" if met else "false").inc()
+        self._prompt.labels(name).inc(request.prompt_len)
+        self._queries.labels(name).inc(request.prompt_len)
+        self._hits.labels(name).inc(choice.cached_tokens)
+        timing = choice.timing
+        self._queue.labels(name).observe(timing.queue_s)
+        self._prefill.labels(name).observe(timing.prefill_s)
+        if timing.switched:
+            self._switch.labels(name).observe(timing.switch_s)
+        if timing.wait_weights_s:
+            self._wait.labels(name).observe(timing.wait_weights_s)
+
+    def responded(self, route: str, status: int) -> None:
+        self._http.labels(route, str(status)).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _SnapshotCollector(Collector):
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot = self._gateway.snapshot()
+        yield from _models(snapshot)
+        yield from _slices(snapshot)
+        yield _gauge(
+            "c2cserve:pool_used_bytes", "Host weight pool in use.", snapshot.pool_used_bytes
+        )
+        yield _gauge("c2cserve:pool_budget_bytes", "Its budget.", snapshot.pool_budget_bytes)
+        yield _gauge("c2cserve:draining", "1 while shutting down.", float(snapshot.draining))
+        for name, value in sorted(snapshot.counters.items()):
+            metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")
+            metric.add_metric([], value)
+            yield metric
+
+
+def _gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, help_, value=value)
+
+
+def _models(snapshot: Snapshot) -> Iterator[Metric]:
+    running = GaugeMetricFamily(
+        "vllm:num_requests_running", "Requests on slices.", labels=["model_name"]
+    )
+    waiting = GaugeMetricFamily(
+        "vllm:num_requests_waiting", "Requests not yet on a slice.", labels=["model_name"]
+    )
+    state = GaugeMetricFamily(
+        "c2cserve:model_state", "1 for the state the model is in.", labels=["model_name", "state"]
+    )
+    size = GaugeMetricFamily(
+        "c2cserve:model_loaded_bytes", "Weights in the pool.", labels=["model_name"]
+    )
+    for model in snapshot.models:
+        running.add_metric([model.id], model.running)
+        waiting.add_metric([model.id], model.waiting)
+        size.add_metric([model.id], model.loaded_bytes)
+        for one in ModelState:
+            state.add_metric([model.id, one.value], float(model.state is one))
+    yield from (running, waiting, state, size)
+
+
+def _slices(snapshot: Snapshot) -> Iterator[Metric]:
+    gauges: _Table = {
+        "up": ("1 while its worker is up.", lambda s: float(s.state == "up")),
+        "busy_share": ("Share of its time spent in steps.", lambda s: s.busy_share),
+        "running": ("Requests started.", lambda s: s.running),
+        "waiting": ("Requests queued at the slice.", lambda s: s.waiting),
+        "kv_used_bytes": ("KV cache held by requests.", lambda s: s.kv_used_bytes),
+        "kv_total_bytes": ("KV arena.", lambda s: s.kv_total_bytes),
+        "active_models": ("Models active on it.", lambda s: len(s.active_models)),
+    }
+    counters: _Table = {
+        "steps": ("Steps run.", lambda s: s.steps),
+        "switches": ("Steps that ran another model than the step before.", lambda s: s.switches),
+        "prompt_tokens": ("Prompt tokens received.", lambda s: s.prompt_tokens),
+        "output_tokens": ("Tokens drawn.", lambda s: s.output_tokens),
+        "cached_tokens": ("Prompt tokens reused.", lambda s: s.cached_tokens),
+        "restarts": ("Workers replaced.", lambda s: s.restarts),
+    }
+    for name, (help_, value) in gauges.items():
+        gauge = GaugeMetricFamily(f"c2cserve:slice_{name}", help_, labels=["slice"])
+        for one in snapshot.slices:
+            gauge.add_metric([one.id], value(one))
+        yield gauge
+    for name, (help_, value) in counters.items():
+        counter = CounterMetricFamily(f"c2cserve:slice_{name}", help_, labels=["slice"])
+        for one in snapshot.slices:
+            counter.add_metric([one.id], value(one))
+        yield counter
+    usage = GaugeMetricFamily(
+        "vllm:kv_cache_usage_perc", "KV cache in use, 1 is full.", labels=["slice"]
+    )
+    preemptions = CounterMetricFamily(
+        "vllm:num_preemptions", "Requests preempted for memory.", labels=["slice"]
+    )
+    for one in snapshot.slices:
+        usage.add_metric([one.id], one.kv_used_bytes / max(1, one.kv_total_bytes))
+        preemptions.add_metric([one.id], one.preemptions)
+    yield from (usage, preemptions)
