@@ -78,7 +78,11 @@ def switch(
     pairs: Annotated[int, typer.Option(min=20, help="Requests of either kind.")] = 200,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 8,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    admin_key: Annotated[
+        str | None, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="For the server's own figures.")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write results as JSON.")] = None,
 ) -> None:
     """What changing the model from one request to the next adds to the time to first token."""
-    run_switch(SwitchOptions(url, tuple(models.split(",")), pairs, input_len, seed), key, out)
+    options = SwitchOptions(url, tuple(models.split(",")), pairs, input_len, seed)
+    run_switch(options, key, admin_key, out)

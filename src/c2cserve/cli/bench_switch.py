@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from c2cserve.cli.bench_histogram import Histogram, scrape_histograms
 from c2cserve.cli.bench_plan import Shape
 from c2cserve.cli.bench_prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.cli.bench_report import Spread, percentile, spread
@@ -22,10 +21,12 @@ from c2cserve.cli.client import Unanswered, ask
 from c2cserve.cli.loadgen_http import Client
 from c2cserve.cli.loadgen_reply import Record
 from c2cserve.cli.output import CliError, console, show_seconds
+from c2cserve.cli.scrape import Histogram, scrape
 
 _BLOCKS = 10
 _RESAMPLES = 400
 _TIMEOUT_S = 120.0
+_SERVER_HISTOGRAM = "c2cserve:switch_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,27 +64,26 @@ class Comparison:
     expected_switches: int
 
 
-def run_switch(options: SwitchOptions, key: str | None, out: Path | None) -> None:
+def run_switch(
+    options: SwitchOptions, key: str | None, admin_key: str | None, out: Path | None
+) -> None:
     """Raises `CliError` when a request fails, or fewer than two models are named."""
     models = resolve_models(options.url, options.models, key)
     if len(set(models)) < 2:
         raise CliError("switching needs at least two different --models A,B", 2)
     sequence = list(plan_sequence(models, options.pairs))
-    histograms_before = scrape_histograms(options.url, "c2cserve:switch")
-    switches_before = _slice_switches(options.url, key)
+    before = scrape(options.url, admin_key).histogram(_SERVER_HISTOGRAM)
+    switches_before = _slice_switches(options.url, admin_key)
     records = asyncio.run(_ask_all(options, key, sequence))
-    switches_after = _slice_switches(options.url, key)
+    switches_after = _slice_switches(options.url, admin_key)
     counted = None
     if switches_before is not None and switches_after is not None:
         counted = switches_after - switches_before
     comparison = compare(sequence, records, counted, options.seed)
-    server = {
-        name: histogram.since(histograms_before.get(name))
-        for name, histogram in scrape_histograms(options.url, "c2cserve:switch").items()
-    }
+    server = scrape(options.url, admin_key).histogram(_SERVER_HISTOGRAM).since(before)
     _show(models, comparison, server)
     if out is not None:
-        results = {**asdict(comparison), "server": {n: asdict(h) for n, h in server.items()}}
+        results = {**asdict(comparison), "server_histogram": asdict(server)}
         write_results(out, "switch", asdict(options), {"models": models, **results})
 
 
@@ -182,7 +182,7 @@ def _slice_switches(url: str, key: str | None) -> int | None:
         return None
 
 
-def _show(models: Sequence[str], found: Comparison, server: Mapping[str, Histogram]) -> None:
+def _show(models: Sequence[str], found: Comparison, server: Histogram) -> None:
     from rich.table import Table
 
     table = Table(title=f"TTFT of {found.requests} one-token requests to {', '.join(models)}")
@@ -198,14 +198,13 @@ def _show(models: Sequence[str], found: Comparison, server: Mapping[str, Histogr
         f"a switch adds {found.overhead_p50_s * 1e3:+.3f} ms (p50; 95 % between"
         f" {found.overhead_p50_low_s * 1e3:+.3f} and {found.overhead_p50_high_s * 1e3:+.3f})"
     )
-    for name, histogram in server.items():
-        middle, high = histogram.quantile(0.5), histogram.quantile(0.99)
-        if middle is not None and high is not None:
-            screen.print(
-                f"server: {name} of {histogram.count:.0f} switches: mean"
-                f" {show_seconds(histogram.sum / histogram.count)}, p50 {show_seconds(middle)},"
-                f" p99 {show_seconds(high)}"
-            )
+    middle, high = server.quantile(0.5), server.quantile(0.99)
+    if middle is not None and high is not None:
+        screen.print(
+            f"the server's own {_SERVER_HISTOGRAM}, {server.count:.0f} switches:"
+            f" mean {show_seconds(server.sum / server.count)}, p50 {show_seconds(middle)},"
+            f" p99 {show_seconds(high)}"
+        )
     if found.slice_switches is not None and found.slice_switches < found.expected_switches / 2:
         sys.stderr.write(
             f"warning: slices switched {found.slice_switches} times for"

@@ -3,7 +3,7 @@
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 from urllib.parse import quote
 
 import msgspec
@@ -12,6 +12,8 @@ import typer
 from c2cserve.cli.client import Unanswered, ask
 from c2cserve.cli.output import CliError, console, print_json, show_bytes
 from c2cserve.core.model import ModelState, ModelStatus
+
+T = TypeVar("T")
 
 app = typer.Typer(help="List, add, remove and reload a server's models.", no_args_is_help=True)
 
@@ -30,13 +32,18 @@ NameArgument = Annotated[str, typer.Argument(help="Id or alias.")]
 LOCAL = "http://127.0.0.1:8000"
 
 
+class Listing(msgspec.Struct):
+    models: list[ModelStatus]
+
+
 @app.command("list")
 def list_models(url: UrlOption = LOCAL, key: KeyOption = None, as_json: JsonOption = False) -> None:
     """Every model of the catalogue and where its weights are."""
-    models = fetch_models(url, key)
+    models = decode(ask(url, "/admin/models", key=key), Listing).models
     if as_json:
         print_json(msgspec.to_builtins(models))
         return
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table()
@@ -46,7 +53,8 @@ def list_models(url: UrlOption = LOCAL, key: KeyOption = None, as_json: JsonOpti
         table.add_column(head, justify="right")
     for model in models:
         table.add_row(
-            model.id, ", ".join(model.aliases), show_state(model), show_bytes(model.weight_bytes),
+            model.id, ", ".join(model.aliases), escape(show_state(model)),
+            show_bytes(model.weight_bytes),
             str(model.max_context), ", ".join(model.active_slices) or "-", str(model.running),
             str(model.waiting), str(model.priority), "yes" if model.pinned else "",
         )  # fmt: skip
@@ -63,12 +71,14 @@ def show(
     if as_json:
         print_json(fields)
         return
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(show_header=False, box=None)
     for field, value in fields.items():
-        text = show_bytes(value) if field.endswith("_bytes") else value
-        table.add_row(field, ", ".join(value) or "-" if isinstance(value, list) else str(text))
+        text = ", ".join(value) or "-" if isinstance(value, list) else str(value)
+        shown = show_bytes(int(text)) if field.endswith("_bytes") else escape(text)
+        table.add_row(field, shown)
     console().print(table)
 
 
@@ -100,7 +110,7 @@ def add(
     }  # fmt: skip
     given = {name: value for name, value in entry.items() if value is not None}
     text = ask(url, "/admin/models", key=key, method="POST", body=given, timeout_s=_LONG_S)
-    _loaded(url, key, _status(text), wait=wait, as_json=as_json)
+    _loaded(url, key, decode(text, ModelStatus), wait=wait, as_json=as_json)
 
 
 @app.command("remove")
@@ -121,22 +131,19 @@ def reload(
     """Read a model's files again (drains, unloads, loads)."""
     path = f"/admin/models/{quote(name)}/reload"
     text = ask(url, path, key=key, method="POST", timeout_s=_LONG_S)
-    _loaded(url, key, _status(text), wait=wait, as_json=as_json)
-
-
-def fetch_models(url: str, key: str | None) -> list[ModelStatus]:
-    text = ask(url, "/admin/models", key=key)
-    try:
-        return msgspec.json.decode(text, type=list[ModelStatus])
-    except msgspec.DecodeError as error:
-        raise CliError(f"{url} is not a c2cserve of this version: {error}") from error
+    _loaded(url, key, decode(text, ModelStatus), wait=wait, as_json=as_json)
 
 
 def find_model(url: str, key: str | None, name: str) -> ModelStatus:
-    for model in fetch_models(url, key):
-        if name == model.id or name in model.aliases:
-            return model
-    raise CliError(f"the server has no model {name!r}: see c2cserve models list")
+    return decode(ask(url, f"/admin/models/{quote(name)}", key=key), ModelStatus)
+
+
+def decode(text: str, kind: type[T]) -> T:
+    """An answer of the admin API. Raises `CliError` when it is not one."""
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except msgspec.DecodeError as error:
+        raise CliError(f"the server is not a c2cserve of this version: {error}") from error
 
 
 def show_state(model: ModelStatus) -> str:
@@ -145,13 +152,6 @@ def show_state(model: ModelStatus) -> str:
     if model.state is ModelState.FAILED:
         return f"failed: {model.error}"
     return model.state.value
-
-
-def _status(text: str) -> ModelStatus:
-    try:
-        return msgspec.json.decode(text, type=ModelStatus)
-    except msgspec.DecodeError as error:
-        raise CliError(f"the server is not a c2cserve of this version: {error}") from error
 
 
 def _loaded(url: str, key: str | None, model: ModelStatus, *, wait: bool, as_json: bool) -> None:

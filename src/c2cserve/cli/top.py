@@ -1,0 +1,170 @@
+"""`c2cserve top`: a server's slices, models and pool, live in the terminal."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from c2cserve.cli.client import Unanswered, ask
+from c2cserve.cli.models import LOCAL, KeyOption, UrlOption, decode, show_state
+from c2cserve.cli.output import console, show_bytes, show_seconds
+from c2cserve.cli.scrape import Histogram, Scrape, scrape
+from c2cserve.runtime.gateway import SliceStatus, Snapshot
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+
+_WINDOW_S = 60.0
+"""Latencies and attainment are of the requests that ended in the last minute."""
+_ONCE_APART_S = 0.5
+"""A single frame still needs two looks for its rates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The server at one moment."""
+
+    at_s: float
+    state: Snapshot
+    metrics: Scrape
+
+
+def top(
+    url: UrlOption = LOCAL,
+    key: KeyOption = None,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+) -> None:
+    """Watch a server: what each slice does, every model's state, the pool, latencies and SLOs."""
+    if once:
+        first = _look(url, key)
+        time.sleep(_ONCE_APART_S)
+        second = _look(url, key)
+        everything = Look(first.at_s, first.state, Scrape())
+        console().print(frame(url, everything, first, second))
+        return
+    from rich.live import Live
+
+    looks: deque[Look] = deque([_look(url, key)])
+    with Live(frame(url, looks[0], looks[0], looks[0]), screen=True, auto_refresh=False) as screen:
+        while True:
+            time.sleep(every)
+            try:
+                looks.append(_look(url, key))
+            except Unanswered as error:
+                screen.update(f"{error}; trying again", refresh=True)
+                continue
+            while looks[-1].at_s - looks[0].at_s > _WINDOW_S:
+                looks.popleft()
+            screen.update(
+                frame(url, looks[0], looks[max(0, len(looks) - 4)], looks[-1]), refresh=True
+            )
+
+
+def _look(url: str, key: str | None) -> Look:
+    state = decode(ask(url, "/admin/state", key=key), Snapshot)
+    return Look(time.monotonic(), state, scrape(url, key))
+
+
+def frame(url: str, oldest: Look, before: Look, now: Look) -> "RenderableType":
+    """Rates between `before` and `now`, latencies between `oldest` and `now`."""
+    from rich.console import Group
+
+    return Group(_header(url, now.state), _slices(before, now), _models(oldest, now))
+
+
+def _header(url: str, state: Snapshot) -> str:
+    uptime_s = max(0.0, time.time() - state.started_s)
+    parts = [
+        f"c2cserve {state.instance} at {url}",
+        f"up {uptime_s / 3600:.1f} h",
+        f"pool {show_bytes(state.pool_used_bytes)} of {show_bytes(state.pool_budget_bytes)}",
+        f"running {state.running}",
+        f"waiting {state.waiting}",
+    ]
+    counted = {name: value for name, value in state.counters.items() if value}
+    parts += [f"{name} {value:.0f}" for name, value in sorted(counted.items())]
+    return ("[bold red]draining[/] · " if state.draining else "") + " · ".join(parts)
+
+
+def _table(left: Sequence[str], right: Sequence[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(expand=False)
+    for head in left:
+        table.add_column(head)
+    for head in right:
+        table.add_column(head, justify="right")
+    return table
+
+
+def _slices(before: Look, now: Look) -> "Table":
+    table = _table(
+        ("slice", "state", "cpus", "model"),
+        ("active", "busy", "batch", "waiting", "KV", "of", "tok/s", "switch/s", "restarts"),
+    )
+    earlier = {one.id: one for one in before.state.slices}
+    elapsed_s = max(1e-9, now.at_s - before.at_s)
+    for one in now.state.slices:
+        was = earlier.get(one.id, one)
+        table.add_row(
+            one.id, _slice_state(one), str(len(one.cpus)), one.last_model or "-",
+            str(len(one.active_models)), f"{one.busy_share:.0%}", str(one.running),
+            str(one.waiting), show_bytes(one.kv_used_bytes), show_bytes(one.kv_total_bytes),
+            f"{_rate(was.output_tokens, one.output_tokens, elapsed_s):.0f}",
+            f"{_rate(was.switches, one.switches, elapsed_s):.1f}", str(one.restarts),
+        )  # fmt: skip
+    return table
+
+
+def _rate(was: int, now: int, elapsed_s: float) -> float:
+    """A counter that fell belongs to a new worker, which counts from zero."""
+    return (now - was if now >= was else now) / elapsed_s
+
+
+def _slice_state(one: SliceStatus) -> str:
+    colour = {"up": "green", "starting": "yellow"}.get(one.state, "red")
+    return f"[{colour}]{one.state}[/]"
+
+
+def _models(oldest: Look, now: Look) -> "Table":
+    from rich.markup import escape
+
+    table = _table(
+        ("model", "state", "slices"),
+        ("weights", "running", "waiting", "ended", "TTFT p50", "p99", "TPOT p50", "SLO"),
+    )
+    for model in now.state.models:
+        ttft = _between(oldest, now, "vllm:time_to_first_token_seconds", model.id)
+        tpot = _between(oldest, now, "vllm:time_per_output_token_seconds", model.id)
+        table.add_row(
+            model.id + (" (pinned)" if model.pinned else ""), escape(show_state(model)),
+            ", ".join(model.active_slices) or "-", show_bytes(model.weight_bytes),
+            str(model.running), str(model.waiting), f"{ttft.count:.0f}",
+            _time(ttft.quantile(0.5)), _time(ttft.quantile(0.99)), _time(tpot.quantile(0.5)),
+            _attainment(oldest, now, model.id),
+        )  # fmt: skip
+    return table
+
+
+def _between(oldest: Look, now: Look, name: str, model: str) -> Histogram:
+    later = now.metrics.histogram(name, model_name=model)
+    return later.since(oldest.metrics.histogram(name, model_name=model))
+
+
+def _attainment(oldest: Look, now: Look, model: str) -> str:
+    counts = {
+        met: now.metrics.total("c2cserve:slo_total", model_name=model, met=met)
+        - oldest.metrics.total("c2cserve:slo_total", model_name=model, met=met)
+        for met in ("true", "false")
+    }
+    ended = sum(counts.values())
+    return f"{counts['true'] / ended:.1%}" if ended else "-"
+
+
+def _time(seconds: float | None) -> str:
+    return "-" if seconds is None else show_seconds(seconds)

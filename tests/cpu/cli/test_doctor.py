@@ -1,0 +1,132 @@
+"""`doctor`: what it finds here, and every problem it can tell, each with its fix."""
+
+import json
+import socket
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from c2cserve.cli import doctor_checks as checks
+from c2cserve.cli.doctor_checks import Finding, Level
+from c2cserve.cli.main import app
+from c2cserve.core.machine import Gpu, Machine, NumaNode
+
+GIB = 1 << 30
+MACHINE = Machine(
+    cpu_name="test",
+    cpus=(0, 1),
+    memory_bytes=32 * GIB,
+    memory_available_bytes=16 * GIB,
+    shm_bytes=16 * GIB,
+    isa=("avx2",),
+    numa=(NumaNode(0, (0, 1), 32 * GIB),),
+    cores=((0,), (1,)),
+    shm_free_bytes=16 * GIB,
+)
+
+
+def only(findings: Iterable[Finding]) -> Finding:
+    (finding,) = findings
+    return finding
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as done:
+        app(["doctor", *args])
+    assert isinstance(done.value.code, int)
+    return done.value.code
+
+
+def test_this_machine_can_serve(capsys: Any) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    assert run("--json", "--port", str(port)) == 0
+    found = json.loads(capsys.readouterr().out)
+    topics = {finding["topic"] for finding in found["findings"]}
+    assert {"CPU", "kernels", "memory", "shared memory", "slices", "port", "libraries"} <= topics
+    assert found["slices"][0]["id"] == "cpu0"
+    assert found["pool_bytes"] > 0
+    assert found["machine"]["links"][0]["bytes_per_s"] > 1e8
+
+
+def test_the_table_names_the_slices(capsys: Any) -> None:
+    assert run() == 0
+    out = capsys.readouterr().out
+    assert "cpu0" in out
+    assert "KV arena" in out
+
+
+def test_nowhere_to_share_weights_prevents_serving(tmp_path: Path, capsys: Any) -> None:
+    assert run("--pool-dir", str(tmp_path / "none")) == 1
+    captured = capsys.readouterr()
+    assert "does not exist" in captured.out
+    assert "fix:" in captured.out
+    assert "can not serve" in captured.err
+
+
+def test_used_port_is_a_warning_with_a_fix() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        finding = only(checks.check_port("127.0.0.1", taken.getsockname()[1]))
+    assert finding.level is Level.WARN
+    assert "in use" in finding.text
+    assert "--port" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "level"),
+    [(16 * GIB, Level.OK), (3 * GIB, Level.WARN), (64 << 20, Level.FAIL)],
+)
+def test_small_shared_memory(tmp_path: Path, free_bytes: int, level: Level) -> None:
+    machine = replace(MACHINE, shm_free_bytes=free_bytes)
+    finding = only(checks.check_shared_memory(machine, tmp_path))
+    assert finding.level is level
+    assert ("--shm-size" in finding.fix) == (level is not Level.OK)
+
+
+def test_missing_kernels_say_how_to_build_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("C2CSERVE_CPU_ISA", "sse9")
+    finding = only(checks.check_kernels())
+    assert finding.level is Level.FAIL
+    assert "sse9" in finding.text
+    assert "c2cserve.kernels.build" in finding.fix
+
+
+def test_kernels_here() -> None:
+    finding = only(checks.check_kernels())
+    assert finding.level is Level.OK
+    assert finding.text.split(",")[0] in {"avx512", "avx2", "generic"}
+
+
+def test_quota_below_one_cpu() -> None:
+    findings = list(checks.check_cpu(replace(MACHINE, cpu_quota=0.5)))
+    assert findings[0].level is Level.WARN
+    assert "0.5" in findings[0].text
+
+
+def test_gpus_and_mig() -> None:
+    gpus = (
+        Gpu(0, "u0", "NVIDIA H200", 141 * GIB, 132),
+        Gpu(1, "u1", "NVIDIA H200", 18 * GIB, 16, mig=True),
+    )
+    found = [finding.text for finding in checks.check_gpus(replace(MACHINE, gpus=gpus))]
+    assert found[0].startswith("GPU of 0: NVIDIA H200, 141 GiB, 132 SMs")
+    assert found[1].startswith("MIG instance of 1: NVIDIA H200, 18.0 GiB")
+
+
+def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "_LIBRARIES", ("numpy", "no-such-library"))
+    levels = {finding.level: finding for finding in checks.check_libraries()}
+    assert "no-such-library" in levels[Level.FAIL].text
+    assert "numpy" in levels[Level.OK].text
+
+
+def test_slices_and_why() -> None:
+    slices, findings = checks.check_slices(MACHINE)
+    assert [one.id for one in slices] == ["cpu0", "cpu1"]
+    assert only(findings).level is Level.OK
