@@ -141,6 +141,7 @@ def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
         block_table=_tensor(table),
         slots=_tensor(slots),
         logit_rows=torch.tensor(rows, dtype=torch.int64),
+        longest=int(context.max()),
     )
 
 

@@ -51,12 +51,6 @@ class _Entry:
     gone: bool = False
 
 
-def default_budget(directory: Path, available_bytes: int) -> int:
-    """Seven eighths of the memory that is free now, and no more than the shared-memory filesystem
-    has left: workers need the rest for their KV arenas and themselves."""
-    return min(available_bytes * 7 // 8, shutil.disk_usage(directory).free)
-
-
 class Pool:
     def __init__(
         self,

@@ -31,7 +31,7 @@ class StepTime:
         if self.prefill_token_s <= 0.0:
             return most
         rest_s = allowed_s - (self.decode_s if decodes else 0.0)
-        return max(least, min(most, int(rest_s / self.prefill_token_s)))
+        return max(least, int(min(most, rest_s / self.prefill_token_s)))
 
 
 def _blend(old: float, new: float) -> float:

@@ -129,6 +129,7 @@ class Ours:
             block_table=table,
             slots=torch.tensor(slots),
             logit_rows=torch.arange(len(ids)),
+            longest=max(context),
         )
         logits = run_to_end(self.decoder.forward(batch, self.ops, self.arena))
         return list(logits.split([len(tokens) for _, tokens, _ in parts]))

@@ -23,7 +23,7 @@ def table_with(one: Job, slice_id: str | None = "cpu0") -> tuple[JobTable, list[
     return table, got
 
 
-@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=4), st.data())
+@given(st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3), max_size=3), st.data())
 def test_displaced_job_continues_after_the_last_token_sent(
     steps: list[list[int]], data: st.DataObject
 ) -> None:
@@ -34,7 +34,7 @@ def test_displaced_job_continues_after_the_last_token_sent(
         table.receive(Delta("r", tuple(tokens)), 11.0)
         sent += tokens
         if data.draw(st.booleans()):
-            (request,) = table.displace("cpu0")
+            (request,), _ = table.displace("cpu0")
             live = table.get("r")
             assert live is not None
             assert live.slice_id is None
@@ -52,7 +52,7 @@ def test_only_the_slices_own_requests_are_displaced() -> None:
     table, _ = table_with(job("a"), "cpu0")
     table.add(LiveJob(job("b"), lambda _: None, "cpu1"))
     table.add(LiveJob(job("c"), lambda _: None, None))
-    assert [request.id for request in table.displace("cpu0")] == ["a"]
+    assert [request.id for request in table.displace("cpu0")[0]] == ["a"]
     assert table.counts() == {"m": (1, 2)}
 
 
@@ -83,3 +83,19 @@ def test_output_of_a_cancelled_request_goes_nowhere() -> None:
     table.drop("r")
     assert table.receive(Delta("r", (5,)), 11.0) == []
     assert got == []
+
+
+def test_a_request_that_kills_its_workers_fails_in_the_end() -> None:
+    table, got = table_with(job())
+    for _ in range(3):
+        live = table.get("r")
+        assert live is not None
+        live.slice_id = "cpu0"
+        displaced, failed = table.displace("cpu0")
+        assert len(displaced) == 1
+        assert not failed
+    live.slice_id = "cpu0"
+    assert table.displace("cpu0") == ((), [Finished("r", 0, failed=True)])
+    (last,) = got
+    assert isinstance(last, Delta)
+    assert last.finish is FinishReason.ERROR

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from c2cserve.memory.layout import Dtype
+from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.memory.layout import ITEM_BYTES, Dtype
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -64,6 +65,12 @@ class ModelConfig:
     moe: Moe | None
     eos_token_ids: tuple[int, ...]
     dtype: Dtype
+
+    @property
+    def kv_block_bytes(self) -> int:
+        """One block-first KV block: all layers, K and V, of `BLOCK_TOKENS` tokens."""
+        per_layer = 2 * self.kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.layers * per_layer * BLOCK_TOKENS
 
     def sparse(self, layer: int) -> bool:
         return self.moe is not None and self.moe.sparse[layer]

@@ -19,7 +19,7 @@ from c2cserve.engine.models.layout import (
     layer_group,
     layer_tensor,
 )
-from c2cserve.engine.models.rope import rope_tables
+from c2cserve.engine.models.rope import RopeTables
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.ops import KvLayout, Ops
 
@@ -45,6 +45,8 @@ class ForwardBatch:
     """int64[T]: block offset * 16 + place in the block."""
     logit_rows: Tensor
     """int64[R]: tokens whose logits are wanted."""
+    longest: int
+    """The largest of `context_len`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Decoder:
         self._embed: Tensor | None = None
         self._head_group = weights.group(HEAD)
         self._embed_group = weights.group(HEAD if config.tied else EMBED)
-        self._cos, self._sin = rope_tables(config, max_context)
+        self._rope = RopeTables(config, max_context)
         self._scale = config.head_dim**-0.5
 
     def forward(
@@ -130,8 +132,8 @@ class Decoder:
     ) -> Tensor:
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
         ops.rope_store(
-            qkv, batch.positions, self._cos, self._sin, layer.qk_norms, self.config.norm_eps,
-            arena, self.kv, index, batch.slots,
+            qkv, batch.positions, *self._rope.upto(batch.longest), layer.qk_norms,
+            self.config.norm_eps, arena, self.kv, index, batch.slots,
         )  # fmt: skip
         out = ops.attention(
             qkv, arena, self.kv, index, batch.q_start, batch.context_len, batch.block_table,

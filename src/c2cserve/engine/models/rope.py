@@ -13,13 +13,35 @@ from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig, Rope
 
+_FIRST_LENGTH = 2048
 
-def rope_tables(config: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, head_dim / 2]. `length` is the longest context that is served:
-    "dynamic" scales its base for it, so tables (and answers) do not change as a sequence grows."""
-    frequencies, factor = _frequencies(config, length)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies.float())
-    return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
+
+class RopeTables:
+    """cos and sin, float32 [length, head_dim / 2], grown as sequences do: a table for the longest
+    context of a 128k model would take 64 MiB, per model and worker.
+
+    The frequencies are fixed for the longest context that is served ("dynamic" and "longrope" scale
+    by it), so tables (and answers) never change as a sequence grows.
+    """
+
+    def __init__(self, config: ModelConfig, longest: int) -> None:
+        self._frequencies, self._factor = _frequencies(config, longest)
+        self._longest = longest
+        self._made = 0
+        self._tables = self._make(min(_FIRST_LENGTH, longest))
+
+    def upto(self, length: int) -> tuple[Tensor, Tensor]:
+        """Tables of at least `length` positions."""
+        if length > self._made:
+            self._tables = self._make(min(self._longest, max(length, 2 * self._made)))
+        return self._tables
+
+    def _make(self, length: int) -> tuple[Tensor, Tensor]:
+        self._made = length
+        positions = torch.arange(length, dtype=torch.float32)
+        angles = torch.outer(positions, self._frequencies.float())
+        factor = self._factor
+        return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
 
 
 def _frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:

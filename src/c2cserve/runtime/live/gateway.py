@@ -234,5 +234,9 @@ class LiveGateway:
         self._draining = True
         self._world.abort(reason)
 
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)

@@ -15,6 +15,10 @@ Sink = Callable[["Delta | Refused"], None]
 """Takes one request's output, in order; called on the controller's thread, must not block."""
 
 
+_LIVES = 4
+"""Workers a request may lose before it is held responsible."""
+
+
 @dataclass(slots=True)
 class LiveJob:
     job: Job
@@ -96,11 +100,16 @@ class JobTable:
             return delta
         return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
 
-    def displace(self, slice_id: str) -> tuple[Request, ...]:
-        """The slice is gone: its jobs continue from what the clients have."""
+    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
+        """The slice is gone: its jobs continue from what the clients have. One that has lost
+        `_LIVES` slices is likely what kills them: it fails, and the policy must hear of that."""
         displaced: list[Request] = []
-        for live in self._jobs.values():
-            if live.slice_id != slice_id:
+        failed: list[ClusterEvent] = []
+        for live in [one for one in self._jobs.values() if one.slice_id == slice_id]:
+            if live.resumed + 1 >= _LIVES:
+                reason = f"{_LIVES} workers died while they ran this request"
+                ended = Delta(live.request.id, finish=FinishReason.ERROR, error=reason)
+                failed += self.receive(ended, 0.0)
                 continue
             live.job = live.remaining()
             live.output.clear()
@@ -108,7 +117,7 @@ class JobTable:
             live.resumed += 1
             displaced.append(live.request)
         self.resumed += len(displaced)
-        return tuple(displaced)
+        return tuple(displaced), failed
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Per model: requests dispatched, requests waiting. Callable from any thread."""

@@ -8,6 +8,7 @@ import msgspec
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.live.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
@@ -19,7 +20,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     endpoint: str
     status_path: str
     log_level: str
-    log_format: str
+    log_format: LogFormat
     record_path: str | None = None
 
 

@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from c2cserve.core.machine import Slice
+from c2cserve.runtime.live.logs import LogFormat
 from c2cserve.runtime.live.messages import (
     ToController,
     ToWorker,
@@ -50,7 +51,7 @@ class Worker:
             template, endpoint=f"ipc://{self._socket_path}", status_path=str(self.page.path)
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "c2cserve.cli.main", "worker", "--config-fd", "0"],
+            [sys.executable, "-m", "c2cserve.cli.main", "worker"],
             stdin=subprocess.PIPE,
             env={**os.environ, **_ONE_THREAD},
             process_group=0,  # a terminal's ctrl-C is for the server, which drains first
@@ -113,7 +114,7 @@ class Worker:
 
 
 def first_config(
-    slice_: Slice, log_level: str, log_format: str, record: str | None
+    slice_: Slice, log_level: str, log_format: LogFormat, record: str | None
 ) -> WorkerConfig:
     """The template of a slice's first incarnation; `next_config` makes the following ones."""
     return WorkerConfig(slice_, 1, "", "", log_level, log_format, record)

@@ -207,7 +207,9 @@ class World:
         self._take_messages(worker, events)
         for record in self._directory:
             record.slices.discard(worker.slice.id)
-        events.append(SliceLost(worker.slice.id, self._jobs.displace(worker.slice.id)))
+        displaced, failed = self._jobs.displace(worker.slice.id)
+        events += failed
+        events.append(SliceLost(worker.slice.id, displaced))
         self.counters["slice_lost"] += 1
 
     # ---- Executor -----------------------------------------------------------------------------

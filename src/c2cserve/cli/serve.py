@@ -1,0 +1,261 @@
+"""`c2cserve serve`: catalogue, pool, workers, controller and HTTP server, joined."""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import uvicorn
+
+from c2cserve.catalog.entry import CatalogError
+from c2cserve.catalog.file import Catalog, load_catalog
+from c2cserve.cli.model_host import CatalogHost
+from c2cserve.cli.output import CliError
+from c2cserve.core.events import ClusterEvent, PoolState
+from c2cserve.core.machine import Slice
+from c2cserve.devices.discover import discover
+from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
+from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.live.fleet import Fleet, FleetSettings
+from c2cserve.runtime.live.gateway import LiveGateway
+from c2cserve.runtime.live.host import HostedModel
+from c2cserve.runtime.live.logs import LogFormat, setup_logging
+from c2cserve.runtime.live.workers import first_config
+from c2cserve.runtime.record import Record, no_record
+from c2cserve.server.app import create_app
+from c2cserve.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """All of the command line."""
+
+    catalog: Path
+    host: str
+    port: int
+    slices: int | None
+    threads: int | None
+    kv_bytes: int | None
+    pool_bytes: int | None
+    pool_dir: Path
+    record: Path | None
+    log_level: str
+    log_format: LogFormat
+    hang_timeout_s: float
+    drain_timeout_s: float
+    admission: AdmissionSettings
+    server: ServerSettings
+
+
+def serve(
+    catalog: Annotated[Path, typer.Option(help="The catalogue file (TOML).")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    slices: Annotated[int | None, typer.Option(help="CPU slices; default: by the machine.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per slice.")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(help="KV arena per slice, bytes.")] = None,
+    pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
+    pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
+        "/dev/shm"
+    ),
+    record: Annotated[
+        Path | None, typer.Option(help="Write every event and action to this file.")
+    ] = None,
+    log_level: Annotated[str, typer.Option(help="debug, info, warning, error.")] = "info",
+    log_format: Annotated[LogFormat, typer.Option(help="json or text.")] = "text",
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds without a sign of life before a worker is replaced.")
+    ] = 5.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests get after SIGTERM.")
+    ] = 60.0,
+    max_waiting: Annotated[int, typer.Option(help="Requests queued before 429.")] = 1024,
+    patience: Annotated[
+        float,
+        typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
+    ] = 20.0,
+    api_key: Annotated[
+        list[str] | None, typer.Option(envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1.")
+    ] = None,
+    admin_key: Annotated[
+        str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")
+    ] = "",
+) -> None:
+    """Serve a catalogue of models over HTTP."""
+    options = Options(
+        catalog, host, port, slices, threads, kv_bytes, pool_bytes, pool_dir, record, log_level,
+        log_format, hang_timeout, drain_timeout,
+        AdmissionSettings(max_waiting=max_waiting, patience=patience),
+        ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),
+    )  # fmt: skip
+    _serve(options)
+
+
+def _serve(options: Options) -> None:
+    try:
+        setup_logging("server", options.log_level, options.log_format)
+        catalog = load_catalog(options.catalog)
+    except (CatalogError, ValueError) as error:
+        raise CliError(str(error), 2) from error
+    with _listen(options) as listener:
+        reason = asyncio.run(_Server(options, catalog).run(listener))
+    if reason is not None:
+        raise CliError(reason)
+
+
+@contextlib.contextmanager
+def _listen(options: Options) -> Generator[socket.socket]:
+    """Take the port before anything expensive is done."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    with socket.socket(family) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((options.host, options.port))
+        except OSError as error:
+            where = f"{options.host}:{options.port}"
+            raise CliError(
+                f"can not listen on {where}: {error.strerror}; choose another with --port"
+            ) from error
+        yield listener
+
+
+class _Server:
+    """One run, from the pool's lock to its removal."""
+
+    def __init__(self, options: Options, catalog: Catalog) -> None:
+        self._options = options
+        self._catalog = catalog
+        self._instance = secrets.token_hex(4)
+        self._gateway: LiveGateway | None = None
+
+    async def run(self, listener: socket.socket) -> str | None:
+        """Until drained (None) or failed (why)."""
+        options = self._options
+        for dead in remove_dead_runs(options.pool_dir):
+            log.warning("removed what the killed server %s left in shared memory", dead)
+        slices, budget = self._plan()
+        make_pool = partial(_make_pool, self._instance, options.pool_dir, budget)
+        host = CatalogHost(self._catalog.base_dir, make_pool, self._post)
+        try:
+            models = [_prepare(host, entry) for entry in self._catalog.raw]
+            _check_pinned(models, budget)
+            return await self._serve(listener, host, models, slices)
+        finally:
+            host.close()
+
+    def _plan(self) -> tuple[Sequence[Slice], int]:
+        options = self._options
+        if not options.pool_dir.is_dir():
+            raise CliError(f"--pool-dir {options.pool_dir}: no such directory", 2)
+        machine = discover(shm=options.pool_dir)
+        try:
+            slices = plan_slices(machine, options.slices, options.threads, options.kv_bytes)
+        except SlicePlanError as error:
+            raise CliError(str(error), 2) from error
+        budget = plan_pool_bytes(machine) if options.pool_bytes is None else options.pool_bytes
+        return slices, budget
+
+    def _post(self, event: ClusterEvent) -> None:
+        assert self._gateway is not None
+        self._gateway.post(event)
+
+    async def _serve(
+        self, listener: socket.socket, host: CatalogHost, models: list[HostedModel],
+        slices: Sequence[Slice],
+    ) -> str | None:  # fmt: skip
+        options = self._options
+        loop = asyncio.get_running_loop()
+        record = None if options.record is None else str(options.record.resolve())
+        configs = [
+            first_config(one, options.log_level, options.log_format, record) for one in slices
+        ]
+        prefix = options.pool_dir / f"c2cserve.{self._instance}"
+        fleet = Fleet(configs, prefix, FleetSettings(beat_timeout_s=options.hang_timeout_s))
+        recorder = no_record
+        if options.record is not None:
+            options.record.unlink(missing_ok=True)
+            arguments = {"settings": options.admission}
+            recorder = Record(options.record, "controller", "cluster", arguments)
+        ended: asyncio.Future[str | None] = loop.create_future()
+        policy = ClusterPolicy(options.admission)
+        gateway = self._gateway = LiveGateway(
+            self._instance, policy, fleet, host, recorder, ended.set_result
+        )
+        gateway.post(PoolState(host.budget_bytes))
+        for model in models:
+            gateway.add_hosted(model)
+        app = create_app(gateway, options.server)
+        http = _HttpServer(
+            uvicorn.Config(
+                app, log_config=None, access_log=False, lifespan="off", http="httptools",
+                timeout_graceful_shutdown=5,
+            )
+        )  # fmt: skip
+        serving = asyncio.create_task(http.serve([listener]))
+        gateway.start()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._drain)
+        log.info(
+            "c2cserve %s on http://%s:%d: %d models, %d slices", self._instance, options.host,
+            options.port, len(models), len(slices),
+        )  # fmt: skip
+        reason = await ended
+        http.should_exit = True
+        await serving
+        gateway.join(5.0)
+        return reason
+
+    def _drain(self) -> None:
+        """First signal: finish what is there. Second, or out of time: end."""
+        assert self._gateway is not None
+        if self._gateway.draining:
+            self._gateway.abort("stopped by a second signal; running requests were cut")
+            return
+        log.info("draining")
+        self._gateway.drain()
+        timeout_s = self._options.drain_timeout_s
+        reason = f"drain took more than {timeout_s:g} s; running requests were cut"
+        asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
+
+
+class _HttpServer(uvicorn.Server):
+    """Signals are ours: uvicorn would stop listening at once instead of draining."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
+    return Pool(instance, directory, budget, listener)
+
+
+def _prepare(host: CatalogHost, entry: dict[str, object]) -> HostedModel:
+    try:
+        return host.prepare(dict(entry))
+    except Refused as refused:
+        raise CliError(refused.reason, 2) from refused
+
+
+def _check_pinned(models: Sequence[HostedModel], budget: int) -> None:
+    pinned = [model for model in models if model.spec.pinned]
+    needed = sum(model.spec.weight_bytes for model in pinned)
+    if needed > budget:
+        names = ", ".join(model.spec.id for model in pinned)
+        raise CliError(
+            f"the pinned models ({names}) take {needed} bytes of the host weight pool, whose "
+            f"budget is {budget}: raise --pool-bytes or pin fewer"
+        )

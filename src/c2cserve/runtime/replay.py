@@ -1,0 +1,124 @@
+"""Replaying a record: the same events through the same policies must give the same actions."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args
+
+import msgspec
+
+from c2cserve.core.events import ClusterEvent, SliceEvent
+from c2cserve.core.machine import Slice
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.slice import SlicePolicy
+from c2cserve.runtime.record import VERSION, tagged
+
+
+class RecordError(ValueError):
+    """The file is not a record this version can replay."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first tick of a stream that decided otherwise."""
+
+    tick: int
+    now: float
+    recorded: list[Any]
+    replayed: list[Any]
+
+
+@dataclass(slots=True)
+class StreamResult:
+    stream: str
+    ticks: int = 0
+    events: int = 0
+    actions: int = 0
+    difference: Difference | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayResult:
+    streams: tuple[StreamResult, ...]
+    torn_line: bool
+    """The last line is incomplete: whoever wrote it was killed. It is left out."""
+
+    @property
+    def equal(self) -> bool:
+        return all(stream.difference is None for stream in self.streams)
+
+
+def _cluster(arguments: dict[str, Any]) -> ClusterPolicy:
+    return ClusterPolicy(msgspec.convert(arguments["settings"], AdmissionSettings))
+
+
+def _slice(arguments: dict[str, Any]) -> SlicePolicy:
+    return SlicePolicy(msgspec.convert(arguments["slice"], Slice), arguments["max_in_flight"])
+
+
+def _types(union: UnionType) -> dict[str, type]:
+    return {kind.__name__: kind for kind in get_args(union)}
+
+
+_POLICIES: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, type]]] = {
+    "cluster": (_cluster, _types(ClusterEvent)),
+    "slice": (_slice, _types(SliceEvent)),
+}
+
+
+class _Stream:
+    def __init__(self, header: dict[str, Any]) -> None:
+        if header.get("v") != VERSION or header.get("policy") not in _POLICIES:
+            raise RecordError(f"stream {header.get('stream')}: written by another version")
+        make, self._types = _POLICIES[header["policy"]]
+        self._policy = make(header["arguments"])
+        self.result = StreamResult(header["stream"])
+
+    def tick(self, line: dict[str, Any]) -> None:
+        result = self.result
+        if result.difference is not None:
+            return  # its state differs from here on
+        for name, fields in line["events"]:
+            self._policy.apply(msgspec.convert(fields, self._types[name]))
+        actions = msgspec.to_builtins([tagged(a) for a in self._policy.decide(line["now"])])
+        result.ticks += 1
+        result.events += len(line["events"])
+        result.actions += len(actions)
+        if actions != line["actions"]:
+            result.difference = Difference(result.ticks, line["now"], line["actions"], actions)
+
+
+def replay(path: Path) -> ReplayResult:
+    """Feed a record to its policies. Raises RecordError or OSError."""
+    streams: dict[str, _Stream] = {}
+    lines = _Lines(path)
+    for number, line in lines:
+        try:
+            if "policy" in line:
+                streams[line["stream"]] = _Stream(line)
+            else:
+                streams[line["stream"]].tick(line)
+        except (KeyError, TypeError, msgspec.ValidationError) as error:
+            raise RecordError(f"{path}:{number}: not a line of a record: {error!r}") from error
+    if not streams:
+        raise RecordError(f"{path}: not a record (no header line)")
+    return ReplayResult(tuple(stream.result for stream in streams.values()), lines.torn)
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.torn = False
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        with self._path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.endswith(b"\n"):
+                    self.torn = True
+                    return
+                try:
+                    yield number, msgspec.json.decode(raw, type=dict[str, Any])
+                except msgspec.DecodeError as error:
+                    raise RecordError(f"{self._path}:{number}: {error}") from error
