@@ -120,7 +120,8 @@ def _serve(options: Options) -> None:
 def _listen(options: Options) -> Generator[socket.socket]:
     """Take the port before anything expensive is done."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
-    with socket.socket(family) as listener:
+    # The protocol is named because event loops switch Nagle's delay off only where it is.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((options.host, options.port))

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,8 +14,6 @@ import zmq
 
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
-from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Job
 from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.live.logs import setup_logging
@@ -34,9 +31,12 @@ _PR_SET_PDEATHSIG = 1
 
 def worker() -> None:
     """Reads its configuration (JSON) from standard input. Ends with its server."""
+    _die_with(os.getppid())
+    # Before the configuration is read: a spare process has done the slow part when it is needed.
+    from c2cserve.cli.worker_engine import WorkerEngine
+
     config = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
-    _die_with(os.getppid())
     os.sched_setaffinity(0, config.slice.cpus)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -47,7 +47,7 @@ def worker() -> None:
     policy = SlicePolicy(config.slice, _MAX_IN_FLIGHT)
     page = StatusPage(Path(config.status_path), create=False)
     world = SliceWorld(socket, page, _usage(policy), _measured(policy))
-    engine = _Engine(config, world)
+    engine = WorkerEngine(config.slice, world)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # what is there now stays: the collector need not look at it again
     try:
@@ -65,49 +65,6 @@ def _die_with(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)  # it ended before the line above
-
-
-class _Engine:
-    """`runtime.live.slice_world.SliceEngine` over the CPU executor."""
-
-    def __init__(self, config: WorkerConfig, world: SliceWorld) -> None:
-        # Heavy: imported here so that the server, which only starts workers, never does.
-        import torch
-
-        from c2cserve.engine.cpu.executor import CpuExecutor
-        from c2cserve.kernels.cpu_ops import CpuOps
-
-        torch.set_num_threads(1)
-        torch.set_grad_enabled(False)
-        ops = CpuOps(len(config.slice.cpus), config.slice.cpus)
-        self.isa = ops.isa
-        self._executor = CpuExecutor(config.slice, ops, world.emit, world.deliver, time.monotonic)
-
-    def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
-        from c2cserve.engine.models.config import parse_config
-        from c2cserve.engine.models.decoder import Decoder
-        from c2cserve.engine.weights import Weights
-        from c2cserve.memory.segment import Segment
-
-        weights = Weights(Segment.open(Path(segment)))
-        decoder = Decoder(parse_config(config, dtype), weights, spec.max_context)
-        self._executor.attach(spec.id, decoder)
-
-    def detach(self, model: str) -> None:
-        self._executor.detach(model)
-
-    def add(self, job: Job) -> None:
-        self._executor.add(job)
-
-    def submit(self, action: SliceAction) -> None:
-        self._executor.submit(action)
-
-    def poll(self) -> None:
-        self._executor.poll()
-
-    @property
-    def parked(self) -> bool:
-        return self._executor.parked
 
 
 def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:

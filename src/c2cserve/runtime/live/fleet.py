@@ -14,7 +14,7 @@ import zmq
 
 from c2cserve.core.machine import Slice
 from c2cserve.runtime.live.messages import ToWorker, WorkerConfig
-from c2cserve.runtime.live.workers import Worker, next_config
+from c2cserve.runtime.live.workers import Spawner, Worker, next_config
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Fleet:
         self._prefix = prefix
         self._settings = settings
         self.slots = {config.slice.id: Slot(config) for config in configs}
-        self.lost = 0
+        self._spawner = Spawner()
 
     @property
     def up(self) -> list[Worker]:
@@ -88,13 +88,17 @@ class Fleet:
             worker.send(message)
 
     def start_due(self, now: float) -> None:
-        """(Re)start every slice without a worker whose delay has passed."""
+        """(Re)start every slice without a worker whose delay has passed; keep a spare process once
+        all are up."""
         for slot in self.slots.values():
             if slot.worker is not None or now < slot.restart_at_s:
                 continue
-            slot.worker = Worker(self._context, slot.config, self._prefix)
+            process = self._spawner.take()
+            slot.worker = Worker(self._context, slot.config, self._prefix, process)
             slot.config = next_config(slot.config)
             slot.started_s = now
+        if all(slot.state == "up" for slot in self.slots.values()):
+            self._spawner.keep_spare()
 
     def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
         """Workers found dead, hung or failed to start, with the reason; each is closed after the
@@ -104,7 +108,6 @@ class Fleet:
             if worker is None or (reason := self._verdict(slot, worker, now)) is None:
                 continue
             worker.kill()
-            self.lost += worker.up
             log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
             yield worker, reason
             was_up = worker.up and now - slot.started_s > 10.0
@@ -134,4 +137,5 @@ class Fleet:
             if slot.worker is not None:
                 slot.worker.close()
                 slot.worker = None
+        self._spawner.close()
         self._context.destroy(linger=0)

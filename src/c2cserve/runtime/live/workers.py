@@ -1,5 +1,6 @@
 """One worker process: started, listened to, watched, killed."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -26,6 +27,44 @@ from c2cserve.runtime.live.status_page import Field, StatusPage
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+class Spawner:
+    """Starts worker processes, and keeps one in reserve.
+
+    A fresh process spends seconds importing its array library. The spare one has done that and
+    waits for its configuration: a lost worker is replaced within milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._spare: subprocess.Popen[bytes] | None = None
+
+    def take(self) -> "subprocess.Popen[bytes]":
+        """The spare process if it is alive, else a new one."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.poll() is None:
+            return spare
+        return self._start()
+
+    def keep_spare(self) -> None:
+        if self._spare is None or self._spare.poll() is not None:
+            self._spare = self._start()
+
+    @staticmethod
+    def _start() -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "c2cserve.cli.main", "worker"],
+            stdin=subprocess.PIPE,
+            env={**os.environ, **_ONE_THREAD},
+            process_group=0,  # a terminal's ctrl-C is for the server, which drains first
+        )
+
+    def close(self) -> None:
+        if self._spare is not None:
+            self._spare.kill()
+            self._spare.wait()
+            assert self._spare.stdin is not None
+            self._spare.stdin.close()
+
+
 class Worker:
     """An incarnation (`epoch`) of a slice's worker process and the socket to it.
 
@@ -34,7 +73,11 @@ class Worker:
     """
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], template: WorkerConfig, prefix: Path
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        template: WorkerConfig,
+        prefix: Path,
+        process: "subprocess.Popen[bytes]",
     ) -> None:
         self.slice: Slice = template.slice
         self.epoch = template.epoch
@@ -50,19 +93,12 @@ class Worker:
         config = msgspec.structs.replace(
             template, endpoint=f"ipc://{self._socket_path}", status_path=str(self.page.path)
         )
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "c2cserve.cli.main", "worker"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **_ONE_THREAD},
-            process_group=0,  # a terminal's ctrl-C is for the server, which drains first
-        )
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(msgspec.json.encode(config))
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # it died at once: the pid descriptor says so on the next poll
-        self.pidfd = os.pidfd_open(self.process.pid)
+        self.process = process
+        self.pidfd = os.pidfd_open(process.pid)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # dead already: its pidfd says so
+            process.stdin.write(msgspec.json.encode(config))
+            process.stdin.close()
 
     @property
     def pid(self) -> int:
