@@ -13,6 +13,7 @@ from pathlib import Path
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
 from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, Repository, Unreachable
+from c2cserve.catalog.progress import ProgressLog
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,8 @@ def fetch(
     """The directory of a hub entry's checkpoint, downloaded first as far as it is not there.
 
     HF_ENDPOINT, HF_HOME / HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
-    huggingface_hub. Offline, or with the hub unreachable, a complete cached copy is used.
+    huggingface_hub. Offline, or with the hub unreachable, a complete cached copy is used. Without
+    `progress` the log shows it.
 
     Raises `HubError`: one line that says what to do.
     """
@@ -87,7 +89,7 @@ def _download(
     try:
         blobs.mkdir(parents=True, exist_ok=True)
         _check_space(repository.id, files, blobs)
-        _transfer(client, repository, files, blobs, progress)
+        _transfer(client, repository, files, blobs, progress or ProgressLog(entry.id))
         for file in files:
             _link(snapshot / file.name, blobs / file.etag)
         reference = folder / "refs" / entry.revision
@@ -117,18 +119,23 @@ def choose_files(repository: Repository) -> list[HubFile]:
     return sorted({*side, *weights}, key=lambda file: -file.size_bytes)
 
 
+def _present_bytes(file: HubFile, blobs: Path) -> int:
+    if (blobs / file.etag).exists():
+        return file.size_bytes
+    partial = blobs / f"{file.etag}.incomplete"
+    return min(partial.stat().st_size, file.size_bytes) if partial.exists() else 0
+
+
 def _check_space(repo: str, files: Sequence[HubFile], blobs: Path) -> None:
-    missing = 0
-    for file in files:
-        if not (blobs / file.etag).exists():
-            partial = blobs / f"{file.etag}.incomplete"
-            missing += file.size_bytes - (partial.stat().st_size if partial.exists() else 0)
+    missing = sum(file.size_bytes - _present_bytes(file, blobs) for file in files)
     free = shutil.disk_usage(blobs).free
     if missing > free:
         raise HubError(
-            f"{repo} needs {missing / 1e9:.2f} GB more in {blobs}, where {free / 1e9:.2f} GB are"
+            f"{repo} needs {missing / 1e9:.3f} GB more in {blobs}, where {free / 1e9:.3f} GB are"
             " free: make room, or set HF_HUB_CACHE to another disk"
         )
+    if missing:
+        log.info("%s: downloading %.3f GB to %s", repo, missing / 1e9, blobs.parent)
 
 
 def _transfer(
@@ -136,21 +143,20 @@ def _transfer(
     repository: Repository,
     files: Sequence[HubFile],
     blobs: Path,
-    progress: Progress | None,
+    progress: Progress,
 ) -> None:
     told = threading.Lock()
 
     def one(file: HubFile) -> None:
         def advance(done_bytes: int) -> None:
-            if progress is not None:
-                with told:
-                    progress(file.name, done_bytes, file.size_bytes)
+            with told:
+                progress(file.name, done_bytes, file.size_bytes)
 
-        if (blobs / file.etag).exists():
-            advance(file.size_bytes)
-        else:
+        if not (blobs / file.etag).exists():
             client.download(repository.id, repository.commit, file, blobs / file.etag, advance)
 
+    for file in files:
+        progress(file.name, _present_bytes(file, blobs), file.size_bytes)
     with ThreadPoolExecutor(_PARALLEL, thread_name_prefix="hub") as threads:
         transfers = [threads.submit(one, file) for file in files]
         try:

@@ -9,6 +9,7 @@ import hashlib
 import http.client
 import json
 import os
+import re
 import ssl
 import time
 import urllib.error
@@ -30,6 +31,7 @@ _BROKEN = (
     urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, http.client.HTTPException,
 )  # fmt: skip
 """What a network does, as against what a disk does (other `OSError`s)."""
+_HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
@@ -213,6 +215,7 @@ class HubClient:
 
 
 def _parse_listing(repo: str, data: bytes) -> Repository:
+    """Names from the network become paths, so only what looks like a hash is taken for one."""
     try:
         listing = json.loads(data)
         files = tuple(
@@ -223,7 +226,11 @@ def _parse_listing(repo: str, data: bytes) -> Repository:
             )
             for one in listing["siblings"]
         )
-        return Repository(str(listing.get("id") or repo), str(listing["sha"]), files)
+        commit = str(listing["sha"])
+        hashes = (commit, *(file.etag for file in files))
+        if strange := next((text for text in hashes if not _HASH.fullmatch(text)), None):
+            raise ValueError(f"{strange!r} is not a hash")
+        return Repository(str(listing.get("id") or repo), commit, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{repo}: the hub's listing makes no sense: {error!r}") from error
 

@@ -11,6 +11,7 @@ from fake_hub import FakeHub, Repo
 from c2cserve.catalog.entry import CatalogEntry
 from c2cserve.catalog.hub import fetch
 from c2cserve.catalog.hub_http import HubClient, HubError
+from c2cserve.catalog.progress import ProgressLog
 
 ENTRY = CatalogEntry(id="m", hub="org/m")
 WEIGHTS = random.Random(0).randbytes(3_000_000)
@@ -218,10 +219,43 @@ def test_space_is_checked_before_the_first_byte(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
+    hub.faults.break_after["model.safetensors"] = [1_000_000] + [0] * 10
+    with pytest.raises(HubError, match="broke off"):
+        fetch(ENTRY, tmp_path, client=client(hub))
+    hub.sent.clear()
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(0, 0, 1_000_000))
-    with pytest.raises(HubError, match=r"needs 0\.00 GB more .* 0\.00 GB are free"):
+    with pytest.raises(HubError, match=r"needs 0\.002 GB more .* 0\.001 GB are free"):
         fetch(ENTRY, tmp_path, client=client(hub))
     assert hub.sent.total() == 0
+
+
+def test_progress_log(caplog: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    progress = ProgressLog("m", lambda: now_s)
+    with caplog.at_level("INFO"):
+        for name in ("a", "b"):
+            progress(name, 500_000_000, 1_000_000_000)
+        for second in range(1, 11):
+            now_s = float(second)
+            progress("a", 500_000_000 + second * 50_000_000, 1_000_000_000)
+        progress("b", 1_000_000_000, 1_000_000_000)
+    assert [record.getMessage() for record in caplog.records] == [
+        "m: 1.25 of 2.00 GB, 50.0 MB/s",
+        "m: 1.50 of 2.00 GB, 50.0 MB/s",
+        "m: 2.00 of 2.00 GB, 100.0 MB/s",
+    ]
+
+
+def test_nothing_fetched_nothing_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        ProgressLog("m")("a", 10, 10)
+    assert not caplog.records
+
+
+def test_a_listing_can_not_name_paths(hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/m"].commit = "../../elsewhere"
+    with pytest.raises(HubError, match="is not a hash"):
+        fetch(ENTRY, tmp_path, client=client(hub))
 
 
 @pytest.mark.parametrize(
