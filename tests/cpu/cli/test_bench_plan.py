@@ -2,6 +2,7 @@
 
 import gzip
 import random
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -48,7 +49,7 @@ def test_popularity() -> None:
 def test_poisson_gaps_are_memoryless() -> None:
     pairs = drawn_lengths(parse_lengths("8"), parse_lengths("8"))
     shapes = poisson(["a"], [1], 10.0, 5000, None, pairs, random.Random(0))
-    gaps = [b.due_s - a.due_s for a, b in zip(shapes, shapes[1:], strict=False)]
+    gaps = [b.due_s - a.due_s for a, b in pairwise(shapes)]
     mean = fmean(gaps)
     variance = fmean((gap - mean) ** 2 for gap in gaps)
     assert mean == pytest.approx(0.1, rel=0.05)
