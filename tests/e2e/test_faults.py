@@ -34,6 +34,10 @@ async def all_streams(url: str, count: int, max_tokens: int) -> list[str]:
     return await asyncio.gather(*(stream_text(url, i, max_tokens) for i in range(count)))
 
 
+def output_tokens(server: ServerProcess) -> float:
+    return server.metric(r"c2cserve:slice_output_tokens_total\{.*\}")
+
+
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
@@ -41,9 +45,9 @@ def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
 
         async def disturbed() -> tuple[list[str], float]:
             streams = asyncio.create_task(all_streams(server.url, 32, 150))
-            victim = server.state()["slices"][0]
-            while server.metric(r"c2cserve:slice_output_tokens_total\{.*\}") < 33 * 150:
-                await asyncio.sleep(0.01)
+            victim = (await asyncio.to_thread(server.state))["slices"][0]
+            while await asyncio.to_thread(output_tokens, server) < 32 * 150 + 300:
+                await asyncio.sleep(0.005)
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
 
@@ -72,8 +76,9 @@ def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
 
         async def disturbed() -> list[str]:
             streams = asyncio.create_task(all_streams(server.url, 8, 60))
-            await asyncio.sleep(0.1)
-            os.kill(server.worker_pids()[0], signal.SIGSTOP)
+            while (await asyncio.to_thread(server.state))["running"] < 8:
+                await asyncio.sleep(0.01)
+            os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGSTOP)
             return await streams
 
         assert asyncio.run(disturbed()) == undisturbed
@@ -85,7 +90,8 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
 
         async def scenario() -> tuple[list[str], int]:
             streams = asyncio.create_task(all_streams(server.url, 8, 400))
-            await asyncio.sleep(0.3)
+            while (await asyncio.to_thread(server.state))["running"] < 8:
+                await asyncio.sleep(0.01)
             server.signal(signal.SIGTERM)
             await asyncio.sleep(0.1)
             refused = 0

@@ -20,7 +20,8 @@ class AdmissionSettings:
 
 @dataclass(slots=True)
 class Throughput:
-    """Requests finished per second lately, learned between decisions."""
+    """Requests finished per second lately while others waited: what the machine can do. (What it
+    does while nobody waits says how much is asked of it, not how much it can take.)"""
 
     per_s: float = 0.0
     _finished: int = 0
@@ -29,9 +30,9 @@ class Throughput:
     def finished(self) -> None:
         self._finished += 1
 
-    def look(self, now: float) -> None:
-        if self._since_s is None:
-            self._since_s = now
+    def look(self, now: float, *, saturated: bool) -> None:
+        if self._since_s is None or not saturated:
+            self._finished, self._since_s = 0, now
         elapsed = now - self._since_s
         if elapsed >= 0.5 and self._finished:
             rate = self._finished / elapsed

@@ -190,7 +190,10 @@ class ClusterPolicy:
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[ClusterAction]:
-        self._throughput.look(now)
+        saturated = bool(self._slices) and any(
+            m.usable and m.waiting for m in self._models.values()
+        )
+        self._throughput.look(now, saturated=saturated)
         self._note_failures(now)
         self._refuse(now)
         self._load(now)
