@@ -246,7 +246,7 @@ def test_a_failing_disk(slow_model: tuple[Model, dict[str, int], Segment], tmp_p
     def broken(fd: int, buffer: memoryview, offset: int) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    loader = start(segment, model.plan, tmp_path, broken, threads=2)
+    loader = start(segment, model.plan, tmp_path, broken, threads=1)
     with pytest.raises(CheckpointError, match="Input/output error"):
         loader.run()
     assert segment.state is State.FAILED
