@@ -1,10 +1,10 @@
-"""What the HTTP server itself costs: its CPU time per request and per streamed token, with a gateway
-that answers at once. JSON on stdout.
+"""What the HTTP server itself costs: its CPU time per request and per streamed token, with a
+gateway that answers at once. JSON on stdout.
 
 python benchmarks/server_overhead.py [--seconds N] [--connections N]
 
-CPU time of the server's process is what is measured, so neither the client nor the number of cores
-distorts it. `floor` is uvicorn answering with constant bytes: what HTTP costs before we do anything.
+CPU time of the server's process is what is measured, so neither the client nor the number of
+cores distorts it. `floor` is uvicorn answering with constant bytes: what HTTP costs by itself.
 """
 
 import argparse
@@ -155,8 +155,10 @@ def measure(kind: str, port: int, data: bytes, seconds: float, connections: int)
         process.terminate()
         process.wait()
     return {
-        "requests": done, "requests_per_s": done / took_s, "cpu_ms_per_request": used_s / done * 1e3,
-    }  # fmt: skip
+        "requests": done,
+        "requests_per_s": done / took_s,
+        "cpu_ms_per_request": used_s / done * 1e3,
+    }
 
 
 def main() -> None:

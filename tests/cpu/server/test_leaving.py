@@ -1,0 +1,101 @@
+"""A client that goes away takes its work with it, at once."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from conftest import BYTE, Served
+
+
+COMPLETION = ("/v1/completions", {"model": BYTE, "prompt": "hello", "max_tokens": 200})
+CHAT = (
+    "/v1/chat/completions",
+    {"model": BYTE, "messages": [{"role": "user", "content": "hello"}]},
+)
+AT_ONCE_S = 0.5
+
+
+def send(served: Served, path: str, body: dict[str, Any]) -> socket.socket:
+    data = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=10)
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def wait_for(check: Callable[[], bool], timeout_s: float = AT_ONCE_S) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.002)
+
+
+def gone(served: Served) -> bool:
+    """Every job that was begun has ended or was cancelled."""
+    gateway = served.gateway
+    over = {*gateway.ended, *gateway.cancelled}
+    return {job.request.id for job in gateway.jobs} <= over
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path_body", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_mid_stream(served: Served, path_body: tuple[str, dict[str, Any]], n: int) -> None:
+    path, body = path_body
+    served.says([50, 51, 52], forever=True, delay_s=0.005)
+    connection = send(served, path, {**body, "stream": True, "n": n})
+    received = b""
+    while received.count(b"data: ") < 5 * n:
+        received += connection.recv(1 << 16)
+    assert not gone(served)
+    connection.close()
+    wait_for(lambda: gone(served))
+    assert len(served.gateway.jobs) == n
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("path_body", [COMPLETION, CHAT], ids=["completion", "chat"])
+def test_while_a_whole_answer_is_made(
+    served: Served, path_body: tuple[str, dict[str, Any]], n: int
+) -> None:
+    path, body = path_body
+    served.says([50], forever=True, delay_s=0.005)
+    connection = send(served, path, {**body, "n": n})
+    wait_for(lambda: len(served.gateway.jobs) == n)
+    assert not gone(served)
+    connection.close()
+    wait_for(lambda: gone(served))
+
+
+def test_others_go_on(served: Served) -> None:
+    served.says([50, 51], forever=True, delay_s=0.002)
+    stays = send(served, COMPLETION[0], {**COMPLETION[1], "stream": True})
+    leaves = send(served, COMPLETION[0], {**COMPLETION[1], "stream": True})
+    wait_for(lambda: len(served.gateway.jobs) == 2)
+    leaves.close()
+    wait_for(lambda: len(served.gateway.ended) == 1)
+    for _ in range(20):
+        assert stays.recv(1 << 16)
+    stays.close()
+    wait_for(lambda: gone(served))
+
+
+def test_a_slow_reader_holds_only_itself_up(served: Served) -> None:
+    served.says(list(range(50, 90)), forever=True)
+    slow = send(served, COMPLETION[0], {**COMPLETION[1], "stream": True})
+    wait_for(lambda: len(served.gateway.jobs) == 1)
+    assert served.http.get("/health").status_code == 200
+    slow.close()
+    wait_for(lambda: gone(served))
+
+
+def test_half_a_request(served: Served) -> None:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"
+        )
+        time.sleep(0.05)
+    assert served.http.get("/health").status_code == 200
+    assert served.gateway.jobs == []
