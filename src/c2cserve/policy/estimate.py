@@ -1,37 +1,70 @@
 """What decisions believe about time, learned from what steps took.
 
-A step of a model takes about `decode_s` (if it decodes) plus `prefill_token_s` per prefill token.
-Both are exponential averages. (The simulator has its own cost model: what is believed and what
-happens are never the same table.)
+A step takes about `decode_step_s(decodes) + prefill_token_s * prefill tokens`. Decode steps are
+kept by powers of two of the batch (the samples of SLINFER section 6 B) with straight lines between
+them; all values are exponential averages. (The simulator has its own cost model: what is believed
+and what happens are never the same table.)
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 _WEIGHT = 0.2
 _PREFILL_TOKENS_MIN = 8
 """Shorter chunks say more about fixed costs than about the cost of a token."""
+_FIRST_CHUNK = 64
+"""Prefill tokens of a model's first step, by which its speed becomes known."""
+_AHEAD_MAX = 2.0
+"""Requests that are ahead of their pace may lose that in one step only up to so many times their
+time per token: a client sees the gap, not the average."""
+_LONGEST_STEP_S = 0.5
+"""Nothing else on the slice can start before a step ends, so no step is planned to be longer."""
 
 
 @dataclass(slots=True)
 class StepTime:
-    """0 means: nothing is known yet."""
+    """One model on one slice. 0 means: nothing is known yet."""
 
     decode_s: float = 0.0
+    """A decode step of the batch that was seen last: what the controller is told."""
     prefill_token_s: float = 0.0
+    _by_batch: dict[int, float] = field(default_factory=dict[int, float])
+    """floor(log2(batch)) -> seconds of a pure decode step."""
+
+    def decode_step_s(self, batch: int) -> float:
+        """A pure decode step: interpolated between known batches, else as the nearest known."""
+        if not self._by_batch or batch < 1:
+            return 0.0
+        lower = max((k for k in self._by_batch if 1 << k <= batch), default=None)
+        upper = min((k for k in self._by_batch if 1 << k > batch), default=None)
+        if lower is None or upper is None:
+            known = upper if lower is None else lower
+            assert known is not None
+            return self._by_batch[known]
+        share = (batch - (1 << lower)) / ((1 << upper) - (1 << lower))
+        return self._by_batch[lower] + share * (self._by_batch[upper] - self._by_batch[lower])
 
     def learn(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         if not prefill_tokens:
-            self.decode_s = _blend(self.decode_s, took_s)
+            size = decodes.bit_length() - 1
+            self._by_batch[size] = _blend(self._by_batch.get(size, 0.0), took_s)
+            self.decode_s = self._by_batch[size]
         elif prefill_tokens >= _PREFILL_TOKENS_MIN:
-            rest_s = max(0.0, took_s - (self.decode_s if decodes else 0.0))
+            # A step without decodes has its fixed cost too: about a decode step of one.
+            rest_s = max(0.0, took_s - self.decode_step_s(max(1, decodes)))
             self.prefill_token_s = _blend(self.prefill_token_s, rest_s / prefill_tokens)
 
     def chunk(self, decodes: int, allowed_s: float, least: int, most: int) -> int:
         """Prefill tokens that fit into a step of `allowed_s` beside the decodes."""
         if self.prefill_token_s <= 0.0:
-            return most
-        rest_s = allowed_s - (self.decode_s if decodes else 0.0)
-        return max(least, int(min(most, rest_s / self.prefill_token_s)))
+            return min(most, least if decodes else _FIRST_CHUNK)
+        rest_s = min(allowed_s, _LONGEST_STEP_S) - self.decode_step_s(decodes)
+        return max(least, min(most, int(rest_s / self.prefill_token_s)))
+
+
+def allowed_step_s(headroom_s: float, tpot_s: float) -> float:
+    """How long a step may take for the sake of one running request: its time per token if it is
+    late or just in time, somewhat longer if it is ahead."""
+    return tpot_s * _AHEAD_MAX if headroom_s > tpot_s * _AHEAD_MAX else max(headroom_s, tpot_s)
 
 
 def _blend(old: float, new: float) -> float:

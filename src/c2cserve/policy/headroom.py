@@ -1,10 +1,41 @@
-"""How long a request may still wait before it misses its SLO (SLINFER section 6, equation 1)."""
+"""Who is most urgent (SLINFER section 6), and who gets a turn once not everybody can be in time."""
+
+from collections.abc import Iterable
 
 from c2cserve.core.request import Request
 
 
+def due_s(request: Request, tokens_out: int) -> float:
+    """When the request's next token is late: arrival + TTFT_SLO + TPOT_SLO * tokens out.
+    `tokens_out` counts tokens sent before a resume too."""
+    return request.arrival_s + request.slo.ttft_s + request.slo.tpot_s * tokens_out
+
+
 def headroom_s(request: Request, tokens_out: int, now: float) -> float:
-    """TTFT_SLO + TPOT_SLO * tokens out - elapsed: seconds until the next token is late; negative
-    once it is. `tokens_out` counts tokens sent before a resume too."""
-    due = request.arrival_s + request.slo.ttft_s + request.slo.tpot_s * tokens_out
-    return due - now
+    """SLINFER equation 1: seconds until the next token is late; negative once it is."""
+    return due_s(request, tokens_out) - now
+
+
+def next_turn(
+    candidates: Iterable[tuple[float, int, str]], now: float, late_ran: bool
+) -> tuple[bool, str] | None:
+    """Which model runs next: whether it is late, and its name; None without candidates.
+
+    A candidate is (when its most urgent request's next token is due, number of its last step,
+    name). While all are in time, the one with least headroom runs. Least headroom first has no
+    answer to overload: the later a model is, the more it would get, and all others would become
+    late with it. So models that are late take turns among themselves, and the late and the punctual
+    alternate (`late_ran`: the last step was a late model's): whoever is in time gets at least every
+    second step, and whoever is late waits at most for twice the number of late models.
+    """
+    punctual: tuple[float, str] | None = None
+    late: tuple[int, str] | None = None
+    for due, last_step, name in candidates:
+        if due >= now:
+            if punctual is None or (due, name) < punctual:
+                punctual = (due, name)
+        elif late is None or (last_step, name) < late:
+            late = (last_step, name)
+    if late is not None and (punctual is None or not late_ran):
+        return True, late[1]
+    return None if punctual is None else (False, punctual[1])

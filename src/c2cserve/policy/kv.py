@@ -5,41 +5,51 @@
 
 A block is named by its byte offset in the arena. It is *free*, *held* (by one sequence or more), or
 *cached*: held by none, but full, computed and addressable by the hash of the tokens up to its end.
-Handing a slab from model to model copies nothing.
+A span in which nothing is held or cached goes back to the arena at once. Handing slabs from model
+to model copies nothing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Span:
     first_slab: int
-    slabs: int
-    blocks: int
+    free: list[int]
+    """Offsets; the last one is taken next."""
     held: int = 0
-    used: int = 0
-    """Last tick at which one of its blocks was touched."""
+    cached: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Block:
     span: _Span
-    holders: int = 0
+    holders: int = 1
     hash: int | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _ModelKv:
+    """Spans begin at multiples of `span_slabs`, so that a model which has the arena to itself
+    always gets all of it, whatever was there before."""
+
     block_bytes: int
     span_slabs: int
     per_span: int
-    free: list[int] = field(default_factory=list[int])
+    spans: dict[int, _Span] = field(default_factory=dict[int, _Span])
+    """By first slab."""
+    roomy: dict[int, _Span] = field(default_factory=dict[int, _Span])
+    """Those with free blocks. Free blocks are used up before another span is taken."""
+    idle: dict[_Span, int] = field(default_factory=dict[_Span, int])
+    """Spans with cached blocks only, and the tick of their last release; oldest first."""
     blocks: dict[int, _Block] = field(default_factory=dict[int, _Block])
+    """Held and cached ones, by offset."""
     by_hash: dict[int, int] = field(default_factory=dict[int, int])
-    cached: dict[int, None] = field(default_factory=dict[int, None])
-    """Offsets, least recently released first."""
-    spans: list[_Span] = field(default_factory=list[_Span])
+    cached: dict[int, int] = field(default_factory=dict[int, int])
+    """Offset -> tick of its release; oldest first."""
+    free: int = 0
+    held: int = 0
 
 
 class KvArena:
@@ -47,26 +57,29 @@ class KvArena:
         self.slab_bytes = slab_bytes
         self.slabs = kv_bytes // slab_bytes
         self._taken = bytearray(self.slabs)
+        self._busy = bytearray(self.slabs)
+        """Slabs in which something is held: what eviction can not free."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0
 
     @property
     def held_bytes(self) -> int:
-        return sum(
-            kv.block_bytes * sum(span.held for span in kv.spans) for kv in self._models.values()
-        )
+        return sum(kv.block_bytes * kv.held for kv in self._models.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(kv.block_bytes * len(kv.cached) for kv in self._models.values())
 
     def add_model(self, model: str, block_bytes: int) -> None:
         slabs = -(-block_bytes // self.slab_bytes)
-        per_span = slabs * self.slab_bytes // block_bytes
-        self._models[model] = _ModelKv(block_bytes, slabs, per_span)
+        self._models[model] = _ModelKv(block_bytes, slabs, slabs * self.slab_bytes // block_bytes)
 
     def remove_model(self, model: str) -> None:
         """Give all of its slabs back. None of its blocks may be held."""
         kv = self._models.pop(model)
-        for span in kv.spans:
-            assert span.held == 0, f"{model} still holds KV"
-            self._give_back(span)
+        assert kv.held == 0, f"{model} still holds KV"
+        for span in kv.spans.values():
+            self._mark(self._taken, kv, span, 0)
 
     def capacity(self, model: str) -> int:
         """Blocks the whole arena could hold for the model."""
@@ -74,14 +87,16 @@ class KvArena:
         return self.slabs // kv.span_slabs * kv.per_span
 
     def available(self, model: str) -> int:
-        """Blocks the model could have now, at the expense of everything cached."""
+        """Blocks the model could have now, at the expense of everything cached. Exact."""
         kv = self._models[model]
-        own = len(kv.free) + len(kv.cached)
-        idle = self._taken.count(0) + sum(
-            span.slabs for name, other in self._models.items() if name != model
-            for span in other.spans if span.held == 0
-        )  # fmt: skip
-        return own + idle // kv.span_slabs * kv.per_span
+        if kv.span_slabs == 1:
+            spans = self._busy.count(0) - len(kv.idle)
+        else:
+            spans = sum(
+                first not in kv.spans and not any(self._busy[first : first + kv.span_slabs])
+                for first in self._places(kv)
+            )
+        return kv.free + len(kv.cached) + spans * kv.per_span
 
     # ---- prefix cache ---------------------------------------------------------------------------
 
@@ -109,19 +124,31 @@ class KvArena:
     # ---- blocks ---------------------------------------------------------------------------------
 
     def allocate(self, model: str, count: int) -> list[int] | None:
-        """`count` blocks, held by the caller, or None and nothing changed but cached blocks gone.
-        Free blocks first, then free slabs, then cached blocks and idle slabs of any model, least
-        recently used first."""
+        """`count` blocks, held by the caller, or None and nothing changed. Free blocks first, then
+        free slabs, then what has been cached longest: own blocks, or whole spans of others."""
         kv = self._models[model]
-        while len(kv.free) < count:
-            if not (self._grow(kv) or self._take_idle_span(kv) or self._forget_one(kv)):
-                return None
-        taken = [kv.free.pop() for _ in range(count)]
-        for offset in taken:
-            self._hold(kv, offset)
+        if kv.free < count and self.available(model) < count:
+            return None
+        taken: list[int] = []
+        while len(taken) < count:
+            if not kv.roomy and not self._grow(kv):
+                self._evict_oldest(kv)
+                continue
+            span = next(iter(kv.roomy.values()))
+            more = min(len(span.free), count - len(taken))
+            offsets = span.free[-more:]
+            del span.free[-more:]
+            if not span.free:
+                del kv.roomy[span.first_slab]
+            self._held(kv, span, more)
+            kv.free -= more
+            for offset in offsets:
+                kv.blocks[offset] = _Block(span)
+            taken += offsets
         return taken
 
     def release(self, model: str, offsets: Sequence[int]) -> None:
+        """The caller holds them no more. A block with a hash stays cached while there is room."""
         kv = self._models[model]
         self._tick += 1
         for offset in reversed(offsets):  # a prefix is forgotten from its end
@@ -129,72 +156,104 @@ class KvArena:
             block.holders -= 1
             if block.holders:
                 continue
-            block.span.held -= 1
-            block.span.used = self._tick
             if block.hash is None:
-                kv.free.append(offset)
+                del kv.blocks[offset]
+                self._free(kv, block.span, offset)
             else:
-                kv.cached[offset] = None
+                kv.cached[offset] = self._tick
+                block.span.cached += 1
+            self._unheld(kv, block.span)
 
     def _hold(self, kv: _ModelKv, offset: int) -> None:
         block = kv.blocks[offset]
         if block.holders == 0:
-            kv.cached.pop(offset, None)
-            block.span.held += 1
+            del kv.cached[offset]
+            block.span.cached -= 1
+            self._held(kv, block.span, 1)
         block.holders += 1
 
+    def _held(self, kv: _ModelKv, span: _Span, count: int) -> None:
+        if span.held == 0:
+            kv.idle.pop(span, None)
+            self._mark(self._busy, kv, span, 1)
+        span.held += count
+        kv.held += count
+
+    def _unheld(self, kv: _ModelKv, span: _Span) -> None:
+        span.held -= 1
+        kv.held -= 1
+        if span.held == 0:
+            self._mark(self._busy, kv, span, 0)
+            if span.cached:
+                kv.idle[span] = self._tick
+            else:
+                self._drop_span(kv, span)
+
+    def _free(self, kv: _ModelKv, span: _Span, offset: int) -> None:
+        if not span.free:
+            kv.roomy[span.first_slab] = span
+        span.free.append(offset)
+        kv.free += 1
+
+    # ---- slabs ----------------------------------------------------------------------------------
+
+    def _places(self, kv: _ModelKv) -> range:
+        return range(0, self.slabs - kv.span_slabs + 1, kv.span_slabs)
+
+    def _mark(self, slabs: bytearray, kv: _ModelKv, span: _Span, value: int) -> None:
+        end = span.first_slab + kv.span_slabs
+        slabs[span.first_slab : end] = bytes((value,)) * kv.span_slabs
+
     def _grow(self, kv: _ModelKv) -> bool:
-        first = self._taken.find(bytes(kv.span_slabs))
+        if kv.span_slabs == 1:
+            first = self._taken.find(0)
+        else:
+            free = (p for p in self._places(kv) if not any(self._taken[p : p + kv.span_slabs]))
+            first = next(free, -1)
         if first < 0:
             return False
-        self._taken[first : first + kv.span_slabs] = b"\1" * kv.span_slabs
-        span = _Span(first, kv.span_slabs, kv.per_span)
-        kv.spans.append(span)
         base = first * self.slab_bytes
-        offsets = [base + i * kv.block_bytes for i in range(kv.per_span)]
-        kv.blocks.update((offset, _Block(span)) for offset in offsets)
-        kv.free += reversed(offsets)
+        last = base + (kv.per_span - 1) * kv.block_bytes
+        span = _Span(first, list(range(last, base - 1, -kv.block_bytes)))
+        self._mark(self._taken, kv, span, 1)
+        kv.spans[first] = kv.roomy[first] = span
+        kv.free += kv.per_span
         return True
 
-    def _take_idle_span(self, kv: _ModelKv) -> bool:
-        """Free the least recently used span of another model that holds nothing."""
-        idle = [
-            (span.used, span.first_slab, span, other)
-            for other in self._models.values() if other is not kv
-            for span in other.spans if span.held == 0
-        ]  # fmt: skip
-        if not idle:
-            return False
-        _, _, span, owner = min(idle, key=lambda item: item[:2])
-        self._drop_span(owner, span)
-        return True
-
-    def _forget_one(self, kv: _ModelKv) -> bool:
-        if not kv.cached:
-            return False
-        offset = next(iter(kv.cached))
-        self._forget(kv, offset)
-        kv.free.append(offset)
-        return True
+    def _evict_oldest(self, kv: _ModelKv) -> None:
+        """Forget the model's own oldest cached block, or another's oldest idle span: whichever was
+        used less recently."""
+        own, own_tick = next(iter(kv.cached.items()), (-1, self._tick + 1))
+        oldest = (own_tick, -1)
+        victim: tuple[_ModelKv, _Span] | None = None
+        for other in self._models.values():
+            span, tick = next(iter(other.idle.items()), (None, 0))
+            if other is not kv and span is not None and (tick, span.first_slab) < oldest:
+                oldest, victim = (tick, span.first_slab), (other, span)
+        if victim is None:
+            self._forget(kv, own)
+            return
+        owner, span = victim
+        base = span.first_slab * self.slab_bytes
+        for offset in range(base, base + owner.per_span * owner.block_bytes, owner.block_bytes):
+            if offset in owner.cached:
+                self._forget(owner, offset)
 
     def _forget(self, kv: _ModelKv, offset: int) -> None:
-        kv.cached.pop(offset)
-        block = kv.blocks[offset]
+        """A cached block becomes free, and its span too if it was the last."""
+        del kv.cached[offset]
+        block = kv.blocks.pop(offset)
         assert block.hash is not None
         del kv.by_hash[block.hash]
-        block.hash = None
+        span = block.span
+        span.cached -= 1
+        self._free(kv, span, offset)
+        if not span.held and not span.cached:
+            del kv.idle[span]
+            self._drop_span(kv, span)
 
     def _drop_span(self, kv: _ModelKv, span: _Span) -> None:
-        base = span.first_slab * self.slab_bytes
-        offsets = [base + i * kv.block_bytes for i in range(span.blocks)]
-        gone = set(offsets)
-        for offset in offsets:
-            if offset in kv.cached:
-                self._forget(kv, offset)
-            del kv.blocks[offset]
-        kv.free = [offset for offset in kv.free if offset not in gone]
-        kv.spans.remove(span)
-        self._give_back(span)
-
-    def _give_back(self, span: _Span) -> None:
-        self._taken[span.first_slab : span.first_slab + span.slabs] = bytes(span.slabs)
+        """Nothing in it is held or cached: the arena has its slabs again."""
+        kv.free -= kv.per_span
+        del kv.spans[span.first_slab], kv.roomy[span.first_slab]
+        self._mark(self._taken, kv, span, 0)

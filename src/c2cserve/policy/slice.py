@@ -1,11 +1,12 @@
 """The fast loop: which model runs next on a slice, which of its requests, and where their KV lies.
 
-Every iteration picks the model whose most urgent request has least headroom (SLINFER section 6) and
+Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6) and
 batches all its running decodes with prefill chunks in order of urgency.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 
 from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
 from c2cserve.core.events import (
@@ -19,329 +20,308 @@ from c2cserve.core.events import (
     Withdrawn,
 )
 from c2cserve.core.machine import Slice
-from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.policy.batching import ActiveModel, Seq, chunk_tokens
 from c2cserve.policy.estimate import StepTime
-from c2cserve.policy.headroom import headroom_s
+from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.kv import KvArena
-
-_CHUNK_MIN = 16
-
-
-@dataclass(slots=True)
-class Seq:
-    """A request on this slice. `issued` tokens are computed or in flight, `computed` confirmed."""
-
-    request: Request
-    length: int
-    """Known tokens: prompt and drawn."""
-    computed: int = 0
-    issued: int = 0
-    blocks: list[int] = field(default_factory=list[int])
-    unsent: int = 0
-    """Blocks at the end of `blocks` that the executor has not been told of."""
-    started: bool = False
-    fresh: bool = True
-    withdrawn: bool = False
-
-    @property
-    def in_flight(self) -> bool:
-        return self.issued != self.computed
-
-    @property
-    def decoding(self) -> bool:
-        return self.started and self.issued == self.length - 1
-
-    @property
-    def tokens_out(self) -> int:
-        return self.request.sent + self.length - self.request.prompt_len
-
-
-@dataclass(slots=True)
-class _Model:
-    seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
-    time: StepTime = field(default_factory=StepTime)
-    active: bool = True
-    in_flight: int | None = None
-    """Id of its step under way; at most one, because a decode needs the token before."""
 
 
 @dataclass(slots=True)
 class _Flight:
     step: Step
+    model: ActiveModel
+    seqs: list[Seq]
+    """Of `step.seqs`, in order: the decodes first."""
     decodes: int
     parked: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ModelUsage:
+    """`cached_tokens` (prompt tokens whose KV was reused) and `preemptions` count up."""
+
+    running: int
+    waiting: int
+    cached_tokens: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SliceUsage:
+    kv_held_bytes: int
+    kv_cached_bytes: int
+    kv_total_bytes: int
+    models: dict[str, ModelUsage]
+
+
 class SlicePolicy:
-    """`runtime.ports.Policy[SliceEvent, SliceAction]`."""
+    """`runtime.ports.Policy[SliceEvent, SliceAction]`. Never done: its process is ended."""
+
+    done = False
+    wakeup: float | None = None
 
     def __init__(self, slice_: Slice, max_in_flight: int = 1) -> None:
         """`max_in_flight`: un-parked steps at a time (of different models)."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
         self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes)
-        self._models: dict[str, _Model] = {}
-        self._model_of: dict[str, str] = {}
+        self._models: dict[str, ActiveModel] = {}
+        self._leaving: list[ActiveModel] = []
+        self._seqs: dict[str, Seq] = {}
         self._flights: dict[int, _Flight] = {}
-        self._next_step = 1
+        self._flying = 0
+        """Flights that are not parked."""
+        self._step_ids = count(1)
+        self._keys = count(1)
+        self._late_ran = False
+        self._first_in_line: Seq | None = None
+        """The most urgent request that waits for memory."""
         self._actions: list[SliceAction] = []
+        self.running = 0
+        """Requests that have started (and so hold KV)."""
         self.cached_tokens = 0
         self.preemptions = 0
 
     @property
-    def done(self) -> bool:
-        return False
-
-    @property
-    def wakeup(self) -> float | None:
-        return None
-
-    @property
-    def running(self) -> int:
-        return sum(seq.started for model in self._models.values() for seq in model.seqs.values())
-
-    @property
     def waiting(self) -> int:
-        return len(self._model_of) - self.running
+        return len(self._seqs) - self.running
 
     def step_times(self) -> dict[str, StepTime]:
         return {name: model.time for name, model in self._models.items()}
+
+    def usage(self) -> SliceUsage:
+        """For metrics."""
+        models = {
+            name: ModelUsage(m.started, len(m.seqs) - m.started, m.cached_tokens, m.preemptions)
+            for name, m in self._models.items()
+        }
+        arena = self.arena
+        return SliceUsage(arena.held_bytes, arena.cached_bytes, self._slice.kv_bytes, models)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def apply(self, event: SliceEvent) -> None:
         match event:
             case Activated(spec):
-                model = self._models.get(spec.id)
-                if model is None:
-                    self.arena.add_model(spec.id, spec.kv_block_bytes)
-                    model = self._models[spec.id] = _Model()
-                model.active = True
+                self._activate(spec)
             case Deactivated(name):
-                self._models[name].active = False
-                self._retire(name)
+                model = self._models.pop(name)
+                self._leaving.append(model)
+                self._retire(model)
             case Submitted(request):
-                self._models[request.model].seqs[request.id] = Seq(request, request.prompt_len)
-                self._model_of[request.id] = request.model
+                model = self._models[request.model]
+                seq = self._seqs[request.id] = Seq.of(request, model)
+                model.seqs[request.id] = seq
             case Withdrawn(request_id):
                 self._withdraw(request_id)
             case StepDone():
                 self._step_done(event)
             case StepParked(step_id):
-                self._flights[step_id].parked = True
+                flight = self._flights[step_id]
+                self._flying -= not flight.parked
+                flight.parked = True
 
-    def _retire(self, name: str) -> None:
-        model = self._models[name]
-        if not model.active and not model.seqs and model.in_flight is None:
-            self.arena.remove_model(name)
-            del self._models[name]
+    def _activate(self, spec: ModelSpec) -> None:
+        if spec.id not in self._models:
+            model = ActiveModel(spec.id, f"{spec.id}#{next(self._keys)}")
+            self._models[spec.id] = model
+            self.arena.add_model(model.key, spec.kv_block_bytes)
+
+    def _retire(self, model: ActiveModel) -> None:
+        """A deactivated model's memory goes with its last request and step."""
+        if model in self._leaving and not model.seqs and model.in_flight is None:
+            self._leaving.remove(model)
+            self.arena.remove_model(model.key)
 
     def _withdraw(self, request_id: str) -> None:
-        name = self._model_of.get(request_id)
-        if name is None:
+        seq = self._seqs.get(request_id)
+        if seq is None:
             return  # it ended by itself while the word was on its way
-        seq = self._models[name].seqs[request_id]
         if seq.in_flight:
-            seq.withdrawn = True
-            return
-        self._actions.append(Drop(request_id))
-        self._remove(name, seq)
+            seq.withdrawn = True  # its blocks are being written: they go when the step is done
+        else:
+            self._actions.append(Drop(request_id))
+            self._remove(seq)
 
-    def _remove(self, name: str, seq: Seq) -> None:
-        self.arena.release(name, seq.blocks)
-        del self._models[name].seqs[seq.request.id]
-        del self._model_of[seq.request.id]
-        self._retire(name)
+    def _remove(self, seq: Seq) -> None:
+        self._stop(seq)
+        if self._first_in_line is seq:
+            self._first_in_line = None
+        del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
+        self._retire(seq.model)
+
+    def _stop(self, seq: Seq) -> None:
+        """Take its memory away."""
+        if seq.started:
+            seq.model.started -= 1
+            self.running -= 1
+            self.arena.release(seq.model.key, seq.blocks)
+            seq.restart()
 
     def _step_done(self, event: StepDone) -> None:
         flight = self._flights.pop(event.step_id)
-        name = flight.step.model
-        model = self._models[name]
+        self._flying -= not flight.parked
+        model = flight.model
         model.in_flight = None
-        prefill = flight.step.tokens - flight.decodes
-        model.time.learn(flight.decodes, prefill, event.compute_s)
+        model.time.learn(flight.decodes, flight.step.tokens - flight.decodes, event.compute_s)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
-        for part in flight.step.seqs:
-            seq = model.seqs[part.request_id]
-            self._confirm(name, seq, outcomes.get(part.request_id))
-        self._retire_if_known(name)
+        for seq in flight.seqs:
+            self._confirm(seq, outcomes.get(seq.request.id))
+        self._retire(model)
 
-    def _retire_if_known(self, name: str) -> None:
-        if name in self._models:
-            self._retire(name)
-
-    def _confirm(self, name: str, seq: Seq, outcome: SeqOutcome | None) -> None:
-        failed = outcome is not None and outcome.failed
-        if not failed:
-            hashes = seq.request.prefix_hashes
-            first, last = seq.computed // BLOCK_TOKENS, seq.issued // BLOCK_TOKENS
-            for index in range(first, min(last, len(hashes))):
-                self.arena.seal(name, seq.blocks[index], hashes[index])
+    def _confirm(self, seq: Seq, outcome: SeqOutcome | None) -> None:
+        if outcome is not None and (outcome.finished or outcome.failed):
+            if not outcome.failed:
+                self._seal(seq)
+            self._remove(seq)
+            return
+        self._seal(seq)
         seq.computed = seq.issued
         if outcome is not None:
-            seq.length += outcome.drawn
-        if outcome is not None and outcome.finished:
-            self._remove(name, seq)
-        elif seq.withdrawn:
+            seq.drew(outcome.drawn)
+        if seq.withdrawn:
             self._actions.append(Drop(seq.request.id))
-            self._remove(name, seq)
+            self._remove(seq)
+
+    def _seal(self, seq: Seq) -> None:
+        """What the step filled of its prompt's blocks can be reused from now on."""
+        hashes = seq.request.prefix_hashes
+        last = min(seq.issued // BLOCK_TOKENS, len(hashes))
+        for index in range(seq.computed // BLOCK_TOKENS, last):
+            self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[SliceAction]:
-        flying = sum(not flight.parked for flight in self._flights.values())
         tried: set[str] = set()
-        while flying < self._max_in_flight:
-            name = self._most_urgent(now, tried)
-            if name is None:
+        while self._flying < self._max_in_flight:
+            candidates = (
+                (model.most_urgent_due_s(), model.last_step, name)
+                for name, model in self._models.items()
+                if model.seqs and model.in_flight is None and name not in tried
+            )
+            turn = next_turn(candidates, now, self._late_ran)
+            if turn is None:
                 break
+            late, name = turn
+            freed = len(self._actions)
+            if self._launch(self._models[name], now):
+                self._late_ran = late
+            elif len(self._actions) > freed:
+                tried.clear()  # a request ended or was preempted: others may have room now
             tried.add(name)
-            if self._launch(name, now):
-                flying += 1
         actions, self._actions = self._actions, []
         return actions
 
-    def _most_urgent(self, now: float, tried: set[str]) -> str | None:
-        best: tuple[float, str] | None = None
-        for name, model in self._models.items():
-            if model.in_flight is not None or not model.seqs or name in tried:
-                continue
-            least = min(headroom_s(s.request, s.tokens_out, now) for s in model.seqs.values())
-            if best is None or (least, name) < best:
-                best = (least, name)
-        return None if best is None else best[1]
-
-    def _launch(self, name: str, now: float) -> bool:
-        model = self._models[name]
+    def _launch(self, model: ActiveModel, now: float) -> bool:
+        """Start the model's next step. False: nothing of it can run now."""
+        decodes, prefills = model.decodes(), model.prefills()
+        seqs: list[Seq] = []
         parts: list[SeqStep] = []
-        decodes = self._add_decodes(name, model, now, parts)
-        budget = model.time.chunk(
-            decodes, self._allowed_s(now), _CHUNK_MIN, self._slice.max_step_tokens
-        )
-        self._add_prefills(name, model, now, parts, budget)
+        budget = 0
+        if prefills:
+            budget = chunk_tokens(
+                model.time, len(decodes), self._seqs.values(), now, self._slice.max_step_tokens
+            )
+        for seq in decodes:
+            # Not started any more: one of those before it has preempted it.
+            if seq.started and self._make_room(seq):
+                seqs.append(seq)
+                parts.append(seq.issue(1))
+        decoding = len(parts)
+        for seq in prefills:
+            if budget <= 0 or len(parts) == self._slice.max_batch:
+                break
+            if seq.started or self._admit(seq):
+                tokens = min(budget, seq.length - seq.issued)
+                seqs.append(seq)
+                parts.append(seq.issue(tokens))
+                budget -= tokens
         if not parts:
             return False
-        step = Step(self._next_step, name, tuple(parts))
-        self._next_step += 1
-        self._flights[step.id] = _Flight(step, decodes)
-        model.in_flight = step.id
+        step = Step(next(self._step_ids), model.name, tuple(parts))
+        self._flights[step.id] = _Flight(step, model, seqs, decoding)
+        self._flying += 1
+        model.in_flight = model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
 
-    def _allowed_s(self, now: float) -> float:
-        """How long a step may take without making a running request of any model late: at least
-        its time per token, more if it is ahead."""
-        slack = [
-            max(seq.request.slo.tpot_s, headroom_s(seq.request, seq.tokens_out, now))
-            for model in self._models.values() for seq in model.seqs.values() if seq.decoding
-        ]  # fmt: skip
-        return min(slack, default=float("inf"))
+    # ---- memory ---------------------------------------------------------------------------------
 
-    def _add_decodes(self, name: str, model: _Model, now: float, parts: list[SeqStep]) -> int:
-        ready = [seq for seq in model.seqs.values() if seq.decoding]
-        ready.sort(key=lambda s: headroom_s(s.request, s.tokens_out, now))
-        for seq in ready:
-            if len(parts) == self._slice.max_batch:
-                break
-            if not seq.started:
-                continue  # preempted by one of those before it
-            if self._make_room(name, seq, seq.issued + 1, now):
-                parts.append(self._issue(seq, 1))
-        return len(parts)
-
-    def _add_prefills(
-        self, name: str, model: _Model, now: float, parts: list[SeqStep], budget: int
-    ) -> None:
-        waiting = [s for s in model.seqs.values() if not s.decoding and not s.in_flight]
-        waiting.sort(key=lambda s: (not s.started, headroom_s(s.request, s.tokens_out, now)))
-        for seq in waiting:
-            if budget <= 0 or len(parts) >= self._slice.max_batch:
-                break
-            if not seq.started and not self._admit(name, seq):
-                break
-            tokens = min(budget, seq.length - seq.issued)
-            if not self._make_room(name, seq, seq.issued + tokens, now):
-                continue
-            parts.append(self._issue(seq, tokens))
-            budget -= tokens
-
-    def _admit(self, name: str, seq: Seq) -> bool:
-        """Start a request if its whole prompt fits beside a block of growth for each running one;
-        reuse what of its prefix is cached (never its last token: that one draws the next)."""
-        needed = -(-seq.length // BLOCK_TOKENS)
-        others = self.running
-        if needed > self.arena.capacity(name):
-            self._truncate(name, seq)
+    def _admit(self, seq: Seq) -> bool:
+        """Start a request: blocks for all tokens known of it, reusing what of its prefix is cached
+        (never its last token: that one draws the next). One block for each running request stays
+        free, so that they can go on for a while; and nobody overtakes a more urgent request that
+        waits for memory, however little he needs himself."""
+        model, first = seq.model, self._first_in_line
+        needed = seq.lacking(seq.length)
+        if needed > self.arena.capacity(model.key):
+            self._truncate(seq)
             return False
-        if others and self.arena.available(name) < needed + others:
+        if model.started == self._slice.max_batch:
             return False
-        usable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
-        seq.blocks = self.arena.match(name, usable)
-        seq.unsent = len(seq.blocks)
+        if first is not None and first.due_s < seq.due_s and first.model.in_flight is None:
+            return False
+        if self.running and self.arena.available(model.key) < needed + self.running:
+            if first is None or seq.due_s < first.due_s:
+                self._first_in_line = seq
+            return False
+        if first is seq:
+            self._first_in_line = None
+        reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
+        seq.blocks = self.arena.match(model.key, reusable)
         seq.computed = seq.issued = len(seq.blocks) * BLOCK_TOKENS
+        rest = self.arena.allocate(model.key, needed - len(seq.blocks))
+        assert rest is not None, "room was promised"
+        seq.blocks += rest
+        seq.started = True
+        model.started += 1
+        self.running += 1
+        model.cached_tokens += seq.issued
         self.cached_tokens += seq.issued
-        seq.started = seq.fresh = True
         return True
 
-    def _make_room(self, name: str, seq: Seq, tokens: int, now: float) -> bool:
-        """Blocks for `tokens` tokens, preempting requests with more headroom if need be."""
-        needed = -(-tokens // BLOCK_TOKENS) - len(seq.blocks)
-        if needed <= 0:
+    def _make_room(self, seq: Seq) -> bool:
+        """A block for the next token, if it needs one, preempting others if need be."""
+        if seq.lacking(seq.issued + 1) <= 0:
             return True
-        while (blocks := self.arena.allocate(name, needed)) is None:
-            victim = self._victim(seq, now)
+        while (block := self.arena.allocate(seq.model.key, 1)) is None:
+            victim = self._victim(seq)
             if victim is not None:
-                self._preempt(*victim)
-            elif not self._others_fly(seq):
-                self._truncate(name, seq)
-                return False
+                self._preempt(victim)
+            elif self.running > 1:
+                return False  # the others are more urgent, or in flight: it waits for them
             else:
+                self._truncate(seq)
                 return False
-        seq.blocks += blocks
-        seq.unsent += needed
+        seq.blocks += block
         return True
 
-    def _others_fly(self, seq: Seq) -> bool:
-        return any(
-            other is not seq and other.started
-            for model in self._models.values() for other in model.seqs.values()
-        )  # fmt: skip
-
-    def _victim(self, seq: Seq, now: float) -> tuple[str, Seq] | None:
-        """The started request with most headroom that is not in flight; none with less than the
-        asking one, so that two requests never preempt each other in turn."""
-        own = headroom_s(seq.request, seq.tokens_out, now)
+    def _victim(self, seq: Seq) -> Seq | None:
+        """The running request with most headroom (SLINFER section 7 D), of the same model if there
+        is one, because a block of another model seldom empties a slab. Never one that is more
+        urgent than `seq`, so that two never preempt each other in turn."""
         candidates = [
-            (headroom_s(other.request, other.tokens_out, now), other.request.id, name, other)
-            for name, model in self._models.items() for other in model.seqs.values()
-            if other is not seq and other.started and not other.in_flight
+            other for other in self._seqs.values()
+            if other.started and not other.in_flight and other is not seq
+            and other.due_s >= seq.due_s
         ]  # fmt: skip
-        best = max(candidates, key=lambda c: c[:2], default=None)
-        if best is None or best[0] < own:
-            return None
-        return best[2], best[3]
+        return max(
+            candidates,
+            key=lambda other: (other.model is seq.model, other.due_s, other.request.id),
+            default=None,
+        )
 
-    def _preempt(self, name: str, seq: Seq) -> None:
-        self.arena.release(name, seq.blocks)
-        seq.blocks = []
-        seq.unsent = seq.computed = seq.issued = 0
-        seq.started = False
+    def _preempt(self, seq: Seq) -> None:
+        self._stop(seq)
+        seq.model.preemptions += 1
         self.preemptions += 1
         self._actions.append(Drop(seq.request.id, requeued=True))
 
-    def _truncate(self, name: str, seq: Seq) -> None:
+    def _truncate(self, seq: Seq) -> None:
+        """Not even the whole arena would hold its next token."""
         self._actions.append(Truncate(seq.request.id))
-        self._remove(name, seq)
-
-    @staticmethod
-    def _issue(seq: Seq, tokens: int) -> SeqStep:
-        new = tuple(seq.blocks[len(seq.blocks) - seq.unsent :]) if seq.unsent else ()
-        part = SeqStep(
-            seq.request.id, seq.issued, tokens, new, seq.fresh,
-            emits=seq.issued + tokens == seq.length,
-        )  # fmt: skip
-        seq.issued += tokens
-        seq.unsent = 0
-        seq.fresh = False
-        return part
+        self._remove(seq)
