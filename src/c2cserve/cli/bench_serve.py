@@ -20,10 +20,11 @@ from c2cserve.cli.client import ask
 from c2cserve.cli.loadgen import Load, Outcome
 from c2cserve.cli.loadgen_http import Client
 from c2cserve.cli.loadgen_processes import generate_with
-from c2cserve.cli.output import CliError, console, describe_machine
+from c2cserve.cli.output import CliError, console, describe_machine, progress_console
 
 _BODIES_OF_A_TIMED_LOOP = 4096
 """Different requests in a closed loop that only time ends; then they repeat."""
+_SHOW_EVERY_S = 0.25
 
 
 class Mode(StrEnum):
@@ -165,17 +166,21 @@ async def _find_styles(
 
 
 def _send(load: Load, processes: int) -> Outcome:
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     total = None if load.duration_s is not None else len(load.requests)
     columns = (TextColumn("sending"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, refresh_per_second=4, transient=True) as bar:
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
         task = bar.add_task("sending", total=total)
-        return asyncio.run(
-            generate_with(load, processes, lambda ended: bar.update(task, completed=ended))
-        )
+        shown_s = 0.0
+
+        def progress(ended: int) -> None:
+            nonlocal shown_s
+            if (now_s := time.monotonic()) - shown_s > _SHOW_EVERY_S:
+                shown_s = now_s
+                bar.update(task, completed=ended)
+
+        return asyncio.run(generate_with(load, processes, progress))
 
 
 def _show(report: Report) -> None:

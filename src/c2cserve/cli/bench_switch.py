@@ -20,7 +20,7 @@ from c2cserve.cli.bench_serve import resolve_models, write_results
 from c2cserve.cli.client import Unanswered, ask
 from c2cserve.cli.loadgen_http import Client
 from c2cserve.cli.loadgen_reply import Record
-from c2cserve.cli.output import CliError, console, show_seconds
+from c2cserve.cli.output import CliError, console, progress_console, show_seconds
 from c2cserve.cli.scrape import Histogram, scrape
 
 _BLOCKS = 10
@@ -106,7 +106,6 @@ def plan_sequence(models: Sequence[str], pairs: int) -> Iterator[Turn]:
 async def _ask_all(
     options: SwitchOptions, key: str | None, sequence: Sequence[Turn]
 ) -> list[Record]:
-    from rich.console import Console
     from rich.progress import track
 
     start_s = time.monotonic()
@@ -117,7 +116,7 @@ async def _ask_all(
     for model in {turn.model for turn in sequence}:
         styles[model] = await find_style(client, model, PromptKind.AUTO, prompts, endpoint)
     records: list[Record] = []
-    screen = Console(stderr=True)
+    screen = progress_console()
     for index, turn in enumerate(track(sequence, "asking", console=screen, transient=True)):
         body = prompts.body(Shape(turn.model, options.input_len, 1), styles[turn.model])
         record = Record(index=index, model=turn.model, due_s=time.monotonic() - start_s)

@@ -10,7 +10,7 @@ import msgspec
 import typer
 
 from c2cserve.cli.client import Unanswered, ask
-from c2cserve.cli.output import CliError, console, print_json, show_bytes
+from c2cserve.cli.output import CliError, console, print_json, progress_console, show_bytes
 from c2cserve.core.model import ModelState, ModelStatus
 
 T = TypeVar("T")
@@ -76,7 +76,7 @@ def show(
 
     table = Table(show_header=False, box=None)
     for field, value in fields.items():
-        text = ", ".join(value) or "-" if isinstance(value, list) else str(value)
+        text = ", ".join(value) or "-" if isinstance(value, (list, tuple)) else str(value)
         shown = show_bytes(int(text)) if field.endswith("_bytes") else escape(text)
         table.add_row(field, shown)
     console().print(table)
@@ -169,11 +169,10 @@ def _loaded(url: str, key: str | None, model: ModelStatus, *, wait: bool, as_jso
 
 def _follow(url: str, key: str | None, model: ModelStatus) -> ModelStatus:
     """Show the load until it ends. A model that stays cold is one the pool has no room for now."""
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn(model.id), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
         task = bar.add_task(model.id, total=model.weight_bytes)
         cold_until_s = time.monotonic() + _COLD_S
         while model.state is ModelState.LOADING or (

@@ -30,6 +30,14 @@ def console() -> "Console":
     return out if out.is_terminal else Console(highlight=False, width=160)
 
 
+def progress_console() -> "Console":
+    """For progress on stderr; quiet when nobody watches."""
+    from rich.console import Console
+
+    out = Console(stderr=True)
+    return out if out.is_terminal else Console(stderr=True, quiet=True)
+
+
 def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
     sys.stdout.write(json.dumps(value, indent=2, allow_nan=False) + "\n")
 

@@ -37,7 +37,9 @@ def test_list(capsys: Any) -> None:
 def test_show_by_alias_and_slash(capsys: Any) -> None:
     with FakeAdmin(model("org/a")) as admin:
         assert run("models", "show", "org/a-alias", "--url", admin.url) == 0
-        assert "2.0 GiB" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "2.0 GiB" in shown
+        assert "org/a-alias\n" in shown.replace(" ", "")
         assert run("models", "show", "org/a", "--url", admin.url, "--json") == 0
         assert json.loads(capsys.readouterr().out)["id"] == "org/a"
 
@@ -56,7 +58,7 @@ def test_add_sends_the_catalogues_keys_and_waits(tmp_path: Path, capsys: Any) ->
             "pinned": True, "max_context": 100,
         }
     ]  # fmt: skip
-    assert capsys.readouterr().out == "new: ready, 2.0 GiB of weights\n"
+    assert capsys.readouterr() == ("new: ready, 2.0 GiB of weights\n", "")
 
 
 def test_add_from_the_hub_without_waiting(capsys: Any) -> None:
