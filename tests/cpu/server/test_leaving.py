@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from conftest import BYTE, Served
 
-
 COMPLETION = ("/v1/completions", {"model": BYTE, "prompt": "hello", "max_tokens": 200})
 CHAT = (
     "/v1/chat/completions",
