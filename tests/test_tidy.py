@@ -92,7 +92,9 @@ def test_sizes(path: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert length <= FUNCTION_LINES_MAX, f"{path}:{node.lineno}: {node.name}: {length} lines"
+            assert length <= FUNCTION_LINES_MAX, (
+                f"{path}:{node.lineno}: {node.name}: {length} lines"
+            )
 
 
 def test_policy_stays_small() -> None:

@@ -82,7 +82,8 @@ class _Stream:
             return  # its state differs from here on
         for name, fields in line["events"]:
             self._policy.apply(msgspec.convert(fields, self._types[name]))
-        actions = msgspec.to_builtins([tagged(a) for a in self._policy.decide(line["now"])])
+        decided = [tagged(action) for action in self._policy.decide(line["now"])]
+        actions = msgspec.json.decode(msgspec.json.encode(decided))
         result.ticks += 1
         result.events += len(line["events"])
         result.actions += len(actions)

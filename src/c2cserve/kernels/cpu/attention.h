@@ -179,12 +179,10 @@ void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
         for (int64_t d = 0; d < dim; ++d) rows[r].out[d] = rows[r].acc[d] / rows[r].total;
     }
   };
-  int parts = work < 50'000 ? 1 : int(tasks.size());
-  if (parts == 1) {
-    for (const Task& task : tasks) body(task);
-    return;
-  }
-  pool.run(parts, [&](int part, int) { body(tasks[size_t(part)]); });
+  const int most = tasks.size() < ThreadPool::kPartsMax ? int(tasks.size()) : ThreadPool::kPartsMax;
+  pool.run(work < 50'000 ? 1 : most, [&](int part, int all) {
+    for (size_t i = size_t(part); i < tasks.size(); i += size_t(all)) body(tasks[i]);
+  });
 }
 
 template <typename T>

@@ -18,46 +18,54 @@ inline void relax() {
 #endif
 }
 
+constexpr uint64_t generation(uint64_t ticket) { return ticket >> 32; }
+constexpr int parts(uint64_t ticket) { return int(ticket >> 16 & 0xffff); }
+constexpr int next(uint64_t ticket) { return int(ticket & 0xffff); }
+
 }  // namespace
 
 ThreadPool::ThreadPool(int threads, const int* cpus, int cpu_count) {
   for (int i = 1; i < threads; ++i)
-    helpers_.emplace_back(&ThreadPool::serve, this, i, i < cpu_count ? cpus[i] : -1);
+    helpers_.emplace_back(&ThreadPool::serve, this, i < cpu_count ? cpus[i] : -1);
 }
 
 ThreadPool::~ThreadPool() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    generation_.fetch_add(1);
+    ticket_.fetch_add(uint64_t(1) << 32);
   }
   wake_.notify_all();
   for (auto& helper : helpers_) helper.join();
 }
 
 void ThreadPool::work() {
-  for (int part; (part = next_.fetch_add(1, std::memory_order_relaxed)) < parts_;)
-    call_(body_, part, parts_);
+  while (true) {
+    uint64_t ticket = ticket_.load(std::memory_order_acquire);
+    if (next(ticket) >= parts(ticket)) return;
+    if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
+    // The part is ours: the caller can not go on, so call_ and body_ stay what they are.
+    call_(body_, next(ticket), parts(ticket));
+    done_.fetch_add(1, std::memory_order_release);
+  }
 }
 
-void ThreadPool::dispatch(int parts, Call call, const void* body) {
-  parts_ = parts;
+void ThreadPool::dispatch(int count, Call call, const void* body) {
   call_ = call;
   body_ = body;
-  next_.store(0, std::memory_order_relaxed);
-  busy_.store(int(helpers_.size()), std::memory_order_relaxed);
+  done_.store(0, std::memory_order_relaxed);
   {
     // Under the lock, or a helper that is about to sleep could miss it.
     std::lock_guard<std::mutex> lock(mutex_);
-    generation_.fetch_add(1, std::memory_order_release);
+    uint64_t before = ticket_.load(std::memory_order_relaxed);
+    ticket_.store((generation(before) + 1) << 32 | uint64_t(count) << 16, std::memory_order_release);
   }
   wake_.notify_all();
   work();
-  while (busy_.load(std::memory_order_acquire) != 0) relax();
+  while (done_.load(std::memory_order_acquire) != count) relax();
 }
 
-void ThreadPool::serve(int index, int cpu) {
-  (void)index;
+void ThreadPool::serve(int cpu) {
   if (cpu >= 0) {
     cpu_set_t set;
     CPU_ZERO(&set);
@@ -65,19 +73,17 @@ void ThreadPool::serve(int index, int cpu) {
     pthread_setaffinity_np(pthread_self(), sizeof(set), &set);
   }
   uint64_t seen = 0;
+  auto fresh = [&] { return generation(ticket_.load(std::memory_order_acquire)) != seen; };
   while (true) {
     auto until = std::chrono::steady_clock::now() + kSpin;
-    while (generation_.load(std::memory_order_acquire) == seen &&
-           std::chrono::steady_clock::now() < until)
-      relax();
-    if (generation_.load(std::memory_order_acquire) == seen) {
+    while (!fresh() && std::chrono::steady_clock::now() < until) relax();
+    if (!fresh()) {
       std::unique_lock<std::mutex> lock(mutex_);
-      wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+      wake_.wait(lock, fresh);
     }
-    seen = generation_.load(std::memory_order_acquire);
+    seen = generation(ticket_.load(std::memory_order_acquire));
     if (stop_) return;
     work();
-    busy_.fetch_sub(1, std::memory_order_release);
   }
 }
 

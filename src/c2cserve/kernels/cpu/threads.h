@@ -20,7 +20,9 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
-  // Call body(part, parts) for every part at once and wait. One caller at a time.
+  static constexpr int kPartsMax = 1024;
+
+  // Call body(part, parts) for every part (at most kPartsMax) and wait. One caller at a time.
   template <typename Body>
   void run(int parts, const Body& body) {
     if (parts <= 1 || helpers_.empty()) {
@@ -35,16 +37,18 @@ class ThreadPool {
  private:
   using Call = void (*)(const void*, int, int);
   void dispatch(int parts, Call call, const void* body);
-  void serve(int index, int cpu);
+  void serve(int cpu);
   void work();
 
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<uint64_t> generation_{0};
-  std::atomic<int> next_{0}, busy_{0};
+  // [generation | parts | next part]: one word, so that a helper that comes late can not mistake
+  // the parts of the next call for its own. The caller waits for parts, never for helpers: one that
+  // the system has descheduled holds nobody up.
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<int> done_{0};
   std::atomic<bool> stop_{false};
-  int parts_ = 0;
   Call call_ = nullptr;
   const void* body_ = nullptr;
 };
