@@ -36,8 +36,15 @@ class ServerProcess:
     """Started by `with`; killed (and everything it left removed) at the end."""
 
     def __init__(
-        self, *args: str, catalog: Path = CATALOG, directory: Path, slices: int = 2
+        self,
+        *args: str,
+        catalog: Path = CATALOG,
+        directory: Path,
+        slices: int = 2,
+        settled: bool = True,
     ) -> None:
+        """`settled`: wait until every model is in the pool (it must have room for all)."""
+        self._settled = settled
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
@@ -92,7 +99,7 @@ class ServerProcess:
                 time.sleep(0.05)
                 continue
             settled = all(model["state"] in ("ready", "failed") for model in state["models"])
-            if settled and all(s["state"] == "up" for s in state["slices"]):
+            if (settled or not self._settled) and all(s["state"] == "up" for s in state["slices"]):
                 return
             time.sleep(0.05)
         raise AssertionError(f"not ready:\n{self.log.read_text()[-4000:]}")

@@ -72,11 +72,12 @@ def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
     with ServerProcess(
         "--hang-timeout", "2", directory=tmp_path / "pool", slices=1
     ) as server:  # fmt: skip
-        undisturbed = asyncio.run(all_streams(server.url, 8, 60))
+        undisturbed = asyncio.run(all_streams(server.url, 8, 250))
 
         async def disturbed() -> list[str]:
-            streams = asyncio.create_task(all_streams(server.url, 8, 60))
+            streams = asyncio.create_task(all_streams(server.url, 8, 250))
             while (await asyncio.to_thread(server.state))["running"] < 8:
+                assert not streams.done()
                 await asyncio.sleep(0.01)
             os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGSTOP)
             return await streams
@@ -91,6 +92,7 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
         async def scenario() -> tuple[list[str], int]:
             streams = asyncio.create_task(all_streams(server.url, 8, 400))
             while (await asyncio.to_thread(server.state))["running"] < 8:
+                assert not streams.done()
                 await asyncio.sleep(0.01)
             server.signal(signal.SIGTERM)
             await asyncio.sleep(0.1)
