@@ -1,4 +1,7 @@
 import sys
 from pathlib import Path
 
+from transformers.utils.logging import disable_progress_bar
+
 sys.path.insert(0, str(Path(__file__).parent))
+disable_progress_bar()

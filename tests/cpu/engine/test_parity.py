@@ -1,11 +1,16 @@
 """Our decoder against transformers, on random models of every architecture."""
 
+import tempfile
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny import CASES, Ours, make_checkpoint
+from tiny import CASES, Ours, make_checkpoint, make_model
 
 PROMPT = torch.randint(3, 160, (70,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -49,6 +54,73 @@ def test_prefill_chunks_ragged_decode_and_prefix_reuse(tmp_path: Path, case: str
     assert torch.equal(rest, whole[64:])
 
 
+@st.composite
+def fields(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
+    """Any small model of any architecture."""
+    name = draw(st.sampled_from(["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe"]))
+    kv_heads, group = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    head_dim = 2 * draw(st.integers(2, 20))
+    hidden = kv_heads * group * draw(st.integers(1, 12))
+    config: dict[str, Any] = {
+        "vocab_size": draw(st.integers(20, 120)), "hidden_size": hidden, "head_dim": head_dim,
+        "num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads,
+        "num_hidden_layers": draw(st.integers(1, 3)), "max_position_embeddings": 256,
+        "intermediate_size": draw(st.integers(1, 90)), "eos_token_id": 1,
+        "rms_norm_eps": draw(st.sampled_from([1e-6, 1e-5])),
+        "tie_word_embeddings": draw(st.booleans()), "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": draw(st.floats(1e3, 1e6))},
+    }  # fmt: skip
+    if name in ("Llama", "Qwen3", "Qwen3Moe"):
+        config["attention_bias"] = draw(st.booleans())
+    if name in ("Mistral", "Mixtral"):
+        config["sliding_window"] = draw(st.none() | st.integers(2, 80))
+    if name in ("Qwen2", "Qwen3"):
+        config |= {
+            "use_sliding_window": draw(st.booleans()), "sliding_window": draw(st.integers(2, 80)),
+            "max_window_layers": draw(st.integers(0, 3)),
+        }  # fmt: skip
+    if name in ("Mixtral", "Qwen3Moe"):
+        experts = draw(st.integers(1, 7))
+        config["num_experts_per_tok"] = draw(st.integers(1, experts))
+        config["num_local_experts" if name == "Mixtral" else "num_experts"] = experts
+    if name == "Qwen3Moe":
+        config |= {
+            "moe_intermediate_size": draw(st.integers(1, 60)),
+            "norm_topk_prob": draw(st.booleans()), "decoder_sparse_step": draw(st.integers(1, 3)),
+            "mlp_only_layers": draw(st.lists(st.integers(0, 2), unique=True)),
+        }  # fmt: skip
+    return name, config
+
+
+def check_random_model(model: tuple[str, dict[str, Any]], cuts: list[int]) -> None:
+    """Prefill in chunks, then as a whole beside something else: transformers' logits both times."""
+    with tempfile.TemporaryDirectory() as directory:
+        theirs = make_model(Path(directory), *model, seed=len(cuts))
+        vocab = model[1]["vocab_size"]
+        tokens = [token % vocab for token in PROMPT]
+        want, ours = truth(theirs, tokens), Ours(Path(directory))
+        whole, _ = ours.step([(0, tokens, 0), (1, tokens[:5], 0)])
+        assert relative(whole, want) < 1e-4
+        edges = [0, *sorted(set(cuts)), len(tokens)]
+        for begin, end in pairwise(edges):
+            (part,) = ours.step([(2, tokens[begin:end], begin)])
+            assert torch.equal(part, whole[begin:end])
+
+
+@settings(max_examples=20, deadline=None)
+@given(fields(), st.lists(st.integers(1, 69), max_size=4))
+def test_random_models(model: tuple[str, dict[str, Any]], cuts: list[int]) -> None:
+    check_random_model(model, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@settings(max_examples=500, deadline=None)
+@given(fields(), st.lists(st.integers(1, 69), max_size=4))
+def test_many_random_models(model: tuple[str, dict[str, Any]], cuts: list[int]) -> None:
+    check_random_model(model, cuts)
+
+
 @pytest.mark.parametrize(
     "case", ["llama", "mistral-window", "qwen2", "qwen3-tied", "mixtral", "qwen3-moe"]
 )
@@ -75,7 +147,6 @@ def test_half_precision_is_no_worse_than_transformers(
     tmp_path: Path, case: str, dtype: torch.dtype
 ) -> None:
     model = make_checkpoint(tmp_path, case, dtype)
-    model.set_experts_implementation("eager")  # the grouped one wants other sizes
     theirs = truth(model, PROMPT)
     exact = truth(model.float(), PROMPT)
     (ours,) = Ours(tmp_path).step([(0, PROMPT, 0)])

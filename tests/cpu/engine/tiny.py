@@ -1,5 +1,6 @@
 """Small random checkpoints of every architecture, and a harness that runs ours on them."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_key_value_heads": 6, "tie_word_embeddings": True, "attention_bias": True,
          "mlp_bias": True},
     ),
-    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}}),
+    "llama-linear": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e3}},
+    ),
     "llama-llama3": (
         "Llama",
         {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
@@ -43,10 +47,23 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
                              "original_max_position_embeddings": 64}},
     ),
-    "llama-dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ),
+    "llama-longrope": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0,
+                             "short_factor": [1.0 + i / 9 for i in range(12)],
+                             "long_factor": [1.0 + i / 3 for i in range(12)],
+                             "original_max_position_embeddings": 256}},
+    ),
     "mistral-window": ("Mistral", {"sliding_window": 20}),
     "qwen2": ("Qwen2", {}),
-    "qwen2-window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1}),
+    "qwen2-window": (
+        "Qwen2",
+        {"use_sliding_window": True, "sliding_window": 17, "max_window_layers": 1},
+    ),
     "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True}),
     "qwen3-bias": ("Qwen3", {"attention_bias": True, "num_key_value_heads": 6}),
     "mixtral": ("Mixtral", {**MOE, "num_local_experts": 5}),
@@ -66,11 +83,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 def make_checkpoint(
     directory: Path, case: str, dtype: torch.dtype = torch.float32, **save: Any
 ) -> PreTrainedModel:
-    """A random model of the case, saved; its weights are large enough for attention to matter."""
+    """A random model of the case, saved."""
     name, overrides = CASES[case]
-    config = getattr(transformers, f"{name}Config")(**{**COMMON, **overrides})
-    torch.manual_seed(sum(map(ord, case)))
+    seed = sum(map(ord, case))
+    return make_model(directory, name, {**COMMON, **overrides}, seed, dtype, **save)
+
+
+def make_model(
+    directory: Path, name: str, fields: dict[str, Any], seed: int,
+    dtype: torch.dtype = torch.float32, **save: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A random model, saved; its weights are large enough for attention to matter."""
+    config = getattr(transformers, f"{name}Config")(**deepcopy(fields))
+    torch.manual_seed(seed)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.set_experts_implementation("eager")  # the grouped one does not take all sizes
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1) * 0.8)

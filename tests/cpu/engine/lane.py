@@ -1,0 +1,160 @@
+"""A slice without a policy: an executor that tests drive step by step, and segments that load when
+the test says so."""
+
+import itertools
+from collections.abc import Iterable
+from pathlib import Path
+
+from c2cserve.core.actions import Drop, RunStep, Truncate
+from c2cserve.core.events import SliceEvent, StepDone, StepParked
+from c2cserve.core.machine import Slice
+from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.engine.models.config import parse_config, read_config
+from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.models.layout import plan_layout
+from c2cserve.engine.weights import Weights
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.ops import Ops
+from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
+from c2cserve.memory.layout import ITEM_BYTES
+from c2cserve.memory.loader import Loader
+from c2cserve.memory.segment import Segment, State
+
+GREEDY = Sampling(seed=0, temperature=0.0)
+_GENERATION = itertools.count()
+
+
+class LateModel:
+    """A checkpoint in a segment of its own; `load` makes groups ready, nothing is before."""
+
+    def __init__(self, checkpoint: Path, max_context: int = 256) -> None:
+        self.config = parse_config(read_config(checkpoint))
+        names = frozenset(name for file in find_files(checkpoint) for name in read_header(file))
+        self.plan = plan_layout(self.config, names)
+        self.sources = open_checkpoint(checkpoint, self.plan)
+        stem = f"segment.{next(_GENERATION)}"
+        self._whole = Segment.create(checkpoint / f"{stem}.whole", self.plan, self.sources)
+        Loader(self._whole, self.plan, self.sources).run()
+        self.path = checkpoint / stem
+        self.segment = Segment.create(self.path, self.plan, self.sources)
+        self.decoder = Decoder(self.config, Weights(Segment.open(self.path)), max_context)
+
+    def load(self, names: Iterable[str]) -> None:
+        """Bring these groups in."""
+        for name in names:
+            group = self.segment.group(name)
+            for part in self.plan.groups[group].parts:
+                place = self.segment.tensors[part.target]
+                item = ITEM_BYTES[place.dtype]
+                run = (place.offset + part.offset * item, part.elements * item)
+                self.segment.window(*run)[:] = self._whole.window(*run)
+            self.segment.set_ready(group)
+        if all(self.segment.ready(group) for group in range(len(self.plan.groups))):
+            self.segment.state = State.READY
+
+    def load_all(self) -> "LateModel":
+        self.load(group.name for group in self.plan.groups)
+        return self
+
+    @property
+    def wanted(self) -> list[str]:
+        """Groups asked for that are not there yet."""
+        flags = ((self.segment.wanted(i), self.segment.ready(i)) for i in itertools.count())
+        return [
+            group.name
+            for group, (wanted, ready) in zip(self.plan.groups, flags, strict=False)
+            if wanted and not ready
+        ]
+
+
+class Lane:
+    """An executor, its clock (one second a reading), and what came of the steps."""
+
+    def __init__(self, ops: Ops | None = None, kv_bytes: int = 16 << 20) -> None:
+        self.events: list[SliceEvent] = []
+        self.deltas: list[Delta] = []
+        ticks = itertools.count()
+        self.executor = CpuExecutor(
+            Slice("lane", "cpu", kv_bytes=kv_bytes), ops or CpuOps(1), self.events.append,
+            self.deltas.extend, lambda: float(next(ticks)),
+        )  # fmt: skip
+        self._steps = itertools.count()
+        self._next_block = 0
+        self._block_bytes: dict[str, int] = {}
+        self._model_of: dict[str, str] = {}
+        self._known: dict[str, int] = {}
+        self._blocks: dict[str, list[int]] = {}
+        self._told: dict[str, int] = {}
+
+    def attach(self, name: str, decoder: Decoder) -> None:
+        self.executor.attach(name, decoder)
+        self._block_bytes[name] = decoder.kv.block_bytes
+
+    def add(
+        self, name: str, model: str, tokens: list[int], max_new: int = 8,
+        sampling: Sampling = GREEDY, sent: int = 0,
+    ) -> None:  # fmt: skip
+        request = Request(name, model, len(tokens), max_new, 0.0, sent=sent)
+        self.executor.add(Job(request, tuple(tokens), sampling))
+        self._model_of[name], self._known[name] = model, len(tokens)
+        self._blocks[name], self._told[name] = [], -1
+
+    def share(self, name: str, other: str, tokens: int) -> None:
+        """Begin with the other's first full blocks."""
+        self._blocks[name] = self._blocks[other][: tokens // BLOCK_TOKENS]
+
+    def step(self, *parts: tuple[str, int, int]) -> StepDone | StepParked:
+        """One step of (request, start, tokens) parts of one model."""
+        model = self._model_of[parts[0][0]]
+        step = Step(next(self._steps), model, tuple(self._part(*part) for part in parts))
+        before = len(self.events)
+        self.executor.submit(RunStep(step))
+        (event,) = self.events[before:]
+        assert isinstance(event, StepDone | StepParked)
+        assert event.step_id == step.id
+        if isinstance(event, StepDone):
+            self.note(event)
+        return event
+
+    def _part(self, name: str, start: int, tokens: int) -> SeqStep:
+        blocks = self._blocks[name]
+        while len(blocks) * BLOCK_TOKENS < start + tokens:
+            blocks.append(self._next_block)
+            self._next_block += self._block_bytes[self._model_of[name]]
+        fresh = self._told[name] < 0
+        new = tuple(blocks[max(0, self._told[name]) :])
+        self._told[name] = len(blocks)
+        return SeqStep(name, start, tokens, new, fresh, start + tokens == self._known[name])
+
+    def note(self, done: StepDone) -> None:
+        """Take a step's outcomes into account (a parked one's end comes by `poll`)."""
+        for outcome in done.outcomes:
+            self._known[outcome.request_id] += outcome.drawn
+
+    def preempt(self, name: str) -> None:
+        self.executor.submit(Drop(name, requeued=True))
+        self._blocks[name], self._told[name] = [], -1
+
+    def drop(self, name: str) -> None:
+        self.executor.submit(Drop(name))
+
+    def truncate(self, name: str) -> None:
+        self.executor.submit(Truncate(name))
+
+    def finish(self, *names: str) -> None:
+        """Prefill what is not, then decode all together to the end."""
+        for name in names:
+            self.step((name, 0, self._known[name]))
+        while left := [name for name in names if not self.ended(name)]:
+            self.step(*((name, self._known[name] - 1, 1) for name in left))
+
+    def ended(self, name: str) -> FinishReason | None:
+        return next((d.finish for d in self.deltas if d.request_id == name and d.finish), None)
+
+    def of(self, name: str) -> list[Delta]:
+        return [delta for delta in self.deltas if delta.request_id == name]
+
+    def tokens(self, name: str) -> list[int]:
+        return [token for delta in self.of(name) for token in delta.tokens]
