@@ -5,10 +5,10 @@ import itertools
 import json
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
+import tasks
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
@@ -25,10 +25,6 @@ from transformers import (
 )
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-
-import tasks
-
 SPECIALS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 PAD, BOS, EOS = 0, 1, 2
 CHAT_TEMPLATE = (
@@ -186,7 +182,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(tasks.MODELS))
     parser.add_argument("--eval", action="store_true", help="measure accuracy instead of training")
-    parser.add_argument("--minutes", type=float, default=20, help="training time per model, at most")
+    parser.add_argument("--minutes", type=float, default=20, help="per model, at most")
     arguments = parser.parse_args()
     if arguments.eval:
         evaluate(arguments.models)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -208,13 +207,12 @@ async def _ask(session: aiohttp.ClientSession, question: Question) -> Answer:
     )
 
 
-def _share(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _ms(values: Sequence[float], share: float) -> str:
-    return f"{_share(values, share) * 1e3:.1f}"
+def _ms(seconds: Sequence[float], share: float, digits: int) -> str:
+    """A percentile in milliseconds; `-` of nothing."""
+    if not seconds:
+        return "-"
+    ordered = sorted(seconds)
+    return f"{ordered[min(len(ordered) - 1, int(share * len(ordered)))] * 1e3:.{digits}f}"
 
 
 def _report(console: Console, answers: Sequence[Answer], took_s: float) -> None:
@@ -229,11 +227,9 @@ def _report(console: Console, answers: Sequence[Answer], took_s: float) -> None:
         tpot = [a.tpot_s for a in mine if a.tpot_s is not None]
         switch = [a.switch_s for a in mine if a.switched]
         table.add_row(
-            name, str(len(mine)), str(sum(a.right for a in mine)), _ms(ttft, 0.5), _ms(ttft, 0.99),
-            f"{statistics.median(tpot) * 1e3:.2f}" if tpot else "-", str(len(switch)),
-            *((f"{statistics.median(switch) * 1e3:.3f}", f"{_share(switch, 0.99) * 1e3:.3f}") if switch
-              else ("-", "-")),
-            end_section=name == models[-1],
+            name, str(len(mine)), str(sum(a.right for a in mine)), _ms(ttft, 0.5, 1),
+            _ms(ttft, 0.99, 1), _ms(tpot, 0.5, 2), str(len(switch)), _ms(switch, 0.5, 3),
+            _ms(switch, 0.99, 3), end_section=name == models[-1],
         )  # fmt: skip
     console.print(table)
     console.print(f"done in {took_s:.1f} s")
