@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from c2cserve.core.request import Request
 
 _WEIGHT = 0.1
+_WINDOW_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +14,7 @@ class AdmissionSettings:
     """Requests queued at the controller; one more is refused with 429."""
     patience: float = 20.0
     """A request is refused when it has waited, or is sure to wait, so many times its TTFT target:
-    whoever asked has given up by then. 0: never."""
+    whoever asked has given up by then. 1: as soon as the target can not be met. 0: never."""
     no_slice_grace_s: float = 30.0
     """How long requests wait while no slice is up (one is being restarted), before 503."""
 
@@ -31,10 +32,14 @@ class Throughput:
         self._finished += 1
 
     def look(self, now: float, *, saturated: bool) -> None:
-        if self._since_s is None or not saturated:
+        """`saturated`: requests wait that could run if there was room."""
+        if not saturated:
+            self._since_s = None
+            return
+        if self._since_s is None:
             self._finished, self._since_s = 0, now
         elapsed = now - self._since_s
-        if elapsed >= 0.5 and self._finished:
+        if elapsed >= _WINDOW_S and self._finished:
             rate = self._finished / elapsed
             self.per_s = rate if self.per_s == 0.0 else self.per_s + _WEIGHT * (rate - self.per_s)
             self._finished, self._since_s = 0, now
@@ -47,14 +52,12 @@ class Throughput:
 def refusal(
     request: Request, ahead: int, throughput: Throughput, settings: AdmissionSettings, now: float
 ) -> tuple[str, float] | None:
-    """Why a waiting request must be refused, and when to try again; None if it may wait on. A
-    request that was already under way (resumed) is never refused."""
-    if request.sent or settings.patience <= 0.0:
+    """Why a waiting request must be refused, and when to try again; None if it may wait on."""
+    if settings.patience <= 0.0:
         return None
-    limit_s = settings.patience * request.slo.ttft_s
     waited_s = now - request.arrival_s
     expected_s = waited_s + throughput.wait_s(ahead)
-    if expected_s <= limit_s:
+    if expected_s <= settings.patience * request.slo.ttft_s:
         return None
     reason = (
         f"the first token is due within {request.slo.ttft_s:g} s; after waiting {waited_s:.1f} s "

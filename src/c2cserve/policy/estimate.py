@@ -58,7 +58,7 @@ class StepTime:
         if self.prefill_token_s <= 0.0:
             return min(most, least if decodes else _FIRST_CHUNK)
         rest_s = min(allowed_s, _LONGEST_STEP_S) - self.decode_step_s(decodes)
-        return max(least, min(most, int(rest_s / self.prefill_token_s)))
+        return max(least, int(min(most, rest_s / self.prefill_token_s)))
 
 
 def allowed_step_s(headroom_s: float, tpot_s: float) -> float:

@@ -6,14 +6,9 @@ from c2cserve.core.request import Request
 
 
 def due_s(request: Request, tokens_out: int) -> float:
-    """When the request's next token is late: arrival + TTFT_SLO + TPOT_SLO * tokens out.
-    `tokens_out` counts tokens sent before a resume too."""
+    """When the request's next token is late: SLINFER equation 1, headroom = arrival + TTFT_SLO +
+    TPOT_SLO * tokens out - now, without the now. `tokens_out` counts those before a resume too."""
     return request.arrival_s + request.slo.ttft_s + request.slo.tpot_s * tokens_out
-
-
-def headroom_s(request: Request, tokens_out: int, now: float) -> float:
-    """SLINFER equation 1: seconds until the next token is late; negative once it is."""
-    return due_s(request, tokens_out) - now
 
 
 def next_turn(

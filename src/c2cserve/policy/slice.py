@@ -8,17 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
+from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
-from c2cserve.core.events import (
-    Activated,
-    Deactivated,
-    SeqOutcome,
-    SliceEvent,
-    StepDone,
-    StepParked,
-    Submitted,
-    Withdrawn,
-)
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -47,14 +38,6 @@ class ModelUsage:
     waiting: int
     cached_tokens: int
     preemptions: int
-
-
-@dataclass(frozen=True, slots=True)
-class SliceUsage:
-    kv_held_bytes: int
-    kv_cached_bytes: int
-    kv_total_bytes: int
-    models: dict[str, ModelUsage]
 
 
 class SlicePolicy:
@@ -92,34 +75,32 @@ class SlicePolicy:
     def step_times(self) -> dict[str, StepTime]:
         return {name: model.time for name, model in self._models.items()}
 
-    def usage(self) -> SliceUsage:
-        """For metrics."""
-        models = {
+    def usage(self) -> dict[str, ModelUsage]:
+        """For metrics, per active model (the arena tells bytes)."""
+        return {
             name: ModelUsage(m.started, len(m.seqs) - m.started, m.cached_tokens, m.preemptions)
             for name, m in self._models.items()
         }
-        arena = self.arena
-        return SliceUsage(arena.held_bytes, arena.cached_bytes, self._slice.kv_bytes, models)
 
     # ---- events ---------------------------------------------------------------------------------
 
-    def apply(self, event: SliceEvent) -> None:
+    def apply(self, event: ev.SliceEvent) -> None:
         match event:
-            case Activated(spec):
+            case ev.Activated(spec):
                 self._activate(spec)
-            case Deactivated(name):
+            case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._leaving.append(model)
                 self._retire(model)
-            case Submitted(request):
+            case ev.Submitted(request):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = Seq.of(request, model)
                 model.seqs[request.id] = seq
-            case Withdrawn(request_id):
+            case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
-            case StepDone():
+            case ev.StepDone():
                 self._step_done(event)
-            case StepParked(step_id):
+            case ev.StepParked(step_id):
                 flight = self._flights[step_id]
                 self._flying -= not flight.parked
                 flight.parked = True
@@ -161,7 +142,7 @@ class SlicePolicy:
             self.arena.release(seq.model.key, seq.blocks)
             seq.restart()
 
-    def _step_done(self, event: StepDone) -> None:
+    def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.pop(event.step_id)
         self._flying -= not flight.parked
         model = flight.model
@@ -172,7 +153,7 @@ class SlicePolicy:
             self._confirm(seq, outcomes.get(seq.request.id))
         self._retire(model)
 
-    def _confirm(self, seq: Seq, outcome: SeqOutcome | None) -> None:
+    def _confirm(self, seq: Seq, outcome: ev.SeqOutcome | None) -> None:
         if outcome is not None and (outcome.finished or outcome.failed):
             if not outcome.failed:
                 self._seal(seq)

@@ -1,0 +1,100 @@
+"""Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from c2cserve.core.model import ModelSpec
+
+_RETRY_FIRST_S = 5.0
+_RETRY_MOST_S = 60.0
+_UNASKED_LOADS_MAX = 2
+"""Loads at a time that no request waits for: one that is asked for must not queue behind many."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelBook:
+    """What the controller's policy keeps of a catalogue model."""
+
+    spec: ModelSpec
+    in_pool: bool = False
+    """Loading or loaded: its memory is taken."""
+    usable: bool = False
+    loaded: bool = False
+    removing: bool = False
+    running: int = 0
+    """Requests dispatched."""
+    last_used_s: float = float("-inf")
+    failures: int = 0
+    """Loads failed in a row."""
+    retry_s: float | None = None
+    """When the next load may be tried, after a failure."""
+    error: str = ""
+
+    @property
+    def warm_until_s(self) -> float:
+        """What least-recently-used goes by."""
+        return self.last_used_s + self.spec.keep_warm_s
+
+    def failed(self, now: float) -> None:
+        """Back off: a file that is broken now is likely to be broken in a second."""
+        self.retry_s = now + min(_RETRY_MOST_S, _RETRY_FIRST_S * 2**self.failures)
+        self.failures += 1
+
+    def may_load(self, now: float) -> bool:
+        return not self.in_pool and (self.retry_s is None or now >= self.retry_s)
+
+
+def used_bytes(models: Iterable[ModelBook]) -> int:
+    return sum(model.spec.weight_bytes for model in models if model.in_pool)
+
+
+def impossible(model: ModelBook, models: Iterable[ModelBook], budget_bytes: int) -> str | None:
+    """Why the model can never enter the pool; None if it can."""
+    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned and m is not model)
+    if model.spec.weight_bytes + pinned <= budget_bytes:
+        return None
+    beside = f" and pinned models keep {pinned}" if pinned else ""
+    return (
+        f"{model.spec.id} takes {model.spec.weight_bytes} bytes of host memory; "
+        f"the pool's budget is {budget_bytes}{beside}"
+    )
+
+
+def evictions(
+    wanted: ModelBook, models: Collection[ModelBook], waiting: Collection[str], budget_bytes: int
+) -> list[ModelBook] | None:
+    """Whom to evict so that `wanted` fits: least recently used first, nobody pinned, in use (with
+    requests running or in `waiting`) or still loading, and nobody in vain. None: not enough."""
+    lacking = used_bytes(models) + wanted.spec.weight_bytes - budget_bytes
+    victims: list[ModelBook] = []
+    unused = [
+        m for m in models
+        if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
+    ]  # fmt: skip
+    for model in sorted(unused, key=lambda m: (m.warm_until_s, m.spec.id)):
+        if lacking <= 0:
+            break
+        victims.append(model)
+        lacking -= model.spec.weight_bytes
+    if lacking > 0:
+        return None
+    for model in reversed(victims[:]):
+        if lacking + model.spec.weight_bytes <= 0:
+            victims.remove(model)
+            lacking += model.spec.weight_bytes
+    return victims
+
+
+def unasked_loads(models: Collection[ModelBook], budget_bytes: int) -> list[ModelBook]:
+    """What to load although nobody asks, while there is room: pinned, then by priority."""
+    cold = [m for m in models if not m.in_pool and not m.removing and not m.failures]
+    if not cold:
+        return []
+    loading = sum(model.in_pool and not model.loaded for model in models)
+    room = budget_bytes - used_bytes(models)
+    chosen: list[ModelBook] = []
+    for model in sorted(cold, key=lambda m: (not m.spec.pinned, -m.spec.priority, m.spec.id)):
+        if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= room:
+            chosen.append(model)
+            room -= model.spec.weight_bytes
+    return chosen
