@@ -1,0 +1,147 @@
+"""The executor under the real slice policy: short of KV memory, requests coming and going."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from lane import LateModel
+from tiny import make_checkpoint
+
+from c2cserve.core.events import Activated, SliceEvent, Submitted, Withdrawn
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
+from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.policy.slice import SlicePolicy
+
+MAX_NEW = 12
+SHARED = [17, 23, 42, 5] * 8
+
+
+class World:
+    """The policy's loop around the executor, one tick at a time."""
+
+    def __init__(self, models: dict[str, LateModel], blocks: int, max_step_tokens: int) -> None:
+        specs = {
+            name: ModelSpec(name, 1, model.config.layers, model.config.kv_block_bytes, 256)
+            for name, model in models.items()
+        }
+        slab = max(spec.kv_block_bytes for spec in specs.values())
+        slice_ = Slice(
+            "s", "cpu", kv_bytes=blocks * slab, slab_bytes=slab, max_step_tokens=max_step_tokens
+        )
+        self.policy = SlicePolicy(slice_)
+        self.deltas: list[Delta] = []
+        self._events: list[SliceEvent] = []
+        self.executor = CpuExecutor(
+            slice_, CpuOps(1), self._events.append, self.deltas.extend, lambda: self._now
+        )
+        self._now = 0.0
+        for name, model in models.items():
+            self.executor.attach(name, model.decoder)
+            self._events.append(Activated(specs[name]))
+
+    def submit(self, job: Job) -> None:
+        self.executor.add(job)
+        self._events.append(Submitted(job.request))
+
+    def withdraw(self, name: str) -> None:
+        self._events.append(Withdrawn(name))
+
+    def tick(self) -> None:
+        self._now += 0.01
+        events, self._events[:] = list(self._events), []
+        for event in events:
+            self.policy.apply(event)
+        for action in self.policy.decide(self._now):
+            self.executor.submit(action)
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for delta in self.deltas if delta.request_id == name for t in delta.tokens]
+
+    def ended(self, name: str) -> FinishReason | None:
+        return next((d.finish for d in self.deltas if d.request_id == name and d.finish), None)
+
+
+def hashes(tokens: list[int]) -> tuple[int, ...]:
+    ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
+    return tuple(hash(tuple(tokens[:end])) & (2**63 - 1) for end in ends)
+
+
+def job(name: str, model: str, prompt: list[int]) -> Job:
+    request = Request(name, model, len(prompt), MAX_NEW, 0.0, prefix_hashes=hashes(prompt))
+    sampling = Sampling(seed=sum(prompt), temperature=0.8, top_p=0.95, presence_penalty=0.2)
+    return Job(request, tuple(prompt), sampling)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LateModel]:
+    made: dict[str, LateModel] = {}
+    for case in ("llama", "qwen3-moe"):
+        directory: Path = tmp_path_factory.mktemp(case)
+        make_checkpoint(directory, case)
+        made[case] = LateModel(directory).load_all()
+    return made
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_everyone_gets_the_text_of_an_idle_slice(
+    models: dict[str, LateModel], data: st.DataObject
+) -> None:
+    blocks = data.draw(st.integers(8, 16), "blocks")
+    world = World(models, blocks, data.draw(st.sampled_from([16, 40, 512]), "chunk"))
+    jobs: dict[str, Job] = {}
+    for i in range(data.draw(st.integers(1, 8), "requests")):
+        shared = SHARED[: data.draw(st.sampled_from([0, 16, 32]))]
+        prompt = shared + data.draw(st.lists(st.integers(3, 159), min_size=1, max_size=30))
+        name = f"r{i}"
+        jobs[name] = job(name, data.draw(st.sampled_from(sorted(models))), prompt)
+    gone = data.draw(st.sets(st.sampled_from(sorted(jobs))), "leave")
+    for name in jobs:
+        world.submit(jobs[name])
+        for _ in range(data.draw(st.integers(0, 6))):
+            world.tick()
+    for name in gone:
+        world.withdraw(name)
+    for _ in range(2000):
+        world.tick()
+        if all(world.ended(name) for name in jobs if name not in gone):
+            break
+    for name in jobs.keys() - gone:
+        assert world.ended(name) is FinishReason.LENGTH
+        alone = World(models, 64, 512)
+        alone.submit(dataclasses.replace(jobs[name]))
+        while not alone.ended(name):
+            alone.tick()
+        assert world.tokens(name) == alone.tokens(name)
+    world.tick()
+    world.tick()
+    assert len(world.executor) == 0, "nothing is kept for those who left"
+    assert world.policy.arena.held_bytes == 0
+
+
+def test_preemption_and_prefix_reuse_do_happen_here(models: dict[str, LateModel]) -> None:
+    """The property above is only worth something if these do."""
+    world = World(models, 10, 512)
+    names = [f"r{i}" for i in range(6)]
+    for name, last in zip(names, itertools.count(3), strict=False):
+        world.submit(job(name, "llama", [*SHARED, last]))
+        world.tick()
+    for _ in range(500):
+        world.tick()
+    assert all(world.ended(name) is FinishReason.LENGTH for name in names)
+    assert world.policy.cached_tokens > 0
+    tight = World(models, 8, 512)
+    for name, last in zip(names, itertools.count(3), strict=False):
+        tight.submit(job(name, "llama", [last] * 30))
+    for _ in range(500):
+        tight.tick()
+    assert all(tight.ended(name) is FinishReason.LENGTH for name in names)
+    assert tight.policy.preemptions > 0
