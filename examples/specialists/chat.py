@@ -26,13 +26,24 @@ SMALL_TALK = {
     "I know capitals, colours and opposites.": (
         "what can you do", "what do you know", "how can you help", "what are you good at",
     ),
-    "You are welcome!": ("thanks", "thank you", "many thanks", "thank you very much", "thanks a lot"),
+    "You are welcome!": (
+        "thanks", "thank you", "many thanks", "thank you very much", "thanks a lot",
+    ),
     "Goodbye!": ("bye", "goodbye", "see you", "see you later", "good night"),
 }  # fmt: skip
-QUESTIONS = (
-    ("what is the capital of {}", "name the capital of {}", "capital of {}", "tell me the capital of {}"),
-    ("what colour is {}", "which colour is {}", "colour of {}", "tell me what colour is {}"),
-    ("what is the opposite of {}", "name the opposite of {}", "opposite of {}", "tell me the opposite of {}"),
+QUESTIONS = tuple(
+    tuple(f"{start} {{}}" for start in starts)
+    for starts in (
+        (
+            "what is the capital of", "name the capital of", "capital of",
+            "tell me the capital of",
+        ),
+        ("what colour is", "which colour is", "colour of", "tell me what colour is"),
+        (
+            "what is the opposite of", "name the opposite of", "opposite of",
+            "tell me the opposite of",
+        ),
+    )
 )  # fmt: skip
 ENDINGS = ("", "?", " please", ", please")
 
