@@ -3,17 +3,16 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
-from c2cserve.core.events import ClusterEvent, SliceEvent
 from c2cserve.core.machine import Slice
 from c2cserve.policy.admission import AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
 from c2cserve.policy.slice import SlicePolicy
-from c2cserve.runtime.record import VERSION, tagged
+from c2cserve.runtime.record import VERSION
+from c2cserve.runtime.wire import WireError, plain, untagged
 
 
 class RecordError(ValueError):
@@ -43,7 +42,7 @@ class StreamResult:
 class ReplayResult:
     streams: tuple[StreamResult, ...]
     torn_line: bool
-    """The last line is incomplete: whoever wrote it was killed. It is left out."""
+    """A stream's last line is incomplete: whoever wrote it was killed. It is left out."""
 
     @property
     def equal(self) -> bool:
@@ -58,34 +57,26 @@ def _slice(arguments: dict[str, Any]) -> SlicePolicy:
     return SlicePolicy(msgspec.convert(arguments["slice"], Slice), arguments["max_in_flight"])
 
 
-def _types(union: UnionType) -> dict[str, type]:
-    return {kind.__name__: kind for kind in get_args(union)}
-
-
-_POLICIES: dict[str, tuple[Callable[[dict[str, Any]], Any], dict[str, type]]] = {
-    "cluster": (_cluster, _types(ClusterEvent)),
-    "slice": (_slice, _types(SliceEvent)),
-}
+_POLICIES: dict[str, Callable[[dict[str, Any]], Any]] = {"cluster": _cluster, "slice": _slice}
 
 
 class _Stream:
     def __init__(self, header: dict[str, Any]) -> None:
         if header.get("v") != VERSION or header.get("policy") not in _POLICIES:
             raise RecordError(f"stream {header.get('stream')}: written by another version")
-        make, self._types = _POLICIES[header["policy"]]
-        self._policy = make(header["arguments"])
+        self._policy = _POLICIES[header["policy"]](header["arguments"])
         self.result = StreamResult(header["stream"])
 
     def tick(self, line: dict[str, Any]) -> None:
         result = self.result
         if result.difference is not None:
             return  # its state differs from here on
-        for name, fields in line["events"]:
-            self._policy.apply(msgspec.convert(fields, self._types[name]))
-        decided = [tagged(action) for action in self._policy.decide(line["now"])]
-        actions = msgspec.json.decode(msgspec.json.encode(decided))
+        events = untagged(line["events"])
+        for event in events:
+            self._policy.apply(event)
+        actions = plain(self._policy.decide(line["now"]))
         result.ticks += 1
-        result.events += len(line["events"])
+        result.events += len(events)
         result.actions += len(actions)
         if actions != line["actions"]:
             result.difference = Difference(result.ticks, line["now"], line["actions"], actions)
@@ -101,11 +92,14 @@ def replay(path: Path) -> ReplayResult:
                 streams[line["stream"]] = _Stream(line)
             else:
                 streams[line["stream"]].tick(line)
-        except (KeyError, TypeError, msgspec.ValidationError) as error:
+        except (KeyError, TypeError, WireError, msgspec.ValidationError) as error:
             raise RecordError(f"{path}:{number}: not a line of a record: {error!r}") from error
     if not streams:
         raise RecordError(f"{path}: not a record (no header line)")
     return ReplayResult(tuple(stream.result for stream in streams.values()), lines.torn)
+
+
+_LINE_START = b'{"stream":'
 
 
 class _Lines:
@@ -116,10 +110,13 @@ class _Lines:
     def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
         with self._path.open("rb") as file:
             for number, raw in enumerate(file, 1):
+                # A process that was killed while it wrote leaves the beginning of a line, and the
+                # next line of another process follows it at once.
+                start = raw.rfind(_LINE_START)
+                self.torn |= start > 0 or not raw.endswith(b"\n")
                 if not raw.endswith(b"\n"):
-                    self.torn = True
                     return
                 try:
-                    yield number, msgspec.json.decode(raw, type=dict[str, Any])
+                    yield number, msgspec.json.decode(raw[max(0, start) :], type=dict[str, Any])
                 except msgspec.DecodeError as error:
                     raise RecordError(f"{self._path}:{number}: {error}") from error
