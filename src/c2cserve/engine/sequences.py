@@ -59,9 +59,14 @@ class Sequence:
         """Index of the next output token, those sent before a resume included."""
         return self.job.request.sent + self.drawn
 
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        return self.job.sampling.prompt_logprobs is not None and self.job.request.sent == 0
+    def scores_prompt(self, part: SeqStep) -> bool:
+        """Whether the logits of all the step's positions are wanted: log-probabilities of prompt
+        tokens are asked for, and some of those that follow these positions are not known yet (a
+        preempted request computes its prompt again)."""
+        if self.job.sampling.prompt_logprobs is None or self.job.request.sent:
+            return False
+        last = min(part.start + part.tokens, self.job.request.prompt_len - 1)
+        return len(self.prompt_logprobs) < last
 
     def take(self, step: SeqStep) -> None:
         """Bring the block table up to date with the policy's."""
@@ -128,7 +133,7 @@ def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
             positions[begin:end] = at
             slots[begin:end] = seq.blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
         table[i, : seq.block_count] = seq.blocks[: seq.block_count]
-        if seq.wants_prompt_logprobs:
+        if seq.scores_prompt(part):
             rows += range(begin, end)
         elif part.emits:
             rows.append(end - 1)

@@ -4,6 +4,7 @@ The policy decides which sequences run and where their KV lies; the executor kno
 runs inline in `submit`; one that meets weights still loading is parked and resumed by `poll`.
 """
 
+import contextlib
 import logging
 import mmap
 from collections.abc import Callable, Generator
@@ -19,9 +20,17 @@ from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.sequences import Sequence, build_batch
-from c2cserve.kernels.ops import Ops
+from c2cserve.kernels.ops import Drawn, Ops
 
 log = logging.getLogger(__name__)
+
+_MAP_NORESERVE = 0x4000  # Linux; not in Python 3.11's mmap module
+_SCORED_ROWS = 32
+"""Prompt positions whose log-probabilities are computed at once: a row is a whole vocabulary."""
+
+
+_Work = Generator[list[int], None, Drawn]
+"""A step from building its batch to drawing its tokens; yields when weights are missing."""
 
 
 @dataclass(slots=True)
@@ -30,9 +39,10 @@ class _Run:
 
     step: Step
     seqs: list[Sequence]
-    forward: Generator[list[int], None, Tensor]
     picked_s: float
     switched: bool
+    drawing: list[Sequence] = field(default_factory=list[Sequence])
+    """Those whose tokens were drawn, in the order of the rows."""
     compute_s: float = 0.0
     parked_since_s: float | None = None
     failed: str = ""
@@ -42,9 +52,9 @@ class _Run:
 
 def make_arena(size: int) -> Tensor:
     """Anonymous memory that costs nothing until it is touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, size, flags=flags)
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages serves as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
@@ -67,7 +77,7 @@ class CpuExecutor:
         self._arena = make_arena(slice_.kv_bytes)
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
-        self._parked: list[_Run] = []
+        self._parked: list[tuple[_Run, _Work]] = []
         self._last_model = ""
 
     # ---- models and requests --------------------------------------------------------------------
@@ -104,62 +114,83 @@ class CpuExecutor:
     def poll(self) -> None:
         """Resume parked steps; those that still wait park again."""
         waiting, self._parked = self._parked, []
-        for run in waiting:
-            self._advance(run)
+        for run, work in waiting:
+            self._advance(run, work)
 
     def _start(self, step: Step) -> None:
         picked_s = self._clock()
-        decoder = self._models[step.model]
         seqs = [self._seqs[part.request_id] for part in step.seqs]
         for part, seq in zip(step.seqs, seqs, strict=True):
             seq.take(part)
-        batch = build_batch(step, seqs)
         switched = bool(self._last_model) and self._last_model != step.model
         self._last_model = step.model
-        forward = decoder.forward(batch, self._ops, self._arena)
-        run = _Run(step, seqs, forward, picked_s, switched)
+        run = _Run(step, seqs, picked_s, switched)
+        self._advance(run, self._work(run))
+
+    def _work(self, run: _Run) -> _Work:
+        """All of a step that can fail: whatever it raises fails the step's sequences alone."""
+        step, seqs = run.step, run.seqs
+        decoder = self._models.get(step.model)
+        if decoder is None:
+            raise RuntimeError(f"{step.model} is not attached to this slice")
+        batch = build_batch(step, seqs)
         started_s = self._clock()
         for seq in seqs:
             if seq.clock.started_s is None:
-                seq.clock.started_s = picked_s
-                seq.clock.switched = switched
-                seq.clock.switch_s = started_s - picked_s
-        self._advance(run)
+                seq.clock.started_s = run.picked_s
+                seq.clock.switched = run.switched
+                seq.clock.switch_s = started_s - run.picked_s
+        logits = yield from decoder.forward(batch, self._ops, self._arena)
+        rows: list[int] = []
+        row = 0
+        for part, seq in zip(step.seqs, seqs, strict=True):
+            if seq.scores_prompt(part):
+                self._note_prompt(part, seq, logits[row : row + part.tokens])
+                row += part.tokens
+            elif part.emits:
+                row += 1
+            if part.emits:
+                run.drawing.append(seq)
+                rows.append(row - 1)
+        if not run.drawing:
+            return Drawn([], [])
+        picked = logits if len(rows) == len(logits) else logits[rows]
+        return self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
 
-    def _advance(self, run: _Run) -> None:
+    def _advance(self, run: _Run, work: _Work) -> None:
         """Run until the end or until weights are missing."""
         started_s = self._clock()
+        first_time = run.parked_since_s is None
         if run.parked_since_s is not None:
             for seq in run.seqs:
                 seq.clock.parked_s += started_s - run.parked_since_s
-        first_park = run.parked_since_s is None
-        logits: Tensor | None = None
+        drawn: Drawn | None = None
         try:
-            next(run.forward)
+            next(work)
         except StopIteration as end:
-            logits = end.value
+            drawn = end.value
         except Exception as fault:
             # Whatever a step does wrong, it fails its own sequences and not the slice.
             log.exception("step %d of %s failed", run.step.id, run.step.model)
             run.failed = f"{type(fault).__name__}: {fault}"
         now = self._clock()
         run.compute_s += now - started_s
-        if logits is None and not run.failed:
+        if drawn is None and not run.failed:
             run.parked_since_s = now
-            self._parked.append(run)
-            if first_park:
+            self._parked.append((run, work))
+            if first_time:
                 self._emit(StepParked(run.step.id))
             return
-        self._complete(run, logits)
+        self._complete(run, drawn)
 
-    def _complete(self, run: _Run, logits: Tensor | None) -> None:
-        drawing_s = self._clock()
-        if logits is None:
+    def _complete(self, run: _Run, drawn: Drawn | None) -> None:
+        if drawn is None:
             for seq in run.seqs:
                 self._fail(run, seq, run.failed)
         else:
-            self._draw(run, logits)
-        run.compute_s += self._clock() - drawing_s
+            for seq in run.seqs:
+                seq.clock.compute_s += run.compute_s
+            self._record(run, drawn)
         if run.deltas:
             self._deliver(run.deltas)
         self._emit(StepDone(run.step.id, tuple(run.outcomes), run.compute_s))
@@ -181,25 +212,8 @@ class CpuExecutor:
 
     # ---- drawing --------------------------------------------------------------------------------
 
-    def _draw(self, run: _Run, logits: Tensor) -> None:
-        drawing: list[Sequence] = []
-        rows: list[int] = []
-        row = 0
-        for part, seq in zip(run.step.seqs, run.seqs, strict=True):
-            seq.clock.compute_s += run.compute_s
-            if seq.wants_prompt_logprobs:
-                self._note_prompt(part, seq, logits[row : row + part.tokens])
-                row += part.tokens
-            elif part.emits:
-                row += 1
-            if part.emits:
-                drawing.append(seq)
-                rows.append(row - 1)
-        if not drawing:
-            return
-        picked = logits if len(rows) == len(logits) else logits[rows]
-        drawn = self._ops.sample(picked, [seq.row_sampling() for seq in drawing])
-        for i, (seq, token) in enumerate(zip(drawing, drawn.ids, strict=True)):
+    def _record(self, run: _Run, drawn: Drawn) -> None:
+        for i, (seq, token) in enumerate(zip(run.drawing, drawn.ids, strict=True)):
             if token < 0:
                 self._fail(run, seq, "the model computed values that are not numbers")
                 continue
@@ -244,18 +258,21 @@ class CpuExecutor:
 
     @staticmethod
     def _note_prompt(part: SeqStep, seq: Sequence, logits: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow the step's positions."""
-        wanted = seq.job.sampling.prompt_logprobs or 0
-        prompt_len = seq.job.request.prompt_len
-        known = [p + 1 for p in range(part.start, part.start + part.tokens) if p + 1 < prompt_len]
-        if not known:
-            return
-        scores = logits[: len(known)].log_softmax(-1)
-        top = scores.topk(wanted, -1) if wanted else None
-        for i, position in enumerate(known):
-            token = int(seq.tokens[position])
-            best: tuple[tuple[int, float], ...] = ()
-            if top is not None:
-                ids, values = top.indices[i].tolist(), top.values[i].tolist()
-                best = tuple(zip(ids, values, strict=True))
-            seq.prompt_logprobs.append(TokenLogprob(token, float(scores[i, token]), best))
+        """Log-probabilities of the prompt tokens that follow the step's positions, those noted
+        before a preemption left out."""
+        wanted = min(seq.job.sampling.prompt_logprobs or 0, logits.shape[1])
+        known = len(seq.prompt_logprobs)  # of tokens 1 ... known
+        stop = min(part.start + part.tokens, seq.job.request.prompt_len - 1)
+        for first in range(max(known, part.start), stop, _SCORED_ROWS):
+            last = min(first + _SCORED_ROWS, stop)
+            scores = logits[first - part.start : last - part.start].log_softmax(-1)
+            top = scores.topk(wanted, -1)
+            tokens = torch.from_numpy(seq.tokens[first + 1 : last + 1]).long()
+            chosen = scores.gather(1, tokens[:, None])[:, 0].tolist()
+            rows = zip(
+                tokens.tolist(), chosen, top.indices.tolist(), top.values.tolist(), strict=True
+            )
+            seq.prompt_logprobs += [
+                TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+                for token, logprob, ids, values in rows
+            ]

@@ -18,7 +18,15 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("long_factor", "short_factor"),
+}
 _ACTIVATIONS = ("silu", "swish")
+_HEAD_DIM_MAX = 512
+"""What the attention kernels take."""
 
 
 class ConfigError(ValueError):
@@ -98,9 +106,15 @@ def parse_config(raw: Mapping[str, Any], dtype: str = "auto") -> ModelConfig:
     arch = _architecture(raw)
     _refuse_unsupported(raw)
     try:
-        return _parse(raw, arch, dtype)
+        config = _parse(raw, arch, dtype)
     except KeyError as error:
         raise ConfigError(f"config.json lacks {error}") from error
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"config.json holds a value of the wrong kind: {error}") from error
+    _check(config)
+    return config
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
@@ -131,11 +145,13 @@ def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
     layers, heads, hidden = (
         int(raw[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
+    if min(layers, heads, hidden) < 1:
+        raise ConfigError(f"{layers} layers of {heads} heads and hidden size {hidden} is no model")
     kv_heads = int(raw.get("num_key_value_heads") or heads)
-    head_dim = int(raw.get("head_dim") or hidden // heads)
-    if heads % kv_heads or head_dim % 2:
-        raise ConfigError(f"{heads} heads over {kv_heads} key-value heads of {head_dim} do not fit")
-    attention_bias = bool(raw.get("attention_bias", False))
+    usual_head_dim = 128 if arch == "qwen3" else hidden // heads
+    head_dim = int(raw.get("head_dim") or usual_head_dim)
+    takes_bias = arch in ("llama", "qwen3", "qwen3_moe")
+    attention_bias = takes_bias and bool(raw.get("attention_bias", False))
     return ModelConfig(
         arch=arch,
         layers=layers,
@@ -147,29 +163,56 @@ def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
         vocab=int(raw["vocab_size"]),
         max_position=int(raw["max_position_embeddings"]),
         norm_eps=float(raw["rms_norm_eps"]),
-        rope=_rope(raw),
+        rope=_rope(raw, arch),
         qkv_bias=arch == "qwen2" or attention_bias,
-        o_bias=arch in ("llama", "qwen3", "qwen3_moe") and attention_bias,
+        o_bias=attention_bias,
         mlp_bias=arch == "llama" and bool(raw.get("mlp_bias", False)),
         qk_norm=arch in ("qwen3", "qwen3_moe"),
         tied=bool(raw.get("tie_word_embeddings", False)),
         windows=_windows(raw, arch, layers),
         moe=_moe(raw, arch, layers),
-        eos_token_ids=_eos(raw.get("eos_token_id")),
+        eos_token_ids=_eos(raw.get("eos_token_id"), int(raw["vocab_size"])),
         dtype=_dtype(raw, dtype),
     )
 
 
-def _rope(raw: Mapping[str, Any]) -> Rope:
+def _check(c: ModelConfig) -> None:
+    """What the layout and the kernels rely on. Raises ConfigError."""
+    if min(c.kv_heads, c.head_dim, c.intermediate, c.vocab, c.max_position) < 1:
+        raise ConfigError("config.json holds a size that is not positive")
+    if c.heads % c.kv_heads:
+        raise ConfigError(f"{c.heads} heads are not a multiple of {c.kv_heads} key-value heads")
+    if c.head_dim % 2 or c.head_dim > _HEAD_DIM_MAX:
+        raise ConfigError(
+            f"head_dim {c.head_dim} is not supported; it can be an even number up to "
+            f"{_HEAD_DIM_MAX}"
+        )
+    if len(c.windows) != c.layers:
+        raise ConfigError(f"layer_types names {len(c.windows)} layers of {c.layers}")
+    if c.moe is not None and not 1 <= c.moe.per_token <= c.moe.experts:
+        raise ConfigError(f"{c.moe.per_token} experts per token out of {c.moe.experts}")
+    if c.rope.type == "longrope":
+        for name in ("long_factor", "short_factor"):
+            if len(c.rope.scaling[name]) != c.head_dim // 2:
+                raise ConfigError(f"rope {name} must have head_dim / 2 = {c.head_dim // 2} numbers")
+
+
+def _rope(raw: Mapping[str, Any], arch: str) -> Rope:
     """Both ways of writing it: rope_theta + rope_scaling, and (newer) rope_parameters."""
     fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
-    kind = str(fields.pop("rope_type", None) or fields.pop("type", None) or "default")
-    fields.pop("type", None)
+    usual_theta = 1e6 if arch == "mixtral" else 1e4
+    theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or usual_theta)
+    old_name = fields.pop("type", None)
+    kind = str(fields.pop("rope_type", None) or old_name or "default")
     if kind not in ROPE_TYPES:
         raise ConfigError(
             f"rope type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
         )
+    for name in _ROPE_NEEDS.get(kind, ()):
+        if fields.get(name) is None:
+            raise ConfigError(f"rope type {kind!r} needs {name!r}")
+    if fields.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not supported")
     original = raw.get("original_max_position_embeddings")
     if original is not None:
         fields.setdefault("original_max_position_embeddings", original)
@@ -177,15 +220,17 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
 
 
 def _windows(raw: Mapping[str, Any], arch: str, layers: int) -> tuple[int, ...]:
+    """Mistral and Mixtral window all layers. Qwen only if told to: Qwen2 and Qwen3 from
+    max_window_layers on, Qwen3-MoE all layers. Llama never."""
     window = int(raw.get("sliding_window") or 0)
+    if arch == "llama" or (arch.startswith("qwen") and not raw.get("use_sliding_window", False)):
+        return (0,) * layers
     if types := raw.get("layer_types"):
+        if unknown := set(types) - {"sliding_attention", "full_attention"}:
+            raise ConfigError(f"layer type {unknown.pop()!r} is not supported")
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    if arch in ("mistral", "mixtral"):
-        return (window,) * layers
-    if arch.startswith("qwen") and raw.get("use_sliding_window", False):
-        full = int(raw.get("max_window_layers", layers))
-        return tuple(window if layer >= full else 0 for layer in range(layers))
-    return (0,) * layers
+    full = int(raw.get("max_window_layers", 28)) if arch in ("qwen2", "qwen3") else 0
+    return tuple(window if layer >= full else 0 for layer in range(layers))
 
 
 def _moe(raw: Mapping[str, Any], arch: str, layers: int) -> Moe | None:
@@ -205,10 +250,12 @@ def _moe(raw: Mapping[str, Any], arch: str, layers: int) -> Moe | None:
     )
 
 
-def _eos(value: object) -> tuple[int, ...]:
+def _eos(value: object, vocab: int) -> tuple[int, ...]:
+    """Ids beyond the vocabulary are never drawn, and must not reach the sampler as ids to ban."""
     if value is None:
         return ()
-    return tuple(cast("list[int]", value)) if isinstance(value, list) else (cast("int", value),)
+    ids = cast("list[int]", value) if isinstance(value, list) else [cast("int", value)]
+    return tuple(int(token) for token in ids if 0 <= int(token) < vocab)
 
 
 def _dtype(raw: Mapping[str, Any], dtype: str) -> Dtype:

@@ -87,8 +87,10 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, ops: Ops, arena: Tensor
     ) -> Generator[list[int], None, Tensor]:
-        """Logits float32[R, vocab] of `batch.logit_rows`. Raises `WeightsLost`."""
+        """Logits float32[R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
+        a context longer than the longest served."""
         eps = self.config.norm_eps
+        tables = self._rope.upto(batch.longest)
         residual = self._embedding(batch, ops)
         branch: Tensor | None = None
         for index in range(self.config.layers):
@@ -100,13 +102,15 @@ class Decoder:
                 x = ops.rms_norm(residual, layer.input_norm, eps)
             else:
                 x = ops.add_rms_norm(branch, residual, layer.input_norm, eps)
-            x = self._attention(index, layer, x, batch, ops, arena)
+            x = self._attention(index, layer, x, tables, batch, ops, arena)
             x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
             if layer.router is None:
                 branch = self._mlp(layer, x, ops)
             else:
                 branch = yield from self._experts(index, layer, x, ops)
         assert branch is not None
+        if not len(batch.logit_rows):
+            return residual.new_empty((0, self.config.vocab))  # a chunk that draws nothing
         if self._head is None or self._norm is None:
             yield from self._wait([self._head_group])
             self._norm = self._weights.tensor(NORM).float()
@@ -128,12 +132,13 @@ class Decoder:
         return ops.embed(self._embed, batch.ids)
 
     def _attention(
-        self, index: int, layer: _Layer, x: Tensor, batch: ForwardBatch, ops: Ops, arena: Tensor
-    ) -> Tensor:
+        self, index: int, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor],
+        batch: ForwardBatch, ops: Ops, arena: Tensor,
+    ) -> Tensor:  # fmt: skip
         qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
         ops.rope_store(
-            qkv, batch.positions, *self._rope.upto(batch.longest), layer.qk_norms,
-            self.config.norm_eps, arena, self.kv, index, batch.slots,
+            qkv, batch.positions, *tables, layer.qk_norms, self.config.norm_eps, arena, self.kv,
+            index, batch.slots,
         )  # fmt: skip
         out = ops.attention(
             qkv, arena, self.kv, index, batch.q_start, batch.context_len, batch.block_table,

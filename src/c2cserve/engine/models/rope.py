@@ -31,7 +31,9 @@ class RopeTables:
         self._tables = self._make(min(_FIRST_LENGTH, longest))
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of at least `length` positions."""
+        """Tables of at least `length` positions. Raises ValueError beyond the longest context."""
+        if length > self._longest:
+            raise ValueError(f"a context of {length} tokens, at most {self._longest} are served")
         if length > self._made:
             self._tables = self._make(min(self._longest, max(length, 2 * self._made)))
         return self._tables
@@ -52,12 +54,12 @@ def _frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:
         case "linear":
             return plain / float(scaling["factor"]), 1.0
         case "dynamic":
-            original = int(scaling.get("original_max_position_embeddings") or config.max_position)
-            factor, longest = float(scaling["factor"]), max(length, original)
-            base = rope.theta * (factor * longest / original - (factor - 1)) ** (dim / (dim - 2))
+            trained, factor = config.max_position, float(scaling["factor"])
+            stretch = factor * max(length, trained) / trained - (factor - 1)
+            base = rope.theta * stretch ** (dim / (dim - 2))
             return _inverse(base, dim), 1.0
         case "llama3":
-            return _llama3(plain, scaling), 1.0
+            return _llama3(plain, scaling, config.max_position), 1.0
         case "yarn":
             return _yarn(rope, dim, config.max_position)
         case "longrope":
@@ -70,10 +72,10 @@ def _inverse(theta: float, dim: int) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
 
-def _llama3(plain: Tensor, scaling: Mapping[str, Any]) -> Tensor:
+def _llama3(plain: Tensor, scaling: Mapping[str, Any], max_position: int) -> Tensor:
     factor = float(scaling["factor"])
     low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    original = int(scaling["original_max_position_embeddings"])
+    original = int(scaling.get("original_max_position_embeddings") or max_position)
     wavelength = 2 * math.pi / plain
     smooth = ((original / wavelength - low) / (high - low)).clamp(0, 1)
     blended = (1 - smooth) * plain / factor + smooth * plain
