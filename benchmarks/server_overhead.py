@@ -52,7 +52,7 @@ class InstantGateway:
             await asyncio.sleep(0)
             last = i == request.max_new_tokens - 1
             yield Delta(
-                request.id, (100 + i % 20,), timing=TIMING if i == 0 else None,
+                request.id, (70 + i % 20,), timing=TIMING if i == 0 else None,
                 finish=FinishReason.LENGTH if last else None,
             )  # fmt: skip
 

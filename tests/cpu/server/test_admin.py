@@ -7,9 +7,9 @@ from pathlib import Path
 
 import openai
 import pytest
-from conftest import BYTE, PIECE, Served, make_gateway
 from fake_gateway import TIMING
 from prometheus_client.parser import text_string_to_metric_families
+from served import BYTE, PIECE, Served, make_gateway
 from small_tokenizers import EOS
 from tokenizers import Tokenizer
 

@@ -5,8 +5,8 @@ import math
 
 import openai
 import pytest
-from conftest import BYTE, PIECE, Served
 from fake_gateway import TIMING, Play
+from served import BYTE, PIECE, Served
 from small_tokenizers import EOS
 from tokenizers import Tokenizer
 

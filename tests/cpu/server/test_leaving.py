@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import BYTE, Served
+from served import BYTE, Served
 
 COMPLETION = ("/v1/completions", {"model": BYTE, "prompt": "hello", "max_tokens": 200})
 CHAT = (
@@ -98,3 +98,12 @@ def test_half_a_request(served: Served) -> None:
         time.sleep(0.05)
     assert served.http.get("/health").status_code == 200
     assert served.gateway.jobs == []
+
+
+def test_before_the_first_token_of_a_stream(served: Served) -> None:
+    """Long queues are where clients give up."""
+    served.says([50], delay_s=30.0)
+    connection = send(served, COMPLETION[0], {**COMPLETION[1], "stream": True})
+    wait_for(lambda: len(served.gateway.jobs) == 1)
+    connection.close()
+    wait_for(lambda: gone(served))

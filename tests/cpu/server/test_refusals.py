@@ -6,10 +6,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from conftest import BYTE, Served
 from fake_gateway import Play
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from served import BYTE, Served
 from tokenizers import Tokenizer
 
 from c2cserve.runtime.gateway import Refused
