@@ -1,0 +1,240 @@
+"""A slice in virtual time: an executor that knows only lengths, and that checks every step it is
+given against what a real one relies on."""
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from random import Random
+
+from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.events import (
+    Activated,
+    Deactivated,
+    SeqOutcome,
+    SliceEvent,
+    StepDone,
+    StepParked,
+    Submitted,
+    Withdrawn,
+)
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.step import Step
+from c2cserve.policy.slice import SlicePolicy
+
+Tick = tuple[float, list[SliceEvent], list[SliceAction]]
+
+
+@dataclass
+class Job:
+    request: Request
+    stop_after: int
+    """Tokens it draws before it stops by itself."""
+    length: int
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens with KV, reused ones included."""
+    drawn: int = 0
+    in_step: bool = False
+    ended: str = ""
+    recomputed: int = 0
+
+    @property
+    def owed(self) -> int:
+        return min(self.stop_after, self.request.max_new_tokens)
+
+
+class SliceTestWorld:
+    """`runtime.ports.Source` and `Executor`. Steps take random times and sometimes park first."""
+
+    def __init__(
+        self,
+        slice_: Slice,
+        seed: int,
+        specs: Iterable[ModelSpec],
+        max_in_flight: int = 1,
+        park: float = 0.0,
+        fail: float = 0.0,
+    ) -> None:
+        self.slice = slice_
+        self.random = Random(seed)
+        self.specs = {spec.id: spec for spec in specs}
+        self.policy = SlicePolicy(slice_, max_in_flight)
+        self.max_in_flight = max_in_flight
+        self.park, self.fail = park, fail
+        self.now = 0.0
+        self.jobs: dict[str, Job] = {}
+        self.flying: dict[int, Step] = {}
+        self.parked: set[int] = set()
+        self.contents: dict[int, tuple[str, int]] = {}
+        """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
+        self.log: list[Tick] = []
+        self.steps: list[tuple[float, Step]] = []
+        self._heap: list[tuple[float, int, SliceEvent]] = []
+        self._order = count()
+
+    def at(self, when: float, event: SliceEvent) -> None:
+        heapq.heappush(self._heap, (when, next(self._order), event))
+
+    def submit_at(self, when: float, request: Request, stop_after: int | None = None) -> None:
+        owed = request.max_new_tokens if stop_after is None else stop_after
+        self.jobs[request.id] = Job(request, owed, request.prompt_len)
+        self.at(when, Submitted(request))
+
+    def run(self, until: float = 1e6, max_ticks: int = 200_000) -> None:
+        for _ in range(max_ticks):
+            if not self._heap or self._heap[0][0] > until:
+                return
+            self.now = self._heap[0][0]
+            events: list[SliceEvent] = []
+            while self._heap and self._heap[0][0] <= self.now:
+                event = heapq.heappop(self._heap)[2]
+                if isinstance(event, StepDone):
+                    event = self._done(event)
+                events.append(event)
+            for event in events:
+                self.policy.apply(event)
+            actions = list(self.policy.decide(self.now))
+            self.log.append((self.now, events, actions))
+            for action in actions:
+                self._act(action)
+            self.check_memory()
+        raise AssertionError("the world does not come to an end")
+
+    # ---- executor -------------------------------------------------------------------------------
+
+    def _act(self, action: SliceAction) -> None:
+        match action:
+            case RunStep(step):
+                self._start(step)
+            case Drop(request_id, requeued):
+                job = self.jobs[request_id]
+                assert not job.in_step
+                assert not job.ended
+                job.blocks, job.computed = [], 0
+                if not requeued:
+                    job.ended = "dropped"
+            case Truncate(request_id):
+                job = self.jobs[request_id]
+                assert not job.in_step
+                assert not job.ended
+                job.ended = "truncated"
+
+    def _start(self, step: Step) -> None:
+        assert step.seqs
+        assert len(step.seqs) <= self.slice.max_batch
+        flying = [s for i, s in self.flying.items() if i not in self.parked]
+        assert len(flying) < self.max_in_flight
+        assert all(other.model != step.model for other in self.flying.values())
+        prefill = sum(part.tokens for part in step.seqs if part.tokens > 1)
+        assert prefill <= self.slice.max_step_tokens
+        written: set[int] = set()
+        for part in step.seqs:
+            job = self.jobs[part.request_id]
+            assert job.request.model == step.model
+            assert not job.ended
+            assert not job.in_step
+            if part.fresh:
+                job.blocks = []
+                job.recomputed += job.computed
+                job.computed = part.start
+                self._check_reuse(job, part.new_blocks[: part.start // BLOCK_TOKENS], part.start)
+            job.blocks += part.new_blocks
+            assert part.tokens >= 1
+            assert part.start == job.computed, "a token is skipped or repeated"
+            end = part.start + part.tokens
+            assert end <= job.length
+            assert end <= len(job.blocks) * BLOCK_TOKENS
+            assert part.emits == (end == job.length)
+            own = {
+                job.blocks[i]
+                for i in range(part.start // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS + 1)
+            }
+            assert not own & written, "two sequences write one block"
+            written |= own
+            job.in_step = True
+        for offset in written:
+            self.contents.pop(offset, None)
+        self.flying[step.id] = step
+        self.steps.append((self.now, step))
+        took = self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
+        done = self.now + took
+        if self.random.random() < self.park:
+            self.at(done, StepParked(step.id))
+            self.parked.add(step.id)
+            done += self.random.uniform(0.0, 0.2)
+        outcomes = ()  # drawn when it is done
+        self.at(done, StepDone(step.id, outcomes, took))
+
+    def _check_reuse(self, job: Job, reused: tuple[int, ...], start: int) -> None:
+        assert start % BLOCK_TOKENS == 0
+        assert start < job.length, "the last token is not computed"
+        for offset, value in zip(reused, job.request.prefix_hashes, strict=False):
+            assert self.contents[offset] == (job.request.model, value), "a stale block is reused"
+
+    def _done(self, event: StepDone) -> StepDone:
+        step = self.flying.pop(event.step_id)
+        self.parked.discard(event.step_id)
+        outcomes: list[SeqOutcome] = []
+        failing = self.random.random() < self.fail
+        for part in step.seqs:
+            job = self.jobs[part.request_id]
+            job.in_step = False
+            if failing:
+                job.ended = "failed"
+                outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
+                continue
+            first = part.start // BLOCK_TOKENS
+            job.computed = part.start + part.tokens
+            for index in range(first, job.computed // BLOCK_TOKENS):
+                if index < len(job.request.prefix_hashes):
+                    value = job.request.prefix_hashes[index]
+                    self.contents[job.blocks[index]] = (step.model, value)
+            if part.emits:
+                job.length += 1
+                job.drawn += 1
+                finished = job.drawn >= job.owed
+                outcomes.append(SeqOutcome(part.request_id, 1, finished))
+                if finished:
+                    job.ended = "finished"
+        return StepDone(step.id, tuple(outcomes), event.compute_s)
+
+    # ---- invariants -----------------------------------------------------------------------------
+
+    def check_memory(self) -> None:
+        """Blocks lie in the arena, apart from each other; only full computed prompt blocks are
+        shared, by sequences of one model with the same hash there."""
+        owners: dict[int, tuple[str, int, int | None]] = {}
+        intervals: dict[int, int] = {}
+        for job in self.jobs.values():
+            if job.ended:
+                continue
+            size = self.specs[job.request.model].kv_block_bytes
+            for index, offset in enumerate(job.blocks):
+                assert offset >= 0
+                assert offset + size <= self.slice.kv_bytes
+                full = (index + 1) * BLOCK_TOKENS <= job.computed
+                hashes = job.request.prefix_hashes
+                value = hashes[index] if full and index < len(hashes) else None
+                mine = (job.request.model, index, value)
+                if offset in owners:
+                    assert value is not None, "a block has two owners"
+                    assert owners[offset] == mine, "a block has two contents"
+                owners[offset] = mine
+                intervals[offset] = size
+        spans = sorted(intervals.items())
+        for (a, size), (b, _) in pairwise(spans):
+            assert a + size <= b, "blocks overlap"
+        assert self.policy.arena.held_bytes >= sum(intervals.values())
+
+    def activate(self, when: float = 0.0) -> None:
+        for spec in self.specs.values():
+            self.at(when, Activated(spec))
+
+    def withdraw(self, when: float, request_id: str) -> None:
+        self.at(when, Withdrawn(request_id))
+
+    def deactivate(self, when: float, model: str) -> None:
+        self.at(when, Deactivated(model))

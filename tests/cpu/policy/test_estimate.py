@@ -1,0 +1,60 @@
+from random import Random
+
+import pytest
+
+from c2cserve.policy.estimate import StepTime, allowed_step_s
+
+
+def learned(a: float = 0.01, b: float = 0.001, c: float = 0.0005, noise: float = 0.0) -> StepTime:
+    """A machine on which a step takes a + b * decodes + c * prefill tokens."""
+    random, time = Random(1), StepTime()
+    for _ in range(400):
+        batch = 2 ** random.randint(0, 5)
+        time.learn(batch, 0, (a + b * batch) * random.uniform(1 - noise, 1 + noise))
+    for _ in range(100):
+        tokens, batch = random.randint(16, 256), random.choice([0, 1, 4])
+        took = (a + b * batch + c * tokens) * random.uniform(1 - noise, 1 + noise)
+        time.learn(batch, tokens, took)
+    return time
+
+
+def test_it_learns_what_steps_cost() -> None:
+    time = learned(noise=0.05)
+    for batch in (1, 3, 8, 20, 32):
+        assert time.decode_step_s(batch) == pytest.approx(0.01 + 0.001 * batch, rel=0.1)
+    assert time.prefill_token_s == pytest.approx(0.0005, rel=0.15)
+
+
+def test_beyond_what_is_known_the_nearest_counts() -> None:
+    time = StepTime()
+    assert time.decode_step_s(4) == 0.0
+    time.learn(4, 0, 0.02)
+    assert time.decode_step_s(1) == time.decode_step_s(64) == 0.02
+
+
+def test_a_chunk_fits_beside_the_decodes() -> None:
+    time = learned()
+    chunk = time.chunk(8, 0.1, 16, 512)
+    assert chunk == pytest.approx((0.1 - 0.018) / 0.0005, rel=0.1)
+    assert time.chunk(8, 0.019, 16, 512) == 16, "it always goes on a little"
+    assert time.chunk(0, float("inf"), 16, 512) == 512
+    assert learned(c=0.01).chunk(0, float("inf"), 16, 512) == pytest.approx(50, rel=0.1), "0.5 s"
+
+
+def test_the_first_chunks_are_small_until_the_speed_is_known() -> None:
+    assert StepTime().chunk(0, float("inf"), 16, 512) == 64
+    assert StepTime().chunk(3, 0.1, 16, 512) == 16
+    assert StepTime().chunk(0, float("inf"), 16, 40) == 40
+
+
+def test_tiny_times_do_not_overflow() -> None:
+    time = StepTime(prefill_token_s=5e-324)
+    assert time.chunk(0, float("inf"), 16, 512) == 512
+
+
+@pytest.mark.parametrize(
+    ("headroom_s", "allowed_s"),
+    [(-3.0, 0.1), (0.05, 0.1), (0.15, 0.15), (0.2, 0.2), (9.0, 0.2)],
+)
+def test_a_step_may_use_up_lead_but_not_cause_a_gap(headroom_s: float, allowed_s: float) -> None:
+    assert allowed_step_s(headroom_s, 0.1) == pytest.approx(allowed_s)
