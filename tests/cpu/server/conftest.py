@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import small_tokenizers
+from fake_gateway import FakeGateway
 from served import Served, make_gateway
 from tokenizers import Tokenizer
 
