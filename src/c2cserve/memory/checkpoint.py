@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import stat
 import struct
 from dataclasses import dataclass
 from math import prod
@@ -16,6 +18,9 @@ _DTYPES: dict[str, tuple[Dtype | None, int]] = {
     "U64": (None, 8), "U32": (None, 4), "U16": (None, 2), "U8": (None, 1), "BOOL": (None, 1),
     "F8_E4M3": (None, 1), "F8_E5M2": (None, 1), "F8_E8M0": (None, 1),
 }  # fmt: skip
+_DIMENSIONS_MAX = 8
+_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+_NAME_SHOWN = 120
 _SHOWN = 5
 """Mismatches named in one message."""
 
@@ -44,7 +49,9 @@ def find_files(directory: Path) -> list[Path]:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             names = sorted(set(weight_map.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except OSError as error:
+            raise CheckpointError(f"{index}: can not be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{index}: not a checkpoint index: {error!r}") from error
         for name in names:
             if not isinstance(name, str) or Path(name).name != name:
@@ -60,6 +67,7 @@ def find_files(directory: Path) -> list[Path]:
         return [single]
     others = sorted(directory.glob("*.safetensors"))
     if others:
+        _no_shard_missing(directory, others)
         return others
     if any(directory.glob("*.bin")) or any(directory.glob("*.pth")):
         raise CheckpointError(
@@ -69,11 +77,30 @@ def find_files(directory: Path) -> list[Path]:
     raise CheckpointError(f"{directory}: no *.safetensors files")
 
 
+def _no_shard_missing(directory: Path, files: list[Path]) -> None:
+    """Shards without an index still say in their names how many they are."""
+    names = {path.name for path in files}
+    for name in sorted(names):
+        if (match := _SHARD.fullmatch(name)) is None:
+            continue
+        stem, count = match[1], int(match[3])
+        for number in range(1, count + 1):
+            shard = f"{stem}-{number:05}-of-{count:05}.safetensors"
+            if shard not in names:
+                raise CheckpointError(
+                    f"{directory / shard}: shard is missing; copy or download it again"
+                )
+
+
 def read_header(path: Path) -> dict[str, TensorSource]:
     """Tensors of one file by name, checked against the file's real size. Raises CheckpointError."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        # Without O_NONBLOCK a pipe in the place of a file would wait for its writer.
+        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{path} is not a regular file")
             head = file.read(8)
             if len(head) < 8:
                 raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
@@ -94,9 +121,16 @@ def read_header(path: Path) -> dict[str, TensorSource]:
     except CheckpointError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not a safetensors header: {error!r}") from error
+        raise CheckpointError(f"{path}: not a safetensors header: {_shown(repr(error))}") from error
     _no_overlaps(path, tensors)
     return tensors
+
+
+def _shown(name: object) -> str:
+    """A name that the file chose, fit for one line of a log or a terminal."""
+    text = str(name)
+    text = text if text.isprintable() else ascii(text)
+    return text if len(text) <= _NAME_SHOWN else text[:_NAME_SHOWN] + "..."
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -111,10 +145,15 @@ def _source(path: Path, name: str, value: object, base: int, size: int) -> Tenso
         raise TypeError(f"{name} is not an object")
     shape, offsets, stored = value["shape"], value["data_offsets"], value["dtype"]
     numbers = [*shape, *offsets]
-    if any(type(n) is not int or n < 0 for n in numbers) or len(offsets) != 2:
+    name = _shown(name)
+    if (
+        len(offsets) != 2
+        or len(shape) > _DIMENSIONS_MAX
+        or any(type(n) is not int or n < 0 for n in numbers)
+    ):
         raise CheckpointError(f"{path}: tensor {name} has a malformed shape or offset")
     if stored not in _DTYPES:
-        raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {stored!r}")
+        raise CheckpointError(f"{path}: tensor {name} has the unknown dtype {_shown(stored)}")
     dtype, item = _DTYPES[stored]
     begin, end = offsets
     if end - begin != prod(shape) * item:
@@ -134,7 +173,7 @@ def _no_overlaps(path: Path, tensors: dict[str, TensorSource]) -> None:
     end, before = 0, ""
     for name, source in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].bytes)):
         if source.offset < end and source.bytes:
-            raise CheckpointError(f"{path}: tensors {before} and {name} overlap")
+            raise CheckpointError(f"{path}: tensors {_shown(before)} and {_shown(name)} overlap")
         if source.bytes:
             end, before = source.offset + source.bytes, name
 
@@ -148,7 +187,9 @@ def open_checkpoint(directory: Path, plan: LayoutPlan) -> dict[str, TensorSource
     for path in find_files(directory):
         for name, source in read_header(path).items():
             if name in found:
-                raise CheckpointError(f"{path}: tensor {name} is also in {found[name].path.name}")
+                raise CheckpointError(
+                    f"{path}: tensor {_shown(name)} is also in {found[name].path.name}"
+                )
             found[name] = source
     problems: list[str] = []
     needed: dict[str, tuple[int, ...]] = {}
@@ -165,7 +206,7 @@ def open_checkpoint(directory: Path, plan: LayoutPlan) -> dict[str, TensorSource
             problems.append(f"{name} has dtype {source.stored}, expected F32, F16 or BF16")
     for name in found:
         if name not in needed and not name.endswith(plan.optional):
-            problems.append(f"{name} is not part of this architecture")
+            problems.append(f"{_shown(name)} is not part of this architecture")
     if problems:
         more = len(problems) - _SHOWN
         listed = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")

@@ -75,10 +75,13 @@ class LayoutPlan:
         return sum(tensor.bytes for tensor in self.tensors)
 
     def check(self) -> None:
-        """Raises `PlanError` unless every tensor is filled exactly once."""
+        """Raises `PlanError` unless every tensor is filled once, from inside its sources."""
         runs: dict[str, list[tuple[int, int]]] = {tensor.name: [] for tensor in self.tensors}
         for group in self.groups:
             for part in group.parts:
+                _check_run(part)
+                if part.target not in runs:
+                    raise PlanError(f"{part.source} goes to {part.target}, which is not planned")
                 runs[part.target].append((part.offset, part.offset + part.elements))
         for tensor in self.tensors:
             end = 0
@@ -88,3 +91,12 @@ class LayoutPlan:
                 end = stop
             if end != tensor.elements:
                 raise PlanError(f"{tensor.name}: {end} of {tensor.elements} elements are filled")
+
+
+def _check_run(part: Part) -> None:
+    size, begin = prod(part.shape), part.source_offset
+    if begin < 0 or part.elements < 0 or begin + part.elements > size:
+        raise PlanError(
+            f"{part.target}: elements {begin} to {begin + part.elements} of {part.source}, "
+            f"which has {size}"
+        )

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from c2cserve.kernels.native import convert
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource, open_for_reading
 from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan, Part
-from c2cserve.memory.segment import Segment, State, address
+from c2cserve.memory.segment import Segment, State
 
 _CHUNK_BYTES = 8 << 20
 
@@ -71,6 +71,9 @@ class Loader:
                 source = sources[part.source]
                 self._left[index] += _chunks(index, segment, part, source)
             self._left[index].reverse()  # taken from the end
+        self._unread = np.array([bool(chunks) for chunks in self._left])
+        self._first = 0
+        """No group before this one has chunks left."""
         self._pending = [len(chunks) for chunks in self._left]
         self._files: dict[Path, int] = {}
 
@@ -82,33 +85,42 @@ class Loader:
         state is then FAILED."""
         paths = {chunk.path for chunks in self._left for chunk in chunks}
         try:
-            self._files = {path: open_for_reading(path) for path in paths}
+            for path in paths:
+                self._files[path] = open_for_reading(path)
             for group, pending in enumerate(self._pending):
                 if pending == 0:
                     self._finish(group)
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="load") as pool:
-                for future in [pool.submit(self._work) for _ in range(self._threads)]:
-                    future.result()
-            if self._cancelled.is_set():
-                raise LoadCancelled
+            self._run_threads()
             self._segment.state = State.READY
-        except (CheckpointError, LoadCancelled):
-            self._segment.state = State.FAILED
-            raise
         except OSError as error:
-            self._segment.state = State.FAILED
-            raise CheckpointError(f"reading the checkpoint failed: {error}") from error
+            failure = CheckpointError(f"reading the checkpoint failed: {error}")
+            self._segment.fail(str(failure))
+            raise failure from error
+        except BaseException as error:
+            self._segment.fail(str(error) or "cancelled")
+            raise
         finally:
             for fd in self._files.values():
                 os.close(fd)
 
+    def _run_threads(self) -> None:
+        """Raises what went wrong first: an error on one thread stops the others, which is not what
+        the caller wants to hear of."""
+        with ThreadPoolExecutor(self._threads, thread_name_prefix="load") as pool:
+            futures = [pool.submit(self._work) for _ in range(self._threads)]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in errors:
+            if not isinstance(error, LoadCancelled):
+                raise error
+        if errors or self._cancelled.is_set():
+            raise LoadCancelled
+
     def _work(self) -> None:
-        scratch = np.empty(0, np.uint8)
+        # What is read, and behind it what it is converted to: at most twice as much.
+        buffer = np.empty(3 * _CHUNK_BYTES, np.uint8)
         try:
             while not self._cancelled.is_set() and (chunk := self._next()) is not None:
-                if chunk.source_dtype != chunk.target_dtype and not len(scratch):
-                    scratch = np.empty(2 * _CHUNK_BYTES, np.uint8)
-                self._load(chunk, scratch)
+                self._load(chunk, buffer)
                 self._done(chunk)
         except BaseException:
             self.cancel()
@@ -116,24 +128,29 @@ class Loader:
 
     def _next(self) -> _Chunk | None:
         with self._lock:
-            for group, chunks in enumerate(self._left):
-                if chunks and self._segment.wanted(group):
-                    return chunks.pop()
-            return next((chunks.pop() for chunks in self._left if chunks), None)
+            group = self._segment.first_wanted(self._unread)
+            if group is None:
+                while self._first < len(self._left) and not self._left[self._first]:
+                    self._first += 1
+                group = self._first
+            if group == len(self._left):
+                return None
+            chunk = self._left[group].pop()
+            self._unread[group] = bool(self._left[group])
+            return chunk
 
-    def _load(self, chunk: _Chunk, scratch: NDArray[np.uint8]) -> None:
-        source_bytes = chunk.elements * ITEM_BYTES[chunk.source_dtype]
-        target_bytes = chunk.elements * ITEM_BYTES[chunk.target_dtype]
-        target = self._segment.window(chunk.target_offset, target_bytes)
-        if chunk.source_dtype == chunk.target_dtype:
-            self._fill(chunk, target.data)
-            return
-        staged = scratch[:source_bytes]
-        self._fill(chunk, staged.data)
-        convert(
-            address(target), chunk.target_dtype, address(staged), chunk.source_dtype,
-            chunk.elements,
-        )  # fmt: skip
+    def _load(self, chunk: _Chunk, buffer: NDArray[np.uint8]) -> None:
+        data = buffer[: chunk.elements * ITEM_BYTES[chunk.source_dtype]]
+        self._fill(chunk, data.data)
+        if chunk.source_dtype != chunk.target_dtype:
+            size = chunk.elements * ITEM_BYTES[chunk.target_dtype]
+            converted = buffer[_CHUNK_BYTES : _CHUNK_BYTES + size]
+            convert(
+                converted.ctypes.data, chunk.target_dtype, data.ctypes.data, chunk.source_dtype,
+                chunk.elements,
+            )  # fmt: skip
+            data = converted
+        self._segment.write(chunk.target_offset, data.data)
 
     def _fill(self, chunk: _Chunk, buffer: memoryview) -> None:
         fd, done = self._files[chunk.path], 0

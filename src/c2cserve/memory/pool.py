@@ -7,6 +7,7 @@ its budget.
 import errno
 import fcntl
 import logging
+import math
 import os
 import shutil
 import threading
@@ -25,6 +26,11 @@ log = logging.getLogger(__name__)
 
 PREFIX = "c2cserve"
 _LOADS_AT_ONCE = 2
+_UNMAP_S = 10.0
+"""How long after an eviction its memory may still be mapped: a worker lets go between two steps."""
+_RETRY_S = 0.02
+_CLEANER_S = 1.0
+"""How long another server's clean-up may hold a lock that is not its own."""
 
 
 class PoolError(RuntimeError):
@@ -71,6 +77,7 @@ class Pool:
         self._read = read
         self._entries: dict[str, _Entry] = {}
         self._generation = 0
+        self._evicted_at = -math.inf
         self._lock = threading.Lock()
         self._executor = ThreadPoolExecutor(_LOADS_AT_ONCE, thread_name_prefix="pool")
         self._lock_fd = _take_lock(directory, instance)
@@ -121,8 +128,11 @@ class Pool:
             self._fill(model, entry, plan, sources)
         except LoadCancelled:
             log.info("load of %s was cancelled", model)
-        except (CheckpointError, OSError, ValueError) as error:
+        except (CheckpointError, OSError) as error:
             self._fail(model, entry, self._explain(model, entry, error))
+        except Exception as error:  # else the model would be loading for ever
+            log.exception("load of %s", model)
+            self._fail(model, entry, f"{type(error).__name__}: {error}")
         else:
             if not entry.gone:
                 self._listener.loaded(model, entry.bytes, time.monotonic() - started)
@@ -130,10 +140,14 @@ class Pool:
     def _fill(
         self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]
     ) -> None:
+        if entry.gone:
+            raise LoadCancelled
+        segment = self._create(entry, plan, sources)  # may take seconds: without the lock
         with self._lock:
-            if entry.gone:
+            entry.segment = segment
+            if entry.gone:  # evicted meanwhile, perhaps before there was a file to remove
+                remove_segment(entry.path)
                 raise LoadCancelled
-            entry.segment = Segment.create(entry.path, plan, sources)
 
         def on_group(group: int) -> None:
             if group == 0 and not entry.gone:
@@ -144,7 +158,26 @@ class Pool:
         )
         if entry.gone:
             entry.loader.cancel()
-        entry.loader.run()
+        try:
+            entry.loader.run()
+        finally:
+            # The loader knows the entry and the entry the loader: left so, an evicted segment would
+            # stay mapped here, and its memory taken, until the garbage collector came by.
+            entry.loader = None
+
+    def _create(self, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]) -> Segment:
+        """A full filesystem is an error, unless a model was evicted just now: its memory comes back
+        when the last worker has unmapped it."""
+        while True:
+            try:
+                return Segment.create(entry.path, plan, sources)
+            except OSError as error:
+                waited_s = time.monotonic() - self._evicted_at
+                if error.errno not in (errno.ENOSPC, errno.ENOMEM) or waited_s > _UNMAP_S:
+                    raise
+            if entry.gone:
+                raise LoadCancelled
+            time.sleep(_RETRY_S)
 
     def _explain(self, model: str, entry: _Entry, error: Exception) -> str:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.ENOMEM):
@@ -173,8 +206,10 @@ class Pool:
             if entry is None:
                 return
             entry.gone = True
+            self._evicted_at = time.monotonic()
             if entry.loader is not None:
                 entry.loader.cancel()
+            entry.segment = None
             remove_segment(entry.path)
 
     def close(self) -> None:
@@ -191,37 +226,68 @@ def _lock_path(directory: Path, instance: str) -> Path:
 
 
 def _take_lock(directory: Path, instance: str) -> int:
-    fd = os.open(_lock_path(directory, instance), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    """The instance's lock, and none of its files left from a dead run of that name.
+
+    A server that cleans up at this moment may take the new lock file for a dead run's: it holds its
+    lock for an instant, and removes the file, which then has to be made again.
+    """
+    path = _lock_path(directory, instance)
+    deadline = time.monotonic() + _CLEANER_S
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(fd)
+            if time.monotonic() > deadline:
+                raise PoolError(
+                    f"another run has the instance {instance} in {directory}"
+                ) from error
+            time.sleep(_RETRY_S)
+            continue
+        if _names(path, fd):
+            _remove_files(directory, instance)
+            return fd
         os.close(fd)
-        raise PoolError(f"another run has the instance {instance} in {directory}") from error
-    return fd
+
+
+def _names(path: Path, fd: int) -> bool:
+    """The path still leads to the open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_files(directory: Path, instance: str) -> None:
+    for path in directory.glob(f"{PREFIX}.{instance}.*"):
+        if path != _lock_path(directory, instance):
+            path.unlink(missing_ok=True)
 
 
 def remove_instance(directory: Path, instance: str) -> None:
     """Remove an instance's files, its lock last."""
-    for path in directory.glob(f"{PREFIX}.{instance}.*"):
-        if path != _lock_path(directory, instance):
-            path.unlink(missing_ok=True)
+    _remove_files(directory, instance)
     _lock_path(directory, instance).unlink(missing_ok=True)
 
 
 def remove_dead_runs(directory: Path) -> list[str]:
     """Remove what killed servers left behind: every instance whose lock nobody holds. Two servers
-    that start at once do not disturb each other: each holds its lock before it creates files."""
+    that start at once do not disturb each other: each holds its lock before it creates files.
+    Other users' runs are theirs to remove."""
     removed: list[str] = []
     for lock in directory.glob(f"{PREFIX}.*.lock"):
         try:
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-        except FileNotFoundError:
-            continue  # its owner has just ended
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except (FileNotFoundError, PermissionError):
+            continue  # its owner has just ended, or is another user
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue  # alive
         else:
+            if not _names(lock, fd):
+                continue  # another cleaner was faster, and the name may be in use again
             instance = lock.name.removeprefix(f"{PREFIX}.").removesuffix(".lock")
             remove_instance(directory, instance)
             removed.append(instance)

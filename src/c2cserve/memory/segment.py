@@ -3,17 +3,17 @@
     <dir>/c2cserve.<instance>.<model>.<generation>        weights, read-only to workers
       [ magic | manifest length | manifest (JSON) ][ tensor ][ tensor ] ...
     <dir>/c2cserve.<instance>.<model>.<generation>.ctl    shared read-write
-      [ state ][ bytes loaded ][ ready flag per group ][ wanted flag per group ]
+      [ state ][ bytes loaded ][ reason ][ ready flag per group ][ wanted flag per group ]
 
 The manifest names every tensor's offset, shape and dtype. A group's ready flag is set after its
 last byte is written; a worker that needs a group sets its wanted flag: the loader takes it next.
 """
 
-import ctypes
 import json
 import mmap
 import os
 import struct
+import threading
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -29,10 +29,9 @@ _MAGIC = b"c2cseg1\0"
 _PAGE = 4096
 _HUGE = 2 << 20
 _LINE = 64
-_SMALL_MODEL = 64 << 20
-"""Below this a layer is aligned to a page, not to 2 MiB: padding would outweigh the weights of a
-catalogue of small models, and their layers do not fill a huge page anyway."""
-_CONTROL_HEAD = 16
+_PADDING_SHARE_MAX = 1 / 32
+_REASON_AT = 16
+_CONTROL_HEAD = 1024
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 
 
@@ -60,15 +59,25 @@ class TensorPlace:
 
 
 def place_tensors(plan: LayoutPlan, base: int) -> tuple[dict[str, TensorPlace], int]:
-    """Offsets of all tensors from `base` on, and the segment's size in bytes."""
-    layer_alignment = _HUGE if plan.bytes >= _SMALL_MODEL else _LINE
+    """Offsets of all tensors from `base` on, and the segment's size in bytes.
+
+    A layer begins at a multiple of 2 MiB, so that huge pages can hold it, unless padding would take
+    more than 1/32 of the weights (a catalogue of small models); then of 64 bytes, as all tensors.
+    """
+    places, end = _place(plan, base, _HUGE)
+    if end - base - plan.bytes > plan.bytes * _PADDING_SHARE_MAX:
+        places, end = _place(plan, base, _LINE)
+    return places, -(-end // _PAGE) * _PAGE
+
+
+def _place(plan: LayoutPlan, base: int, layer_alignment: int) -> tuple[dict[str, TensorPlace], int]:
     offset, places = base, {}
     for tensor in plan.tensors:
         alignment = layer_alignment if tensor.starts_layer else _LINE
         offset = -(-offset // alignment) * alignment
         places[tensor.name] = TensorPlace(offset, tensor.shape, tensor.dtype)
         offset += tensor.bytes
-    return places, -(-offset // _PAGE) * _PAGE
+    return places, offset
 
 
 def segment_bytes(plan: LayoutPlan) -> int:
@@ -85,9 +94,11 @@ def _manifest_room(plan: LayoutPlan) -> int:
 class Segment:
     """A mapped segment. Use `create` (the pool's loader) or `open` (workers)."""
 
-    def __init__(self, path: Path, *, writable: bool) -> None:
+    def __init__(self, path: Path, write_fd: int | None = None) -> None:
+        """Takes over `write_fd`, a descriptor to write weights through."""
         self.path = path
-        self._map = _map_file(path, writable)
+        self._write_fd = write_fd
+        self._map = _map_file(path, False)
         self._control = _map_file(control_path(path), True)
         manifest = self._read_manifest()
         self.groups: tuple[str, ...] = tuple(manifest["groups"])
@@ -95,8 +106,9 @@ class Segment:
             name: TensorPlace(offset, tuple(shape), dtype)
             for name, (offset, shape, dtype) in manifest["tensors"].items()
         }
+        files = [Path(file) for file in manifest["files"]]
         self.row_sources = {
-            name: RowSource(Path(file), offset, dtype)
+            name: RowSource(files[file], offset, dtype)
             for name, (file, offset, dtype) in manifest["row_sources"].items()
         }
         self._group_index = {name: i for i, name in enumerate(self.groups)}
@@ -104,6 +116,8 @@ class Segment:
         flags: NDArray[np.uint8] = np.frombuffer(self._control, np.uint8)
         self._state = flags[:1]
         self._loaded: NDArray[np.uint64] = np.frombuffer(self._control, np.uint64, 1, 8)
+        self._reason = flags[_REASON_AT:_CONTROL_HEAD]
+        self._fence = _Fence()
         count = len(self.groups)
         self._ready = flags[_CONTROL_HEAD : _CONTROL_HEAD + count]
         self._wanted = flags[_CONTROL_HEAD + count : _CONTROL_HEAD + 2 * count]
@@ -114,29 +128,34 @@ class Segment:
         leaving nothing behind."""
         room = _manifest_room(plan)
         places, size = place_tensors(plan, room)
+        files: dict[str, int] = {}
         manifest = json.dumps(
             {
                 "tensors": {n: [p.offset, p.shape, p.dtype] for n, p in places.items()},
                 "groups": [group.name for group in plan.groups],
-                "row_sources": _row_sources(plan, sources),
+                "row_sources": _row_sources(plan, sources, files),
+                "files": list(files),
             }
         ).encode()
         if len(_MAGIC) + 8 + len(manifest) > room:
             raise ValueError(f"{path}: the manifest of {len(manifest)} bytes is too long")
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            _reserve(path, size)
-            _reserve(control_path(path), _CONTROL_HEAD + 2 * len(plan.groups))
-            with path.open("r+b") as file:
-                file.write(_MAGIC + struct.pack("<Q", len(manifest)) + manifest)
-            return cls(path, writable=True)
+            # Every page now: a full filesystem is an error here, not a signal at first touch.
+            os.posix_fallocate(fd, 0, size)
+            header = _MAGIC + struct.pack("<Q", len(manifest)) + manifest
+            os.pwrite(fd, header, 0)
+            _write_zeros(control_path(path), _CONTROL_HEAD + 2 * len(plan.groups))
+            return cls(path, fd)
         except OSError:
+            os.close(fd)
             remove_segment(path)
             raise
 
     @classmethod
     def open(cls, path: Path) -> "Segment":
         """Map an existing segment read-only. Raises OSError or ValueError if it is not one."""
-        return cls(path, writable=False)
+        return cls(path)
 
     def _read_manifest(self) -> dict[str, Any]:
         if self._map[: len(_MAGIC)] != _MAGIC:
@@ -153,9 +172,13 @@ class Segment:
         size = int(np.prod(place.shape)) * ITEM_BYTES[place.dtype]
         return self._data[place.offset : place.offset + size]
 
-    def window(self, offset: int, count: int) -> NDArray[np.uint8]:
-        """`count` bytes from `offset` of the whole segment."""
-        return self._data[offset : offset + count]
+    def write(self, offset: int, data: memoryview) -> None:
+        """By the loader; thread-safe. Through the file and not the mapping: the kernel then neither
+        clears a page before it is overwritten nor takes a fault for each, which halves a load."""
+        assert self._write_fd is not None, "opened read-only"
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._write_fd, data[done:], offset + done)
 
     @property
     def bytes(self) -> int:
@@ -167,7 +190,11 @@ class Segment:
         return self._group_index[name]
 
     def ready(self, group: int) -> bool:
-        return bool(self._ready[group])
+        """True: the group's bytes are there, and reads after this see them."""
+        if not self._ready[group]:
+            return False
+        self._fence()
+        return True
 
     def want(self, group: int) -> None:
         """Ask the loader to take this group next."""
@@ -176,16 +203,41 @@ class Segment:
     def wanted(self, group: int) -> bool:
         return bool(self._wanted[group])
 
+    def first_wanted(self, among: NDArray[np.bool_]) -> int | None:
+        """The first group in load order that is wanted and for which `among` holds."""
+        hits = np.flatnonzero((self._wanted != 0) & among)
+        return int(hits[0]) if len(hits) else None
+
     def set_ready(self, group: int) -> None:
+        """By the loader, after the group's last byte."""
+        self._fence()
         self._ready[group] = 1
 
     @property
     def state(self) -> State:
-        return State(int(self._state[0]))
+        state = State(int(self._state[0]))
+        self._fence()
+        return state
 
     @state.setter
     def state(self, value: State) -> None:
+        if value is not State.LOADING and self._write_fd is not None:
+            os.close(self._write_fd)
+            self._write_fd = None
+        self._fence()
         self._state[0] = value
+
+    @property
+    def reason(self) -> str:
+        """Why the state is FAILED, else nothing."""
+        if self.state is not State.FAILED:
+            return ""
+        return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")
+
+    def fail(self, reason: str) -> None:
+        text = reason.encode(errors="replace")[: len(self._reason)]
+        self._reason[: len(text)] = np.frombuffer(text, np.uint8)
+        self.state = State.FAILED
 
     @property
     def loaded_bytes(self) -> int:
@@ -200,6 +252,24 @@ class Segment:
         self._map.madvise(_MADV_POPULATE_READ)
 
 
+class _Fence:
+    """Nothing moves across a call: neither earlier memory accesses to after it nor later ones to
+    before it. x86 keeps stores, and loads, in order by itself; ARM (Grace) does not.
+
+    Releasing a lock is a store-release and taking one a load-acquire, and a release is never
+    reordered with an acquire that follows it (ARM's memory model, "barrier-ordered-before").
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            pass
+        with self._lock:
+            pass
+
+
 def control_path(path: Path) -> Path:
     return path.with_name(path.name + ".ctl")
 
@@ -210,22 +280,25 @@ def remove_segment(path: Path) -> None:
     control_path(path).unlink(missing_ok=True)
 
 
-def _row_sources(plan: LayoutPlan, sources: dict[str, TensorSource]) -> dict[str, list[object]]:
-    """Tensors that are one checkpoint tensor as it is: their rows can be read from the file."""
+def _row_sources(
+    plan: LayoutPlan, sources: dict[str, TensorSource], files: dict[str, int]
+) -> dict[str, list[object]]:
+    """Tensors that are one checkpoint tensor as it is: their rows can be read from the file, given
+    by its number in `files`."""
     parts: dict[str, list[str]] = {}
     for group in plan.groups:
         for part in group.parts:
             parts.setdefault(part.target, []).append(part.source)
-    return {
-        tensor.name: [str(source.path.resolve()), source.offset, source.dtype]
-        for tensor in plan.tensors
-        if len(parts[tensor.name]) == 1
-        and (source := sources[parts[tensor.name][0]]).shape == tensor.shape
-    }
+    rows: dict[str, list[object]] = {}
+    for tensor in plan.tensors:
+        names = parts[tensor.name]
+        if len(names) == 1 and (source := sources[names[0]]).shape == tensor.shape:
+            file = files.setdefault(str(source.path.resolve()), len(files))
+            rows[tensor.name] = [file, source.offset, source.dtype]
+    return rows
 
 
-def _reserve(path: Path, size: int) -> None:
-    """Allocate every page now: a full filesystem is an error here, not a signal at first touch."""
+def _write_zeros(path: Path, size: int) -> None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, size)
@@ -240,8 +313,3 @@ def _map_file(path: Path, writable: bool) -> mmap.mmap:
         return mmap.mmap(fd, 0, access=access)
     finally:
         os.close(fd)
-
-
-def address(view: NDArray[np.uint8]) -> int:
-    """Where a view's first byte lies in this process."""
-    return int(ctypes.c_void_p(view.ctypes.data).value or 0)

@@ -37,7 +37,7 @@ def create_app(gateway: Gateway, settings: ServerSettings) -> FastAPI:
 
     async def http_error(_: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail)).response()
+        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     app.add_exception_handler(HTTPException, http_error)
     return app
@@ -52,7 +52,7 @@ class _Routes:
         self._gateway = gateway
         self._settings = settings
         self._metrics = Metrics(gateway)
-        self._preparer = Preparer(gateway, settings.tokenizer_threads)
+        self._preparer = Preparer(gateway, settings.tokenizer_threads, settings.tokenizers)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
 
     def table(self) -> list[tuple[str, str, Handler, str]]:
@@ -93,6 +93,13 @@ class _Routes:
                 response = ApiError(500, "internal error; see the server's log").response()
             response.headers["x-request-id"] = request_id
             self._metrics.responded(route, response.status_code)
+            if response.status_code >= 400 and role:
+                log.info(
+                    "%s answered %d", route, response.status_code,
+                    extra={
+                        "request_id": request_id, "route": route, "status": response.status_code
+                    },
+                )  # fmt: skip
             return response
 
         return guarded
@@ -176,8 +183,9 @@ class _Routes:
 
     async def _reload(self, http: HttpRequest) -> Response:
         status = self._status(http)
+        reloaded = await self._gateway.reload_model(status.id)
         self._preparer.forget(status.id)
-        return _json(await self._gateway.reload_model(status.id))
+        return _json(reloaded)
 
     # ---- to see it ------------------------------------------------------------------------------
 

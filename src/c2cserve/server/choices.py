@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
-from c2cserve.runtime.gateway import Gateway
+from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.errors import ApiError
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.tokenizer import Detokenizer, StopStrings
@@ -18,6 +18,8 @@ class Piece:
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Of the tokens of `logprobs`: where their text begins in the output, characters."""
     finish: str | None = None
 
 
@@ -34,7 +36,11 @@ class Choice:
         self.finish = ""
         self.first_s: float | None = None
         self.last_s: float | None = None
+        self.gaps_s: list[float] = []
+        """Between deltas that brought tokens."""
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._decoded = 0
+        """Characters so far, stop strings included."""
         self._detokenizer = Detokenizer(prepared.tokenizer, list(job.tokens))
         self._stops = StopStrings(prepared.stops)
 
@@ -47,10 +53,13 @@ class Choice:
                 yield piece
                 if piece.finish is not None:
                     return
+        except Refused:
+            self.finish = "refused"
+            raise
         finally:
             # Closing it before its end (a stop string, a client gone) frees the job's memory.
             await deltas.aclose()
-            self.finish = self.finish or "cancelled"
+            self.finish = self.finish or "abort"
 
     def _piece(self, delta: Delta) -> Piece:
         if delta.timing is not None:
@@ -61,12 +70,16 @@ class Choice:
             self.finish = "error"
             raise ApiError(500, f"the model failed: {delta.error}")
         if delta.tokens:
-            self.last_s = time.monotonic()
-            self.first_s = self.first_s or self.last_s
-            self.output_tokens += len(delta.tokens)
-        stopped_by_token = delta.finish is FinishReason.STOP
-        visible = delta.tokens[:-1] if stopped_by_token else delta.tokens
-        text, stopped = self._stops.add(self._detokenizer.add(visible))
+            now = time.monotonic()
+            if self.last_s is None:
+                self.first_s = now
+            else:
+                self.gaps_s.append(now - self.last_s)
+            self.last_s = now
+        hidden = delta.finish is FinishReason.STOP
+        text, offsets, stopped = self._read(delta.tokens[:-1] if hidden else delta.tokens)
+        # What an engine drew beyond a stop string is neither shown nor counted.
+        self.output_tokens += len(offsets) if stopped else len(delta.tokens)
         finish: str | None = None
         if stopped:
             finish = "stop"
@@ -75,5 +88,18 @@ class Choice:
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""
-        logprobs = delta.logprobs[: len(visible)] if stopped_by_token else delta.logprobs
-        return Piece(self.index, text, logprobs, finish)
+        return Piece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish)
+
+    def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
+        """Text to show, where each token up to a stop string begins, and whether there was one."""
+        offsets: list[int] = []
+        shown: list[str] = []
+        for token in tokens:
+            offsets.append(self._decoded)
+            text = self._detokenizer.add((token,))
+            self._decoded += len(text)
+            text, stopped = self._stops.add(text)
+            shown.append(text)
+            if stopped:
+                return "".join(shown), tuple(offsets), True
+        return "".join(shown), tuple(offsets), False

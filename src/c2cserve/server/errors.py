@@ -1,5 +1,7 @@
 """OpenAI's error shape, and turning what goes wrong into it."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -33,6 +36,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.headers = dict(headers or {})
 
     @classmethod
     def of(cls, refused: Refused) -> "ApiError":
@@ -49,22 +53,37 @@ class ApiError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        headers: dict[str, str] = {}
+        headers = dict(self.headers)
         if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, round(self.retry_after_s)))
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         content = msgspec.json.encode(self.body())
         return Response(content, self.status, headers, media_type="application/json")
 
 
+_UNIONS = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of such lists",
+    "stop": "a string or a list of strings",
+    "content": "a string or a list of text parts",
+}
+"""Fields of several types: what they may be, where pydantic would only tell of the first type."""
+
+
 def of_validation(error: ValidationError) -> ApiError:
     """The first problem of a request body, in the words of its author."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    problems = error.errors(include_url=False, include_context=False)
+    # Of a union's problems, the one with a wrong word ("image_url") says most.
+    first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
     where = [str(part) for part in first["loc"] if not _is_branch(part)]
     param = ".".join(where) or None
-    if first["type"] == "extra_forbidden":
+    if first["type"] in ("extra_forbidden", "none_required"):
         message = f"{param!r} is not supported"
         return ApiError(400, message, param=param, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
+    named = [part for part in where if part in _UNIONS]
+    if first["type"] == "literal_error":
+        message += f", not {first['input']!r}"
+    elif named and first["type"] not in ("value_error", "missing"):
+        message = f"must be {_UNIONS[named[0]]}"
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 

@@ -85,6 +85,7 @@ class CompletionBody(Common):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
+    suffix: None = None
 
     @model_validator(mode="after")
     def _best_of(self) -> "CompletionBody":
@@ -102,12 +103,19 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
+    # Clients send answers back as they came, with nulls: these may be null and nothing else.
+    refusal: None = None
+    tool_calls: None = None
+    function_call: None = None
+    audio: None = None
+    annotations: None = None
 
     def plain(self) -> dict[str, Any]:
-        """As templates want it."""
+        """As templates want it: `developer` is OpenAI's newer word for `system`."""
         content = self.content
         text = content if isinstance(content, str) else "".join(p.text for p in content or ())
-        message = {"role": self.role, "content": text}
+        role = "system" if self.role == "developer" else self.role
+        message = {"role": role, "content": text}
         return message if self.name is None else {**message, "name": self.name}
 
 
@@ -122,6 +130,18 @@ class ChatBody(Common):
     store: Literal[False] | None = None
     metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    modalities: list[Literal["text"]] | None = None
+    # Not supported: null, which asks for nothing, is all they may be.
+    tools: None = None
+    tool_choice: None = None
+    parallel_tool_calls: None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    web_search_options: None = None
 
     @model_validator(mode="after")
     def _pairs(self) -> "ChatBody":

@@ -3,16 +3,15 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
-from c2cserve.core.request import TokenLogprob
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.choices import Choice, Piece
 from c2cserve.server.errors import ApiError
@@ -20,16 +19,18 @@ from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.shapes import (
-    CompletionLogprobs,
     Envelope,
     chat_chunk,
     chat_logprobs,
+    completion_logprobs,
     text_chunk,
+    token_offsets,
     usage,
 )
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class Inference:
         answer = _Answer(body, prepared, choices, envelope, request_id)
         pieces = self._pieces(answer)
         if body.stream:
-            return await self._stream(answer, pieces)
+            return await self._stream(http, answer, pieces)
         return await self._gather(http, answer, pieces)
 
     # ---- running choices ------------------------------------------------------------------------
@@ -127,9 +128,13 @@ class Inference:
 
     # ---- streamed -------------------------------------------------------------------------------
 
-    async def _stream(self, answer: _Answer, pieces: AsyncGenerator[Piece, None]) -> Response:
+    async def _stream(
+        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
+    ) -> Response:
         """The first piece is awaited before the status is sent: a refusal is still a 429 then."""
-        first = await anext(pieces)
+        first = await _unless_gone(http, _first(pieces))
+        if first is None:
+            return Response(status_code=499)  # nobody reads it
         return StreamingResponse(
             self._events(answer, first, pieces),
             media_type="text/event-stream",
@@ -164,17 +169,9 @@ class Inference:
     async def _gather(
         self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
     ) -> Response:
-        gathering = asyncio.create_task(_all(pieces))
-        leaving = asyncio.create_task(_disconnected(http))
-        try:
-            await asyncio.wait({gathering, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not gathering.done():
-                return Response(status_code=499)  # nobody reads it
-            by_choice = gathering.result()
-        finally:
-            for task in (gathering, leaving):
-                task.cancel()
-            await asyncio.gather(gathering, leaving, return_exceptions=True)
+        by_choice = await _unless_gone(http, _all(pieces))
+        if by_choice is None:
+            return Response(status_code=499)  # nobody reads it
         shaper = _Shaper(answer)
         choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
         content = answer.envelope.wrap(choices, streamed=False)
@@ -195,6 +192,23 @@ async def _all(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:
         async for piece in pieces:
             gathered.setdefault(piece.index, []).append(piece)
     return gathered
+
+
+async def _first(pieces: AsyncGenerator[Piece, None]) -> Piece:
+    return await anext(pieces)
+
+
+async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
+    """What the work returns or raises; None when the client went away first, the work is cancelled
+    then (and with it its jobs)."""
+    tasks = working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(http))
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _disconnected(http: HttpRequest) -> None:
@@ -225,15 +239,14 @@ class _Shaper:
     def __init__(self, answer: _Answer) -> None:
         self._answer = answer
         self._started: set[int] = set()
-        self._offsets = [CompletionLogprobs(answer.prepared.tokenizer) for _ in answer.choices]
 
     def chunk(self, piece: Piece, with_usage: bool) -> dict[str, Any]:
         first = piece.index not in self._started
         self._started.add(piece.index)
         if self._answer.envelope.chat:
-            choice = chat_chunk(piece, self._logprobs(piece.index, piece.logprobs), first=first)
+            choice = chat_chunk(piece, self._logprobs([piece]), first=first)
         else:
-            choice = text_chunk(piece, self._logprobs(piece.index, piece.logprobs, first))
+            choice = text_chunk(piece, self._logprobs([piece], first))
             if first and self._answer.echo:
                 choice["text"] = self._answer.choices[piece.index].prompt.text + choice["text"]
         content = self._answer.envelope.wrap([choice], streamed=True)
@@ -243,24 +256,28 @@ class _Shaper:
 
     def whole(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
-        entries = [entry for piece in pieces for entry in piece.logprobs]
         shaped = {
             "index": choice.index, "finish_reason": pieces[-1].finish,
-            "logprobs": self._logprobs(choice.index, entries, True),
+            "logprobs": self._logprobs(pieces, True),
         }  # fmt: skip
         if self._answer.envelope.chat:
             return {**shaped, "message": {"role": "assistant", "content": text, "refusal": None}}
         return {**shaped, "text": (choice.prompt.text if self._answer.echo else "") + text}
 
-    def _logprobs(
-        self, index: int, entries: Sequence[TokenLogprob], first: bool = False
-    ) -> dict[str, Any] | None:
-        choice = self._answer.choices[index]
+    def _logprobs(self, pieces: Sequence[Piece], first: bool = False) -> dict[str, Any] | None:
+        choice = self._answer.choices[pieces[0].index]
         if choice.job.sampling.logprobs is None:
             return None
+        tokenizer = self._answer.prepared.tokenizer
+        entries = [entry for piece in pieces for entry in piece.logprobs]
         if self._answer.envelope.chat:
-            return chat_logprobs(self._answer.prepared.tokenizer, entries)
-        if first and self._answer.echo:
-            prompt_first = choice.job.tokens[0]
-            return self._offsets[index].of((*choice.prompt_logprobs, *entries), prompt_first)
-        return self._offsets[index].of(entries)
+            return chat_logprobs(tokenizer, entries)
+        before = len(choice.prompt.text) if self._answer.echo else 0
+        offsets = [before + offset for piece in pieces for offset in piece.offsets]
+        if not (first and self._answer.echo):
+            return completion_logprobs(tokenizer, entries, offsets)
+        prompt = choice.job.tokens
+        offsets = [*token_offsets(tokenizer, prompt)[1:], *offsets]
+        return completion_logprobs(
+            tokenizer, [*choice.prompt_logprobs, *entries], offsets, unscored=prompt[0]
+        )

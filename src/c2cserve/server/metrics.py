@@ -2,6 +2,7 @@
 alone begins with `c2cserve:`."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -21,6 +22,32 @@ _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 
 _Table = dict[str, tuple[str, Callable[[SliceStatus], float]]]
 
+_HISTOGRAMS = (
+    ("vllm:time_to_first_token_seconds", "Time to first token.", _LATENCY),
+    ("vllm:inter_token_latency_seconds", "Between outputs of a request.", _LATENCY),
+    ("vllm:time_per_output_token_seconds", "The same by its older name.", _LATENCY),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "Mean time per output token after the first, per request.",
+        _LATENCY,
+    ),
+    ("vllm:e2e_request_latency_seconds", "End to end request latency.", _LATENCY),
+    ("vllm:request_queue_time_seconds", "Arrival at the slice to first step.", _LATENCY),
+    ("vllm:request_prefill_time_seconds", "Computing the prompt.", _LATENCY),
+    ("vllm:request_prompt_tokens", "Prompt tokens per request.", _TOKENS),
+    ("vllm:request_generation_tokens", "Output tokens per request.", _TOKENS),
+    ("c2cserve:switch_seconds", "Picking a request's model to its first kernel.", _SWITCH),
+    ("c2cserve:weight_wait_seconds", "Waiting for weights that were still loading.", _LATENCY),
+)
+_COUNTERS = (
+    ("vllm:prompt_tokens", "Prompt tokens processed."),
+    ("vllm:generation_tokens", "Output tokens generated."),
+    ("vllm:request_success", "Requests ended: stop, length, abort, error.", "finished_reason"),
+    ("vllm:prefix_cache_queries", "Prompt tokens looked up."),
+    ("vllm:prefix_cache_hits", "Prompt tokens found in the cache."),
+    ("c2cserve:slo", "Requests by whether they met their SLOs.", "met"),
+)
+
 
 class Metrics:
     """One registry per app: nothing global, two apps in a process do not meet."""
@@ -28,66 +55,67 @@ class Metrics:
     def __init__(self, gateway: Gateway) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_SnapshotCollector(gateway))
-
-        def histogram(name: str, help_: str, buckets: tuple[float, ...] = _LATENCY) -> Histogram:
-            return Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
-
-        def counter(name: str, help_: str, *labels: str) -> Counter:
-            return Counter(name, help_, ["model_name", *labels], registry=self.registry)
-
-        self._ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token.")
-        self._tpot = histogram("vllm:time_per_output_token_seconds", "Mean time per output token.")
-        self._e2e = histogram("vllm:e2e_request_latency_seconds", "End to end request latency.")
-        self._queue = histogram("vllm:request_queue_time_seconds", "Arrival to first step.")
-        self._prefill = histogram("vllm:request_prefill_time_seconds", "Computing the prompt.")
-        self._prompt_len = histogram("vllm:request_prompt_tokens", "Prompt tokens.", _TOKENS)
-        self._output_len = histogram("vllm:request_generation_tokens", "Output tokens.", _TOKENS)
-        self._prompt = counter("vllm:prompt_tokens", "Prompt tokens processed.")
-        self._output = counter("vllm:generation_tokens", "Output tokens generated.")
-        self._success = counter("vllm:request_success", "Requests ended.", "finished_reason")
-        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
-        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the cache.")
-        self._switch = histogram(
-            "c2cserve:switch_seconds", "Picking a request's model to its first kernel.", _SWITCH
-        )
-        self._wait = histogram(
-            "c2cserve:weight_wait_seconds", "Waiting for weights that were still loading."
-        )
-        self._slo = counter("c2cserve:slo", "Requests by whether they met their SLOs.", "met")
+        self._histograms = {
+            name: Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
+            for name, help_, buckets in _HISTOGRAMS
+        }
+        self._counters = {
+            name: Counter(name, help_, ["model_name", *labels], registry=self.registry)
+            for name, help_, *labels in _COUNTERS
+        }
         self._http = Counter(
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
+        # Looking a child up by its labels costs more than counting.
+        self._children: dict[tuple[str, ...], Any] = {}
+
+    def _observe(self, name: str, model: str, value: float) -> None:
+        child = self._children.get((name, model))
+        if child is None:
+            child = self._children[name, model] = self._histograms[name].labels(model)
+        child.observe(value)
+
+    def _count(self, name: str, value: float, *labels: str) -> None:
+        child = self._children.get((name, *labels))
+        if child is None:
+            child = self._children[(name, *labels)] = self._counters[name].labels(*labels)
+        child.inc(value)
 
     def ended(self, choice: Choice, now: float) -> None:
-        """A choice that was taken has ended, however."""
+        """A choice has ended, however. Refused ones are counted by status alone."""
+        if choice.finish == "refused":
+            return
         request = choice.job.request
-        name = request.model
-        self._success.labels(name, choice.finish).inc()
-        self._e2e.labels(name).observe(now - request.arrival_s)
-        self._output.labels(name).inc(choice.output_tokens)
-        self._output_len.labels(name).observe(choice.output_tokens)
-        self._prompt_len.labels(name).observe(request.prompt_len)
+        model = request.model
+        self._count("vllm:request_success", 1, model, choice.finish)
+        self._count("vllm:generation_tokens", choice.output_tokens, model)
+        self._observe("vllm:e2e_request_latency_seconds", model, now - request.arrival_s)
+        self._observe("vllm:request_generation_tokens", model, choice.output_tokens)
+        self._observe("vllm:request_prompt_tokens", model, request.prompt_len)
         if choice.first_s is None or choice.timing is None or choice.last_s is None:
             return
         ttft_s = choice.first_s - request.arrival_s
-        self._ttft.labels(name).observe(ttft_s)
+        self._observe("vllm:time_to_first_token_seconds", model, ttft_s)
         tpot_s = 0.0
         if choice.output_tokens > 1:
             tpot_s = (choice.last_s - choice.first_s) / (choice.output_tokens - 1)
-            self._tpot.labels(name).observe(tpot_s)
+            self._observe("vllm:request_time_per_output_token_seconds", model, tpot_s)
+        for gap_s in choice.gaps_s:
+            self._observe("vllm:inter_token_latency_seconds", model, gap_s)
+            self._observe("vllm:time_per_output_token_seconds", model, gap_s)
         met = ttft_s <= request.slo.ttft_s and tpot_s <= request.slo.tpot_s
-        self._slo.labels(name, "true" if met else "false").inc()
-        self._prompt.labels(name).inc(request.prompt_len)
-        self._queries.labels(name).inc(request.prompt_len)
-        self._hits.labels(name).inc(choice.cached_tokens)
+        self._count("c2cserve:slo", 1, model, "true" if met else "false")
+        self._count("vllm:prompt_tokens", request.prompt_len, model)
+        self._count("vllm:prefix_cache_queries", request.prompt_len, model)
+        self._count("vllm:prefix_cache_hits", choice.cached_tokens, model)
         timing = choice.timing
-        self._queue.labels(name).observe(timing.queue_s)
-        self._prefill.labels(name).observe(timing.prefill_s)
+        self._observe("vllm:request_queue_time_seconds", model, timing.queue_s)
+        self._observe("vllm:request_prefill_time_seconds", model, timing.prefill_s)
         if timing.switched:
-            self._switch.labels(name).observe(timing.switch_s)
+            self._observe("c2cserve:switch_seconds", model, timing.switch_s)
         if timing.wait_weights_s:
-            self._wait.labels(name).observe(timing.wait_weights_s)
+            self._observe("c2cserve:weight_wait_seconds", model, timing.wait_weights_s)
 
     def responded(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()

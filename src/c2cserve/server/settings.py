@@ -11,3 +11,5 @@ class ServerSettings:
     """If set: /admin and /metrics want it."""
     body_bytes_max: int = 8 << 20
     tokenizer_threads: int = 2
+    tokenizers: int = 64
+    """Kept in memory; the least recently used ones make way."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from c2cserve.core.request import TokenLogprob
 from c2cserve.server.choices import Choice, Piece
-from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.tokenizer import Detokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,42 +60,43 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
     return {"content": content, "refusal": None}
 
 
-class CompletionLogprobs:
-    """Keeps the running `text_offset` of a choice."""
+def completion_logprobs(
+    tokenizer: Tokenizer,
+    entries: Sequence[TokenLogprob],
+    offsets: Sequence[int],
+    unscored: int | None = None,
+) -> dict[str, Any]:
+    """`offsets`: where each token's text begins. `unscored`: a token before the entries that has no
+    log-probability (the prompt's first); its offset is 0."""
+    tokens = [tokenizer.token_text(entry.token)[0] for entry in entries]
+    values: list[float | None] = [entry.logprob for entry in entries]
+    tops: list[dict[str, float] | None] = [_top(tokenizer, entry) for entry in entries]
+    places = list(offsets)
+    if unscored is not None:
+        tokens.insert(0, tokenizer.token_text(unscored)[0])
+        values.insert(0, None)
+        tops.insert(0, None)
+        places.insert(0, 0)
+    return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._offset = 0
 
-    def of(
-        self, entries: Sequence[TokenLogprob | None], first: int | None = None
-    ) -> dict[str, Any]:
-        """`first`: a token without a log-probability (the prompt's first) before them."""
-        tokens: list[str] = []
-        values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
-        offsets: list[int] = []
-        if first is not None:
-            self._append(first, None, None, (tokens, values, tops, offsets))
-        for entry in entries:
-            assert entry is not None
-            top = {self._tokenizer.token_text(t)[0]: v for t, v in entry.top}
-            if entry.top:
-                top.setdefault(self._tokenizer.token_text(entry.token)[0], entry.logprob)
-            self._append(entry.token, entry.logprob, top, (tokens, values, tops, offsets))
-        return {
-            "tokens": tokens, "token_logprobs": values, "top_logprobs": tops,
-            "text_offset": offsets,
-        }  # fmt: skip
+def _top(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
+    """Several tokens may show the same text (parts of characters do): the likeliest is kept."""
+    top: dict[str, float] = {}
+    for token, logprob in (*entry.top, *([(entry.token, entry.logprob)] if entry.top else [])):
+        text = tokenizer.token_text(token)[0]
+        top[text] = max(logprob, top.get(text, logprob))
+    return top
 
-    def _append(
-        self, token: int, value: float | None, top: dict[str, float] | None,
-        into: tuple[list[str], list[float | None], list[dict[str, float] | None], list[int]],
-    ) -> None:  # fmt: skip
-        text, _ = self._tokenizer.token_text(token)
-        for column, item in zip(into, (text, value, top, self._offset), strict=True):
-            column.append(item)  # pyright: ignore[reportArgumentType]
-        self._offset += len(text)
+
+def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+    """Where the text of each token of a prompt begins, characters."""
+    detokenizer = Detokenizer(tokenizer, [])
+    offset, offsets = 0, list[int]()
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(detokenizer.add((token,)))
+    return offsets
 
 
 def chat_chunk(piece: Piece, logprobs: dict[str, Any] | None, *, first: bool) -> dict[str, Any]:

@@ -48,8 +48,9 @@ class LateModel:
             for part in self.plan.groups[group].parts:
                 place = self.segment.tensors[part.target]
                 item = ITEM_BYTES[place.dtype]
-                run = (place.offset + part.offset * item, part.elements * item)
-                self.segment.window(*run)[:] = self._whole.window(*run)
+                begin, end = part.offset * item, (part.offset + part.elements) * item
+                data = self._whole.raw(part.target)[begin:end].tobytes()
+                self.segment.write(place.offset + begin, memoryview(data))
             self.segment.set_ready(group)
         if all(self.segment.ready(group) for group in range(len(self.plan.groups))):
             self.segment.state = State.READY

@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from lane import GREEDY, Lane, LateModel
+from published import PUBLISHED
+from tiny import COMMON, Ours, make_checkpoint, make_model
+from torch import Tensor
+
 from c2cserve.core.events import StepDone
 from c2cserve.core.request import FinishReason
 from c2cserve.engine.cpu import executor
 from c2cserve.engine.models.config import ConfigError, parse_config
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import Drawn, RowSampling
-from lane import GREEDY, Lane, LateModel
-from published import PUBLISHED
-from tiny import COMMON, Ours, make_checkpoint, make_model
-from torch import Tensor
 
 PROMPT = torch.randint(3, 160, (40,), generator=torch.Generator().manual_seed(11)).tolist()
 LLAMA = PUBLISHED["llama-3.1-8b"]

@@ -1,0 +1,173 @@
+"""CPU time the policies take per decision (events applied and decided), microseconds: JSON.
+
+python benchmarks/policy_speed.py [--decisions N] [--seed N]
+
+A closed loop in virtual time, so that only policy code is measured: 256 requests under way, one
+new for each that ends, lengths and models drawn at random (Zipf over the models).
+
+  cluster          200 models in the pool, 8 slices of 8 active models, nobody waits
+  cluster_queue    the same with 600 requests more than the slices take: all of them wait
+  slice            8 active models of 32 running requests each on one slice
+  slice_one_model  64 running requests of one model, and as many waiting
+"""
+
+import argparse
+import heapq
+import json
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import count
+from random import Random
+
+from c2cserve.core.actions import Dispatch, Reject, RunStep
+from c2cserve.core.events import (
+    Activated,
+    Arrived,
+    Finished,
+    FirstToken,
+    ModelAdded,
+    ModelLoaded,
+    ModelUsable,
+    PoolState,
+    SeqOutcome,
+    SliceUp,
+    StepDone,
+    StepTimes,
+    Submitted,
+)
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.slice import SlicePolicy
+from c2cserve.runtime.ports import Policy
+
+RUNNING = 256
+
+
+class Thinking:
+    """Times every decision; the first tenth warms up."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.took_s: list[float] = []
+
+    def __call__(self, now: float, *events: object) -> list:
+        start = time.thread_time()
+        for event in events:
+            self.policy.apply(event)
+        actions = self.policy.decide(now)
+        self.took_s.append(time.thread_time() - start)
+        return list(actions)
+
+    def report(self) -> dict[str, float]:
+        took = sorted(self.took_s[len(self.took_s) // 10 :])
+        at = {"p50_us": 0.5, "p90_us": 0.9, "p99_us": 0.99, "p999_us": 0.999}
+        figures = {name: round(1e6 * took[int(share * len(took))], 1) for name, share in at.items()}
+        return {"decisions": len(took), **figures, "max_us": round(1e6 * took[-1], 1)}
+
+
+def requests(random: Random, models: int) -> Iterator[tuple[str, str, int, int]]:
+    """Id, model, prompt and output length; small ids are asked for most."""
+    weights = [1 / (rank + 1) for rank in range(models)]
+    for number in count():
+        [model] = random.choices(range(models), weights)
+        yield f"r{number}", f"m{model}", random.randint(10, 400), random.randint(8, 120)
+
+
+def cluster(decisions: int, seed: int, queued: int) -> dict[str, float]:
+    random = Random(seed)
+    policy = ClusterPolicy(AdmissionSettings(max_waiting=10_000, patience=0.0))
+    think = Thinking(policy)
+    slices = [Slice(f"s{i}", "cpu", max_batch=32, max_active=8) for i in range(8)]
+    think(0.0, PoolState(1 << 40), *(SliceUp(one) for one in slices))
+    for i in range(200):
+        spec = ModelSpec(f"m{i}", 1 << 30, 16, 1 << 16, 4096)
+        think(0.0, ModelAdded(spec), ModelUsable(spec.id), ModelLoaded(spec.id, 1, 1.0))
+    think.took_s.clear()
+    heap: list[tuple[float, int, object]] = []
+    order, made = count(), requests(random, 200)
+    for _ in range(512 + queued if queued else RUNNING):
+        heapq.heappush(heap, (random.random(), next(order), None))
+    while len(think.took_s) < decisions:
+        now, _, event = heapq.heappop(heap)
+        if event is None:  # somebody asks
+            name, model, prompt, new = next(made)
+            event = Arrived(Request(name, model, prompt, new, now))
+        elif isinstance(event, Finished):
+            heapq.heappush(heap, (now + random.random() * 0.01, next(order), None))
+        for action in think(now, event):
+            assert not isinstance(action, Reject)
+            if isinstance(action, Dispatch):
+                took = random.uniform(0.2, 2.0)
+                for at, news in (
+                    (0.1, FirstToken(action.request_id, 0.1)),
+                    (0.2, StepTimes(action.slice_id, f"m{random.randrange(8)}", 0.01, 1e-4)),
+                    (1.0, Finished(action.request_id, 9)),
+                ):
+                    heapq.heappush(heap, (now + at * took, next(order), news))
+    waiting = Counter(loads=sum(load.requests for load in policy._slices.values()))
+    return {**think.report(), "running": waiting["loads"], "waiting": len(policy._queue)}
+
+
+def one_slice(decisions: int, seed: int, models: int, each: int, batch: int) -> dict[str, float]:
+    random = Random(seed)
+    slice_ = Slice("s", "cpu", kv_bytes=4 << 30, max_batch=batch)
+    policy = SlicePolicy(slice_)
+    think = Thinking(policy)
+    think(0.0, *(Activated(ModelSpec(f"m{i}", 1 << 30, 16, 1 << 16, 4096)) for i in range(models)))
+    lengths = {}
+    order = count()
+
+    def fresh(model: int, now: float) -> Submitted:
+        name = f"r{next(order)}"
+        prompt, new = random.randint(10, 400), random.randint(8, 120)
+        hashes = tuple(random.getrandbits(64) for _ in range(prompt // BLOCK_TOKENS))
+        lengths[name] = new
+        return Submitted(Request(name, f"m{model}", prompt, new, now, prefix_hashes=hashes))
+
+    now = 0.0
+    actions = think(now, *(fresh(model, now) for model in range(models) for _ in range(each)))
+    while len(think.took_s) < decisions:
+        [step] = [action.step for action in actions if isinstance(action, RunStep)]
+        outcomes, events = [], []
+        for part in step.seqs:
+            if part.emits:
+                lengths[part.request_id] -= 1
+                finished = lengths[part.request_id] == 0
+                outcomes.append(SeqOutcome(part.request_id, 1, finished))
+                if finished:
+                    events.append(fresh(int(step.model[1:]), now))
+        took = 0.01 + 2e-4 * step.tokens
+        now += took
+        actions = think(now, StepDone(step.id, tuple(outcomes), took), *events)
+    return {**think.report(), "running": policy.running, "waiting": policy.waiting}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--decisions", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    n, seed = options.decisions, options.seed
+    report = {
+        "benchmark": "policy_speed",
+        "machine": {
+            "cpus": len(os.sched_getaffinity(0)),
+            "architecture": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "cluster": cluster(n, seed, queued=0),
+        "cluster_queue": cluster(n, seed, queued=600),
+        "slice": one_slice(n, seed, models=8, each=32, batch=32),
+        "slice_one_model": one_slice(n, seed, models=1, each=128, batch=64),
+    }
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""Tokenizers are loaded once, kept within bounds, and their faults are not the client's."""
+
+import json
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from fake_gateway import model_files
+from served import BYTE, Served
+
+from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.tokenizer_cache import TokenizerCache
+
+
+def test_ids_of_any_size_are_checked(served: Served) -> None:
+    for prompt in ([2**40], [[5, 2**63]], [400]):
+        for extra in ({}, {"echo": True}):
+            body = {"model": BYTE, "prompt": prompt, **extra}
+            answer = served.http.post("/v1/completions", json=body)
+            assert answer.status_code == 400, answer.text
+            assert answer.json()["error"]["param"] == "prompt"
+
+
+def test_a_broken_tokenizer_is_the_server_s_fault(served: Served, tmp_path: Path) -> None:
+    files = replace(served.gateway.files[BYTE], id="broken", path=str(tmp_path))
+    served.gateway.files["broken"] = files
+    for content in (None, "{"):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        answer = served.http.post("/v1/completions", json={"model": "broken", "prompt": "x"})
+        assert answer.status_code == 500
+        assert "tokenizer.json" in answer.json()["error"]["message"]
+
+
+def test_many_first_requests_load_once(byte_dir: Path) -> None:
+    cache = TokenizerCache(2)
+    files = model_files("a", byte_dir, vocab=400)
+    got: list[Tokenizer] = []
+    threads = [threading.Thread(target=lambda: got.append(cache.load(files))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(map(id, got))) == 1
+
+
+def test_the_least_recently_used_makes_way(byte_dir: Path, tmp_path: Path) -> None:
+    cache = TokenizerCache(2)
+    a, b, c = (model_files(name, byte_dir, vocab=400) for name in "abc")
+    cache.load(a), cache.load(b)
+    assert cache.get(a) is not None
+    cache.load(c)
+    assert cache.get(b) is None
+    assert cache.get(a) is not None
+    assert cache.get(replace(a, path=str(tmp_path))) is None, "other files, other tokenizer"
+    cache.forget("a")
+    assert cache.get(a) is None
+
+
+def test_hashes_belong_to_a_model(byte_dir: Path) -> None:
+    one, two, again = (Tokenizer(byte_dir, name) for name in ("one", "two", "one"))
+    tokens = list(range(50))
+    hashes = one.prefix_hashes(tokens)
+    assert len(hashes) == 3, "full blocks only"
+    assert hashes == again.prefix_hashes(tokens)
+    assert not set(hashes) & set(two.prefix_hashes(tokens))
+    assert one.prefix_hashes(tokens[:32]) == hashes[:2], "chained from the front"
+    changed = one.prefix_hashes([99, *tokens[1:]])
+    assert not set(hashes) & set(changed), "every later block depends on the first"
+    assert all(0 <= value < 2**64 for value in hashes)
+    assert json.dumps(hashes)
