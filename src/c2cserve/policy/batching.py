@@ -35,15 +35,9 @@ class Seq:
     def in_flight(self) -> bool:
         return self.issued != self.computed
 
-    @property
-    def decoding(self) -> bool:
-        """Ready for its next single token."""
-        return self.started and self.issued == self.length - 1 == self.computed
-
     def drew(self, tokens: int) -> None:
         self.length += tokens
-        sent = self.request.sent + self.length - self.request.prompt_len
-        self.due_s = due_s(self.request, sent)
+        self.due_s += tokens * self.request.slo.tpot_s
 
     def lacking(self, tokens: int) -> int:
         """Blocks it needs beyond those it has to keep so many tokens."""
@@ -51,12 +45,10 @@ class Seq:
 
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
-        start = self.issued
-        self.issued += tokens
-        new = tuple(self.blocks[self.told :])
-        fresh = self.told == 0
-        self.told = len(self.blocks)
-        return SeqStep(self.request.id, start, tokens, new, fresh, emits=self.issued == self.length)
+        start, told, has = self.issued, self.told, len(self.blocks)
+        self.issued, self.told = start + tokens, has
+        new = tuple(self.blocks[told:]) if told < has else ()
+        return SeqStep(self.request.id, start, tokens, new, told == 0, self.issued == self.length)
 
     def restart(self) -> None:
         """Its KV is gone; its tokens are not."""
@@ -79,32 +71,45 @@ class ActiveModel:
     """Id of its step under way; at most one, because a decode needs the token before."""
     last_step: int = 0
     started: int = 0
+    tpot_s: float = float("inf")
+    """The strictest of its requests' targets since it last had none."""
     cached_tokens: int = 0
     preemptions: int = 0
+
+    def add(self, seq: Seq) -> None:
+        self.tpot_s = min(self.tpot_s if self.seqs else float("inf"), seq.request.slo.tpot_s)
+        self.seqs[seq.request.id] = seq
 
     def most_urgent_due_s(self) -> float:
         return min(map(_DUE, self.seqs.values()))
 
-    def decodes(self) -> list[Seq]:
-        return sorted((seq for seq in self.seqs.values() if seq.decoding), key=_DUE)
-
-    def prefills(self) -> list[Seq]:
-        """Those under way first, then by urgency. None is in flight: no step of the model is."""
-        rest = [seq for seq in self.seqs.values() if not seq.decoding]
-        return sorted(rest, key=lambda seq: (not seq.started, seq.due_s))
+    def line_up(self) -> tuple[list[Seq], list[Seq]]:
+        """Its requests while no step of it is in flight, by urgency: those that are ready for their
+        next single token, and those with more tokens to be computed, started ones first."""
+        decodes: list[Seq] = []
+        started: list[Seq] = []
+        waiting: list[Seq] = []
+        for seq in sorted(self.seqs.values(), key=_DUE):
+            if not seq.started:
+                waiting.append(seq)
+            elif seq.issued == seq.length - 1:
+                decodes.append(seq)
+            else:
+                started.append(seq)
+        return decodes, started + waiting
 
 
 _DUE = attrgetter("due_s")
-
-
 _CHUNK_MIN = 16
 
 
-def chunk_tokens(time: StepTime, decodes: int, seqs: Iterable[Seq], now: float, most: int) -> int:
-    """Prefill tokens that may go into a step beside so many decodes, so that no running request on
-    the slice (`seqs`, of any model) falls behind its TPOT for it."""
+def chunk_tokens(
+    time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
+) -> int:
+    """Prefill tokens that may go into a step beside so many decodes, so that no model that runs on
+    the slice makes its clients wait for it."""
     allowed_s = min(
-        (allowed_step_s(s.due_s - now, s.request.slo.tpot_s) for s in seqs if s.decoding),
+        (allowed_step_s(m.most_urgent_due_s() - now, m.tpot_s) for m in models if m.started),
         default=float("inf"),
     )
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)

@@ -7,7 +7,7 @@ from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.request import Request
 from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
-from c2cserve.policy.placement import Instance, Placement, SliceLoad, place
+from c2cserve.policy.placement import Placement, SliceLoad, place
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook, evictions, impossible, unasked_loads
 
@@ -29,6 +29,8 @@ class ClusterPolicy:
         self._actions: list[act.ClusterAction] = []
         self._arrived: list[Request] = []
         self._failed: list[str] = []
+        self._broken: set[str] = set()
+        """Models whose last load failed."""
         self._removing: list[str] = []
         self._throughput = Throughput()
         self._draining = False
@@ -86,6 +88,7 @@ class ClusterPolicy:
             case ev.ModelLoaded(name):
                 self._models[name].loaded = True
                 self._models[name].failures, self._models[name].retry_s = 0, None
+                self._broken.discard(name)
             case ev.ModelFailed(name, reason):
                 self._models[name].error = reason
                 self._failed.append(name)
@@ -168,8 +171,9 @@ class ClusterPolicy:
                 self._actions.append(act.Reject(request_id, 500, reason, 5.0))
                 self._left(request_id)
             self._leave_pool(model)
+            self._broken.add(name)
         self._failed.clear()
-        for name in self._queue.models():
+        for name in sorted(self._broken & self._queue.models()):
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 reason = f"{name} can not be loaded: {model.error}"
@@ -205,26 +209,26 @@ class ClusterPolicy:
         """Take it from every slice and out of the pool's books."""
         name = model.spec.id
         for slice_id, load in self._slices.items():
-            if load.active.pop(name, None) is not None:
+            if load.deactivate(name):
                 self._actions.append(act.Deactivate(name, slice_id))
         model.in_pool = model.usable = model.loaded = False
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
-        names: Iterable[str] = self._queue.models()
+        loads = [load for load in self._slices.values() if load.open]
+        names = set(self._queue.models())
         if not self._room_changed:
             names = {request.model for request in arrived}  # the others could not be placed before
+        if not any(load.takes_more for load in loads):
+            names &= {name for load in loads for name in load.active}
         self._room_changed = False
         heads = [
             (head[0], name) for name in names
             if (head := self._queue.head(name)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
-        loads = [load for load in self._slices.values() if load.open]
         while heads and loads:
             _, name = heappop(heads)
-            if not any(name in load.active or load.takes_more for load in loads):
-                continue
             head = self._queue.head(name)
             assert head is not None
             placement = place(head[1], loads, self._value, now)
@@ -245,10 +249,10 @@ class ClusterPolicy:
         name, slice_id = request.model, placement.slice_id
         load, model = self._slices[slice_id], self._models[name]
         if placement.deactivate is not None:
-            del load.active[placement.deactivate]
+            load.deactivate(placement.deactivate)
             self._actions.append(act.Deactivate(placement.deactivate, slice_id))
         if placement.activate:
-            load.active[name] = Instance()
+            load.activate(name)
             self._actions.append(act.Activate(name, slice_id))
         self._queue.remove(request.id)
         load.add(request)
@@ -295,6 +299,7 @@ class ClusterPolicy:
         for name in self._removing[:]:
             if not self._models[name].running and not self._queue.count(name):
                 self._removing.remove(name)
+                self._broken.discard(name)
                 self._leave_pool(self._models.pop(name))
                 self._actions.append(act.Forget(name))
                 self._pool_changed = True

@@ -117,9 +117,10 @@ class KvArena:
         """A held block is full and computed: it can be found by its hash from now on (unless
         another one already can)."""
         kv = self._models[model]
-        if value not in kv.by_hash:
+        block = kv.blocks[offset]
+        if block.hash is None and value not in kv.by_hash:
             kv.by_hash[value] = offset
-            kv.blocks[offset].hash = value
+            block.hash = value
 
     # ---- blocks ---------------------------------------------------------------------------------
 

@@ -37,6 +37,8 @@ class SliceLoad:
     slice: Slice
     active: dict[str, Instance] = field(default_factory=dict[str, Instance])
     requests: int = 0
+    unused: int = 0
+    """Active models without requests."""
     decode_s: dict[str, float] = field(default_factory=dict[str, float])
     """Model -> lately measured seconds of a decode step here; likewise per prefill token."""
     prefill_token_s: dict[str, float] = field(default_factory=dict[str, float])
@@ -55,11 +57,23 @@ class SliceLoad:
     @property
     def takes_more(self) -> bool:
         """Another model could become active here."""
-        active = self.active.values()
-        return len(active) < self.slice.max_active or not all(i.running for i in active)
+        return len(self.active) < self.slice.max_active or self.unused > 0
+
+    def activate(self, model: str) -> None:
+        self.active[model] = Instance()
+        self.unused += 1
+
+    def deactivate(self, model: str) -> bool:
+        """A model without requests; False if it is not active here."""
+        if model not in self.active:
+            return False
+        assert not self.active.pop(model).running
+        self.unused -= 1
+        return True
 
     def add(self, request: Request) -> None:
         instance = self.active[request.model]
+        self.unused -= not instance.running
         instance.running[request.id] = request.prompt_len
         instance.pending_tokens += request.prompt_len
         instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
@@ -77,6 +91,7 @@ class SliceLoad:
         self.requests -= 1
         if not instance.running:
             instance.tpot_s = float("inf")
+            self.unused += 1
 
     def in_time(self, request: Request, now: float, share: float) -> bool:
         """Would the request get its first token within `share` of the time it has left, and would
@@ -155,8 +170,8 @@ def _activation(
     """One more model on the slice: who leaves for it, and what that costs."""
     if len(load.active) < load.slice.max_active:
         return load, None, ()
-    unused = [name for name, instance in load.active.items() if not instance.running]
-    if not unused:
+    if not load.unused:
         return None
+    unused = [name for name, instance in load.active.items() if not instance.running]
     victim = min(unused, key=lambda name: (value(name), name))
     return load, victim, value(victim)

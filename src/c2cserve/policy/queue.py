@@ -1,7 +1,7 @@
 """Requests that wait at the controller, by urgency, and whose turn it is to be refused."""
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, KeysView
 
 from c2cserve.core.request import Request
 
@@ -31,9 +31,9 @@ class WaitingQueue:
         entries = sorted(entry for line in self._by_model.values() for entry in line)
         return (request for _, request in entries)
 
-    def models(self) -> list[str]:
-        """Those with waiting requests."""
-        return list(self._by_model)
+    def models(self) -> KeysView[str]:
+        """Those with waiting requests, as of any moment."""
+        return self._by_model.keys()
 
     def count(self, model: str) -> int:
         return len(self._by_model.get(model, ()))

@@ -95,7 +95,7 @@ class SlicePolicy:
             case ev.Submitted(request):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = Seq.of(request, model)
-                model.seqs[request.id] = seq
+                model.add(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.StepDone():
@@ -154,25 +154,22 @@ class SlicePolicy:
         self._retire(model)
 
     def _confirm(self, seq: Seq, outcome: ev.SeqOutcome | None) -> None:
-        if outcome is not None and (outcome.finished or outcome.failed):
-            if not outcome.failed:
-                self._seal(seq)
+        if outcome is not None and outcome.failed:
             self._remove(seq)
             return
-        self._seal(seq)
+        # What the step filled of its prompt's blocks can be reused from now on.
+        first, hashes = seq.computed // BLOCK_TOKENS, seq.request.prefix_hashes
+        if first < len(hashes):
+            for index in range(first, min(seq.issued // BLOCK_TOKENS, len(hashes))):
+                self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
         seq.computed = seq.issued
         if outcome is not None:
             seq.drew(outcome.drawn)
-        if seq.withdrawn:
+        if outcome is not None and outcome.finished:
+            self._remove(seq)
+        elif seq.withdrawn:
             self._actions.append(Drop(seq.request.id))
             self._remove(seq)
-
-    def _seal(self, seq: Seq) -> None:
-        """What the step filled of its prompt's blocks can be reused from now on."""
-        hashes = seq.request.prefix_hashes
-        last = min(seq.issued // BLOCK_TOKENS, len(hashes))
-        for index in range(seq.computed // BLOCK_TOKENS, last):
-            self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -199,14 +196,13 @@ class SlicePolicy:
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
-        decodes, prefills = model.decodes(), model.prefills()
+        decodes, prefills = model.line_up()
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
-        if prefills:
-            budget = chunk_tokens(
-                model.time, len(decodes), self._seqs.values(), now, self._slice.max_step_tokens
-            )
+        if prefills and len(decodes) < self._slice.max_batch:
+            most = self._slice.max_step_tokens
+            budget = chunk_tokens(model.time, len(decodes), self._models.values(), now, most)
         for seq in decodes:
             # Not started any more: one of those before it has preempted it.
             if seq.started and self._make_room(seq):
@@ -267,7 +263,7 @@ class SlicePolicy:
 
     def _make_room(self, seq: Seq) -> bool:
         """A block for the next token, if it needs one, preempting others if need be."""
-        if seq.lacking(seq.issued + 1) <= 0:
+        if seq.issued < len(seq.blocks) * BLOCK_TOKENS:
             return True
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
             victim = self._victim(seq)

@@ -16,7 +16,7 @@ from c2cserve.policy.admission import AdmissionSettings
 
 
 def spec(name: str, size: int = 10, **more: object) -> ModelSpec:
-    return ModelSpec(name, size, 2, 1024, 4096, **more)  # type: ignore[arg-type]
+    return ModelSpec(name, size, 2, 1024, 4096, **more)
 
 
 def slice_(name: str = "s0", max_batch: int = 4, max_active: int = 8) -> Slice:

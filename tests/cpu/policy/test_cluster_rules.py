@@ -46,7 +46,7 @@ class Hand:
     def __init__(
         self, *slices: Slice, models: str = "a", budget: int = 100, **limits: float
     ) -> None:
-        self.policy = ClusterPolicy(AdmissionSettings(**limits))  # type: ignore[arg-type]
+        self.policy = ClusterPolicy(AdmissionSettings(**limits))
         self.now = 0.0
         self.tell(PoolState(budget), *(SliceUp(one) for one in slices))
         for name in models:
