@@ -1,6 +1,7 @@
 """Build the CPU kernels: one shared library per instruction set, with g++ or clang++.
 
-Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place. Standard library only.
+Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place, `... --sanitize FOLDER`
+builds with the address and undefined-behaviour sanitizers, elsewhere. Standard library only.
 """
 
 import os
@@ -32,6 +33,7 @@ COMMON = (
     "-shared",
     "-pthread",
     "-fno-math-errno",
+    "-ffp-contract=off",  # what is fused is said in the source: bits must not depend on inlining
     "-Wall",
     "-Wextra",
 )
@@ -72,5 +74,12 @@ def build(target: Path, *, sanitize: bool = False) -> list[Path]:
 
 
 if __name__ == "__main__":
-    for built in build(HERE, sanitize="--sanitize" in sys.argv[1:]):
-        sys.stdout.write(f"{built}\n")
+    match sys.argv[1:]:
+        case []:
+            libraries = build(HERE)
+        case ["--sanitize", folder]:
+            libraries = build(Path(folder), sanitize=True)
+        case _:
+            sys.exit("usage: python -m c2cserve.kernels.build [--sanitize FOLDER]")
+    for library in libraries:
+        sys.stdout.write(f"{library}\n")

@@ -1,4 +1,8 @@
-"""The operators on CPU cores: a thin binding of the native kernels on torch tensors."""
+"""The operators on CPU cores: a thin binding of the native kernels on torch tensors.
+
+Shapes, dtypes and contiguity are checked here, indices (token ids, positions, slots, block tables,
+experts) in the kernels: both raise `ValueError` before anything is written.
+"""
 
 import ctypes
 import os
@@ -7,26 +11,42 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.native import DTYPE_CODES, SampleRow, best_isa, cpu_flags, load_library
+from c2cserve.kernels.native import DTYPE_CODES, best_isa, cpu_flags, load_library
 from c2cserve.kernels.ops import Drawn, KvLayout, RowSampling
+from c2cserve.kernels.sample_rows import drawn_of, pack_rows
 
 _CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_HEAD_DIM_MAX = 512
+_THREADS_MAX = 1024
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _refuse(op: str, **tensors: Tensor | None) -> ValueError:
+    """What is wrong is visible from what was given."""
+    seen = ", ".join(
+        f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)} strides {list(t.stride())}"
+        for name, t in tensors.items()
+        if t is not None
+    )
+    return ValueError(f"{op}: these do not fit, or are not dense where they have to be: {seen}")
+
+
+def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype is dtype and tensor.is_contiguous()
 
 
 class CpuOps:
     """`kernels.ops.Ops` on a pool of `threads` threads, helpers pinned to `cpus` if given (the
     caller pins itself). Results do not depend on the number of threads. Not thread-safe."""
 
-    def __init__(self, threads: int = 1, cpus: Sequence[int] = (), isa: str | None = None) -> None:
-        if threads < 1:
-            raise ValueError("threads must be at least 1")
+    def __init__(
+        self, threads: int = 1, cpus: Sequence[int] | None = None, isa: str | None = None
+    ) -> None:
+        if not 1 <= threads <= _THREADS_MAX:
+            raise ValueError(f"threads must be 1 to {_THREADS_MAX}, not {threads}")
         self.isa = isa or best_isa(cpu_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
         self.threads = threads
         self._lib = load_library(self.isa)
+        cpus = cpus or ()
         pinned = (ctypes.c_int * len(cpus))(*cpus)
         self._pool = self._lib.c2c_pool_new(threads, pinned, len(cpus))
 
@@ -37,39 +57,64 @@ class CpuOps:
             self._pool = None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        out = torch.empty((len(ids), table.shape[1]))
-        self._lib.c2c_embed(
-            out.data_ptr(), table.data_ptr(), _CODES[table.dtype], ids.data_ptr(), *out.shape
-        )
+        vocab, hidden = table.shape
+        if not table.is_contiguous() or not _dense(ids, torch.int32):
+            raise _refuse("embed", table=table, ids=ids)
+        out = torch.empty((len(ids), hidden))
+        bad = self._lib.c2c_embed(
+            self._pool, out.data_ptr(), table.data_ptr(), _CODES[table.dtype], vocab,
+            ids.data_ptr(), len(ids), hidden,
+        )  # fmt: skip
+        if bad >= 0:
+            raise ValueError(f"embed: id {int(ids[bad])} at {bad} is not in [0, {vocab})")
         return out
 
     def linear(
         self, x: Tensor, w: Tensor, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         m, k = x.shape
-        n = w.shape[0]
-        if w.shape[1] != k or w.stride(1) != 1 or x.stride(1) != 1:
-            raise ValueError(f"linear: x {tuple(x.shape)} and w {tuple(w.shape)} do not fit")
+        n, width = w.shape
+        if (
+            width != k or k == 0 or w.stride(1) != 1 or x.stride(1) != 1
+            or x.dtype is not torch.float32
+            or (bias is not None and (bias.shape[0] != n or not bias.is_contiguous()))
+        ):  # fmt: skip
+            raise _refuse("linear", x=x, w=w, bias=bias)
         if out is None:
             out = torch.empty((m, n))
+        elif out.shape != (m, n) or out.dtype is not torch.float32 or out.stride(1) != 1:
+            raise _refuse("linear", x=x, w=w, out=out)
         self._lib.c2c_linear(
             self._pool, out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
-            w.data_ptr(), w.stride(0), _CODES[w.dtype], _pointer(bias), m, n, k,
+            w.data_ptr(), w.stride(0), _CODES[w.dtype],
+            None if bias is None else bias.data_ptr(), 0 if bias is None else _CODES[bias.dtype],
+            m, n, k,
         )  # fmt: skip
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x.shape)
+        tokens, hidden = x.shape
+        if not _dense(x, torch.float32) or not _dense(weight, torch.float32) \
+                or len(weight) != hidden:  # fmt: skip
+            raise _refuse("rms_norm", x=x, weight=weight)
+        out = torch.empty((tokens, hidden))
         self._lib.c2c_rms_norm(
-            self._pool, out.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, *x.shape
+            self._pool, out.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, tokens, hidden
         )
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty(x.shape)
+        tokens, hidden = x.shape
+        if (
+            not _dense(x, torch.float32) or not _dense(residual, torch.float32)
+            or not _dense(weight, torch.float32)
+            or residual.shape != x.shape or len(weight) != hidden
+        ):  # fmt: skip
+            raise _refuse("add_rms_norm", x=x, residual=residual, weight=weight)
+        out = torch.empty((tokens, hidden))
         self._lib.c2c_add_rms_norm(
             self._pool, out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
-            eps, *x.shape,
+            eps, tokens, hidden,
         )  # fmt: skip
         return out
 
@@ -86,13 +131,31 @@ class CpuOps:
         layer: int,
         slots: Tensor,
     ) -> None:
-        q_norm, k_norm = norms or (None, None)
-        heads = qkv.shape[1] // kv.head_dim - 2 * kv.kv_heads
-        self._lib.c2c_rope_store(
+        heads = _query_heads("rope_store", qkv, kv, layer)
+        tokens, table = qkv.shape[0], cos.shape[0]
+        if (
+            not _dense(qkv, torch.float32) or kv.head_dim % 2
+            or not _dense(positions, torch.int32) or len(positions) != tokens
+            or not _dense(slots, torch.int64) or len(slots) != tokens
+            or not _dense(cos, torch.float32) or not _dense(sin, torch.float32)
+            or cos.shape != sin.shape or cos.shape[1] * 2 != kv.head_dim
+        ):  # fmt: skip
+            raise _refuse("rope_store", qkv=qkv, positions=positions, cos=cos, sin=sin, slots=slots)
+        q_norm, k_norm = None, None
+        if norms is not None:
+            if not all(_dense(w, torch.float32) and len(w) == kv.head_dim for w in norms):
+                raise _refuse("rope_store", q_norm=norms[0], k_norm=norms[1])
+            q_norm, k_norm = norms[0].data_ptr(), norms[1].data_ptr()
+        bad = self._lib.c2c_rope_store(
             self._pool, qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            _pointer(q_norm), _pointer(k_norm), eps, arena.data_ptr(), DTYPE_CODES[kv.dtype], layer,
-            slots.data_ptr(), qkv.shape[0], heads, kv.kv_heads, kv.head_dim,
+            table, q_norm, k_norm, eps, arena.data_ptr(), arena.nbytes, DTYPE_CODES[kv.dtype],
+            kv.layers, layer, slots.data_ptr(), tokens, heads, kv.kv_heads, kv.head_dim,
         )  # fmt: skip
+        if bad >= 0:
+            raise ValueError(
+                f"rope_store: token {bad} has position {int(positions[bad])} of {table} and "
+                f"slot {int(slots[bad])} of an arena of {arena.nbytes} bytes"
+            )
 
     def attention(
         self,
@@ -106,28 +169,46 @@ class CpuOps:
         scale: float,
         window: int,
     ) -> Tensor:
-        heads = qkv.shape[1] // kv.head_dim - 2 * kv.kv_heads
+        heads = _query_heads("attention", qkv, kv, layer)
+        seqs = len(context_len)
+        if (
+            qkv.dtype is not torch.float32 or qkv.stride(1) != 1
+            or not _dense(q_start, torch.int32) or len(q_start) != seqs + 1
+            or not _dense(context_len, torch.int32)
+            or not _dense(block_table, torch.int64) or block_table.shape[0] != seqs
+        ):  # fmt: skip
+            raise _refuse("attention", qkv=qkv, q_start=q_start, context_len=context_len,
+                          block_table=block_table)  # fmt: skip
         out = torch.empty((qkv.shape[0], heads * kv.head_dim))
-        self._lib.c2c_attention(
-            self._pool, out.data_ptr(), qkv.data_ptr(), qkv.shape[1], arena.data_ptr(),
-            DTYPE_CODES[kv.dtype], layer, q_start.data_ptr(), context_len.data_ptr(),
-            block_table.data_ptr(), block_table.shape[1], len(context_len), heads, kv.kv_heads,
-            kv.head_dim, scale, window,
+        bad = self._lib.c2c_attention(
+            self._pool, out.data_ptr(), qkv.data_ptr(), qkv.stride(0), arena.data_ptr(),
+            arena.nbytes, DTYPE_CODES[kv.dtype], kv.layers, layer, q_start.data_ptr(),
+            context_len.data_ptr(), block_table.data_ptr(), block_table.shape[1], seqs,
+            qkv.shape[0], heads, kv.kv_heads, kv.head_dim, scale, window,
         )  # fmt: skip
+        if bad >= 0:
+            raise ValueError(
+                f"attention: sequence {bad} of {int(context_len[bad])} tokens does not lie within "
+                f"{qkv.shape[0]} rows, its block table and an arena of {arena.nbytes} bytes"
+            )
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape
+        if not _dense(gate_up, torch.float32) or width % 2:
+            raise _refuse("silu_mul", gate_up=gate_up)
         out = torch.empty((tokens, width // 2))
         self._lib.c2c_silu_mul(self._pool, out.data_ptr(), gate_up.data_ptr(), tokens, width // 2)
         return out
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         tokens, experts = logits.shape
+        if not _dense(logits, torch.float32) or not 1 <= k <= experts:
+            raise _refuse(f"moe_route of {k}", logits=logits)
         ids = torch.empty((tokens, k), dtype=torch.int32)
         weights = torch.empty((tokens, k))
         self._lib.c2c_moe_route(
-            logits.data_ptr(), tokens, experts, k, int(renormalize), ids.data_ptr(),
+            self._pool, logits.data_ptr(), tokens, experts, k, int(renormalize), ids.data_ptr(),
             weights.data_ptr(),
         )  # fmt: skip
         return ids, weights
@@ -136,55 +217,64 @@ class CpuOps:
         self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
     ) -> Tensor:
         experts, hidden, inner = w2.shape
-        out = torch.empty(x.shape)
-        self._lib.c2c_moe_experts(
+        tokens, k = ids.shape
+        if (
+            not _dense(x, torch.float32) or x.shape != (tokens, hidden)
+            or not _dense(ids, torch.int32)
+            or not _dense(weights, torch.float32) or weights.shape != ids.shape
+            or w13.shape != (experts, 2 * inner, hidden) or w13.dtype is not w2.dtype
+            or not w13.is_contiguous() or not w2.is_contiguous()
+        ):  # fmt: skip
+            raise _refuse("moe_experts", x=x, ids=ids, weights=weights, w13=w13, w2=w2)
+        out = torch.empty((tokens, hidden))
+        bad = self._lib.c2c_moe_experts(
             self._pool, out.data_ptr(), x.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-            w13.data_ptr(), w2.data_ptr(), _CODES[w13.dtype], x.shape[0], ids.shape[1], experts,
-            hidden, inner,
+            w13.data_ptr(), w2.data_ptr(), _CODES[w13.dtype], tokens, k, experts, hidden, inner,
         )  # fmt: skip
+        if bad >= 0:
+            raise ValueError(
+                f"moe_experts: choice {bad % k} of token {bad // k} is "
+                f"{int(ids.flatten()[bad])}: no expert of {experts}, or chosen twice"
+            )
         return out
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
         count, vocab = logits.shape
-        if len(rows) != count:
-            raise ValueError(f"sample: {count} rows of logits, parameters for {len(rows)}")
-        wanted = min(vocab, max((row.top_logprobs for row in rows), default=0))
-        stride = max(1, wanted)
-        native = (SampleRow * count)()
-        for i, row in enumerate(rows):
-            _fill(native[i], logits.data_ptr() + i * vocab * 4, row, vocab)
+        if len(rows) != count or not _dense(logits, torch.float32):
+            raise _refuse(f"sample for {len(rows)} rows", logits=logits)
+        native = pack_rows(logits, rows)
+        stride = max(1, *(min(vocab, row.top_logprobs) for row in rows)) if rows else 1
         ids = (ctypes.c_int32 * count)()
         logprobs = (ctypes.c_float * count)()
         top_ids = (ctypes.c_int32 * (count * stride))()
         top_values = (ctypes.c_float * (count * stride))()
-        self._lib.c2c_sample(
+        bad = self._lib.c2c_sample(
             self._pool, native, count, vocab, ids, logprobs, top_ids, top_values, stride
         )
-        top = [
-            list(zip(top_ids[i * stride : i * stride + k], top_values[i * stride : i * stride + k],
-                     strict=True))
-            for i, row in enumerate(rows)
-            for k in (max(0, min(vocab, row.top_logprobs)),)
-        ] if wanted > 0 else []  # fmt: skip
-        return Drawn(list(ids), list(logprobs), top)
+        if bad >= 0:
+            raise ValueError(f"sample: row {bad} names token ids that are not in [0, {vocab})")
+        return drawn_of(rows, vocab, stride, ids, logprobs, top_ids, top_values)
+
+    # ---- ceilings, for benchmarks ---------------------------------------------------------------
+
+    def read(self, data: Tensor) -> None:
+        """Read all of a float32 tensor, as fast as these threads can."""
+        if not _dense(data, torch.float32):
+            raise _refuse("read", data=data)
+        self._lib.c2c_read(self._pool, data.data_ptr(), data.numel())
+
+    def multiply(self, rounds: int) -> float:
+        """Keep these threads' multiply-add units full; returns the operations done."""
+        return self._lib.c2c_multiply(self._pool, rounds)
 
 
-def _fill(native: SampleRow, logits: int, row: RowSampling, vocab: int) -> None:
-    """Tensors of `row` must outlive the call that uses `native`."""
-    native.logits = logits
-    native.seed = row.seed
-    native.position = row.position
-    native.temperature = row.temperature
-    native.top_p = row.top_p
-    native.top_k = row.top_k
-    native.min_p = row.min_p
-    native.repetition = row.repetition
-    native.presence = row.presence
-    native.frequency = row.frequency
-    native.top_logprobs = min(vocab, row.top_logprobs)
-    for name in ("prompt", "output", "bias", "banned"):
-        tensor: Tensor | None = getattr(row, name)
-        if tensor is not None and len(tensor):
-            setattr(native, name, tensor.data_ptr())
-            setattr(native, f"{name}_len", len(tensor))
-    native.bias_ids = _pointer(row.bias_ids)
+def _query_heads(op: str, qkv: Tensor, kv: KvLayout, layer: int) -> int:
+    """Query heads in a row of qkv. Raises `ValueError` if `kv` does not describe such rows."""
+    heads, rest = divmod(qkv.shape[1], kv.head_dim)
+    heads -= 2 * kv.kv_heads
+    if (
+        rest or heads < 1 or heads % kv.kv_heads or kv.head_dim > _HEAD_DIM_MAX
+        or not 0 <= layer < kv.layers
+    ):  # fmt: skip
+        raise ValueError(f"{op}: rows of {qkv.shape[1]} at layer {layer} do not fit {kv}")
+    return heads

@@ -7,7 +7,8 @@ import ctypes
 import functools
 import os
 import platform
-from ctypes import POINTER, c_float, c_int, c_int64, c_uint64, c_void_p
+import struct
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
 from typing import Literal
 
@@ -23,41 +24,34 @@ ISAS = tuple(_NEEDS)
 """Best first."""
 
 
-class SampleRow(ctypes.Structure):
-    """Mirrors `SampleRow` of sample.h."""
+SAMPLE_ROW = struct.Struct("=6Q4q2Q2q6f")
+"""`SampleRow` of sample.h: pointers (logits, prompt, output, bias ids, bias, banned), lengths of
+prompt, output, bias and bans, seed, position, top_k, top_logprobs, temperature, top_p, min_p, and
+the repetition, presence and frequency penalties."""
 
-    _fields_ = (
-        ("logits", c_void_p), ("prompt", c_void_p), ("output", c_void_p),
-        ("bias_ids", c_void_p), ("bias", c_void_p), ("banned", c_void_p),
-        ("prompt_len", c_int64), ("output_len", c_int64),
-        ("bias_len", c_int64), ("banned_len", c_int64),
-        ("seed", c_uint64), ("position", c_uint64),
-        ("top_k", c_int64), ("top_logprobs", c_int64),
-        ("temperature", c_float), ("top_p", c_float), ("min_p", c_float),
-        ("repetition", c_float), ("presence", c_float), ("frequency", c_float),
-    )  # fmt: skip
-
+LIBRARY_FOLDER = Path(__file__).parent
 
 _P, _I, _L, _F = c_void_p, c_int, c_int64, c_float
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_pool_new": (_P, (_I, POINTER(_I), _I)),
     "c2c_pool_free": (None, (_P,)),
-    "c2c_embed": (None, (_P, _P, _I, _P, _L, _L)),
-    "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _L, _L, _L)),
+    "c2c_embed": (_L, (_P, _P, _P, _I, _L, _P, _L, _L)),
+    "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _I, _L, _L, _L)),
     "c2c_rms_norm": (None, (_P, _P, _P, _P, _F, _L, _L)),
     "c2c_add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L)),
     "c2c_silu_mul": (None, (_P, _P, _P, _L, _L)),
     "c2c_rope_store": (
-        None, (_P, _P, _P, _P, _P, _P, _P, _F, _P, _I, _L, _P, _L, _L, _L, _L),
+        _L, (_P, _P, _P, _P, _P, _L, _P, _P, _F, _P, _L, _I, _L, _L, _P, _L, _L, _L, _L),
     ),
     "c2c_attention": (
-        None, (_P, _P, _P, _L, _P, _I, _L, _P, _P, _P, _L, _L, _L, _L, _L, _F, _L),
+        _L, (_P, _P, _P, _L, _P, _L, _I, _L, _L, _P, _P, _P, _L, _L, _L, _L, _L, _L, _F, _L),
     ),
-    "c2c_moe_route": (None, (_P, _L, _L, _L, _I, _P, _P)),
-    "c2c_moe_experts": (None, (_P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _L, _L)),
-    "c2c_sample": (None, (_P, POINTER(SampleRow), _L, _L, _P, _P, _P, _P, _L)),
+    "c2c_moe_route": (None, (_P, _P, _L, _L, _L, _I, _P, _P)),
+    "c2c_moe_experts": (_L, (_P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _L, _L)),
+    "c2c_sample": (_L, (_P, c_char_p, _L, _L, _P, _P, _P, _P, _L)),
     "c2c_convert": (None, (_P, _I, _P, _I, _L)),
-    "c2c_read_bandwidth": (_F, (_P, _P, _L)),
+    "c2c_read": (_F, (_P, _P, _L)),
+    "c2c_multiply": (c_double, (_P, _L)),
 }  # fmt: skip
 
 
@@ -87,7 +81,7 @@ def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
 @functools.cache
 def load_library(isa: str) -> ctypes.CDLL:
     """One variant, loaded. Raises `KernelsMissing` with the command that builds it."""
-    path = Path(__file__).parent / f"_cpu_{isa}.so"
+    path = LIBRARY_FOLDER / f"_cpu_{isa}.so"
     if not path.exists():
         raise KernelsMissing(
             f"the CPU kernels are not built ({path.name} is missing); "

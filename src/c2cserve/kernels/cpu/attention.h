@@ -1,231 +1,334 @@
-// Paged attention and its cache, for ragged prefill, chunked prefill and decode alike.
+// Paged attention for ragged prefill, chunked prefill and decode alike.
 //
-// A block of the arena holds 16 tokens of all layers (block-first):
-//   [layer][k | v][kv head]:  K as [head_dim][16 tokens], V as [16 tokens][head_dim]
-// K is transposed inside its block, so the 16 scores of a query come as whole vectors without a
-// horizontal sum. Every (query, head) row walks its blocks in order with an online softmax of its
-// own; rows are only worked on together to share loads. A row's bits depend on nothing else.
+// Every (query, head) row walks its blocks in order with an online softmax of its own. The walk is
+// cut at absolute token positions into splits of kSplit blocks; each split starts afresh and the
+// splits are merged in order, whether one thread walks them all or several share them. Rows are
+// only worked on together to share loads. So a row's bits depend on nothing but the row.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <vector>
 
-#include "rowwise.h"
-#include "simd.h"
-#include "threads.h"
+#include "kv.h"
 
 namespace c2c {
 
-constexpr int kBlock = 16;
 constexpr int kHeadMax = 512;
-constexpr int kTileRows = 16;  // rows (query x head of the group) one task carries
-
-struct KvArgs {
-  uint8_t* arena;
-  int64_t kv_heads, head_dim, layer;
-  int64_t item;  // bytes per element
-};
+constexpr int kTileRows = 16;   // rows (query x head of the group) one task carries
+constexpr int64_t kSplit = 64;  // blocks: 1024 tokens
+#if defined(__AVX512F__)
+constexpr int kTogether = 4;  // rows that share the loads of a block
+#else
+constexpr int kTogether = 2;
+#endif
 
 struct AttentionArgs {
   KvArgs kv;
   const float* q;  // [T, heads * head_dim], row stride q_stride
   int64_t q_stride;
-  float* out;  // [T, heads * head_dim], dense
+  float* out;                  // [T, heads * head_dim], dense
   const int32_t* q_start;      // [S + 1]
   const int32_t* context_len;  // [S], tokens in the cache, those of this step included
   const int64_t* block_table;  // [S, table_stride], byte offsets into the arena
-  int64_t table_stride, seqs, heads;
+  int64_t table_stride, seqs, tokens, heads;
   float scale;
   int64_t window;  // tokens a query sees, 0 for all
 };
 
-inline uint8_t* kv_plane(const KvArgs& kv, int64_t block, int64_t v, int64_t head) {
-  int64_t plane = (kv.layer * 2 + v) * kv.kv_heads + head;
-  return kv.arena + block + plane * kBlock * kv.head_dim * kv.item;
-}
-
 struct RowState {
   const float* q;
-  float* out;
   int64_t position;
   int64_t first;  // first key it sees
   float peak, total;
   float acc[kHeadMax];
+
+  void clear(int64_t dim) {
+    peak = -std::numeric_limits<float>::infinity();
+    total = 0.0f;
+    std::memset(acc, 0, size_t(dim) * sizeof(float));
+  }
+};
+
+// The part of a block a row sees, and its keys' weights.
+struct Share {
+  RowState* row;
+  int from, to;
+  float shrink;  // of what the row has gathered so far
+  float weights[kBlock];
 };
 
 // Scores of R rows against the 16 keys of a block: two partial sums (even and odd dimensions) per
 // lane, so that a lone row does not wait for its own additions.
 template <typename T, int R>
-inline void block_scores(RowState* const* rows, const T* k, int64_t dim, float (*scores)[kBlock]) {
+inline void score(Share* shares, const T* k, int64_t dim) {
   constexpr int kParts = kBlock / kLanes;
   vec even[R][kParts], odd[R][kParts];
-  for (int r = 0; r < R; ++r)
+  const float* q[R];
+  for (int r = 0; r < R; ++r) {
+    q[r] = shares[r].row->q;
     for (int p = 0; p < kParts; ++p) even[r][p] = odd[r][p] = zero();
+  }
   int64_t d = 0;
   for (; d + 2 <= dim; d += 2)
     for (int p = 0; p < kParts; ++p) {
-      vec k0 = load(k + d * kBlock + p * kLanes), k1 = load(k + (d + 1) * kBlock + p * kLanes);
+      const T* at = k + d * kBlock + p * kLanes;
+      vec k0 = held(load(at)), k1 = held(load(at + kBlock));
       for (int r = 0; r < R; ++r) {
-        even[r][p] = fma(splat(rows[r]->q[d]), k0, even[r][p]);
-        odd[r][p] = fma(splat(rows[r]->q[d + 1]), k1, odd[r][p]);
+        even[r][p] = fma(splat(q[r][d]), k0, even[r][p]);
+        odd[r][p] = fma(splat(q[r][d + 1]), k1, odd[r][p]);
       }
     }
   for (; d < dim; ++d)
     for (int p = 0; p < kParts; ++p)
       for (int r = 0; r < R; ++r)
-        even[r][p] = fma(splat(rows[r]->q[d]), load(k + d * kBlock + p * kLanes), even[r][p]);
+        even[r][p] = fma(splat(q[r][d]), load(k + d * kBlock + p * kLanes), even[r][p]);
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < kParts; ++p) store(scores[r] + p * kLanes, add(even[r][p], odd[r][p]));
+    for (int p = 0; p < kParts; ++p)
+      store(shares[r].weights + p * kLanes, add(even[r][p], odd[r][p]));
 }
 
-// Fold keys [from, to) of a block into one row's running softmax.
-template <typename T>
-inline void fold(RowState& row, float* scores, const T* v, int64_t dim, float scale, int from, int to) {
+// Scores into weights, relative to the row's peak so far.
+inline void weigh(Share& s, float scale) {
+  RowState& row = *s.row;
   float peak = row.peak;
-  for (int j = 0; j < kBlock; ++j) {
-    bool seen = j >= from && j < to;
-    scores[j] = seen ? scores[j] * scale : -std::numeric_limits<float>::infinity();
-    peak = scores[j] > peak ? scores[j] : peak;
+  for (int j = s.from; j < s.to; ++j) {
+    s.weights[j] *= scale;
+    peak = s.weights[j] > peak ? s.weights[j] : peak;
   }
-  float shrink = row.total == 0.0f ? 0.0f : exp1(row.peak - peak);
-  float weights[kBlock];
+  s.shrink = row.total == 0.0f ? 0.0f : exp1(row.peak - peak);
   for (int p = 0; p < kBlock; p += kLanes)
-    store(weights + p, exp(sub(load(scores + p), splat(peak))));
-  row.total *= shrink;
-  for (int j = from; j < to; ++j) row.total += weights[j];
+    store(s.weights + p, exp(sub(load(s.weights + p), splat(peak))));
+  for (int j = 0; j < s.from; ++j) s.weights[j] = 0.0f;
+  for (int j = s.to; j < kBlock; ++j) s.weights[j] = 0.0f;
+  vec total = load(s.weights);
+  for (int p = kLanes; p < kBlock; p += kLanes) total = add(total, load(s.weights + p));
+  row.total = row.total * s.shrink + sum(total);
   row.peak = peak;
+}
+
+// D vectors of R rows' sums, from dimension `d` on; the rows see the same keys.
+template <typename T, int R, int D>
+inline void gather(const Share* shares, const T* v, int64_t dim, int64_t d) {
+  vec acc[R][D];
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < D; ++i)
+      acc[r][i] = mul(load(shares[r].row->acc + d + i * kLanes), splat(shares[r].shrink));
+  for (int j = shares[0].from; j < shares[0].to; ++j) {
+    vec value[D];
+    for (int i = 0; i < D; ++i) value[i] = held(load(v + j * dim + d + i * kLanes));
+    for (int r = 0; r < R; ++r) {
+      vec weight = splat(shares[r].weights[j]);
+      for (int i = 0; i < D; ++i) acc[r][i] = fma(weight, value[i], acc[r][i]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int i = 0; i < D; ++i) store(shares[r].row->acc + d + i * kLanes, acc[r][i]);
+}
+
+template <typename T, int R>
+inline void gather_rows(const Share* shares, const T* v, int64_t dim) {
   int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) {
-    vec acc = mul(load(row.acc + d), splat(shrink));
-    for (int j = from; j < to; ++j) acc = fma(splat(weights[j]), load(v + j * dim + d), acc);
-    store(row.acc + d, acc);
-  }
-  if (int rest = int(dim - d); rest > 0) {
-    vec acc = mul(load_tail(row.acc + d, rest), splat(shrink));
-    for (int j = from; j < to; ++j)
-      acc = fma(splat(weights[j]), load_tail(v + j * dim + d, rest), acc);
-    store_tail(row.acc + d, acc, rest);
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) gather<T, R, 4>(shares, v, dim, d);
+  for (; d + kLanes <= dim; d += kLanes) gather<T, R, 1>(shares, v, dim, d);
+  const int rest = int(dim - d);
+  if (rest == 0) return;
+  for (int r = 0; r < R; ++r) {
+    vec acc = mul(load_tail(shares[r].row->acc + d, rest), splat(shares[r].shrink));
+    for (int j = shares[r].from; j < shares[r].to; ++j)
+      acc = fma(splat(shares[r].weights[j]), load_tail(v + j * dim + d, rest), acc);
+    store_tail(shares[r].row->acc + d, acc, rest);
   }
 }
 
+inline void announce(const uint8_t* plane, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 64) prefetch(plane + i);
+}
+
+// One block, for rows that look at one kv head; `ahead` is the block read next, or the same.
 template <typename T>
-void attend_rows(const AttentionArgs& a, RowState* rows, int count, const int64_t* table, int64_t kv_head) {
-#if defined(__AVX512F__)
-  constexpr int kTogether = 4;
-#else
-  constexpr int kTogether = 2;
-#endif
-  const int64_t dim = a.kv.head_dim;
+void attend_block(const AttentionArgs& a, Share* shares, int count, int64_t block, int64_t ahead,
+                  int64_t head) {
+  const int64_t dim = a.kv.head_dim, bytes = a.kv.plane_bytes();
+  const T* k = reinterpret_cast<const T*>(a.kv.plane(block, 0, head));
+  const T* v = reinterpret_cast<const T*>(a.kv.plane(block, 1, head));
+  if (ahead != block) announce(a.kv.plane(ahead, 0, head), bytes);
+  int r = 0;
+  for (; r + kTogether <= count; r += kTogether) score<T, kTogether>(shares + r, k, dim);
+  for (; r < count; ++r) score<T, 1>(shares + r, k, dim);
+  for (r = 0; r < count; ++r) weigh(shares[r], a.scale);
+  if (ahead != block) announce(a.kv.plane(ahead, 1, head), bytes);
+  for (r = 0; r < count;) {
+    bool same = r + kTogether <= count;
+    for (int i = 1; same && i < kTogether; ++i)
+      same = shares[r + i].from == shares[r].from && shares[r + i].to == shares[r].to;
+    if (same)
+      gather_rows<T, kTogether>(shares + r, v, dim);
+    else
+      gather_rows<T, 1>(shares + r, v, dim);
+    r += same ? kTogether : 1;
+  }
+}
+
+// Fold a later split into what the splits before it gathered.
+inline void merge(RowState& into, const RowState& from, int64_t dim) {
+  if (from.total == 0.0f) return;  // the row sees no key of this split
+  if (into.total == 0.0f) {
+    into.peak = from.peak;
+    into.total = from.total;
+    std::memcpy(into.acc, from.acc, size_t(dim) * sizeof(float));
+    return;
+  }
+  const float peak = from.peak > into.peak ? from.peak : into.peak;
+  const float old_share = exp1(into.peak - peak), new_share = exp1(from.peak - peak);
+  into.peak = peak;
+  into.total = into.total * old_share + from.total * new_share;
+  for (int64_t d = 0; d < dim; ++d) into.acc[d] = into.acc[d] * old_share + from.acc[d] * new_share;
+}
+
+// Queries [query, query + count) of a sequence, some heads of one kv head's group, some splits.
+struct Task {
+  int64_t seq, query, count, head, group_from, group_to, split_from, split_to;
+  int rows() const { return int(count * (group_to - group_from)); }
+};
+
+inline void begin_rows(const AttentionArgs& a, const Task& task, RowState* rows) {
+  const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
+  for (int64_t i = 0; i < task.count; ++i)
+    for (int64_t g = task.group_from; g < task.group_to; ++g, ++rows) {
+      const int64_t token = task.query + i;
+      rows->q = a.q + token * a.q_stride + (task.head * group + g) * dim;
+      rows->position = a.context_len[task.seq] - (a.q_start[task.seq + 1] - token);
+      rows->first = a.window > 0 ? std::max<int64_t>(0, rows->position - a.window + 1) : 0;
+      rows->clear(dim);
+    }
+}
+
+inline void end_rows(const AttentionArgs& a, const Task& task, const RowState* rows) {
+  const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
+  for (int64_t i = 0; i < task.count; ++i)
+    for (int64_t g = task.group_from; g < task.group_to; ++g, ++rows) {
+      float* out = a.out + ((task.query + i) * a.heads + task.head * group + g) * dim;
+      for (int64_t d = 0; d < dim; ++d) out[d] = rows->acc[d] / rows->total;
+    }
+}
+
+// One split of a task, from cleared rows.
+template <typename T>
+void attend_split(const AttentionArgs& a, const Task& task, RowState* rows, int64_t split) {
+  const int64_t* table = a.block_table + task.seq * a.table_stride;
   int64_t first = rows[0].first, last = rows[0].position;
-  for (int r = 1; r < count; ++r) {
-    first = rows[r].first < first ? rows[r].first : first;
-    last = rows[r].position > last ? rows[r].position : last;
+  for (int r = 1; r < task.rows(); ++r) {
+    first = std::min(first, rows[r].first);
+    last = std::max(last, rows[r].position);
   }
-  for (int64_t b = first / kBlock; b <= last / kBlock; ++b) {
-    const T* k = reinterpret_cast<const T*>(kv_plane(a.kv, table[b], 0, kv_head));
-    const T* v = reinterpret_cast<const T*>(kv_plane(a.kv, table[b], 1, kv_head));
-    RowState* live[kTileRows];
-    int lives = 0;
-    for (int r = 0; r < count; ++r)
-      if (rows[r].first < (b + 1) * kBlock && rows[r].position >= b * kBlock) live[lives++] = &rows[r];
-    float scores[kTileRows][kBlock];
-    int r = 0;
-    for (; r + kTogether <= lives; r += kTogether)
-      block_scores<T, kTogether>(live + r, k, dim, scores + r);
-    for (; r < lives; ++r) block_scores<T, 1>(live + r, k, dim, scores + r);
-    for (r = 0; r < lives; ++r) {
-      int64_t from = live[r]->first - b * kBlock, to = live[r]->position + 1 - b * kBlock;
-      fold(*live[r], scores[r], v, dim, a.scale, from < 0 ? 0 : int(from), to > kBlock ? kBlock : int(to));
+  const int64_t begin = std::max(first / kBlock, split * kSplit);
+  const int64_t end = std::min(last / kBlock + 1, (split + 1) * kSplit);
+  for (int64_t b = begin; b < end; ++b) {
+    Share shares[kTileRows];
+    int count = 0;
+    for (int r = 0; r < task.rows(); ++r) {
+      const int64_t from = rows[r].first - b * kBlock, to = rows[r].position + 1 - b * kBlock;
+      if (from >= kBlock || to <= 0) continue;
+      shares[count].row = rows + r;
+      shares[count].from = from < 0 ? 0 : int(from);
+      shares[count++].to = to > kBlock ? kBlock : int(to);
     }
+    attend_block<T>(a, shares, count, table[b], table[b + 1 < end ? b + 1 : b], task.head);
   }
 }
 
 template <typename T>
-void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
-  const int64_t group = a.heads / a.kv.kv_heads, dim = a.kv.head_dim;
-  const int64_t queries = group >= kTileRows ? 1 : kTileRows / group;  // queries per task
-  struct Task {
-    int64_t seq, query, count, head;
-  };
+void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
+  begin_rows(a, task, rows);
+  if (task.split_to - task.split_from == 1) return attend_split<T>(a, task, rows, task.split_from);
+  RowState part[kTileRows];
+  for (int64_t split = task.split_from; split < task.split_to; ++split) {
+    begin_rows(a, task, part);
+    attend_split<T>(a, task, part, split);
+    for (int r = 0; r < task.rows(); ++r) merge(rows[r], part[r], a.kv.head_dim);
+  }
+}
+
+inline std::vector<Task> attention_tasks(const AttentionArgs& a) {
+  const int64_t group = a.heads / a.kv.kv_heads;
+  const int64_t queries = std::max<int64_t>(1, kTileRows / group);
+  const int64_t heads = std::min<int64_t>(group, kTileRows);
   std::vector<Task> tasks;
-  int64_t work = 0;
-  for (int64_t s = 0; s < a.seqs; ++s) {
-    work += int64_t(a.q_start[s + 1] - a.q_start[s]) * a.context_len[s] * a.heads * dim;
+  for (int64_t s = 0; s < a.seqs; ++s)
     for (int64_t q = a.q_start[s]; q < a.q_start[s + 1]; q += queries) {
-      int64_t left = a.q_start[s + 1] - q;
-      for (int64_t h = 0; h < a.kv.kv_heads; ++h) tasks.push_back({s, q, left < queries ? left : queries, h});
+      const int64_t count = std::min<int64_t>(queries, a.q_start[s + 1] - q);
+      const int64_t keys = a.context_len[s] - (a.q_start[s + 1] - q) + count;
+      const int64_t splits = (keys + kSplit * kBlock - 1) / (kSplit * kBlock);
+      for (int64_t h = 0; h < a.kv.kv_heads; ++h)
+        for (int64_t g = 0; g < group; g += heads)
+          tasks.push_back({s, q, count, h, g, std::min(g + heads, group), 0, splits});
     }
+  return tasks;
+}
+
+// Few tasks over long contexts: the splits of each are shared out, then merged in order.
+template <typename T>
+void attention_by_splits(ThreadPool& pool, const AttentionArgs& a, const std::vector<Task>& tasks) {
+  std::vector<Task> parts;
+  for (Task task : tasks)
+    for (int64_t split = 0; split < task.split_to; ++split) {
+      parts.push_back(task);
+      parts.back().split_from = split;
+      parts.back().split_to = split + 1;
+    }
+  std::unique_ptr<RowState[]> states(new RowState[parts.size() * kTileRows]);  // not cleared
+  pool.each(int64_t(parts.size()), [&](int64_t i) {
+    attend<T>(a, parts[size_t(i)], states.get() + i * kTileRows);
+  });
+  const RowState* part = states.get();
+  for (const Task& task : tasks) {
+    RowState rows[kTileRows];
+    begin_rows(a, task, rows);
+    for (int64_t split = 0; split < task.split_to; ++split, part += kTileRows)
+      for (int r = 0; r < task.rows(); ++r) merge(rows[r], part[r], a.kv.head_dim);
+    end_rows(a, task, rows);
+  }
+}
+
+// The first sequence whose rows or blocks are not all there, or -1.
+inline int64_t misplaced(const AttentionArgs& a) {
+  for (int64_t s = 0; s < a.seqs; ++s) {
+    const int64_t fresh = a.q_start[s + 1] - a.q_start[s], known = a.context_len[s];
+    const int64_t blocks = (known + kBlock - 1) / kBlock;
+    if (a.q_start[s] < 0 || fresh < 0 || a.q_start[s + 1] > a.tokens) return s;
+    if (known < fresh || blocks > a.table_stride) return s;
+    for (int64_t b = 0; b < blocks; ++b)
+      if (!a.kv.holds(a.block_table[s * a.table_stride + b])) return s;
+  }
+  return a.q_start[0] == 0 && a.q_start[a.seqs] == a.tokens ? -1 : 0;
+}
+
+// Returns what `misplaced` says; nothing is written then.
+template <typename T>
+int64_t attention(ThreadPool& pool, const AttentionArgs& a) {
+  if (const int64_t bad = misplaced(a); bad >= 0) return bad;
+  const std::vector<Task> tasks = attention_tasks(a);
+  int64_t work = 0, splits = 0;
+  for (const Task& task : tasks) {
+    work += task.rows() * a.context_len[task.seq] * a.kv.head_dim;
+    splits = std::max(splits, task.split_to);
+  }
+  if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size()) {
+    attention_by_splits<T>(pool, a, tasks);
+    return -1;
   }
   auto body = [&](const Task& task) {
     RowState rows[kTileRows];
-    const int64_t s = task.seq, length = a.context_len[s];
-    const int64_t* table = a.block_table + s * a.table_stride;
-    for (int64_t g0 = 0; g0 < group; g0 += kTileRows / task.count) {
-      int count = 0;
-      for (int64_t i = 0; i < task.count; ++i)
-        for (int64_t g = g0; g < group && g < g0 + kTileRows / task.count; ++g) {
-          RowState& row = rows[count++];
-          int64_t token = task.query + i, head = task.head * group + g;
-          row.q = a.q + token * a.q_stride + head * dim;
-          row.out = a.out + (token * a.heads + head) * dim;
-          row.position = length - (a.q_start[s + 1] - token);
-          row.first = a.window > 0 && row.position >= a.window ? row.position - a.window + 1 : 0;
-          row.peak = -std::numeric_limits<float>::infinity();
-          row.total = 0.0f;
-          std::memset(row.acc, 0, size_t(dim) * sizeof(float));
-        }
-      attend_rows<T>(a, rows, count, table, task.head);
-      for (int r = 0; r < count; ++r)
-        for (int64_t d = 0; d < dim; ++d) rows[r].out[d] = rows[r].acc[d] / rows[r].total;
-    }
+    attend<T>(a, task, rows);
+    end_rows(a, task, rows);
   };
-  const int most = tasks.size() < ThreadPool::kPartsMax ? int(tasks.size()) : ThreadPool::kPartsMax;
-  pool.run(work < 50'000 ? 1 : most, [&](int part, int all) {
-    for (size_t i = size_t(part); i < tasks.size(); i += size_t(all)) body(tasks[i]);
-  });
-}
-
-template <typename T>
-void store_kv(const KvArgs& kv, int64_t block, int64_t slot, int64_t head, const float* k, const float* v) {
-  T* ks = reinterpret_cast<T*>(kv_plane(kv, block, 0, head)) + slot;
-  T* vs = reinterpret_cast<T*>(kv_plane(kv, block, 1, head)) + slot * kv.head_dim;
-  for (int64_t d = 0; d < kv.head_dim; ++d) {
-    from_float(ks[d * kBlock], k[d]);
-    from_float(vs[d], v[d]);
-  }
-}
-
-struct RopeStoreArgs {
-  KvArgs kv;
-  float* qkv;  // [T, (heads + 2 kv_heads) * head_dim], q and k rotated in place
-  const int32_t* positions;
-  const float *cos, *sin;        // [P, head_dim / 2]
-  const float *q_norm, *k_norm;  // [head_dim] or null
-  const int64_t* slots;          // [T] byte offset of the token's block * 16 + its place in it
-  int64_t tokens, heads;
-  float eps;
-};
-
-template <typename T>
-void rope_store_typed(ThreadPool& pool, const RopeStoreArgs& a) {
-  const int64_t dim = a.kv.head_dim, width = (a.heads + 2 * a.kv.kv_heads) * dim;
-  int parts = a.tokens * width < 20'000 ? 1 : pool.size();
-  pool.run(parts, [&](int part, int all) {
-    for (int64_t t = part; t < a.tokens; t += all) {
-      float* row = a.qkv + t * width;
-      const float* cos = a.cos + a.positions[t] * (dim / 2);
-      const float* sin = a.sin + a.positions[t] * (dim / 2);
-      for (int64_t h = 0; h < a.heads + a.kv.kv_heads; ++h) {
-        const float* norm = h < a.heads ? a.q_norm : a.k_norm;
-        if (norm) rms_norm_row(row + h * dim, row + h * dim, norm, a.eps, dim);
-        rope_head(row + h * dim, cos, sin, dim / 2);
-      }
-      const float* k = row + a.heads * dim;
-      for (int64_t h = 0; h < a.kv.kv_heads; ++h)
-        store_kv<T>(a.kv, a.slots[t] / kBlock, a.slots[t] % kBlock, h, k + h * dim,
-                    k + (a.kv.kv_heads + h) * dim);
-    }
-  });
+  if (work < 50'000)
+    for (const Task& task : tasks) body(task);
+  else
+    pool.each(int64_t(tasks.size()), [&](int64_t i) { body(tasks[size_t(i)]); });
+  return -1;
 }
 
 }  // namespace c2c

@@ -4,11 +4,15 @@
 // horizontal sum. Blocking only decides which outputs are worked on together, so an output's bits
 // do not depend on M, on the blocking or on the threads.
 //
-//        K ->                      for a block of rows of x (stays in L2)
-//   w   [n0 ########]                for NR rows of w (stay in L1)
-//   NR  [n1 ########]                  for MR rows of x: MR x NR accumulators in registers
-//        x0..x_MR each meet both
+//             K in steps of `depth` (partial accumulators are parked between two steps)
+//   w  panel  [n0 ########|########|####]      NR rows meet
+//   kPanel    [n1 ########|########|####]      MR rows of x: MR x NR accumulators in registers
+//   x  block  [m0 ########|########|####]
+//   kRows     [.. a step of the block stays in the second-level cache ..]
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "simd.h"
 #include "threads.h"
 
@@ -21,89 +25,255 @@ struct LinearArgs {
   int64_t x_stride;
   const void* w;
   int64_t w_stride;
-  const float* bias;  // [N] or null
+  const void* bias;  // [N] or null
+  Dtype bias_type;
   int64_t m, n, k;
 };
 
 #if defined(__AVX512F__)
-constexpr int kMr = 6, kNr = 4;
+constexpr int kMr = 8, kNr = 3;  // 24 of 32 registers accumulate
 #else
-constexpr int kMr = 4, kNr = 2;
+constexpr int kMr = 4, kNr = 3;  // 12 of 16
 #endif
-constexpr int kDecodeNr = 4;      // rows of w together when there is one row of x
-constexpr int64_t kRowBlock = 32;  // rows of x that meet a row of w before it leaves the cache
+constexpr int kPair = 2 * kLanes;      // columns of one step
+constexpr int kLoneNr = 4;             // rows of w together when there is one row of x
+constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
+constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
+constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
+constexpr int64_t kTileFloats = 6144;  // a tile of x stays in the first-level cache
+constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
+static_assert(kPanel % kNr == 0, "panels are made of whole tiles");
 
+// One step of one visit: columns [begin, end) of K, the sums continued from and left in `parked`.
+struct Visit {
+  int64_t n0, n1;
+  int64_t begin, end;
+  bool first, last;
+  // Which part of the next rows of w a tile announces, and how many bytes every two steps.
+  int64_t ahead, pace;
+};
+
+inline float bias_at(const LinearArgs& a, int64_t n) {
+  switch (a.bias_type) {
+    case Dtype::f32: return static_cast<const float*>(a.bias)[n];
+    case Dtype::f16: return to_float(static_cast<const f16*>(a.bias)[n]);
+    case Dtype::bf16: return to_float(static_cast<const bf16*>(a.bias)[n]);
+  }
+  return 0.0f;
+}
+
+inline void finish(const LinearArgs& a, int64_t m, int64_t n, vec acc) {
+  float value = sum(acc);
+  a.out[m * a.out_stride + n] = a.bias ? value + bias_at(a, n) : value;
+}
+
+template <int Half, typename T, int MR, int NR>
+inline void half_step(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k) {
+  vec wv[NR];
+  for (int j = 0; j < NR; ++j) wv[j] = held(load_half<Half>(w[j] + k));
+  for (int i = 0; i < MR; ++i) {
+    vec xv = held(load(x + (Half * MR + i) * kLanes));
+    for (int j = 0; j < NR; ++j) acc[i][j] = fma(xv, wv[j], acc[i][j]);
+  }
+}
 template <typename T, int MR, int NR>
-inline void tile(const LinearArgs& a, int64_t m, int64_t n) {
+inline void step(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k) {
+  half_step<0, T, MR, NR>(acc, x, w, k);
+  half_step<1, T, MR, NR>(acc, x, w, k);
+}
+
+// MR x NR accumulators over columns [k, end), whole pairs only, over MR packed rows. Every two
+// pairs the next line of `ahead` is announced, `pace` bytes further each time.
+template <typename T, int MR, int NR>
+inline int64_t walk(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k, int64_t end,
+                    const char* const* ahead, int64_t pace) {
+  for (int64_t at = 0; k + 2 * kPair <= end; at += pace) {
+    for (int j = 0; j < NR; ++j) prefetch(ahead[j] + at);
+    step<T, MR, NR>(acc, x, w, k);
+    step<T, MR, NR>(acc, x + MR * kPair, w, k + kPair);
+    k += 2 * kPair;
+    x += 2 * MR * kPair;
+  }
+  if (k + kPair <= end) {
+    step<T, MR, NR>(acc, x, w, k);
+    k += kPair;
+  }
+  return k;
+}
+
+// What is left of K: fewer columns than a pair. The packed rows end in zeros.
+template <typename T, int MR, int NR>
+inline void walk_tail(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k, int rest) {
+  T lanes[NR][kPair] = {};
+  const T* padded[NR];
+  for (int j = 0; j < NR; ++j) {
+    std::memcpy(lanes[j], w[j] + k, size_t(rest) * sizeof(T));
+    padded[j] = lanes[j];
+  }
+  step<T, MR, NR>(acc, x, padded, 0);
+}
+
+// `x`: MR packed rows.
+template <typename T, int MR, int NR>
+void tile(const LinearArgs& a, const Visit& v, const float* x, int64_t m, int64_t n,
+          float* parked) {
   vec acc[MR][NR];
-  for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) acc[i][j] = zero();
-  const float* x[MR];
   const T* w[NR];
-  for (int i = 0; i < MR; ++i) x[i] = a.x + (m + i) * a.x_stride;
-  for (int j = 0; j < NR; ++j) w[j] = static_cast<const T*>(a.w) + (n + j) * a.w_stride;
-  int64_t k = 0;
-  for (; k + kLanes <= a.k; k += kLanes) {
-    vec wv[NR];
-    for (int j = 0; j < NR; ++j) {
-      wv[j] = load(w[j] + k);
-      // The hardware prefetcher stops at page borders; a row is a few pages.
-      if (MR == 1) __builtin_prefetch(reinterpret_cast<const char*>(w[j] + k) + 1024);
-    }
-    for (int i = 0; i < MR; ++i) {
-      vec xv = load(x[i] + k);
-      for (int j = 0; j < NR; ++j) acc[i][j] = fma(xv, wv[j], acc[i][j]);
-    }
-  }
-  if (int rest = int(a.k - k); rest > 0) {
-    for (int i = 0; i < MR; ++i) {
-      vec xv = load_tail(x[i] + k, rest);
-      for (int j = 0; j < NR; ++j) acc[i][j] = fma(xv, load_tail(w[j] + k, rest), acc[i][j]);
-    }
+  const char* ahead[NR];
+  for (int j = 0; j < NR; ++j) {
+    w[j] = static_cast<const T*>(a.w) + (n + j) * a.w_stride;
+    ahead[j] = reinterpret_cast<const char*>(w[j]) + v.ahead;
   }
   for (int i = 0; i < MR; ++i)
+    for (int j = 0; j < NR; ++j)
+      acc[i][j] = v.first ? zero() : load(parked + (i * NR + j) * kLanes);
+  x += v.begin * MR;
+  int64_t k = walk<T, MR, NR>(acc, x, w, v.begin, v.end, ahead, v.pace);
+  if (k < v.end) walk_tail<T, MR, NR>(acc, x + (k - v.begin) * MR, w, k, int(v.end - k));
+  for (int i = 0; i < MR; ++i)
     for (int j = 0; j < NR; ++j) {
-      float value = sum(acc[i][j]);
-      a.out[(m + i) * a.out_stride + n + j] = a.bias ? value + a.bias[n + j] : value;
+      if (v.last)
+        finish(a, m + i, n + j, acc[i][j]);
+      else
+        store(parked + (i * NR + j) * kLanes, acc[i][j]);
     }
 }
 
+// One row of x: NR streams of w, each announced a fixed distance ahead, over the row's end into the
+// row that this stream reads next.
 template <typename T, int NR>
-inline void rows(const LinearArgs& a, int64_t m0, int64_t m1, int64_t n) {
-  int64_t m = m0;
-  for (; m + kMr <= m1; m += kMr) tile<T, kMr, NR>(a, m, n);
-#if defined(__AVX512F__)
-  for (; m + 3 <= m1; m += 3) tile<T, 3, NR>(a, m, n);
-#endif
-  for (; m + 2 <= m1; m += 2) tile<T, 2, NR>(a, m, n);
-  for (; m < m1; ++m) tile<T, 1, NR>(a, m, n);
+void lone_tile(const LinearArgs& a, const float* x, int64_t n) {
+  vec acc[1][NR];
+  const T* w[NR];
+  const char *here[NR], *next[NR];
+  const int64_t distance = kAheadBytes / int64_t(sizeof(T));
+  const int64_t turn = a.k > distance ? (a.k - distance) / (2 * kPair) * (2 * kPair) : 0;
+  for (int j = 0; j < NR; ++j) {
+    acc[0][j] = zero();
+    w[j] = static_cast<const T*>(a.w) + (n + j) * a.w_stride;
+    here[j] = reinterpret_cast<const char*>(w[j] + distance);
+    next[j] = reinterpret_cast<const char*>(w[j] + NR * a.w_stride);
+  }
+  const int64_t line = 2 * kPair * int64_t(sizeof(T));
+  int64_t k = walk<T, 1, NR>(acc, x, w, 0, turn, here, line);
+  k = walk<T, 1, NR>(acc, x + k, w, k, a.k, next, line);
+  if (k < a.k) walk_tail<T, 1, NR>(acc, x + k, w, k, int(a.k - k));
+  for (int j = 0; j < NR; ++j) finish(a, 0, n + j, acc[0][j]);
+}
+
+template <typename T, int NR, int MR>
+inline void tile_of(int64_t rows, const LinearArgs& a, const Visit& v, const float* x, int64_t m,
+                    int64_t n, float* parked) {
+  if (rows == MR) return tile<T, MR, NR>(a, v, x, m, n, parked);
+  if constexpr (MR > 1) tile_of<T, NR, MR - 1>(rows, a, v, x, m, n, parked);
+}
+
+// How a block of rows of x is cut into tiles: as evenly as can be (6 rows are 3 + 3, not 4 + 2).
+struct Tiling {
+  int64_t begin, rows, count;
+  Tiling(int64_t m0, int64_t m1) : begin(m0), rows(m1 - m0), count((rows + kMr - 1) / kMr) {}
+  int64_t at(int64_t tile) const { return begin + rows * tile / count; }
+};
+
+// Rows of x as tiles walk them: per tile, a vector of each of its rows in turn, in the order
+// `load_half` gives w, zeros at the end.
+struct Packed {
+  const float* data;
+  int64_t width;  // K, rounded up to whole pairs
+  const float* row(int64_t m) const { return data + m * width; }
+};
+
+template <typename T>
+inline void pack_tile(float* out, const LinearArgs& a, int64_t m0, int64_t m1) {
+  const int64_t rows = m1 - m0;
+  for (int64_t k = 0; k < a.k; k += kPair, out += rows * kPair)
+    for (int64_t i = 0; i < rows; ++i) {
+      const float* in = a.x + (m0 + i) * a.x_stride + k;
+      float lanes[kPair] = {}, *first = out + i * kLanes, *second = first + rows * kLanes;
+      if (k + kPair > a.k) {
+        std::memcpy(lanes, in, size_t(a.k - k) * sizeof(float));
+        in = lanes;
+      }
+      for (int l = 0; l < kLanes; ++l) {
+        first[l] = in[kSplitsPairs<T> ? 2 * l : l];
+        second[l] = in[kSplitsPairs<T> ? 2 * l + 1 : kLanes + l];
+      }
+    }
+}
+
+// A tile of x, in the first-level cache by now, with a panel of w, strip by strip.
+template <typename T>
+void tile_with_panel(const LinearArgs& a, Visit v, const Packed& x, const Tiling& t,
+                     int64_t i, float* parked) {
+  const int64_t m = t.at(i), rows = t.at(i + 1) - m;
+  if (!v.first || !v.last) parked += (m - t.begin) * kPanel * kLanes;
+  const int64_t next = v.last ? kPanel * a.w_stride : v.end;  // the same strip, one visit later
+  v.ahead = (next + (v.end - v.begin) * i / t.count) * int64_t(sizeof(T));
+  v.pace = 2 * kPair * int64_t(sizeof(T)) / t.count;
+  const int64_t slot = v.first && v.last ? 0 : rows * kLanes;  // per row of w
+  int64_t n = v.n0;
+  for (; n + kNr <= v.n1; n += kNr, parked += slot * kNr)
+    tile_of<T, kNr, kMr>(rows, a, v, x.row(m), m, n, parked);
+  for (; n < v.n1; ++n, parked += slot) tile_of<T, 1, kMr>(rows, a, v, x.row(m), m, n, parked);
 }
 
 // Columns [n0, n1) of the output.
 template <typename T>
-void linear_columns(const LinearArgs& a, int64_t n0, int64_t n1) {
-  if (a.m == 1) {
-    int64_t n = n0;
-    for (; n + kDecodeNr <= n1; n += kDecodeNr) tile<T, 1, kDecodeNr>(a, 0, n);
-    for (; n < n1; ++n) tile<T, 1, 1>(a, 0, n);
-    return;
-  }
-  for (int64_t m = 0; m < a.m; m += kRowBlock) {
-    int64_t m1 = m + kRowBlock < a.m ? m + kRowBlock : a.m, n = n0;
-    for (; n + kNr <= n1; n += kNr) rows<T, kNr>(a, m, m1, n);
-    for (; n < n1; ++n) rows<T, 1>(a, m, m1, n);
+void linear_columns(const LinearArgs& a, const Packed& x, int64_t n0, int64_t n1) {
+  const int64_t block = std::min(a.m, kRows), tile_rows = std::min<int64_t>(a.m, kMr);
+  const int64_t depth = std::max(kDepth, kTileFloats / tile_rows / kDepth * kDepth);
+  std::vector<float> parked(depth < a.k ? size_t(block * kPanel * kLanes) : 0);
+  for (int64_t m = 0; m < a.m; m += block) {
+    const Tiling tiles(m, std::min(m + block, a.m));
+    for (int64_t n = n0; n < n1; n += kPanel)
+      for (int64_t k = 0; k < a.k; k += depth) {
+        const Visit v{n, std::min(n + kPanel, n1), k, std::min(k + depth, a.k), k == 0,
+                      k + depth >= a.k, 0, 0};
+        for (int64_t i = 0; i < tiles.count; ++i)
+          tile_with_panel<T>(a, v, x, tiles, i, parked.data());
+      }
   }
 }
 
 template <typename T>
+void lone_columns(const LinearArgs& a, const float* x, int64_t n0, int64_t n1) {
+  int64_t n = n0;
+  for (; n + kLoneNr <= n1; n += kLoneNr) lone_tile<T, kLoneNr>(a, x, n);
+  for (; n < n1; ++n) lone_tile<T, 1>(a, x, n);
+}
+
+template <typename T>
+Packed pack(ThreadPool& pool, const LinearArgs& a) {
+  const int64_t width = (a.k + kPair - 1) / kPair * kPair;
+  float* data = pool.scratch(a.m * width);
+  const int64_t blocks = (a.m + kRows - 1) / kRows;
+  pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
+    for (int64_t b = blocks * part / all; b < blocks * (part + 1) / all; ++b) {
+      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m));
+      for (int64_t i = 0; i < t.count; ++i)
+        pack_tile<T>(data + t.at(i) * width, a, t.at(i), t.at(i + 1));
+    }
+  });
+  return {data, width};
+}
+
+template <typename T>
 void linear_typed(ThreadPool& pool, const LinearArgs& a) {
-  // Waking a helper costs a few microseconds: worth it from about 100k multiply-adds on.
-  int parts = a.m * a.n * a.k < 100'000 ? 1 : pool.size();
-  if (parts > a.n) parts = int(a.n);
-  pool.run(parts, [&](int part, int all) {
+  // Waking a helper costs a few microseconds: worth it from about 100k multiply-adds on. Much work
+  // comes in more parts than threads, so that one which is held up does not hold up the rest.
+  const int64_t work = a.m * a.n * a.k, threads = pool.size();
+  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
+  const int64_t most = std::min<int64_t>(a.n, ThreadPool::kPartsMax);
+  const int64_t parts = work < 100'000 ? 1 : std::min(threads * fine, most);
+  const Packed x = pack<T>(pool, a);
+  pool.run(int(parts), [&](int part, int all) {
     int64_t per = ((a.n + all - 1) / all + 15) / 16 * 16;  // whole cache lines of the output
-    int64_t n0 = per * part, n1 = n0 + per < a.n ? n0 + per : a.n;
-    if (n0 < n1) linear_columns<T>(a, n0, n1);
+    int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
+    if (n0 >= n1) return;
+    if (a.m == 1)
+      lone_columns<T>(a, x.data, n0, n1);
+    else
+      linear_columns<T>(a, x, n0, n1);
   });
 }
 

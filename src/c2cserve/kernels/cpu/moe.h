@@ -8,22 +8,48 @@
 
 namespace c2c {
 
-// Softmax over all experts, the top k (ties to the lower index), optionally renormalised.
-inline void route_row(const float* logits, int64_t experts, int64_t k, bool renormalize, int32_t* ids, float* weights) {
-  float peak = logits[0], total = 0.0f;
-  for (int64_t e = 1; e < experts; ++e) peak = logits[e] > peak ? logits[e] : peak;
-  std::vector<float> p(static_cast<size_t>(experts));
-  for (int64_t e = 0; e < experts; ++e) total += p[size_t(e)] = exp1(logits[e] - peak);
+// Softmax over all experts, the top k (ties to the lower index), optionally renormalised. `p` has
+// room for the experts, rounded up to whole vectors.
+inline void route_row(const float* logits, int64_t experts, int64_t k, bool renormalize, float* p,
+                      int32_t* ids, float* weights) {
+  const vec peak = splat(*std::max_element(logits, logits + experts));
+  vec totals = zero();
+  for (int64_t e = 0; e < experts; e += kLanes) {
+    const int rest = int(std::min<int64_t>(kLanes, experts - e));
+    vec share = exp(sub(load_tail(logits + e, rest), peak));
+    store(p + e, share);
+    if (rest < kLanes) share = load_tail(p + e, rest);  // zeros behind the last expert
+    totals = add(totals, share);
+  }
+  const float total = sum(totals);
   float chosen = 0.0f;
   for (int64_t i = 0; i < k; ++i) {
-    int64_t best = std::max_element(p.begin(), p.end()) - p.begin();
+    const int64_t best = std::max_element(p, p + experts) - p;
     ids[i] = int32_t(best);
-    weights[i] = p[size_t(best)] / total;
+    weights[i] = p[best] / total;
     chosen += weights[i];
-    p[size_t(best)] = -1.0f;
+    p[best] = -1.0f;
   }
   if (renormalize)
     for (int64_t i = 0; i < k; ++i) weights[i] /= chosen;
+}
+
+struct RouteArgs {
+  const float* logits;  // [T, experts]
+  int64_t tokens, experts, k;
+  bool renormalize;
+  int32_t* ids;    // [T, k]
+  float* weights;  // [T, k]
+};
+
+inline void route(ThreadPool& pool, const RouteArgs& a) {
+  const int parts = a.tokens * a.experts * (a.k + 8) < 100'000 ? 1 : pool.size();
+  pool.run(parts, [&](int part, int all) {
+    std::vector<float> p(size_t((a.experts + kLanes - 1) / kLanes * kLanes));
+    for (int64_t t = a.tokens * part / all; t < a.tokens * (part + 1) / all; ++t)
+      route_row(a.logits + t * a.experts, a.experts, a.k, a.renormalize, p.data(), a.ids + t * a.k,
+                a.weights + t * a.k);
+  });
 }
 
 struct MoeArgs {
@@ -32,44 +58,67 @@ struct MoeArgs {
   const int32_t* ids;    // [T, k]
   const float* weights;  // [T, k]
   const void *w13, *w2;  // [experts, 2 inner, hidden], [experts, hidden, inner]
+  Dtype dtype;
   int64_t tokens, k, experts, hidden, inner;
-  int64_t item;
+
+  int64_t item() const { return dtype == Dtype::f32 ? 4 : 2; }
 };
 
-// Experts in ascending order, so a token's sum is always taken in the same order.
-inline void moe_experts(ThreadPool& pool, const MoeArgs& a, Dtype dtype) {
-  std::memset(a.out, 0, size_t(a.tokens * a.hidden) * sizeof(float));
-  std::vector<std::vector<int64_t>> chosen(static_cast<size_t>(a.experts));
-  for (int64_t i = 0; i < a.tokens * a.k; ++i) chosen[size_t(a.ids[i])].push_back(i);
+// into += weight * from
+inline void add_scaled(float* into, const float* from, float weight, int64_t n) {
+  const vec w = splat(weight);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(into + i, fma(w, load(from + i), load(into + i)));
+  if (int rest = int(n - i); rest > 0)
+    store_tail(into + i, fma(w, load_tail(from + i, rest), load_tail(into + i, rest)), rest);
+}
+
+// What an expert works in, kept from one to the next.
+struct MoeBuffers {
   std::vector<float> x, gate_up, act, y;
-  for (int64_t e = 0; e < a.experts; ++e) {
-    const auto& picks = chosen[size_t(e)];
-    if (picks.empty()) continue;
-    const int64_t m = int64_t(picks.size());
-    x.resize(size_t(m * a.hidden));
-    gate_up.resize(size_t(m * 2 * a.inner));
-    act.resize(size_t(m * a.inner));
-    y.resize(size_t(m * a.hidden));
-    for (int64_t i = 0; i < m; ++i)
-      std::copy_n(a.x + picks[size_t(i)] / a.k * a.hidden, a.hidden, x.data() + i * a.hidden);
-    const auto* w13 = static_cast<const uint8_t*>(a.w13) + e * 2 * a.inner * a.hidden * a.item;
-    const auto* w2 = static_cast<const uint8_t*>(a.w2) + e * a.inner * a.hidden * a.item;
-    linear(pool, {gate_up.data(), 2 * a.inner, x.data(), a.hidden, w13, a.hidden, nullptr, m, 2 * a.inner, a.hidden}, dtype);
-    for (int64_t i = 0; i < m; ++i) {
-      const float* row = gate_up.data() + i * 2 * a.inner;
-      silu_mul_row(act.data() + i * a.inner, row, row + a.inner, a.inner);
-    }
-    linear(pool, {y.data(), a.hidden, act.data(), a.inner, w2, a.inner, nullptr, m, a.hidden, a.inner}, dtype);
-    for (int64_t i = 0; i < m; ++i) {
-      float* into = a.out + picks[size_t(i)] / a.k * a.hidden;
-      const float* from = y.data() + i * a.hidden;
-      vec weight = splat(a.weights[picks[size_t(i)]]);
-      int64_t h = 0;
-      for (; h + kLanes <= a.hidden; h += kLanes) store(into + h, fma(weight, load(from + h), load(into + h)));
-      if (int rest = int(a.hidden - h); rest > 0)
-        store_tail(into + h, fma(weight, load_tail(from + h, rest), load_tail(into + h, rest)), rest);
-    }
+};
+
+// One expert over the (token, choice) pairs that picked it. A token picks an expert at most once,
+// so rows of the output are added to by one thread at a time.
+inline void run_expert(ThreadPool& pool, const MoeArgs& a, int64_t expert,
+                       const std::vector<int64_t>& picks, MoeBuffers& b) {
+  const int64_t m = int64_t(picks.size()), h = a.hidden, n = a.inner;
+  b.x.resize(size_t(m * h));
+  b.gate_up.resize(size_t(m * 2 * n));
+  b.act.resize(size_t(m * n));
+  b.y.resize(size_t(m * h));
+  float *x = b.x.data(), *gate_up = b.gate_up.data(), *act = b.act.data(), *y = b.y.data();
+  const auto* w13 = static_cast<const uint8_t*>(a.w13) + expert * 2 * n * h * a.item();
+  const auto* w2 = static_cast<const uint8_t*>(a.w2) + expert * n * h * a.item();
+  pool.rows(m, h, [&](int64_t i) {
+    std::copy_n(a.x + picks[size_t(i)] / a.k * h, h, x + i * h);
+  });
+  linear(pool, {gate_up, 2 * n, x, h, w13, h, nullptr, Dtype::f32, m, 2 * n, h}, a.dtype);
+  pool.rows(m, 8 * n, [&](int64_t i) {
+    silu_mul_row(act + i * n, gate_up + i * 2 * n, gate_up + (2 * i + 1) * n, n);
+  });
+  linear(pool, {y, h, act, n, w2, n, nullptr, Dtype::f32, m, h, n}, a.dtype);
+  pool.rows(m, h, [&](int64_t i) {
+    const int64_t pick = picks[size_t(i)];
+    add_scaled(a.out + pick / a.k * h, y + i * h, a.weights[pick], h);
+  });
+}
+
+// Experts in ascending order, so a token's sum is always taken in the same order. The first choice
+// that is no expert (or repeats one of its token), or -1: nothing is written then.
+inline int64_t moe_experts(ThreadPool& pool, const MoeArgs& a) {
+  std::vector<std::vector<int64_t>> picks(static_cast<size_t>(a.experts));
+  for (int64_t i = 0; i < a.tokens * a.k; ++i) {
+    if (a.ids[i] < 0 || a.ids[i] >= a.experts) return i;
+    auto& list = picks[size_t(a.ids[i])];
+    if (!list.empty() && list.back() / a.k == i / a.k) return i;
+    list.push_back(i);
   }
+  std::memset(a.out, 0, size_t(a.tokens * a.hidden) * sizeof(float));
+  MoeBuffers buffers;
+  for (int64_t e = 0; e < a.experts; ++e)
+    if (!picks[size_t(e)].empty()) run_expert(pool, a, e, picks[size_t(e)], buffers);
+  return -1;
 }
 
 }  // namespace c2c

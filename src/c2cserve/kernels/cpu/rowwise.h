@@ -13,6 +13,13 @@ inline void widen(float* out, const T* in, int64_t n) {
   for (; i < n; ++i) out[i] = to_float(in[i]);
 }
 
+template <typename T>
+inline void narrow(T* out, const float* in, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(in + i));
+  for (; i < n; ++i) from_float(out[i], in[i]);
+}
+
 inline void widen_row(float* out, const void* table, Dtype dtype, int64_t row, int64_t n) {
   switch (dtype) {
     case Dtype::f32: return widen(out, static_cast<const float*>(table) + row * n, n);
@@ -36,8 +43,10 @@ inline void rms_norm_row(float* out, const float* in, const float* weight, float
   vec scale = splat(1.0f / std::sqrt(sum(squares) / float(n) + eps));
   for (i = 0; i + kLanes <= n; i += kLanes)
     store(out + i, mul(mul(load(in + i), scale), load(weight + i)));
-  if (int rest = int(n - i); rest > 0)
-    store_tail(out + i, mul(mul(load_tail(in + i, rest), scale), load_tail(weight + i, rest)), rest);
+  if (int rest = int(n - i); rest > 0) {
+    vec v = mul(load_tail(in + i, rest), scale);
+    store_tail(out + i, mul(v, load_tail(weight + i, rest)), rest);
+  }
 }
 
 inline void add_row(float* into, const float* from, int64_t n) {

@@ -9,6 +9,9 @@
 
 namespace c2c {
 
+// Into the first-level cache, and no further than needed.
+inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+
 enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
 
 struct bf16 {
@@ -47,11 +50,8 @@ inline void from_float(float& out, float v) { out = v; }
 inline void from_float(bf16& out, float v) {  // round to nearest, ties to even; NaN stays NaN
   uint32_t bits;
   std::memcpy(&bits, &v, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) {
-    out.bits = uint16_t(bits >> 16 | 0x40);
-    return;
-  }
-  out.bits = uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16, quiet = bits >> 16 | 0x40;
+  out.bits = uint16_t((bits & 0x7fffffff) > 0x7f800000 ? quiet : rounded);  // no branch: vectorizes
 }
 inline void from_float(f16& out, float v) {
   uint32_t bits;
@@ -89,6 +89,10 @@ inline vec load(const f16* p) {
   return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
 inline void store(float* p, vec a) { _mm512_storeu_ps(p, a.v); }
+inline void store(f16* p, vec a) {
+  __m256i half = _mm512_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half);
+}
 inline vec fma(vec a, vec b, vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec add(vec a, vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline vec sub(vec a, vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -119,6 +123,10 @@ inline vec load(const f16* p) {
   return {_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
 inline void store(float* p, vec a) { _mm256_storeu_ps(p, a.v); }
+inline void store(f16* p, vec a) {
+  __m128i half = _mm256_cvtps_ph(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), half);
+}
 inline vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 inline vec add(vec a, vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 inline vec sub(vec a, vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
@@ -149,7 +157,18 @@ inline vec load(const T* p) {
   return out;
 }
 inline void store(float* p, vec a) { std::memcpy(p, &a.v, sizeof(a.v)); }
-inline vec fma(vec a, vec b, vec c) { return {a.v * b.v + c.v}; }
+inline void store(f16* p, vec a) {
+  for (int i = 0; i < kLanes; ++i) from_float(p[i], a.v[i]);
+}
+inline vec fma(vec a, vec b, vec c) {
+#if defined(__FP_FAST_FMAF)  // contraction is off everywhere, so a fused add is asked for by name
+  vec out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return out;
+#else
+  return {a.v * b.v + c.v};
+#endif
+}
 inline vec add(vec a, vec b) { return {a.v + b.v}; }
 inline vec sub(vec a, vec b) { return {a.v - b.v}; }
 inline vec mul(vec a, vec b) { return {a.v * b.v}; }
@@ -169,14 +188,76 @@ inline vec pow2(vec a) {
 }
 #endif
 
-// The lanes are added in one fixed tree: part of the promise that a row's result never depends on
-// what else is in the batch.
+inline void store(bf16* p, vec a) {
+  float lanes[kLanes];
+  store(lanes, a);
+  for (int i = 0; i < kLanes; ++i) from_float(p[i], lanes[i]);
+}
+
+// A pair of vectors of neighbouring elements, one at a time, in the order that is cheapest for the
+// type: in sequence, but bf16 first all even and then all odd elements, because an element becomes
+// a float by one shift or one mask there, with no shuffle. What they meet has to lie in the same
+// order (`kSplitsPairs`).
+template <typename T>
+constexpr bool kSplitsPairs = false;
+template <>
+inline constexpr bool kSplitsPairs<bf16> = true;
+
+template <int Half, typename T>
+inline vec load_half(const T* p) {
+  return load(p + Half * kLanes);
+}
+template <int Half>
+inline vec load_half(const bf16* p) {
+#if defined(__AVX512F__)
+  __m512i raw = _mm512_loadu_si512(p), high = _mm512_set1_epi32(int(0xffff0000));
+  raw = Half ? _mm512_and_si512(raw, high) : _mm512_slli_epi32(raw, 16);
+  return {_mm512_castsi512_ps(raw)};
+#elif defined(__AVX2__)
+  __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  __m256i high = _mm256_set1_epi32(int(0xffff0000));
+  raw = Half ? _mm256_and_si256(raw, high) : _mm256_slli_epi32(raw, 16);
+  return {_mm256_castsi256_ps(raw)};
+#else
+  vec out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = to_float(p[2 * i + Half]);
+  return out;
+#endif
+}
+
+// A value that several multiplications share: without this, compilers fold its load into each of
+// them, and the load ports become the limit.
+inline vec held(vec a) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(a.v));
+#elif defined(__AVX2__)
+  asm("" : "+x"(a.v));
+#endif
+  return a;
+}
+
+// The lanes are added in one fixed tree (halves onto each other, down to one lane): part of the
+// promise that a row's result never depends on what else is in the batch.
+#if defined(__AVX2__) || defined(__AVX512F__)
+inline float sum8(__m256 v) {
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#endif
 inline float sum(vec a) {
+#if defined(__AVX512F__)
+  __m256 low = _mm512_castps512_ps256(a.v), high = _mm512_extractf32x8_ps(a.v, 1);
+  return sum8(_mm256_add_ps(low, high));
+#elif defined(__AVX2__)
+  return sum8(a.v);
+#else
   float lanes[kLanes];
   store(lanes, a);
   for (int width = kLanes / 2; width > 0; width /= 2)
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   return lanes[0];
+#endif
 }
 inline float largest(vec a) {
   float lanes[kLanes];
@@ -199,10 +280,11 @@ inline void store_tail(float* p, vec a, int n) {
   std::memcpy(p, lanes, size_t(n) * sizeof(float));
 }
 
-// e^x by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error < 3e-7, zero
-// below -87, no overflow above 88.
+// e^x by range reduction to [-ln2/2, ln2/2] and a degree-6 polynomial; relative error < 3e-7, the
+// smallest normal float below -87, no overflow above 88. `max` and `min` give their second operand
+// when one is a NaN, so a NaN comes out as a NaN.
 inline vec exp(vec x) {
-  x = min(max(x, splat(-87.3365448f)), splat(88.0f));
+  x = min(splat(88.0f), max(splat(-87.3365448f), x));
   vec n = round(mul(x, splat(1.44269504f)));
   vec r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);

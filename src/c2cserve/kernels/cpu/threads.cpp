@@ -58,11 +58,19 @@ void ThreadPool::dispatch(int count, Call call, const void* body) {
     // Under the lock, or a helper that is about to sleep could miss it.
     std::lock_guard<std::mutex> lock(mutex_);
     uint64_t before = ticket_.load(std::memory_order_relaxed);
-    ticket_.store((generation(before) + 1) << 32 | uint64_t(count) << 16, std::memory_order_release);
+    ticket_.store((generation(before) + 1) << 32 | uint64_t(count) << 16,
+                  std::memory_order_release);
   }
   wake_.notify_all();
   work();
-  while (done_.load(std::memory_order_acquire) != count) relax();
+  // A helper that lost its core in the middle of a part may need this one to get on.
+  const auto until = std::chrono::steady_clock::now() + kSpin;
+  while (done_.load(std::memory_order_acquire) != count) {
+    if (std::chrono::steady_clock::now() < until)
+      relax();
+    else
+      std::this_thread::yield();
+  }
 }
 
 void ThreadPool::serve(int cpu) {

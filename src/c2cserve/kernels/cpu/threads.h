@@ -20,6 +20,12 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
+  // Room for `n` floats, kept from call to call; what it held before is lost.
+  float* scratch(int64_t n) {
+    if (int64_t(scratch_.size()) < n) scratch_.resize(size_t(n));
+    return scratch_.data();
+  }
+
   static constexpr int kPartsMax = 1024;
 
   // Call body(part, parts) for every part (at most kPartsMax) and wait. One caller at a time.
@@ -34,12 +40,30 @@ class ThreadPool {
     }, &body);
   }
 
+  // Call body(task) for every task, each as soon as a thread is free.
+  template <typename Body>
+  void each(int64_t tasks, const Body& body) {
+    run(int(tasks < kPartsMax ? tasks : kPartsMax), [&](int part, int all) {
+      for (int64_t i = part; i < tasks; i += all) body(i);
+    });
+  }
+
+  // Call body(row) for every row; one costs about `per_row` operations. What is done sooner than a
+  // helper wakes up stays here.
+  template <typename Body>
+  void rows(int64_t count, int64_t per_row, const Body& body) {
+    run(count * per_row < 30'000 ? 1 : size(), [&](int part, int all) {
+      for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i) body(i);
+    });
+  }
+
  private:
   using Call = void (*)(const void*, int, int);
   void dispatch(int parts, Call call, const void* body);
   void serve(int cpu);
   void work();
 
+  std::vector<float> scratch_;
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable wake_;

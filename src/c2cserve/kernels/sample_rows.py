@@ -1,0 +1,65 @@
+"""Sampling parameters into the native layout, and what was drawn back into Python."""
+
+from collections.abc import Sequence
+from ctypes import Array, c_float, c_int32
+
+import torch
+from torch import Tensor
+
+from c2cserve.kernels.native import SAMPLE_ROW
+from c2cserve.kernels.ops import Drawn, RowSampling
+
+_U64 = (1 << 64) - 1
+
+
+def _ids(tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> tuple[int, int]:
+    """Address and length of a history, zeros for none."""
+    if tensor is None or not len(tensor):
+        return 0, 0
+    if tensor.dtype is not dtype or not tensor.is_contiguous():
+        raise ValueError(f"sample: a dense {dtype} tensor is needed, not {tensor.dtype}")
+    return tensor.data_ptr(), len(tensor)
+
+
+def pack_rows(logits: Tensor, rows: Sequence[RowSampling]) -> bytes:
+    """`SampleRow`s of sample.h. The tensors of `rows` must outlive the call that uses them."""
+    vocab, at = logits.shape[1], logits.data_ptr()
+    packed = bytearray(SAMPLE_ROW.size * len(rows))
+    none = (0, 0)
+    for i, row in enumerate(rows):
+        prompt = none if row.prompt is None else _ids(row.prompt)
+        output = none if row.output is None else _ids(row.output)
+        banned = none if row.banned is None else _ids(row.banned)
+        bias_ids = bias = none
+        if row.bias_ids is not None or row.bias is not None:
+            bias_ids, bias = _ids(row.bias_ids), _ids(row.bias, torch.float32)
+            if bias_ids[1] != bias[1]:
+                raise ValueError(f"sample: {bias_ids[1]} bias ids and {bias[1]} values")
+        SAMPLE_ROW.pack_into(
+            packed, i * SAMPLE_ROW.size,
+            at + i * vocab * 4, prompt[0], output[0], bias_ids[0], bias[0], banned[0],
+            prompt[1], output[1], bias[1], banned[1],
+            row.seed & _U64, row.position, row.top_k, min(vocab, row.top_logprobs),
+            row.temperature, row.top_p, row.min_p, row.repetition, row.presence, row.frequency,
+        )  # fmt: skip
+    return bytes(packed)
+
+
+def drawn_of(
+    rows: Sequence[RowSampling],
+    vocab: int,
+    stride: int,
+    ids: Array[c_int32],
+    logprobs: Array[c_float],
+    top_ids: Array[c_int32],
+    top_values: Array[c_float],
+) -> Drawn:
+    """Lists out of the native results; `stride` entries of the top arrays belong to each row."""
+    if all(row.top_logprobs < 1 for row in rows):
+        return Drawn(list(ids), list(logprobs))
+    top: list[list[tuple[int, float]]] = []
+    for i, row in enumerate(rows):
+        begin = i * stride
+        end = begin + max(0, min(vocab, row.top_logprobs))
+        top.append(list(zip(top_ids[begin:end], top_values[begin:end], strict=True)))
+    return Drawn(list(ids), list(logprobs), top)
