@@ -7,7 +7,8 @@ new for each that ends, lengths and models drawn at random (Zipf over the models
 
   cluster          200 models in the pool, 8 slices of 8 active models, nobody waits
   cluster_queue    the same with 600 requests more than the slices take: all of them wait
-  slice            8 active models of 32 running requests each on one slice
+  slice            one of those slices: 8 active models of 4 running requests each
+  slice_256        8 active models of 32 running requests each
   slice_one_model  64 running requests of one model, and as many waiting
 """
 
@@ -163,7 +164,8 @@ def main() -> None:
         },
         "cluster": cluster(n, seed, queued=0),
         "cluster_queue": cluster(n, seed, queued=600),
-        "slice": one_slice(n, seed, models=8, each=32, batch=32),
+        "slice": one_slice(n, seed, models=8, each=4, batch=32),
+        "slice_256": one_slice(n, seed, models=8, each=32, batch=32),
         "slice_one_model": one_slice(n, seed, models=1, each=128, batch=64),
     }
     print(json.dumps(report, indent=1))

@@ -27,10 +27,6 @@ class Seq:
     started: bool = False
     withdrawn: bool = False
 
-    @classmethod
-    def of(cls, request: Request, model: "ActiveModel") -> "Seq":
-        return cls(request, model, request.prompt_len, due_s(request, request.sent))
-
     @property
     def in_flight(self) -> bool:
         return self.issued != self.computed
@@ -65,20 +61,20 @@ class ActiveModel:
 
     name: str
     key: str
+    time: StepTime
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
-    time: StepTime = field(default_factory=StepTime)
     in_flight: int | None = None
     """Id of its step under way; at most one, because a decode needs the token before."""
     last_step: int = 0
     started: int = 0
     tpot_s: float = float("inf")
     """The strictest of its requests' targets since it last had none."""
-    cached_tokens: int = 0
-    preemptions: int = 0
 
-    def add(self, seq: Seq) -> None:
-        self.tpot_s = min(self.tpot_s if self.seqs else float("inf"), seq.request.slo.tpot_s)
-        self.seqs[seq.request.id] = seq
+    def add(self, request: Request) -> Seq:
+        self.tpot_s = min(self.tpot_s if self.seqs else float("inf"), request.slo.tpot_s)
+        seq = Seq(request, self, request.prompt_len, due_s(request, request.sent))
+        self.seqs[request.id] = seq
+        return seq
 
     def most_urgent_due_s(self) -> float:
         return min(map(_DUE, self.seqs.values()))

@@ -6,10 +6,11 @@ from heapq import heapify, heappop, heappush
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.request import Request
+from c2cserve.policy import residence
 from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
-from c2cserve.policy.placement import Placement, SliceLoad, place
+from c2cserve.policy.placement import Placement, SliceLoad, active_if_full, place
 from c2cserve.policy.queue import WaitingQueue
-from c2cserve.policy.residence import ModelBook, evictions, impossible, unasked_loads
+from c2cserve.policy.residence import ModelBook
 
 _RECHECK_S = 0.25
 """How often waiting requests are looked at again when nothing else happens."""
@@ -92,7 +93,7 @@ class ClusterPolicy:
             case ev.ModelFailed(name, reason):
                 self._models[name].error = reason
                 self._failed.append(name)
-            case ev.ModelRemoving(name):
+            case ev.ModelRemoving(name) if not self._models[name].removing:
                 self._models[name].removing = True
                 self._removing.append(name)
             case _:
@@ -149,7 +150,7 @@ class ClusterPolicy:
         elif model is None or model.removing:
             self._reject(request, 404, f"the model {request.model!r} does not exist", 1.0)
         elif not model.in_pool and self._budget_bytes is not None and (
-            why := impossible(model, self._models.values(), self._budget_bytes)
+            why := residence.impossible(model, self._models.values(), self._budget_bytes)
         ):  # fmt: skip
             self._reject(request, 503, why, 60.0)
         else:
@@ -162,9 +163,10 @@ class ClusterPolicy:
 
     def _fail(self, now: float) -> None:
         """End what was asked of models that can not be loaded, and be slow to try again."""
-        for name in self._failed:
-            model = self._models[name]
-            model.failed(now)
+        for model in (self._models[name] for name in self._failed):
+            name = model.spec.id
+            if model.in_pool:  # else another slice could not use it either
+                model.failed(now)
             reason = f"{name} can not be loaded: {model.error}"
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._actions.append(act.Withdraw(request_id, self._where[request_id][1]))
@@ -190,15 +192,22 @@ class ClusterPolicy:
             (head[0], name) for name in waiting
             if self._models[name].may_load(now) and (head := self._queue.head(name))
         ]  # fmt: skip
+        unused = residence.evictable(models, waiting) if asked else []
+        free = self._budget_bytes - residence.used_bytes(models)
         for _, name in sorted(asked):
-            victims = evictions(self._models[name], models, waiting, self._budget_bytes)
-            if victims is not None:
-                for victim in victims:
-                    self._leave_pool(victim)
-                    self._actions.append(act.Evict(victim.spec.id))
-                self._start_load(self._models[name])
+            lacking = self._models[name].spec.weight_bytes - free
+            victims = residence.evictions(unused, lacking)
+            if victims is None:
+                continue
+            for victim in victims:
+                unused.remove(victim)
+                lacking -= victim.spec.weight_bytes
+                self._leave_pool(victim)
+                self._actions.append(act.Evict(victim.spec.id))
+            free = -lacking
+            self._start_load(self._models[name])
         if not self._draining:
-            for model in unasked_loads(models, self._budget_bytes):
+            for model in residence.unasked_loads(models, self._budget_bytes):
                 self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
@@ -215,29 +224,29 @@ class ClusterPolicy:
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
-        loads = [load for load in self._slices.values() if load.open]
         names = set(self._queue.models())
         if not self._room_changed:
             names = {request.model for request in arrived}  # the others could not be placed before
-        if not any(load.takes_more for load in loads):
-            names &= {name for load in loads for name in load.active}
         self._room_changed = False
+        loads = [load for load in self._slices.values() if load.open]
+        welcome = active_if_full(loads)
         heads = [
-            (head[0], name) for name in names
+            (head[0], name) for name in (names if welcome is None else names & welcome)
             if (head := self._queue.head(name)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
         while heads and loads:
             _, name = heappop(heads)
             head = self._queue.head(name)
-            assert head is not None
-            placement = place(head[1], loads, self._value, now)
-            if placement is None:
+            if head is None or (welcome is not None and name not in welcome):
                 continue
-            self._send(head[1], placement, now)
-            loads = [load for load in loads if load.open]
-            if (head := self._queue.head(name)) is not None:
-                heappush(heads, (head[0], name))
+            placement = place(head[1], loads, self._value, now)
+            if placement is not None:
+                self._send(head[1], placement, now)
+                loads = [load for load in loads if load.open]
+                welcome = active_if_full(loads)
+                if (head := self._queue.head(name)) is not None:
+                    heappush(heads, (head[0], name))
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""

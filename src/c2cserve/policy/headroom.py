@@ -4,11 +4,18 @@ from collections.abc import Iterable
 
 from c2cserve.core.request import Request
 
+_PRIORITY_S = 1.0
+"""A step of priority is worth so many seconds: high priority goes first, and nothing waits forever
+behind it."""
+
 
 def due_s(request: Request, tokens_out: int) -> float:
     """When the request's next token is late: SLINFER equation 1, headroom = arrival + TTFT_SLO +
-    TPOT_SLO * tokens out - now, without the now. `tokens_out` counts those before a resume too."""
-    return request.arrival_s + request.slo.ttft_s + request.slo.tpot_s * tokens_out
+    TPOT_SLO * tokens out - now, without the now and with priority (ours). `tokens_out` counts
+    those before a resume too."""
+    slo = request.slo
+    lead_s = slo.ttft_s + slo.tpot_s * tokens_out - _PRIORITY_S * request.priority
+    return request.arrival_s + lead_s
 
 
 def next_turn(

@@ -66,10 +66,6 @@ class KvArena:
     def held_bytes(self) -> int:
         return sum(kv.block_bytes * kv.held for kv in self._models.values())
 
-    @property
-    def cached_bytes(self) -> int:
-        return sum(kv.block_bytes * len(kv.cached) for kv in self._models.values())
-
     def add_model(self, model: str, block_bytes: int) -> None:
         slabs = -(-block_bytes // self.slab_bytes)
         self._models[model] = _ModelKv(block_bytes, slabs, slabs * self.slab_bytes // block_bytes)

@@ -5,7 +5,7 @@ A first form of C2CServe section 6.2, where links are not yet the limit, with th
 of SLINFER section 6 C in closed form: step times are few enough numbers to add up.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.machine import Slice
@@ -53,11 +53,6 @@ class SliceLoad:
     def instance_limit(self) -> int:
         """A full batch and what follows at once; the rest of the slice is for other models."""
         return self.slice.max_batch + self.slice.max_batch // 4
-
-    @property
-    def takes_more(self) -> bool:
-        """Another model could become active here."""
-        return len(self.active) < self.slice.max_active or self.unused > 0
 
     def activate(self, model: str) -> None:
         self.active[model] = Instance()
@@ -125,6 +120,13 @@ class Placement:
     slice_id: str
     activate: bool = False
     deactivate: str | None = None
+
+
+def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
+    """The only models that may get a place if no slice takes another one; None: some slice does."""
+    if any(len(load.active) < load.slice.max_active or load.unused for load in loads):
+        return None
+    return {name for load in loads for name in load.active}
 
 
 def place(

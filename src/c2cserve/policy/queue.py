@@ -4,10 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, KeysView
 
 from c2cserve.core.request import Request
-
-_PRIORITY_S = 1.0
-"""A step of priority is worth so many seconds of waiting: high priority goes first, and nothing
-waits forever behind it."""
+from c2cserve.policy.headroom import due_s
 
 Urgency = tuple[bool, float, str]
 """Smallest first: displaced ones in front (their clients may have seen tokens already), then by
@@ -17,19 +14,17 @@ when the first token is due. It never changes while a request waits: all age ali
 class WaitingQueue:
     def __init__(self) -> None:
         self._by_model: dict[str, list[tuple[Urgency, Request]]] = {}
-        self._urgency: dict[str, Urgency] = {}
-        self._model: dict[str, str] = {}
+        self._entries: dict[str, tuple[Urgency, Request]] = {}
 
     def __len__(self) -> int:
-        return len(self._urgency)
+        return len(self._entries)
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._urgency
+        return request_id in self._entries
 
     def __iter__(self) -> Iterator[Request]:
         """Most urgent first."""
-        entries = sorted(entry for line in self._by_model.values() for entry in line)
-        return (request for _, request in entries)
+        return (request for _, request in sorted(self._entries.values()))
 
     def models(self) -> KeysView[str]:
         """Those with waiting requests, as of any moment."""
@@ -46,25 +41,22 @@ class WaitingQueue:
         return [request for _, request in self._by_model.get(model, ())]
 
     def displaced(self, request_id: str) -> bool:
-        return not self._urgency[request_id][0]
+        return not self._entries[request_id][0][0]
 
     def push(self, request: Request, *, displaced: bool = False) -> None:
-        due_s = request.first_token_due_s - _PRIORITY_S * request.priority
-        urgency = (not displaced, due_s, request.id)
-        self._urgency[request.id] = urgency
-        self._model[request.id] = request.model
-        insort(self._by_model.setdefault(request.model, []), (urgency, request))
+        entry = ((not displaced, due_s(request, 0), request.id), request)
+        self._entries[request.id] = entry
+        insort(self._by_model.setdefault(request.model, []), entry)
 
     def remove(self, request_id: str) -> Request | None:
-        urgency = self._urgency.pop(request_id, None)
-        if urgency is None:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
             return None
-        model = self._model.pop(request_id)
-        line = self._by_model[model]
-        # A longer tuple sorts behind its own beginning, so this finds the entry itself.
-        _, request = line.pop(bisect_left(line, (urgency,)))
+        request = entry[1]
+        line = self._by_model[request.model]
+        del line[bisect_left(line, entry)]
         if not line:
-            del self._by_model[model]
+            del self._by_model[request.model]
         return request
 
     def excess(self, newcomer: Request) -> Request:

@@ -60,24 +60,25 @@ def impossible(model: ModelBook, models: Iterable[ModelBook], budget_bytes: int)
     )
 
 
-def evictions(
-    wanted: ModelBook, models: Collection[ModelBook], waiting: Collection[str], budget_bytes: int
-) -> list[ModelBook] | None:
-    """Whom to evict so that `wanted` fits: least recently used first, nobody pinned, in use (with
-    requests running or in `waiting`) or still loading, and nobody in vain. None: not enough."""
-    lacking = used_bytes(models) + wanted.spec.weight_bytes - budget_bytes
-    victims: list[ModelBook] = []
+def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:
+    """Who may leave the pool, least recently used first: nobody pinned, in use (with requests
+    running or in `waiting`) or still loading."""
     unused = [
         m for m in models
         if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
     ]  # fmt: skip
-    for model in sorted(unused, key=lambda m: (m.warm_until_s, m.spec.id)):
-        if lacking <= 0:
-            break
-        victims.append(model)
-        lacking -= model.spec.weight_bytes
-    if lacking > 0:
+    return sorted(unused, key=lambda m: (m.warm_until_s, m.spec.id))
+
+
+def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | None:
+    """Whom of the `evictable` to evict for so many bytes, nobody in vain. None: not enough."""
+    if sum(model.spec.weight_bytes for model in unused) < lacking:
         return None
+    victims: list[ModelBook] = []
+    for model in unused:
+        if lacking > 0:
+            victims.append(model)
+            lacking -= model.spec.weight_bytes
     for model in reversed(victims[:]):
         if lacking + model.spec.weight_bytes <= 0:
             victims.remove(model)

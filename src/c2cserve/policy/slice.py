@@ -22,22 +22,12 @@ from c2cserve.policy.kv import KvArena
 
 @dataclass(slots=True)
 class _Flight:
-    step: Step
     model: ActiveModel
     seqs: list[Seq]
-    """Of `step.seqs`, in order: the decodes first."""
+    """In the step's order: the decodes first."""
     decodes: int
+    prefill_tokens: int
     parked: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ModelUsage:
-    """`cached_tokens` (prompt tokens whose KV was reused) and `preemptions` count up."""
-
-    running: int
-    waiting: int
-    cached_tokens: int
-    preemptions: int
 
 
 class SlicePolicy:
@@ -57,6 +47,8 @@ class SlicePolicy:
         self._flights: dict[int, _Flight] = {}
         self._flying = 0
         """Flights that are not parked."""
+        self._times: dict[str, StepTime] = {}
+        """Of all models that ever were active here."""
         self._step_ids = count(1)
         self._keys = count(1)
         self._late_ran = False
@@ -75,13 +67,6 @@ class SlicePolicy:
     def step_times(self) -> dict[str, StepTime]:
         return {name: model.time for name, model in self._models.items()}
 
-    def usage(self) -> dict[str, ModelUsage]:
-        """For metrics, per active model (the arena tells bytes)."""
-        return {
-            name: ModelUsage(m.started, len(m.seqs) - m.started, m.cached_tokens, m.preemptions)
-            for name, m in self._models.items()
-        }
-
     # ---- events ---------------------------------------------------------------------------------
 
     def apply(self, event: ev.SliceEvent) -> None:
@@ -93,9 +78,7 @@ class SlicePolicy:
                 self._leaving.append(model)
                 self._retire(model)
             case ev.Submitted(request):
-                model = self._models[request.model]
-                seq = self._seqs[request.id] = Seq.of(request, model)
-                model.add(seq)
+                self._seqs[request.id] = self._models[request.model].add(request)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.StepDone():
@@ -107,7 +90,8 @@ class SlicePolicy:
 
     def _activate(self, spec: ModelSpec) -> None:
         if spec.id not in self._models:
-            model = ActiveModel(spec.id, f"{spec.id}#{next(self._keys)}")
+            time = self._times.setdefault(spec.id, StepTime())
+            model = ActiveModel(spec.id, f"{spec.id}#{next(self._keys)}", time)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
 
@@ -147,7 +131,7 @@ class SlicePolicy:
         self._flying -= not flight.parked
         model = flight.model
         model.in_flight = None
-        model.time.learn(flight.decodes, flight.step.tokens - flight.decodes, event.compute_s)
+        model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for seq in flight.seqs:
             self._confirm(seq, outcomes.get(seq.request.id))
@@ -208,19 +192,19 @@ class SlicePolicy:
             if seq.started and self._make_room(seq):
                 seqs.append(seq)
                 parts.append(seq.issue(1))
-        decoding = len(parts)
+        decoding, left = len(parts), budget
         for seq in prefills:
-            if budget <= 0 or len(parts) == self._slice.max_batch:
+            if left <= 0 or len(parts) == self._slice.max_batch:
                 break
             if seq.started or self._admit(seq):
-                tokens = min(budget, seq.length - seq.issued)
+                tokens = min(left, seq.length - seq.issued)
                 seqs.append(seq)
                 parts.append(seq.issue(tokens))
-                budget -= tokens
+                left -= tokens
         if not parts:
             return False
         step = Step(next(self._step_ids), model.name, tuple(parts))
-        self._flights[step.id] = _Flight(step, model, seqs, decoding)
+        self._flights[step.id] = _Flight(model, seqs, decoding, budget - left)
         self._flying += 1
         model.in_flight = model.last_step = step.id
         self._actions.append(RunStep(step))
@@ -257,7 +241,6 @@ class SlicePolicy:
         seq.started = True
         model.started += 1
         self.running += 1
-        model.cached_tokens += seq.issued
         self.cached_tokens += seq.issued
         return True
 
@@ -294,7 +277,6 @@ class SlicePolicy:
 
     def _preempt(self, seq: Seq) -> None:
         self._stop(seq)
-        seq.model.preemptions += 1
         self.preemptions += 1
         self._actions.append(Drop(seq.request.id, requeued=True))
 
