@@ -25,8 +25,9 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Refuse a request that has not started. `status` is HTTP's: 429 (cannot meet its deadline or
-    queue full), 503 (draining, no slice), 500 (its model failed to load)."""
+    """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
+    deadline or queue full), 503 (draining, no slice, model larger than the pool), 500 (its model
+    failed to load, if need be while it ran), 404 (its model is being removed)."""
 
     request_id: str
     status: int
