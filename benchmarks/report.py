@@ -1,0 +1,35 @@
+"""Results with what is needed to judge them: machine, date, commit."""
+
+import json
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from c2cserve.devices.discover import discover
+
+
+def report(results: Any, out: Path | None, **parameters: object) -> None:
+    """Print as JSON, and write to `out` if given."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    machine = discover()
+    whole = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "machine": {
+            "cpu": machine.cpu_name,
+            "cpus": len(machine.cpus),
+            "isa": list(machine.isa),
+            "kernel": platform.release(),
+            "load_before": os.getloadavg()[0],
+        },
+        "parameters": parameters,
+        "results": results,
+    }
+    text = json.dumps(whole, indent=1)
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
