@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.request import Request
 from c2cserve.core.step import SeqStep
 from c2cserve.policy.estimate import StepTime, allowed_step_s
 from c2cserve.policy.headroom import due_s
@@ -35,10 +35,6 @@ class Seq:
         self.length += tokens
         self.due_s += tokens * self.request.slo.tpot_s
 
-    def lacking(self, tokens: int) -> int:
-        """Blocks it needs beyond those it has to keep so many tokens."""
-        return -(-tokens // BLOCK_TOKENS) - len(self.blocks)
-
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
         start, told, has = self.issued, self.told, len(self.blocks)
@@ -67,11 +63,15 @@ class ActiveModel:
     """Id of its step under way; at most one, because a decode needs the token before."""
     last_step: int = 0
     started: int = 0
+    ttft_s: float = float("inf")
     tpot_s: float = float("inf")
     """The strictest of its requests' targets since it last had none."""
 
     def add(self, request: Request) -> Seq:
-        self.tpot_s = min(self.tpot_s if self.seqs else float("inf"), request.slo.tpot_s)
+        if not self.seqs:
+            self.ttft_s = self.tpot_s = float("inf")
+        self.ttft_s = min(self.ttft_s, request.slo.ttft_s)
+        self.tpot_s = min(self.tpot_s, request.slo.tpot_s)
         seq = Seq(request, self, request.prompt_len, due_s(request, request.sent))
         self.seqs[request.id] = seq
         return seq
@@ -103,9 +103,13 @@ def chunk_tokens(
     time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
 ) -> int:
     """Prefill tokens that may go into a step beside so many decodes, so that no model that runs on
-    the slice makes its clients wait for it."""
-    allowed_s = min(
-        (allowed_step_s(m.most_urgent_due_s() - now, m.tpot_s) for m in models if m.started),
-        default=float("inf"),
-    )
+    the slice makes its clients wait for it; and since nothing can start before a step ends, a
+    newcomer like those who are there would still have half of its time for the first token."""
+    allowed_s = float("inf")
+    for model in models:
+        if model.seqs:
+            allowed_s = min(allowed_s, model.ttft_s / 2)
+        if model.started:
+            headroom_s = model.most_urgent_due_s() - now
+            allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)

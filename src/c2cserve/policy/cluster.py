@@ -280,13 +280,10 @@ class ClusterPolicy:
                 retry_s = max(1.0, self._throughput.wait_s(ahead))
                 reason = f"{ahead} requests are waiting already"
                 self._reject(self._queue.excess(request), 429, reason, retry_s)
-        if self._slices:
-            self._no_slice_since_s = None
-        elif self._no_slice_since_s is None:
-            self._no_slice_since_s = now
+        since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
+        self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self._recheck_s
-        if everybody:
-            self._recheck_s = now + _RECHECK_S
+        self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
         ahead = 0 if everybody else len(self._queue)
         for request in list(self._queue) if everybody else arrived:
             if request.id in self._queue:

@@ -16,8 +16,6 @@ _FIRST_CHUNK = 64
 _AHEAD_MAX = 2.0
 """Requests that are ahead of their pace may lose that in one step only up to so many times their
 time per token: a client sees the gap, not the average."""
-_LONGEST_STEP_S = 0.5
-"""Nothing else on the slice can start before a step ends, so no step is planned to be longer."""
 
 
 @dataclass(slots=True)
@@ -57,7 +55,7 @@ class StepTime:
         """Prefill tokens that fit into a step of `allowed_s` beside the decodes."""
         if self.prefill_token_s <= 0.0:
             return min(most, least if decodes else _FIRST_CHUNK)
-        rest_s = min(allowed_s, _LONGEST_STEP_S) - self.decode_step_s(decodes)
+        rest_s = allowed_s - self.decode_step_s(decodes)
         return max(least, int(min(most, rest_s / self.prefill_token_s)))
 
 

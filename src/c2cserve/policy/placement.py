@@ -143,20 +143,19 @@ def place(
             others.append(load)
         elif len(instance.running) < load.instance_limit:
             here.append(load)
-    if here:
-        # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
-        here.sort(key=lambda x: (-len(x.active[model].running), x.requests, x.slice.id))
-        roomy = next((load for load in here if load.in_time(request, now, _ROOMY)), None)
-        if roomy is not None:
-            return Placement(roomy.slice.id)
+    # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
+    here.sort(key=lambda x: (-len(x.active[model].running), x.requests, x.slice.id))
+    roomy = next((load for load in here if load.in_time(request, now, _ROOMY)), None)
+    if roomy is not None:
+        return Placement(roomy.slice.id)
     moves = [move for load in others if (move := _activation(load, value)) is not None]
     idle = [move for move in moves if not move[0].requests]
     if idle:
         load, leaving, _ = min(idle, key=lambda m: (m[2], len(m[0].active), m[0].slice.id))
         return Placement(load.slice.id, True, leaving)
-    for load in here:
-        if load.in_time(request, now, 1.0):
-            return Placement(load.slice.id)
+    in_time = next((load for load in here if load.in_time(request, now, 1.0)), None)
+    if in_time is not None:
+        return Placement(in_time.slice.id)
     # Busy everywhere, or late already: wherever least is to be done.
     choices = [(load.requests, False, (), load.slice.id, None) for load in here]
     choices += [(load.requests, True, cost, load.slice.id, out) for load, out, cost in moves]

@@ -218,13 +218,13 @@ class SlicePolicy:
         free, so that they can go on for a while; and nobody overtakes a more urgent request that
         waits for memory, however little he needs himself."""
         model, first = seq.model, self._first_in_line
-        needed = seq.lacking(seq.length)
+        needed = -(-seq.length // BLOCK_TOKENS)
         if needed > self.arena.capacity(model.key):
             self._truncate(seq)
             return False
         if model.started == self._slice.max_batch:
             return False
-        if first is not None and first.due_s < seq.due_s and first.model.in_flight is None:
+        if first is not None and first.due_s < seq.due_s and not self._parked(first.model):
             return False
         if self.running and self.arena.available(model.key) < needed + self.running:
             if first is None or seq.due_s < first.due_s:
@@ -244,6 +244,9 @@ class SlicePolicy:
         self.cached_tokens += seq.issued
         return True
 
+    def _parked(self, model: ActiveModel) -> bool:
+        return model.in_flight is not None and self._flights[model.in_flight].parked
+
     def _make_room(self, seq: Seq) -> bool:
         """A block for the next token, if it needs one, preempting others if need be."""
         if seq.issued < len(seq.blocks) * BLOCK_TOKENS:
@@ -251,7 +254,9 @@ class SlicePolicy:
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
             victim = self._victim(seq)
             if victim is not None:
-                self._preempt(victim)
+                self._stop(victim)
+                self.preemptions += 1
+                self._actions.append(Drop(victim.request.id, requeued=True))
             elif self.running > 1:
                 return False  # the others are more urgent, or in flight: it waits for them
             else:
@@ -266,19 +271,14 @@ class SlicePolicy:
         urgent than `seq`, so that two never preempt each other in turn."""
         candidates = [
             other for other in self._seqs.values()
-            if other.started and not other.in_flight and other is not seq
-            and other.due_s >= seq.due_s
+            if other.started and not other.in_flight and other.due_s >= seq.due_s
+            and other is not seq
         ]  # fmt: skip
         return max(
             candidates,
             key=lambda other: (other.model is seq.model, other.due_s, other.request.id),
             default=None,
         )
-
-    def _preempt(self, seq: Seq) -> None:
-        self._stop(seq)
-        self.preemptions += 1
-        self._actions.append(Drop(seq.request.id, requeued=True))
 
     def _truncate(self, seq: Seq) -> None:
         """Not even the whole arena would hold its next token."""

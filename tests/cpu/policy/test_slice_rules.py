@@ -108,6 +108,14 @@ def test_a_chunk_shrinks_so_that_running_requests_keep_their_pace() -> None:
     assert step.tokens - 1 == pytest.approx((0.1 - 0.02) / 0.002, abs=2)
 
 
+def test_a_step_leaves_newcomers_half_of_their_time() -> None:
+    for ttft_s, chunk in ((1.0, 50), (0.4, 20), (30.0, 64)):
+        hand = Hand(tokens=64, slabs=64)
+        step = hand.step(Submitted(request("r", prompt=1000, slo=Slo(ttft_s, 1.0))))
+        step = hand.step(hand.done(step, 0.01 * step.tokens))
+        assert step.tokens == pytest.approx(chunk, abs=1)
+
+
 def test_a_prefix_is_reused_once_it_is_computed_but_never_to_the_last_token() -> None:
     hand = Hand()
     first = hand.step(Submitted(request("r1", prompt=32, family=7, shared=2)))
