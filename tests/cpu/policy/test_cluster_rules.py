@@ -235,7 +235,12 @@ def test_nothing_in_use_pinned_loading_or_needless_is_evicted() -> None:
     hand.arrive("r2", model="small")
     hand.tell(Finished("r2", 1))
     hand.tell(ModelAdded(spec("new", 33)))
-    assert hand.arrive("r3", model="new") == [Evict("big"), Load("new")], "small need not go"
+    hand.now = 1.0
+    hand.arrive("rb", model="big")
+    hand.tell(Finished("rb", 1))
+    assert hand.arrive("r3", model="new") == [
+        Deactivate("big", "s0"), Evict("big"), Load("new"),
+    ], "small was used before, but need not go"  # fmt: skip
     hand.tell(ModelAdded(spec("other", 33)))
     assert hand.arrive("r4", model="other") == [], "all that is left is loading, used or pinned"
     hand.tell(ModelUsable("new"))
