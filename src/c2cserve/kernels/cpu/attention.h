@@ -18,11 +18,7 @@ namespace c2c {
 constexpr int kHeadMax = 512;
 constexpr int kTileRows = 16;   // rows (query x head of the group) one task carries
 constexpr int64_t kSplit = 64;  // blocks: 1024 tokens
-#if defined(__AVX512F__)
-constexpr int kTogether = 4;  // rows that share the loads of a block
-#else
-constexpr int kTogether = 2;
-#endif
+constexpr int kTogether = 4;    // of them, rows that share the loads of a block
 
 struct AttentionArgs {
   KvArgs kv;
@@ -57,51 +53,53 @@ struct Share {
   int from, to;
   float shrink;  // of what the row has gathered so far
   float weights[kBlock];
+
+  bool sees_as(const Share& other) const { return from == other.from && to == other.to; }
 };
 
-// Scores of R rows against the 16 keys of a block: two partial sums (even and odd dimensions) per
-// lane, so that a lone row does not wait for its own additions.
+// Scores of R rows against the 16 keys of a block, left in `weights`.
 template <typename T, int R>
 inline void score(Share* shares, const T* k, int64_t dim) {
   constexpr int kParts = kBlock / kLanes;
-  vec even[R][kParts], odd[R][kParts];
+  vec acc[R][kParts];
   const float* q[R];
   for (int r = 0; r < R; ++r) {
     q[r] = shares[r].row->q;
-    for (int p = 0; p < kParts; ++p) even[r][p] = odd[r][p] = zero();
+    for (int p = 0; p < kParts; ++p) acc[r][p] = zero();
   }
-  int64_t d = 0;
-  for (; d + 2 <= dim; d += 2)
-    for (int p = 0; p < kParts; ++p) {
-      const T* at = k + d * kBlock + p * kLanes;
-      vec k0 = held(load(at)), k1 = held(load(at + kBlock));
-      for (int r = 0; r < R; ++r) {
-        even[r][p] = fma(splat(q[r][d]), k0, even[r][p]);
-        odd[r][p] = fma(splat(q[r][d + 1]), k1, odd[r][p]);
-      }
+  for (int64_t d = 0; d < dim; ++d) {
+    vec keys[kParts];
+    for (int p = 0; p < kParts; ++p) keys[p] = held(load(k + d * kBlock + p * kLanes));
+    for (int r = 0; r < R; ++r) {
+      const vec query = splat(q[r][d]);
+      for (int p = 0; p < kParts; ++p) acc[r][p] = fma(query, keys[p], acc[r][p]);
     }
-  for (; d < dim; ++d)
-    for (int p = 0; p < kParts; ++p)
-      for (int r = 0; r < R; ++r)
-        even[r][p] = fma(splat(q[r][d]), load(k + d * kBlock + p * kLanes), even[r][p]);
+  }
   for (int r = 0; r < R; ++r)
-    for (int p = 0; p < kParts; ++p)
-      store(shares[r].weights + p * kLanes, add(even[r][p], odd[r][p]));
+    for (int p = 0; p < kParts; ++p) store(shares[r].weights + p * kLanes, acc[r][p]);
 }
 
 // Scores into weights, relative to the row's peak so far.
 inline void weigh(Share& s, float scale) {
   RowState& row = *s.row;
-  float peak = row.peak;
-  for (int j = s.from; j < s.to; ++j) {
-    s.weights[j] *= scale;
-    peak = s.weights[j] > peak ? s.weights[j] : peak;
+  const float hidden = -std::numeric_limits<float>::infinity();
+  for (int j = 0; j < s.from; ++j) s.weights[j] = hidden;
+  for (int j = s.to; j < kBlock; ++j) s.weights[j] = hidden;
+  vec best = splat(row.peak);
+  for (int p = 0; p < kBlock; p += kLanes) {
+    vec scaled = mul(load(s.weights + p), splat(scale));
+    store(s.weights + p, scaled);
+    best = max(best, scaled);
   }
-  s.shrink = row.total == 0.0f ? 0.0f : exp1(row.peak - peak);
+  const float peak = largest(best);
   for (int p = 0; p < kBlock; p += kLanes)
     store(s.weights + p, exp(sub(load(s.weights + p), splat(peak))));
-  for (int j = 0; j < s.from; ++j) s.weights[j] = 0.0f;
+  for (int j = 0; j < s.from; ++j) s.weights[j] = 0.0f;  // exp has a floor above it
   for (int j = s.to; j < kBlock; ++j) s.weights[j] = 0.0f;
+  if (row.total == 0.0f)
+    s.shrink = 0.0f;
+  else
+    s.shrink = row.peak == peak ? 1.0f : exp1(row.peak - peak);
   vec total = load(s.weights);
   for (int p = kLanes; p < kBlock; p += kLanes) total = add(total, load(s.weights + p));
   row.total = row.total * s.shrink + sum(total);
@@ -130,7 +128,8 @@ inline void gather(const Share* shares, const T* v, int64_t dim, int64_t d) {
 template <typename T, int R>
 inline void gather_rows(const Share* shares, const T* v, int64_t dim) {
   int64_t d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) gather<T, R, 4>(shares, v, dim, d);
+  constexpr int kWide = 8 / R;  // eight sums at once
+  for (; d + kWide * kLanes <= dim; d += kWide * kLanes) gather<T, R, kWide>(shares, v, dim, d);
   for (; d + kLanes <= dim; d += kLanes) gather<T, R, 1>(shares, v, dim, d);
   const int rest = int(dim - d);
   if (rest == 0) return;
@@ -156,18 +155,22 @@ void attend_block(const AttentionArgs& a, Share* shares, int count, int64_t bloc
   if (ahead != block) announce(a.kv.plane(ahead, 0, head), bytes);
   int r = 0;
   for (; r + kTogether <= count; r += kTogether) score<T, kTogether>(shares + r, k, dim);
+  for (; r + 2 <= count; r += 2) score<T, 2>(shares + r, k, dim);
   for (; r < count; ++r) score<T, 1>(shares + r, k, dim);
   for (r = 0; r < count; ++r) weigh(shares[r], a.scale);
   if (ahead != block) announce(a.kv.plane(ahead, 1, head), bytes);
   for (r = 0; r < count;) {
-    bool same = r + kTogether <= count;
-    for (int i = 1; same && i < kTogether; ++i)
-      same = shares[r + i].from == shares[r].from && shares[r + i].to == shares[r].to;
-    if (same)
+    int same = 1;
+    while (same < kTogether && r + same < count && shares[r + same].sees_as(shares[r])) ++same;
+    if (same == kTogether) {
       gather_rows<T, kTogether>(shares + r, v, dim);
-    else
+    } else if (same > 1) {
+      same = 2;
+      gather_rows<T, 2>(shares + r, v, dim);
+    } else {
       gather_rows<T, 1>(shares + r, v, dim);
-    r += same ? kTogether : 1;
+    }
+    r += same;
   }
 }
 

@@ -7,20 +7,29 @@
 
 namespace c2c {
 
-// The source may lie at any byte of a file, so it is copied out of it a vector at a time.
+// A vector from any byte of a file.
+template <typename T>
+inline vec load_anywhere(const uint8_t* p) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  return load(reinterpret_cast<const T*>(p));  // one unaligned load
+#else
+  T lanes[kLanes];
+  std::memcpy(lanes, p, sizeof(lanes));
+  return load(lanes);
+#endif
+}
+
 template <typename From, typename To>
 void convert_typed(void* to, const void* from, int64_t n) {
   const auto* in = static_cast<const uint8_t*>(from);
   auto* out = static_cast<To*>(to);
-  From lanes[kLanes];
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    std::memcpy(lanes, in + i * int64_t(sizeof(From)), sizeof(lanes));
-    store(out + i, load(lanes));
-  }
+  for (; i + kLanes <= n; i += kLanes)
+    store(out + i, load_anywhere<From>(in + i * int64_t(sizeof(From))));
   for (; i < n; ++i) {
-    std::memcpy(lanes, in + i * int64_t(sizeof(From)), sizeof(From));
-    from_float(out[i], to_float(lanes[0]));
+    From value;
+    std::memcpy(&value, in + i * int64_t(sizeof(From)), sizeof(From));
+    from_float(out[i], to_float(value));
   }
 }
 

@@ -38,7 +38,8 @@ struct SampleResult {
 
 // Kept from row to row.
 struct SampleBuffers {
-  std::vector<float> logits, p;
+  std::vector<float> logits, p;  // p: e^((logit - peak) / temperature), zero for what is out
+  std::vector<double> masses;
   std::vector<int32_t> ids, history;
 };
 
@@ -58,6 +59,8 @@ inline double philox(uint64_t seed, uint64_t position) {
   return double((uint64_t(c[0]) << 21) ^ (uint64_t(c[1]) >> 11)) * 0x1p-53;
 }
 
+constexpr int64_t kChunk = 1024;
+
 struct Peak {
   int64_t id;  // the lowest of equal ones
   float value;
@@ -66,7 +69,6 @@ struct Peak {
 
 // One pass: the maximum of every chunk; the first chunk that holds the best is searched for its id.
 inline Peak find_peak(const float* l, int64_t n) {
-  constexpr int64_t kChunk = 64 * kLanes;
   float value = -std::numeric_limits<float>::infinity(), bad = 0.0f;
   int64_t chunk = 0;
   for (int64_t begin = 0; begin < n; begin += kChunk) {
@@ -136,72 +138,111 @@ inline void penalize(SampleBuffers& b, const SampleRow& r) {
   for (int64_t i = 0; i < r.banned_len; ++i) l[size_t(r.banned[i])] = never;
 }
 
-// Candidates in the order of their logits; equal ones by id.
+// In the order of their logits; equal ones by id.
 struct Better {
   const float* l;
   bool operator()(int32_t a, int32_t b) const { return l[a] != l[b] ? l[a] > l[b] : a < b; }
 };
 
-// Keep the fewest best candidates whose mass reaches `top_p` of all. Most often that is a few;
-// otherwise the border is found by halving, which is linear in the number of candidates.
-inline void keep_top_p(std::vector<int32_t>& ids, const float* l, const float* p, float top_p) {
-  const Better better{l};
-  auto mass_of = [&](size_t from, size_t to) {
-    double mass = 0;
-    for (; from < to; ++from) mass += double(p[ids[from]]);
-    return mass;
-  };
-  const double target = double(top_p) * mass_of(0, ids.size());
-  constexpr size_t kFew = 64;
-  double before = 0;
-  size_t low = 0, high = ids.size();
-  for (size_t middle = std::min(kFew, high); high - low > kFew; middle = (low + high) / 2) {
-    std::nth_element(ids.begin() + long(low), ids.begin() + long(middle), ids.begin() + long(high),
-                     better);
-    const double mass = mass_of(low, middle);
-    if (before + mass >= target) {
-      high = middle;
-    } else {
-      before += mass;
-      low = middle;
-    }
+// Sort ids by how far their logits lie below the peak, coarsely; most of a vocabulary then needs no
+// comparing, only the bucket that holds a border does.
+struct Ladder {
+  static constexpr int kBuckets = 1024;
+  static constexpr float kPerNat = 32.0f;
+  float peak, scale;
+  int bucket(float logit) const {
+    const float below = (peak - logit) * scale * kPerNat;
+    return below < float(kBuckets - 1) ? int(below) : kBuckets - 1;
   }
-  std::sort(ids.begin() + long(low), ids.begin() + long(high), better);
-  while (low < high && before < target) before += double(p[ids[low++]]);
-  ids.resize(std::max<size_t>(low, 1));
+};
+
+// Keep the best tokens, as few as make up `limit` when `share(id)` counts what each brings; the
+// others' p becomes zero. At least one stays.
+template <typename Share>
+void keep_best(SampleBuffers& b, const Ladder& ladder, double limit, const Share& share) {
+  const float* l = b.logits.data();
+  float* p = b.p.data();
+  const int32_t n = int32_t(b.logits.size());
+  double held[Ladder::kBuckets] = {};
+  for (int32_t i = 0; i < n; ++i)
+    if (p[i] > 0.0f) held[ladder.bucket(l[i])] += share(i);
+  int border = 0;
+  double before = 0;
+  while (border + 1 < Ladder::kBuckets && before + held[border] < limit) before += held[border++];
+  b.ids.clear();
+  for (int32_t i = 0; i < n; ++i) {
+    if (p[i] == 0.0f) continue;
+    const int bucket = ladder.bucket(l[i]);
+    if (bucket == border) b.ids.push_back(i);
+    if (bucket > border) p[i] = 0.0f;
+  }
+  std::sort(b.ids.begin(), b.ids.end(), Better{l});
+  for (int32_t id : b.ids) {
+    if (before >= limit) p[id] = 0.0f;
+    before += share(id);
+  }
+}
+
+// Mass of p, chunk by chunk.
+inline double chunk_masses(SampleBuffers& b) {
+  const int64_t n = int64_t(b.p.size());
+  const float* p = b.p.data();
+  b.masses.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const int64_t end = std::min(begin + kChunk, n);
+    vec part = zero();
+    for (int64_t i = begin; i < end; i += kLanes)
+      part = add(part, end - i < kLanes ? load_tail(p + i, int(end - i)) : load(p + i));
+    b.masses.push_back(double(sum(part)));
+    total += b.masses.back();
+  }
+  return total;
+}
+
+// The token at `target` of the mass, tokens in order of their ids.
+inline int32_t token_at(const SampleBuffers& b, double target) {
+  int64_t n = int64_t(b.p.size()), chunk = 0, chosen = 0;
+  double mass = 0;
+  for (; chunk + 1 < int64_t(b.masses.size()); ++chunk) {
+    if (mass + b.masses[size_t(chunk)] > target) break;
+    mass += b.masses[size_t(chunk)];
+  }
+  for (int64_t i = chunk * kChunk; i < n; ++i) {
+    if (b.p[size_t(i)] == 0.0f) continue;
+    chosen = i;  // rounding may leave a little of the target: then it is the last one
+    if ((mass += double(b.p[size_t(i)])) > target) break;
+  }
+  if (b.p[size_t(chosen)] > 0.0f) return int32_t(chosen);
+  while (b.p[size_t(--n)] == 0.0f) {
+  }
+  return int32_t(n);
 }
 
 // A token by its adjusted logits, which reach `peak`.
 inline int32_t draw(SampleBuffers& b, const SampleRow& r, float peak) {
   const int64_t n = int64_t(b.logits.size());
   const float* l = b.logits.data();
+  const float scale = std::min(1.0f / r.temperature, FLT_MAX);  // 0 * infinity would be a NaN
   b.p.resize(size_t(n));
   float* p = b.p.data();
-  const float scale = std::min(1.0f / r.temperature, FLT_MAX);  // 0 * infinity would be a NaN
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const int rest = int(std::min<int64_t>(kLanes, n - i));
-    if (rest == kLanes)
-      store(p + i, exp(mul(sub(load(l + i), splat(peak)), splat(scale))));
-    else
-      store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    store(p + i, exp(mul(sub(load(l + i), splat(peak)), splat(scale))));
+  if (int rest = int(n - i); rest > 0)
+    store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
+  for (i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
+  if (r.min_p > 0.0f)
+    for (i = 0; i < n; ++i) p[i] = p[i] < std::min(r.min_p, 1.0f) ? 0.0f : p[i];
+  const Ladder ladder{peak, scale};
+  if (r.top_k > 0 && r.top_k < n)
+    keep_best(b, ladder, double(r.top_k), [](int32_t) { return 1.0; });
+  if (r.top_p < 1.0f) {
+    const double limit = double(r.top_p) * chunk_masses(b);
+    keep_best(b, ladder, limit, [p](int32_t id) { return double(p[id]); });
   }
-  for (int64_t i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
-  b.ids.clear();
-  for (int64_t i = 0; i < n; ++i)
-    if (p[i] >= r.min_p && p[i] > 0.0f) b.ids.push_back(int32_t(i));
-  const bool some = r.top_k > 0 && r.top_k < int64_t(b.ids.size());
-  if (some) {
-    std::nth_element(b.ids.begin(), b.ids.begin() + long(r.top_k - 1), b.ids.end(), Better{l});
-    b.ids.resize(size_t(r.top_k));
-  }
-  if (r.top_p < 1.0f) keep_top_p(b.ids, l, p, r.top_p);
-  if (some || r.top_p < 1.0f) std::sort(b.ids.begin(), b.ids.end());
-  double total = 0, mass = 0;
-  for (int32_t id : b.ids) total += double(p[id]);
-  const double target = philox(r.seed, r.position) * total;
-  for (int32_t id : b.ids)
-    if ((mass += double(p[id])) > target) return id;
-  return b.ids.back();
+  const double total = chunk_masses(b);
+  return token_at(b, philox(r.seed, r.position) * total);
 }
 
 inline void report_logprobs(const SampleRow& r, int64_t n, float peak, SampleBuffers& b,

@@ -188,10 +188,29 @@ inline vec pow2(vec a) {
 }
 #endif
 
+
+// As `from_float` rounds, all lanes at once.
 inline void store(bf16* p, vec a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  for (int i = 0; i < kLanes; ++i) from_float(p[i], lanes[i]);
+#if defined(__AVX512F__)
+  __m512i bits = _mm512_castps_si512(a.v), top = _mm512_srli_epi32(bits, 16);
+  __m512i half = _mm512_add_epi32(_mm512_and_si512(top, _mm512_set1_epi32(1)),
+                                  _mm512_set1_epi32(0x7fff));
+  __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, half), 16);
+  __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  rounded = _mm512_mask_or_epi32(rounded, nan, top, _mm512_set1_epi32(0x40));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(rounded));
+#elif defined(__AVX2__)
+  __m256i bits = _mm256_castps_si256(a.v), top = _mm256_srli_epi32(bits, 16);
+  __m256i half = _mm256_add_epi32(_mm256_and_si256(top, _mm256_set1_epi32(1)),
+                                  _mm256_set1_epi32(0x7fff));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, half), 16);
+  __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q));
+  rounded = _mm256_blendv_epi8(rounded, _mm256_or_si256(top, _mm256_set1_epi32(0x40)), nan);
+  __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+#else
+  for (int i = 0; i < kLanes; ++i) from_float(p[i], a.v[i]);
+#endif
 }
 
 // A pair of vectors of neighbouring elements, one at a time, in the order that is cheapest for the
@@ -260,11 +279,20 @@ inline float sum(vec a) {
 #endif
 }
 inline float largest(vec a) {
-  float lanes[kLanes];
-  store(lanes, a);
-  float best = lanes[0];
-  for (int i = 1; i < kLanes; ++i) best = lanes[i] > best ? lanes[i] : best;
+#if defined(__AVX2__) || defined(__AVX512F__)
+#if defined(__AVX512F__)
+  __m256 v = _mm256_max_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+#else
+  __m256 v = a.v;
+#endif
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
+  float best = a.v[0];
+  for (int i = 1; i < kLanes; ++i) best = a.v[i] > best ? a.v[i] : best;
   return best;
+#endif
 }
 
 // The first `n` < kLanes elements, zeros behind them.
