@@ -9,6 +9,7 @@ A span in which nothing is held or cached goes back to the arena at once. Handin
 to model copies nothing.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,21 +33,22 @@ class _Block:
 @dataclass(slots=True, eq=False)
 class _ModelKv:
     """Spans begin at multiples of `span_slabs`, so that a model which has the arena to itself
-    always gets all of it, whatever was there before."""
+    always gets all of it, whatever was there before. (What is consumed from its front is an
+    OrderedDict: finding a dict's first key takes as long as there were deleted ones before it.)"""
 
     block_bytes: int
     span_slabs: int
     per_span: int
     spans: dict[int, _Span] = field(default_factory=dict[int, _Span])
     """By first slab."""
-    roomy: dict[int, _Span] = field(default_factory=dict[int, _Span])
+    roomy: OrderedDict[int, _Span] = field(default_factory=OrderedDict[int, _Span])
     """Those with free blocks. Free blocks are used up before another span is taken."""
-    idle: dict[_Span, int] = field(default_factory=dict[_Span, int])
+    idle: OrderedDict[_Span, int] = field(default_factory=OrderedDict[_Span, int])
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
     blocks: dict[int, _Block] = field(default_factory=dict[int, _Block])
     """Held and cached ones, by offset."""
     by_hash: dict[int, int] = field(default_factory=dict[int, int])
-    cached: dict[int, int] = field(default_factory=dict[int, int])
+    cached: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
     """Offset -> tick of its release; oldest first."""
     free: int = 0
     held: int = 0
