@@ -1,6 +1,6 @@
 """CPU time the policies take per decision (events applied and decided), microseconds: JSON.
 
-python benchmarks/policy_speed.py [--decisions N] [--seed N]
+python benchmarks/policy_speed.py [--decisions N] [--seed N] [--out FILE]
 
 A closed loop in virtual time, so that only policy code is measured: 256 requests under way, one
 new for each that ends, lengths and models drawn at random (Zipf over the models).
@@ -14,14 +14,13 @@ new for each that ends, lengths and models drawn at random (Zipf over the models
 
 import argparse
 import heapq
-import json
-import os
-import platform
 import time
-from collections import Counter
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from random import Random
+
+from report import report
 
 from c2cserve.core.actions import Dispatch, Reject, RunStep
 from c2cserve.core.events import (
@@ -111,8 +110,8 @@ def cluster(decisions: int, seed: int, queued: int) -> dict[str, float]:
                     (1.0, Finished(action.request_id, 9)),
                 ):
                     heapq.heappush(heap, (now + at * took, next(order), news))
-    waiting = Counter(loads=sum(load.requests for load in policy._slices.values()))
-    return {**think.report(), "running": waiting["loads"], "waiting": len(policy._queue)}
+    running = sum(load.requests for load in policy._slices.values())
+    return {**think.report(), "running": running, "waiting": len(policy._queue)}
 
 
 def one_slice(decisions: int, seed: int, models: int, each: int, batch: int) -> dict[str, float]:
@@ -153,22 +152,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--decisions", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     n, seed = options.decisions, options.seed
-    report = {
-        "benchmark": "policy_speed",
-        "machine": {
-            "cpus": len(os.sched_getaffinity(0)),
-            "architecture": platform.machine(),
-            "python": platform.python_version(),
-        },
+    results = {
         "cluster": cluster(n, seed, queued=0),
         "cluster_queue": cluster(n, seed, queued=600),
         "slice": one_slice(n, seed, models=8, each=4, batch=32),
         "slice_256": one_slice(n, seed, models=8, each=32, batch=32),
         "slice_one_model": one_slice(n, seed, models=1, each=128, batch=64),
     }
-    print(json.dumps(report, indent=1))
+    report(results, options.out, decisions=n, seed=seed)
 
 
 if __name__ == "__main__":
