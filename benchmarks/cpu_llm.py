@@ -18,7 +18,7 @@ from local_engine import LocalEngine
 from report import report
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList
 
-PROMPT, OUTPUT = 32, 16
+PROMPT, OUTPUT = 32, 8
 
 
 def make_checkpoint(folder: Path, layers: int) -> Path:
@@ -135,9 +135,9 @@ def main() -> None:
         mine = ours.decode_tokens_per_s(batch, repeats)
         peer = theirs.decode_tokens_per_s(batch, repeats)
         compare(f"decode, batch {batch}, tokens/s", mine, peer)
-    lengths = [4, 16, 8, 12, 4, 16, 2, 8]
+    lengths = [2, 8, 4, 6, 2, 8, 1, 4]
     mine, peer = ours.mixed_tokens_per_s(lengths), theirs.mixed_tokens_per_s(lengths)
-    compare("8 requests of 2 to 16 tokens, output tokens/s with prefill", mine, peer)
+    compare("8 requests of 1 to 8 tokens, output tokens/s with prefill", mine, peer)
     mine, peer = ours.prefill_tokens_per_s(128, repeats), theirs.prefill_tokens_per_s(128, repeats)
     compare("prefill, 128 tokens, tokens/s", mine, peer)
     ours.engine.close()

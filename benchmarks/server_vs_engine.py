@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -25,6 +26,7 @@ from local_engine import LocalEngine
 from report import report
 
 PROMPT, OUTPUT, BATCH = 32, 24, 8
+SPECIALISTS = Path(__file__).parent.parent / "examples" / "specialists"
 
 
 def prompt(rng: random.Random) -> list[int]:
@@ -118,6 +120,8 @@ def main() -> None:
     rng = random.Random(1)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         checkpoint = make_checkpoint(Path(folder), arguments.layers)
+        # Prompts are token ids; any tokenizer will do to show the answers.
+        shutil.copy(SPECIALISTS / "sorter-llama" / "tokenizer.json", checkpoint)
         engine, server = LocalEngine(checkpoint, cpus), Server(checkpoint, len(cpus))
         ttft: dict[str, list[float]] = {"engine": [], "server": []}
         rate: dict[str, list[float]] = {"engine": [], "server": []}
