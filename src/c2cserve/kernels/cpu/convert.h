@@ -58,14 +58,17 @@ inline void convert(void* to, Dtype to_type, const void* from, Dtype from_type, 
 inline float read_all(ThreadPool& pool, const float* data, int64_t n) {
   std::vector<float> sums(size_t(pool.size()) * 16);  // a cache line each
   pool.run(pool.size(), [&](int part, int all) {
-    vec acc[8];
+    constexpr int kStreams = 4, kLine = 16;  // floats
+    vec acc[kStreams];
     for (auto& a : acc) a = zero();
-    const int64_t step = 8 * kLanes;
+    const int64_t step = kStreams * kLine;
     const int64_t begin = n * part / all / step * step, end = n * (part + 1) / all / step * step;
-    for (int64_t i = begin; i < end; i += step)
-      for (int j = 0; j < 8; ++j) {
-        acc[j] = add(acc[j], load(data + i + j * kLanes));
-        prefetch(reinterpret_cast<const char*>(data + i + j * kLanes) + 1024);
+    const int64_t length = (end - begin) / kStreams / kLine * kLine;
+    for (int64_t i = 0; i < length; i += kLine)
+      for (int j = 0; j < kStreams; ++j) {
+        const float* at = data + begin + j * length + i;
+        prefetch(at + 256);
+        for (int k = 0; k < kLine; k += kLanes) acc[j] = add(acc[j], load(at + k));
       }
     for (auto& a : acc) sums[size_t(part) * 16] += sum(a);
   });

@@ -33,10 +33,10 @@ struct LinearArgs {
 #if defined(__AVX512F__)
 constexpr int kMr = 8, kNr = 3;  // 24 of 32 registers accumulate
 #else
-constexpr int kMr = 4, kNr = 3;  // 12 of 16
+constexpr int kMr = 6, kNr = 2;  // 12 of 16
 #endif
 constexpr int kPair = 2 * kLanes;      // columns of one step
-constexpr int kLoneNr = 4;             // rows of w together when there is one row of x
+constexpr int kLoneNr = 6;             // rows of w together when there is one row of x
 constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
 constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
@@ -107,7 +107,7 @@ inline void walk_tail(vec (&acc)[MR][NR], const float* x, const T* const* w, int
   T lanes[NR][kPair] = {};
   const T* padded[NR];
   for (int j = 0; j < NR; ++j) {
-    std::memcpy(lanes[j], w[j] + k, size_t(rest) * sizeof(T));
+    std::memcpy(lanes[j], w[j] + k, size_t(std::min(rest, kPair)) * sizeof(T));
     padded[j] = lanes[j];
   }
   step<T, MR, NR>(acc, x, padded, 0);
@@ -139,10 +139,10 @@ void tile(const LinearArgs& a, const Visit& v, const float* x, int64_t m, int64_
     }
 }
 
-// One row of x: NR streams of w, each announced a fixed distance ahead, over the row's end into the
-// row that this stream reads next.
+// One row of x: NR streams of w that lie `gap` rows apart, so that each reads memory in sequence.
+// Each is announced a fixed distance ahead, over the row's end into its next row.
 template <typename T, int NR>
-void lone_tile(const LinearArgs& a, const float* x, int64_t n) {
+void lone_tile(const LinearArgs& a, const float* x, int64_t n, int64_t gap) {
   vec acc[1][NR];
   const T* w[NR];
   const char *here[NR], *next[NR];
@@ -150,15 +150,15 @@ void lone_tile(const LinearArgs& a, const float* x, int64_t n) {
   const int64_t turn = a.k > distance ? (a.k - distance) / (2 * kPair) * (2 * kPair) : 0;
   for (int j = 0; j < NR; ++j) {
     acc[0][j] = zero();
-    w[j] = static_cast<const T*>(a.w) + (n + j) * a.w_stride;
+    w[j] = static_cast<const T*>(a.w) + (n + j * gap) * a.w_stride;
     here[j] = reinterpret_cast<const char*>(w[j] + distance);
-    next[j] = reinterpret_cast<const char*>(w[j] + NR * a.w_stride);
+    next[j] = reinterpret_cast<const char*>(w[j] + a.w_stride);
   }
   const int64_t line = 2 * kPair * int64_t(sizeof(T));
   int64_t k = walk<T, 1, NR>(acc, x, w, 0, turn, here, line);
   k = walk<T, 1, NR>(acc, x + k, w, k, a.k, next, line);
   if (k < a.k) walk_tail<T, 1, NR>(acc, x + k, w, k, int(a.k - k));
-  for (int j = 0; j < NR; ++j) finish(a, 0, n + j, acc[0][j]);
+  for (int j = 0; j < NR; ++j) finish(a, 0, n + j * gap, acc[0][j]);
 }
 
 template <typename T, int NR, int MR>
@@ -168,7 +168,7 @@ inline void tile_of(int64_t rows, const LinearArgs& a, const Visit& v, const flo
   if constexpr (MR > 1) tile_of<T, NR, MR - 1>(rows, a, v, x, m, n, parked);
 }
 
-// How a block of rows of x is cut into tiles: as evenly as can be (6 rows are 3 + 3, not 4 + 2).
+// How a block of rows of x is cut into tiles: as evenly as can be (8 rows are 4 + 4, not 6 + 2).
 struct Tiling {
   int64_t begin, rows, count;
   Tiling(int64_t m0, int64_t m1) : begin(m0), rows(m1 - m0), count((rows + kMr - 1) / kMr) {}
@@ -207,7 +207,10 @@ void tile_with_panel(const LinearArgs& a, Visit v, const Packed& x, const Tiling
                      int64_t i, float* parked) {
   const int64_t m = t.at(i), rows = t.at(i + 1) - m;
   if (!v.first || !v.last) parked += (m - t.begin) * kPanel * kLanes;
-  const int64_t next = v.last ? kPanel * a.w_stride : v.end;  // the same strip, one visit later
+  // With one tile the next strip is needed next; with more, this strip's next visit is far enough
+  // away for the memory to keep up.
+  int64_t next = v.last ? kPanel * a.w_stride : v.end;
+  if (t.count == 1) next = kNr * a.w_stride + v.begin;
   v.ahead = (next + (v.end - v.begin) * i / t.count) * int64_t(sizeof(T));
   v.pace = 2 * kPair * int64_t(sizeof(T)) / t.count;
   const int64_t slot = v.first && v.last ? 0 : rows * kLanes;  // per row of w
@@ -237,9 +240,9 @@ void linear_columns(const LinearArgs& a, const Packed& x, int64_t n0, int64_t n1
 
 template <typename T>
 void lone_columns(const LinearArgs& a, const float* x, int64_t n0, int64_t n1) {
-  int64_t n = n0;
-  for (; n + kLoneNr <= n1; n += kLoneNr) lone_tile<T, kLoneNr>(a, x, n);
-  for (; n < n1; ++n) lone_tile<T, 1>(a, x, n);
+  const int64_t gap = (n1 - n0) / kLoneNr;
+  for (int64_t n = n0; n < n0 + gap; ++n) lone_tile<T, kLoneNr>(a, x, n, gap);
+  for (int64_t n = n0 + gap * kLoneNr; n < n1; ++n) lone_tile<T, 1>(a, x, n, 1);
 }
 
 template <typename T>

@@ -20,10 +20,14 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
-  // Room for `n` floats, kept from call to call; what it held before is lost.
+  // Room for `n` floats, kept from call to call; what it held before is lost. It starts a cache
+  // line: vectors that straddle two lines cost two loads.
   float* scratch(int64_t n) {
-    if (int64_t(scratch_.size()) < n) scratch_.resize(size_t(n));
-    return scratch_.data();
+    constexpr size_t kLine = 64;
+    if (scratch_.size() < size_t(n) + kLine / sizeof(float))
+      scratch_.resize(size_t(n) + kLine / sizeof(float));
+    const size_t over = reinterpret_cast<uintptr_t>(scratch_.data()) % kLine;
+    return scratch_.data() + (over ? (kLine - over) / sizeof(float) : 0);
   }
 
   static constexpr int kPartsMax = 1024;
