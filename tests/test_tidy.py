@@ -110,6 +110,12 @@ def test_no_leftovers() -> None:
             assert marker not in text, f"{path} still says {marker}"
 
 
+def test_test_files_have_names_of_their_own() -> None:
+    """Two of one name in different folders break collection, but only where caches are cold."""
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))
+
+
 def test_every_dependency_is_explained() -> None:
     import tomllib
 
