@@ -149,10 +149,6 @@ class ClusterPolicy:
             self._reject(request, 503, "the server is shutting down", 5.0)
         elif model is None or model.removing:
             self._reject(request, 404, f"the model {request.model!r} does not exist", 1.0)
-        elif not model.in_pool and self._budget_bytes is not None and (
-            why := residence.impossible(model, self._models.values(), self._budget_bytes)
-        ):  # fmt: skip
-            self._reject(request, 503, why, 60.0)
         else:
             self._pool_changed |= not model.in_pool
             self._queue.push(request)
@@ -187,7 +183,13 @@ class ClusterPolicy:
         self._pool_changed = False
         if self._budget_bytes is None:
             return
-        models, waiting = self._models.values(), self._queue.models()
+        models = self._models.values()
+        # Also of requests that waited already: a model may have been pinned since.
+        absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
+        for name, why in residence.impossible(absent, models, self._budget_bytes):
+            for request in self._queue.of(name):
+                self._reject(request, 503, why, 60.0)
+        waiting = self._queue.models()
         asked = [
             (head[0], name) for name in waiting
             if self._models[name].may_load(now) and (head := self._queue.head(name))

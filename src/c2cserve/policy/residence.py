@@ -1,6 +1,6 @@
 """Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from c2cserve.core.model import ModelSpec
@@ -48,16 +48,17 @@ def used_bytes(models: Iterable[ModelBook]) -> int:
     return sum(model.spec.weight_bytes for model in models if model.in_pool)
 
 
-def impossible(model: ModelBook, models: Iterable[ModelBook], budget_bytes: int) -> str | None:
-    """Why the model can never enter the pool; None if it can."""
-    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned and m is not model)
-    if model.spec.weight_bytes + pinned <= budget_bytes:
-        return None
-    beside = f" and pinned models keep {pinned}" if pinned else ""
-    return (
-        f"{model.spec.id} takes {model.spec.weight_bytes} bytes of host memory; "
-        f"the pool's budget is {budget_bytes}{beside}"
-    )
+def impossible(
+    absent: Iterable[ModelBook], models: Iterable[ModelBook], budget_bytes: int
+) -> Iterator[tuple[str, str]]:
+    """Which of these can never enter the pool beside the pinned models, and why."""
+    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned)
+    for spec in (model.spec for model in absent):
+        others = pinned - spec.weight_bytes * spec.pinned
+        if spec.weight_bytes + others > budget_bytes:
+            beside = f" and pinned models keep {others}" if others else ""
+            yield spec.id, (f"{spec.id} takes {spec.weight_bytes} bytes of host memory; "
+                            f"the pool's budget is {budget_bytes}{beside}")  # fmt: skip
 
 
 def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:

@@ -262,6 +262,19 @@ def test_a_model_that_can_never_fit_is_refused_with_numbers() -> None:
     assert "pinned models keep 30" in refused.reason
 
 
+def test_who_waits_when_a_model_becomes_impossible_is_refused() -> None:
+    hand = Hand(slice_(), models="", budget=47)
+    hand.ready(spec("used", 40))
+    assert Dispatch("r0", "s0") in hand.tell(Arrived(request("r0", "used")))
+    hand.tell(ModelAdded(spec("waits", 33)))
+    assert hand.tell(Arrived(request("r1", "waits"))) == []
+    actions = hand.tell(ModelAdded(spec("kept", 26, pinned=True)))
+    (reject,) = [action for action in actions if isinstance(action, Reject)]
+    assert (reject.request_id, reject.status) == ("r1", 503)
+    assert "33" in reject.reason
+    assert "26" in reject.reason
+
+
 def test_loads_nobody_asked_for_leave_the_way_free() -> None:
     hand = Hand(slice_(), models="", budget=1000)
     actions = hand.tell(
