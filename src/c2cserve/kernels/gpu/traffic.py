@@ -1,0 +1,177 @@
+"""Bytes each dataflow moves, in closed form: what cost models and benchmarks divide by bandwidths.
+
+O[M, N] = X[M, K] W[N, K]^T. A tile is counted as TMA fetches it: only what lies inside the tensor.
+HBM bytes are those the kernels ask for. L2 serves part of them (X, above all, which every tile of
+128 W rows reads anew), so they bound what reaches DRAM from above; remote lines are not cached, so
+link bytes are exact. cuBLAS does not show its tiles: its operands count once a call. Not counted:
+bias and flags (a millionth), and what stays on chip (multicast, distributed shared memory).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+Dataflow = Literal[
+    "resident", "prefetch", "direct", "split", "tee", "ring", "sym", "asym", "hybrid"
+]
+
+BW = 128
+"""Rows of W in a tile, on the wgmma M side."""
+BK = 64
+"""Columns of W and X in one k step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How a launch cuts its GEMM; a dataflow reads the fields its own line in `traffic` names."""
+
+    bx: int = 128
+    """Rows of X in one CTA's tile."""
+    cluster: int = 1
+    """CTAs that share each W tile along M (`split`: that share a tile's k steps)."""
+    kp: int = 256
+    """Columns of the W tile that `asym` pins in shared memory."""
+    panel_rows: int = 512
+    """Rows of W in a panel of `ring`, and in the first panel of `prefetch`."""
+    panel_growth: int = 2
+    """`prefetch`: rows of each panel over those of the one before it."""
+    slots: int = 3
+    """Panels the ring holds."""
+    alpha: float = 0.5
+    """`hybrid`: share of O's columns done output-stationary."""
+    partial_bytes: Literal[2, 4] = 4
+    """`asym`: width of the partial sums in memory: float32 scratch, or O itself in its own type."""
+
+    def __post_init__(self) -> None:
+        if not (8 <= self.bx <= 256 and self.bx % 8 == 0):
+            raise ValueError(f"bx must be a multiple of 8 up to 256, not {self.bx}")
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"cluster must be 1, 2, 4 or 8, not {self.cluster}")
+        if self.kp < BK or self.kp % BK:
+            raise ValueError(f"kp must be a multiple of {BK}, not {self.kp}")
+        if self.panel_rows < BW or self.panel_rows % BW:
+            raise ValueError(f"panel_rows must be a multiple of {BW}, not {self.panel_rows}")
+        if self.panel_growth < 1 or self.slots < 1:
+            raise ValueError("panel_growth and slots must be at least 1")
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha must lie in [0, 1], not {self.alpha}")
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of X that one fetch of a W tile serves."""
+        return self.cluster * self.bx
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one GEMM: W over the link, and HBM read and written."""
+
+    link_bytes: int = 0
+    hbm_read_bytes: int = 0
+    hbm_write_bytes: int = 0
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(
+            self.link_bytes + other.link_bytes,
+            self.hbm_read_bytes + other.hbm_read_bytes,
+            self.hbm_write_bytes + other.hbm_write_bytes,
+        )
+
+
+def panels(n: int, first_rows: int, growth: int = 1) -> list[tuple[int, int]]:
+    """[start, stop) of every panel of W's n rows, each `growth` times as long as the last."""
+    bounds: list[tuple[int, int]] = []
+    start, rows = 0, first_rows
+    while start < n:
+        bounds.append((start, min(start + rows, n)))
+        start, rows = start + rows, rows * growth
+    return bounds
+
+
+def sym_columns(n: int, alpha: float) -> int:
+    """Columns of O that `hybrid` does output-stationary: whole tiles, the nearest to alpha * n.
+
+    At alpha 1 they are all n, a tail shorter than half a tile included.
+    """
+    return n if alpha == 1 else min(n, int(alpha * n / BW + 0.5) * BW)
+
+
+def traffic(dataflow: Dataflow, m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
+    """Bytes of one GEMM whose X, W and O have `item_bytes` an element.
+
+    `resident` has W in HBM; every other dataflow has it at the far end of the link. Raises
+    ValueError when m, n or k is below 1.
+    """
+    if min(m, n, k) < 1:
+        raise ValueError(f"m, n and k must be at least 1, not {m}, {n}, {k}")
+    x, w, o = m * k * item_bytes, n * k * item_bytes, m * n * item_bytes
+    n_tiles, m_blocks = _ceil_div(n, BW), _ceil_div(m, tiles.block_rows)
+    match dataflow:
+        case "resident":
+            return Traffic(0, x + w, o)
+        case "prefetch":
+            calls = len(panels(n, tiles.panel_rows, tiles.panel_growth))
+            return Traffic(w, calls * x + w, w + o)
+        case "direct":
+            return Traffic(m_blocks * w, n_tiles * x, o)
+        case "split":
+            return Traffic(_ceil_div(m, tiles.bx) * w, n_tiles * x, o)
+        case "tee":
+            head = min(m, tiles.block_rows)
+            rest = Traffic(0, (m - head) * k * item_bytes + w) if m > head else Traffic()
+            return Traffic(w, n_tiles * head * k * item_bytes, w + o) + rest
+        case "ring":
+            return Traffic(w, n_tiles * x + m_blocks * w, w + o)
+        case "sym":
+            return _sym(m, n, k, item_bytes, tiles)
+        case "asym":
+            return _asym(m, n, k, item_bytes, tiles)
+        case "hybrid":
+            n_sym = sym_columns(n, tiles.alpha)
+            sym = _sym(m, n_sym, k, item_bytes, tiles)
+            return sym + _asym(m, n - n_sym, k, item_bytes, tiles)
+
+
+def grouped_traffic(
+    offsets: Sequence[int], n: int, k: int, item_bytes: int, tiles: Tiles
+) -> Traffic:
+    """Bytes of the grouped `direct` GEMM: rows offsets[e] up to offsets[e + 1] meet W[e].
+
+    An expert without rows costs nothing. Its last X tile reads on into the next expert's rows,
+    for the tensor map knows of one X, and stores only its own. Raises ValueError when offsets are
+    not those of a partition.
+    """
+    check_offsets(offsets)
+    w, rows = n * k * item_bytes, offsets[-1]
+    link_bytes, x_rows = 0, 0
+    for start, stop in pairwise(offsets):
+        link_bytes += _ceil_div(stop - start, tiles.block_rows) * w
+        x_rows += min(_ceil_div(stop - start, tiles.bx) * tiles.bx, rows - start)
+    reads = _ceil_div(n, BW) * x_rows * k * item_bytes
+    return Traffic(link_bytes, reads, rows * n * item_bytes)
+
+
+def check_offsets(offsets: Sequence[int]) -> None:
+    """Raise ValueError unless offsets start at 0 and never fall."""
+    if not offsets or offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
+        raise ValueError("offsets must start at 0 and never fall")
+
+
+def _sym(m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
+    """Output-stationary without multicast: W crosses the link once for every bx rows of X."""
+    link_bytes = _ceil_div(m, tiles.bx) * n * k * item_bytes
+    return Traffic(link_bytes, _ceil_div(n, BW) * m * k * item_bytes, m * n * item_bytes)
+
+
+def _asym(m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
+    """Weight-stationary: sums are cleared, then read and written by each k panel's reduction."""
+    x_reads = _ceil_div(n, BW) * m * k * item_bytes
+    sums = m * n * tiles.partial_bytes
+    reduced = _ceil_div(k, tiles.kp) * sums
+    cast = Traffic(0, sums, m * n * item_bytes) if tiles.partial_bytes == 4 else Traffic()
+    return Traffic(n * k * item_bytes, x_reads + reduced, sums + reduced) + cast
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
