@@ -1,0 +1,103 @@
+// direct: W from its home straight into the multiply, once for each kCluster x kBX rows of X.
+// With TEE, every tile of W that passes by is also stored into a slot in local memory.
+//
+// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, SHARED_BYTES.
+#include "pipeline.cuh"
+
+struct DirectParams {
+  CUtensorMap x, w, slot;  // boxes of BX, 128 / CLUSTER and 128 / CLUSTER rows of 64 elements
+  Output out;
+  int m, n, k;
+};
+
+using Type = wgmma::TYPE;
+using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE>;
+static_assert(Stream::kShared <= SHARED_BYTES);
+
+// Tiles of this cluster, one after another: columns of O run fastest.
+__device__ __forceinline__ bool find_work(const DirectParams& p, int tile, uint32_t rank,
+                                          Work& work) {
+  const int across = tiles_of(p.n, kBlockW);
+  if (tile >= across * tiles_of(p.m, CLUSTER * BX)) return false;
+  work.column = work.w_row = tile % across * kBlockW;
+  work.x_row = (tile / across * CLUSTER + static_cast<int>(rank)) * BX;
+  work.rows = p.m - work.x_row;
+  return true;
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kThreads, 1)
+    direct(const __grid_constant__ DirectParams p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  Stream stream(shared);
+  const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+  if (threadIdx.x == 0) {
+    stream.init();
+    ptx::prefetch_map(&p.w);
+    ptx::prefetch_map(&p.x);
+  }
+  start_together<CLUSTER>();
+  ptx::let_next_kernel_start();
+  Work work;
+
+  if (threadIdx.x < kWarpgroup) {
+    ptx::give_registers<40>();
+    if (threadIdx.x == 0) {
+      // Weights don't depend on earlier kernels: the first stages of W are on their way before those
+      // have ended, X only after.
+      int ahead = 0;
+      if (find_work(p, first, stream.rank, work)) {
+        const Cursor<STAGES> begin = stream.cursor;
+        for (; ahead < STAGES && ahead * kBlockK < p.k; ++ahead) {
+          stream.load_w(&p.w, work.w_row, ahead * kBlockK);
+          stream.cursor.advance();
+        }
+        stream.cursor = begin;
+      }
+      ptx::wait_for_earlier_kernels();
+      for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
+        for (int column = 0; column < p.k; column += kBlockK) {
+          if (ahead == 0) {
+            stream.load_w(&p.w, work.w_row, column);
+          } else {
+            --ahead;
+          }
+          stream.load_x(&p.x, work.x_row, column);
+        }
+      }
+    } else if (TEE && threadIdx.x == 32) {
+      ptx::wait_for_earlier_kernels();  // they may read the slot
+      for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
+        const int slice = static_cast<int>(stream.rank) * Stream::kSliceW;
+        int before = -1;
+        for (int column = 0; column < p.k; column += kBlockK) {
+          const int stage = stream.cursor.stage;
+          ptx::wait(stream.full(stage), stream.cursor.parity);
+          if (work.x_row < CLUSTER * BX) {  // the first rows of X: every tile of W just once
+            ptx::store_box(&p.slot, stream.w(stage) + slice * kBlockK * 2, column,
+                           work.w_row + slice);
+          }
+          ptx::commit_stores();
+          ptx::wait_stores_read<1>();
+          for (int other = 0; before >= 0 && other < CLUSTER; ++other) {
+            ptx::arrive_at(stream.empty(before), other);
+          }
+          before = stage;
+          stream.cursor.advance();
+        }
+        ptx::wait_stores_read<0>();
+        for (int other = 0; other < CLUSTER; ++other) ptx::arrive_at(stream.empty(before), other);
+      }
+      ptx::wait_stores_done<0>();
+    }
+  } else {
+    ptx::take_registers<232>();
+    ptx::wait_for_earlier_kernels();  // they may read O
+    const int group = threadIdx.x / kWarpgroup - 1;
+    float d[BX / 2];
+    for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
+      stream.multiply(d, group, tiles_of(p.k, kBlockK));
+      stream.store(d, group, work, p.out);
+    }
+  }
+  leave_together<CLUSTER>();
+}

@@ -1,0 +1,111 @@
+"""Every kernel that is built, as data: what source, compiled with which numbers.
+
+A variant is compiled once, ahead of serving (`c2cserve kernels build`), and found by its name. The
+sizes of its shared memory are worked out here and held against the device code when it compiles.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Source = Literal["direct", "split", "grouped", "ring", "hybrid"]
+Dtype = Literal["bfloat16", "float16"]
+
+SHARED_BYTES = 232_448
+"""Dynamic shared memory of a CTA: all that sm_90 gives one, for every variant."""
+THREADS = 384
+"""One producer and two consumer warpgroups."""
+
+DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
+_TYPE = {"bfloat16": "Bf16", "float16": "Fp16"}
+_STAGES_MAX = 12
+_BW, _BK, _ITEM_BYTES = 128, 64, 2
+_BARRIER_BYTES = 512
+_EXPERT_TABLE_BYTES = 2 * (512 + 1) * 4 + 64
+
+BX_ALONE = (16, 32, 64, 128, 192, 256)
+"""Rows of X in a CTA's tile where a CTA streams for itself."""
+BX_SHARED = (192, 256)
+"""And where a cluster shares what it streams: fewer rows need no cluster."""
+CLUSTERS = (2, 4, 8)
+BX_SPLIT = (16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled kernel. `cluster` is along M (`split`: along K); the rest as in the source."""
+
+    source: Source
+    dtype: Dtype
+    bx: int
+    cluster: int = 1
+    tee: bool = False
+    kp: int = 0
+    partial_bytes: Literal[0, 2, 4] = 0
+
+    @property
+    def name(self) -> str:
+        """Unique, and readable in profilers' and `kernels list`'s output."""
+        parts = [self.source, self.dtype, f"x{self.bx}"]
+        if self.cluster > 1:
+            parts.append(f"c{self.cluster}")
+        if self.tee:
+            parts.append("tee")
+        if self.source == "hybrid":
+            parts += [f"k{self.kp}", f"p{8 * self.partial_bytes}"]
+        return "-".join(parts)
+
+    @property
+    def stages(self) -> int:
+        """How many tiles of W and X are on their way at once: as many as shared memory holds."""
+        stage = (_BW + self.bx) * _BK * _ITEM_BYTES
+        staging = 2 * min(self.bx, 64) * 64 * _ITEM_BYTES
+        room = SHARED_BYTES - staging - _BARRIER_BYTES - self._extra_bytes
+        return min(_STAGES_MAX, room // stage)
+
+    @property
+    def _extra_bytes(self) -> int:
+        match self.source:
+            case "split":
+                return self.bx * (_BW + 4) * 4
+            case "grouped":
+                return _EXPERT_TABLE_BYTES
+            case _:
+                return 0
+
+    @property
+    def defines(self) -> dict[str, str]:
+        """What the source is compiled with."""
+        defines: dict[str, str | int] = {
+            "TYPE": _TYPE[self.dtype],
+            "BX": self.bx,
+            "STAGES": self.stages,
+            "SHARED_BYTES": SHARED_BYTES,
+        }
+        match self.source:
+            case "direct":
+                defines |= {"CLUSTER": self.cluster, "TEE": int(self.tee)}
+            case "hybrid":
+                defines |= {"KP": self.kp, "PARTIAL": self.partial_bytes}
+            case _:
+                defines |= {"CLUSTER": self.cluster}
+        return {name: str(value) for name, value in defines.items()}
+
+
+def _of(dtype: Dtype) -> list[Variant]:
+    alone = [Variant("direct", dtype, bx) for bx in BX_ALONE]
+    shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
+    tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]
+    split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SPLIT]
+    grouped = [Variant("grouped", dtype, bx) for bx in BX_ALONE]
+    grouped += [Variant("grouped", dtype, 256, cluster) for cluster in CLUSTERS]
+    ring = [Variant("ring", dtype, bx) for bx in (128, 256)]
+    ring += [Variant("ring", dtype, 256, cluster) for cluster in (2, 4)]
+    hybrid = [
+        Variant("hybrid", dtype, bx, kp=kp, partial_bytes=partial)
+        for bx, kp in ((64, 256), (128, 256), (256, 256), (128, 512))
+        for partial in (4, 2)
+    ]
+    return alone + shared + tee + split + grouped + ring + hybrid
+
+
+VARIANTS: tuple[Variant, ...] = tuple(variant for dtype in DTYPES for variant in _of(dtype))
