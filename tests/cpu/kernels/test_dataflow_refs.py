@@ -210,10 +210,10 @@ def test_split_sums_ranks_in_order(columns: tuple[int, int, int], total: int) ->
 
 
 def test_split_gives_each_rank_its_share_of_the_k_steps() -> None:
-    """Seven steps over two ranks: 0-2 and 3-6. Step 3 starts the second sum, not ends the first."""
+    """Seven steps over two ranks: 0 to 2 and 3 to 6; each product shows one side of the border."""
     x, w = cancelling((0, 192, 128), 448)  # rank 0: 2^26 - 2^26; rank 1: 1
     assert split(x, w, None, Tiles(cluster=2)).out.item() == 1
-    x, w = cancelling((0, 128, 192), 448)  # rank 0: 2^26 + 1; rank 1: -2^26
+    x, w = cancelling((0, 256, 192), 448)  # rank 0: 2^26; rank 1: -2^26 + 1, which loses the 1
     assert split(x, w, None, Tiles(cluster=2)).out.item() == 0
 
 
