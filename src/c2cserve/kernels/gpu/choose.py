@@ -1,0 +1,254 @@
+"""Picks a dataflow by measurement, with a printable cost model between the measured points."""
+
+import heapq
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from c2cserve.kernels.gpu.candidates import candidates
+from c2cserve.kernels.gpu.cost import Question, Terms, floor_s, modelled
+from c2cserve.kernels.gpu.profile import (
+    TILE_FIELDS,
+    AnyDataflow,
+    Dtype,
+    Home,
+    Point,
+    Profile,
+    TileValues,
+    tile_values,
+)
+from c2cserve.kernels.gpu.rates import Rates
+from c2cserve.kernels.gpu.traffic import Tiles
+
+_NEAREST = 8
+"""Points a correction is made of. The next one's distance is where their weights reach 0, so a
+prediction does not jump when one point takes another's place."""
+_CACHED = 4096
+"""Questions whose answer is kept: the linears of many models times the row counts of their steps.
+"""
+
+Basis = Literal["measured", "interpolated", "modelled"]
+"""This very question was measured; points of this dataflow and these tiles on such a slice were;
+neither, and the model is corrected by what is nearest or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one dataflow with certain tiles is believed to take."""
+
+    dataflow: AnyDataflow
+    tiles: Tiles
+    predicted_s: float
+    terms: Terms
+    basis: Basis
+    tried: bool
+    """The profile has measured this dataflow from this home."""
+
+    @property
+    def factor(self) -> float:
+        """What measured points make of the model."""
+        return self.predicted_s / self.terms.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The pick for one question."""
+
+    dataflow: AnyDataflow
+    tiles: Tiles
+    predicted_s: float
+    floor_s: float
+    terms: Terms
+    basis: Basis
+    next_best: Estimate | None
+    """The fastest of another dataflow."""
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        ratio = self.predicted_s / self.floor_s
+        said = (
+            f"{describe(self.dataflow, self.tiles)} is {self.basis} at {_shown(self.predicted_s)}, "
+            f"{ratio:.2f}x the floor, bound by {self.terms.bound} ({_parts(self.terms)})"
+        )
+        if self.next_best is None:
+            return f"{said}; nothing else fits."
+        other = self.next_best
+        return (
+            f"{said}; the next best, {describe(other.dataflow, other.tiles)}, is {other.basis} at "
+            f"{_shown(other.predicted_s)}, bound by {other.terms.bound} ({_parts(other.terms)})."
+        )
+
+
+class NothingFits(ValueError):
+    """No dataflow can compute this; the message says why."""
+
+
+class Chooser:
+    """One profile's answers. Not bound to a GPU: pure arithmetic, a fraction of a millisecond for
+    a new question, a dictionary look-up for one that was asked before."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._rates = Rates(profile)
+        self._corrections = _Corrections(self._rates, profile.points)
+        self._cached_pick = lru_cache(_CACHED)(self._pick)
+
+    def pick(self, question: Question) -> Choice:
+        """The fastest of what this machine has measured. Raises `NothingFits`, and
+        `ProfileMismatch` for a home the profile does not know."""
+        return self._cached_pick(question)
+
+    def estimates(self, question: Question) -> list[Estimate]:
+        """Every candidate, fastest first; among equals the simplest first."""
+        found = [
+            self._corrections.estimate(question, dataflow, tiles)
+            for dataflow, tiles in candidates(question)
+        ]
+        return sorted(found, key=lambda estimate: estimate.predicted_s)
+
+    def floor_s(self, question: Question) -> float:
+        return floor_s(self._rates, question)
+
+    def _pick(self, question: Question) -> Choice:
+        found = self.estimates(question)
+        if not found:
+            raise NothingFits(f"K = {question.k} is not a multiple of 8, which grouped needs")
+        # What was never run here is compared, not trusted: its model has nothing to correct it.
+        trusted = [estimate for estimate in found if estimate.tried] or found
+        best = trusted[0]
+        others = (other for other in trusted if other.dataflow != best.dataflow)
+        return Choice(
+            best.dataflow,
+            best.tiles,
+            best.predicted_s,
+            self.floor_s(question),
+            best.terms,
+            best.basis,
+            next(others, None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What is not the size of the GEMM: a correction is first sought under the same."""
+
+    sms: int
+    neighbours: int
+    dtype: Dtype
+    experts: int
+    top_k: int
+
+    def apart(self, other: "_Context") -> float:
+        return (
+            abs(math.log2(self.sms / other.sms))
+            + abs(math.log2((1 + self.neighbours) / (1 + other.neighbours)))
+            + abs(math.log2((1 + self.experts) / (1 + other.experts)))
+            + abs(math.log2((1 + self.top_k) / (1 + other.top_k)))
+            + 0.25 * (self.dtype != other.dtype)
+        )
+
+
+_Place = tuple[float, float, float]
+"""log2 of m, n and k."""
+_Known = tuple[float, float, float, float]
+"""A measured point: its place, and log2 of measured over modelled there."""
+_Series = dict[_Context, list[_Known]]
+
+
+class _Corrections:
+    """What measured points say of the model, by dataflow, home, tiles and context."""
+
+    def __init__(self, rates: Rates, points: Iterable[Point]) -> None:
+        self._rates = rates
+        self._measured_s: dict[tuple[Question, AnyDataflow, TileValues], float] = {}
+        self._series: dict[tuple[AnyDataflow, Home], dict[TileValues, _Series]] = {}
+        for point in points:
+            question, values = _question(point), tile_values(point.dataflow, point.tiles)
+            modelled_s = modelled(rates, question, point.dataflow, point.tiles).seconds
+            self._measured_s[question, point.dataflow, values] = point.seconds
+            by_tiles = self._series.setdefault((point.dataflow, point.home), {})
+            series = by_tiles.setdefault(values, {})
+            known = (*_place(question), math.log2(point.seconds / modelled_s))
+            series.setdefault(_context(question), []).append(known)
+
+    def estimate(self, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Estimate:
+        terms = modelled(self._rates, question, dataflow, tiles)
+        values = tile_values(dataflow, tiles)
+        by_tiles = self._series.get((dataflow, question.home))
+        if by_tiles is None:
+            return Estimate(dataflow, tiles, terms.seconds, terms, "modelled", tried=False)
+        measured_s = self._measured_s.get((question, dataflow, values))
+        if measured_s is not None:
+            return Estimate(dataflow, tiles, measured_s, terms, "measured", tried=True)
+        context = _context(question)
+        series = by_tiles.get(values)
+        basis: Basis = "interpolated" if series and context in series else "modelled"
+        if series is None:
+            # Tiles that were never run are believed to err as those most like them do.
+            series = by_tiles[min(by_tiles, key=lambda other: _apart(values, other))]
+        known = series.get(context) or series[min(series, key=context.apart)]
+        predicted_s = terms.seconds * 2.0 ** _interpolated(known, _place(question))
+        return Estimate(dataflow, tiles, predicted_s, terms, basis, tried=True)
+
+
+def _interpolated(known: Sequence[_Known], place: _Place) -> float:
+    """Log2 of the correction at `place`: inverse squared distance over the nearest points, with
+    weights that fall to 0 at the first point left out (Franke and Little)."""
+    x, y, z = place
+    apart = [((px - x) ** 2 + (py - y) ** 2 + (pz - z) ** 2, c) for px, py, pz, c in known]
+    nearest = heapq.nsmallest(_NEAREST + 1, apart)
+    if nearest[0][0] == 0.0:
+        return nearest[0][1]
+    outside = nearest.pop()[0] ** -0.5 if len(nearest) > _NEAREST else 0.0
+    weights = [(square**-0.5 - outside) ** 2 for square, _ in nearest]
+    total = math.fsum(weights)
+    if total == 0.0:
+        return math.fsum(correction for _, correction in nearest) / len(nearest)
+    pairs = zip(weights, nearest, strict=True)
+    return math.fsum(weight * correction for weight, (_, correction) in pairs) / total
+
+
+def _question(point: Point) -> Question:
+    return Question(
+        point.m, point.n, point.k, point.dtype, point.home, point.sms, point.experts, point.top_k,
+        point.neighbours,
+    )  # fmt: skip
+
+
+def _place(question: Question) -> _Place:
+    return math.log2(question.m), math.log2(question.n), math.log2(question.k)
+
+
+def _context(q: Question) -> _Context:
+    return _Context(q.sms, q.neighbours, q.dtype, q.experts, q.top_k)
+
+
+def _apart(values: TileValues, others: TileValues) -> float:
+    pairs = zip(values, others, strict=True)
+    return math.fsum(abs(math.log2((1 + one) / (1 + other))) for one, other in pairs)
+
+
+def describe(dataflow: AnyDataflow, tiles: Tiles) -> str:
+    """`direct (bx 256, cluster 8)`."""
+    said = describe_tiles(dataflow, tiles)
+    return f"{dataflow} ({said})" if said else dataflow
+
+
+def describe_tiles(dataflow: AnyDataflow, tiles: Tiles) -> str:
+    """The tiles this dataflow reads: `bx 256, cluster 8`; empty for none."""
+    names = (name.replace("_", " ") for name in TILE_FIELDS[dataflow])
+    values = tile_values(dataflow, tiles)
+    return ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
+
+
+def _parts(terms: Terms) -> str:
+    return (
+        f"link {_shown(terms.link_s)}, compute {_shown(terms.compute_s)}, "
+        f"HBM {_shown(terms.hbm_s)}, fixed {_shown(terms.overhead_s)}"
+    )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
