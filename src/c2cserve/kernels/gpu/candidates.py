@@ -1,18 +1,21 @@
 """Which dataflows, with which of the tiles that are built, can answer a question at all."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.profile import AnyDataflow, Dtype
-from c2cserve.kernels.gpu.traffic import BK, BW, Tiles
+from c2cserve.kernels.gpu.traffic import BK, BW, Tiles, panels
 from c2cserve.kernels.gpu.variants import VARIANTS, Source
 
 Candidate = tuple[AnyDataflow, Tiles]
 
 SPLIT_M_MAX = 64
 """Beyond, a cluster has more use for its CTAs along M than along K."""
-PREFETCH_PANEL_ROWS = (512, 2048, 8192)
+PREFETCH_PANELS = ((4096, 1), (1024, 1), (2048, 2), (512, 2))
+"""Rows of the first panel and growth. Where the link binds, what counts is a short last panel, and
+panels of one size; where compute does, a short first one, and few after it."""
 ALPHAS = (0.25, 0.5, 0.75)
 _TMA_ALIGNMENT = 8
 """Elements of 16 bits: TMA wants rows that start at multiples of 16 bytes."""
@@ -72,10 +75,12 @@ def _grouped(q: Question) -> list[Tiles]:
 
 
 def _prefetch(q: Question) -> Iterator[Tiles]:
-    for panel_rows in PREFETCH_PANEL_ROWS:
-        yield Tiles(panel_rows=panel_rows)
-        if panel_rows >= q.n:
-            return
+    seen: list[list[tuple[int, int]]] = []
+    for panel_rows, growth in PREFETCH_PANELS:
+        cut = panels(q.n, panel_rows, growth)
+        if cut not in seen:
+            seen.append(cut)
+            yield Tiles(panel_rows=panel_rows, panel_growth=growth)
 
 
 def _split(q: Question) -> list[Tiles]:
@@ -96,8 +101,8 @@ def _tee(q: Question) -> list[Tiles]:
 
 def _ring(q: Question) -> list[Tiles]:
     """W comes from L2: what counts is how often, so the smallest cover and all that is wider than
-    a CTA where there are rows for it."""
-    tiles = _fitting("ring", q)
+    a CTA where there are rows for it. One cluster copies while another multiplies."""
+    tiles = [one for one in _fitting("ring", q) if 2 * one.cluster <= q.sms]
     least = covers(tiles, q.m)
     return least + [one for one in tiles if one not in least and one.block_rows <= q.m]
 
@@ -105,8 +110,8 @@ def _ring(q: Question) -> list[Tiles]:
 def _published(q: Question) -> Iterator[Candidate]:
     """Algorithm 1 of C2CServe and its two ends, to be compared with."""
     least = covers(_fitting("hybrid", q), q.m)
-    yield "sym", least[0]
+    yield "sym", replace(least[0], alpha=1.0)
     for tiles in least:
-        yield "asym", tiles
+        yield "asym", replace(tiles, alpha=0.0)
     for alpha in ALPHAS:
-        yield "hybrid", Tiles(bx=least[0].bx, kp=least[0].kp, alpha=alpha)
+        yield "hybrid", replace(least[0], alpha=alpha)

@@ -1,9 +1,8 @@
 """Picks a dataflow by measurement, with a printable cost model between the measured points."""
 
-import heapq
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -152,9 +151,17 @@ class _Context:
 
 _Place = tuple[float, float, float]
 """log2 of m, n and k."""
-_Known = tuple[float, float, float, float]
-"""A measured point: its place, and log2 of measured over modelled there."""
-_Series = dict[_Context, list[_Known]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Measured points of one kind: where, and log2 of measured over modelled there."""
+
+    places: list[_Place] = field(default_factory=list[_Place])
+    corrections: list[float] = field(default_factory=list[float])
+
+
+_Series = dict[_Context, _Known]
 
 
 class _Corrections:
@@ -170,8 +177,9 @@ class _Corrections:
             self._measured_s[question, point.dataflow, values] = point.seconds
             by_tiles = self._series.setdefault((point.dataflow, point.home), {})
             series = by_tiles.setdefault(values, {})
-            known = (*_place(question), math.log2(point.seconds / modelled_s))
-            series.setdefault(_context(question), []).append(known)
+            known = series.setdefault(_context(question), _Known())
+            known.places.append(_place(question))
+            known.corrections.append(math.log2(point.seconds / modelled_s))
 
     def estimate(self, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Estimate:
         terms = modelled(self._rates, question, dataflow, tiles)
@@ -193,16 +201,17 @@ class _Corrections:
         return Estimate(dataflow, tiles, predicted_s, terms, basis, tried=True)
 
 
-def _interpolated(known: Sequence[_Known], place: _Place) -> float:
+def _interpolated(known: _Known, place: _Place) -> float:
     """Log2 of the correction at `place`: inverse squared distance over the nearest points, with
     weights that fall to 0 at the first point left out (Franke and Little)."""
-    x, y, z = place
-    apart = [((px - x) ** 2 + (py - y) ** 2 + (pz - z) ** 2, c) for px, py, pz, c in known]
-    nearest = heapq.nsmallest(_NEAREST + 1, apart)
+    apart = [math.dist(where, place) for where in known.places]
+    reach = sorted(apart)[: _NEAREST + 1][-1]
+    pairs = zip(apart, known.corrections, strict=True)
+    nearest = sorted(pair for pair in pairs if pair[0] <= reach)[: _NEAREST + 1]
     if nearest[0][0] == 0.0:
         return nearest[0][1]
-    outside = nearest.pop()[0] ** -0.5 if len(nearest) > _NEAREST else 0.0
-    weights = [(square**-0.5 - outside) ** 2 for square, _ in nearest]
+    outside = 1.0 / nearest.pop()[0] if len(nearest) > _NEAREST else 0.0
+    weights = [(1.0 / distance - outside) ** 2 for distance, _ in nearest]
     total = math.fsum(weights)
     if total == 0.0:
         return math.fsum(correction for _, correction in nearest) / len(nearest)

@@ -28,10 +28,11 @@ PANEL_OVERHEAD_S = 4e-6
 
 EFFICIENCY: Mapping[AnyDataflow, float] = {
     "resident": 1.0, "prefetch": 1.0, "direct": 0.93, "split": 0.93, "tee": 0.93,
-    "ring": 0.82, "sym": 0.85, "asym": 0.40, "hybrid": 0.40, "grouped": 0.90,
+    "ring": 0.93, "sym": 0.85, "asym": 0.40, "hybrid": 0.40, "grouped": 0.90,
 }  # fmt: skip
-"""Of cuBLAS's rate, where nothing else binds. A ring gives SMs to its copies; asym took 4.39 ms
-where cuBLAS takes 1.71 (H200)."""
+"""Of cuBLAS's rate, where nothing else binds. asym: 4.39 ms where cuBLAS takes 1.71 (H200)."""
+_RING_COPIERS = 16
+"""CTAs that fill a ring, but no more than a quarter of the slice; their SMs do not multiply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,9 @@ def _kernel(rates: Rates, q: Question, dataflow: AnyDataflow, tiles: Tiles) -> T
     counted = _counted(q, dataflow, tiles)
     link_s = 0.0
     if counted.link_bytes:
-        # A ring's copy CTAs read whatever tiles there are.
-        ctas = q.sms if dataflow == "ring" else min(q.sms, _ctas(q, dataflow, tiles))
+        ctas = min(q.sms, _ctas(q, dataflow, tiles))
+        if dataflow == "ring":
+            ctas = _ring_copiers(q.sms)
         link_s = counted.link_bytes / rates.read_bytes_per_s(q.home, ctas, q.neighbours + 1)
     compute_s = _compute_s(rates, q, dataflow, tiles)
     hbm_s = rates.hbm_s(counted.hbm_read_bytes, counted.hbm_write_bytes, q.sms)
@@ -144,6 +146,8 @@ def _compute_s(rates: Rates, q: Question, dataflow: AnyDataflow, tiles: Tiles) -
     leaves SMs idle."""
     cublas_s = q.active_experts * rates.matmul_s(q.rows, q.n, q.k, q.sms)
     efficiency = EFFICIENCY[dataflow]
+    if dataflow == "ring":
+        efficiency *= 1 - _ring_copiers(q.sms) / max(2, q.sms)
     if dataflow in ("resident", "asym"):
         return cublas_s / efficiency
     if dataflow == "hybrid":
@@ -207,6 +211,10 @@ def _counted(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
     return Traffic(
         round(times * link_bytes), round(times * read_bytes), round(times * asked.hbm_write_bytes)
     )
+
+
+def _ring_copiers(sms: int) -> int:
+    return max(1, min(_RING_COPIERS, sms // 4))
 
 
 def _ctas(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> int:

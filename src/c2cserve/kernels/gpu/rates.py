@@ -44,10 +44,11 @@ class Rates:
         return min(_by_count(link.alone, ctas), _total(link, slices) / slices)
 
     def engine_bytes_per_s(self, home: Home, slices: int) -> float:
-        """What the copy engine brings to one slice while others read; the link gains or loses by
-        being shared what it does for SM reads."""
+        """What the copy engine brings to one slice while others read: its share of a link that
+        loses by being shared what it loses for SM reads."""
         link = self._link(home)
-        return link.engine_bytes_per_s * _total(link, slices) / _total(link, 1) / slices
+        kept = min(1.0, _total(link, slices) / _total(link, 1))
+        return link.engine_bytes_per_s * kept / slices
 
     def fastest_bytes_per_s(self, home: Home, sms: int, slices: int) -> float:
         """The copy engine's rate, or that of as many of the CTAs as read best."""
