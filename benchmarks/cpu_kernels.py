@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import KvLayout, RowSampling
+from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.ops import RowSampling
 
 SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192), (128256, 2048))
 ROWS = (1, 2, 4, 8, 16, 64, 512)

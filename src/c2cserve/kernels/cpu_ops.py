@@ -11,23 +11,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
+from c2cserve.kernels.layer_records import (
+    DTYPES,
+    HEAD_DIM_MAX,
+    native_layer,
+    records_of,
+    refusal,
+    step_record,
+)
 from c2cserve.kernels.native import DTYPE_CODES, best_isa, cpu_flags, load_library
-from c2cserve.kernels.ops import Drawn, KvLayout, RowSampling
+from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
 from c2cserve.kernels.sample_rows import drawn_of, pack_rows
 
-_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_HEAD_DIM_MAX = 512
 _THREADS_MAX = 1024
-
-
-def _refuse(op: str, **tensors: Tensor | None) -> ValueError:
-    """What is wrong is visible from what was given."""
-    seen = ", ".join(
-        f"{name} {str(t.dtype).removeprefix('torch.')}{list(t.shape)} strides {list(t.stride())}"
-        for name, t in tensors.items()
-        if t is not None
-    )
-    return ValueError(f"{op}: these do not fit, or are not dense where they have to be: {seen}")
 
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -59,10 +57,10 @@ class CpuOps:
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         vocab, hidden = table.shape
         if not table.is_contiguous() or not _dense(ids, torch.int32):
-            raise _refuse("embed", table=table, ids=ids)
+            raise misfit("embed", table=table, ids=ids)
         out = torch.empty((len(ids), hidden))
         bad = self._lib.c2c_embed(
-            self._pool, out.data_ptr(), table.data_ptr(), _CODES[table.dtype], vocab,
+            self._pool, out.data_ptr(), table.data_ptr(), DTYPES[table.dtype], vocab,
             ids.data_ptr(), len(ids), hidden,
         )  # fmt: skip
         if bad >= 0:
@@ -79,15 +77,15 @@ class CpuOps:
             or x.dtype is not torch.float32
             or (bias is not None and (bias.shape[0] != n or not bias.is_contiguous()))
         ):  # fmt: skip
-            raise _refuse("linear", x=x, w=w, bias=bias)
+            raise misfit("linear", x=x, w=w, bias=bias)
         if out is None:
             out = torch.empty((m, n))
         elif out.shape != (m, n) or out.dtype is not torch.float32 or out.stride(1) != 1:
-            raise _refuse("linear", x=x, w=w, out=out)
+            raise misfit("linear", x=x, w=w, out=out)
         self._lib.c2c_linear(
             self._pool, out.data_ptr(), out.stride(0), x.data_ptr(), x.stride(0),
-            w.data_ptr(), w.stride(0), _CODES[w.dtype],
-            None if bias is None else bias.data_ptr(), 0 if bias is None else _CODES[bias.dtype],
+            w.data_ptr(), w.stride(0), DTYPES[w.dtype],
+            None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype],
             m, n, k,
         )  # fmt: skip
         return out
@@ -96,7 +94,7 @@ class CpuOps:
         tokens, hidden = x.shape
         if not _dense(x, torch.float32) or not _dense(weight, torch.float32) \
                 or len(weight) != hidden:  # fmt: skip
-            raise _refuse("rms_norm", x=x, weight=weight)
+            raise misfit("rms_norm", x=x, weight=weight)
         out = torch.empty((tokens, hidden))
         self._lib.c2c_rms_norm(
             self._pool, out.data_ptr(), x.data_ptr(), weight.data_ptr(), eps, tokens, hidden
@@ -110,7 +108,7 @@ class CpuOps:
             or not _dense(weight, torch.float32)
             or residual.shape != x.shape or len(weight) != hidden
         ):  # fmt: skip
-            raise _refuse("add_rms_norm", x=x, residual=residual, weight=weight)
+            raise misfit("add_rms_norm", x=x, residual=residual, weight=weight)
         out = torch.empty((tokens, hidden))
         self._lib.c2c_add_rms_norm(
             self._pool, out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(),
@@ -140,11 +138,11 @@ class CpuOps:
             or not _dense(cos, torch.float32) or not _dense(sin, torch.float32)
             or cos.shape != sin.shape or cos.shape[1] * 2 != kv.head_dim
         ):  # fmt: skip
-            raise _refuse("rope_store", qkv=qkv, positions=positions, cos=cos, sin=sin, slots=slots)
+            raise misfit("rope_store", qkv=qkv, positions=positions, cos=cos, sin=sin, slots=slots)
         q_norm, k_norm = None, None
         if norms is not None:
             if not all(_dense(w, torch.float32) and len(w) == kv.head_dim for w in norms):
-                raise _refuse("rope_store", q_norm=norms[0], k_norm=norms[1])
+                raise misfit("rope_store", q_norm=norms[0], k_norm=norms[1])
             q_norm, k_norm = norms[0].data_ptr(), norms[1].data_ptr()
         bad = self._lib.c2c_rope_store(
             self._pool, qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(),
@@ -152,10 +150,7 @@ class CpuOps:
             kv.layers, layer, slots.data_ptr(), tokens, heads, kv.kv_heads, kv.head_dim,
         )  # fmt: skip
         if bad >= 0:
-            raise ValueError(
-                f"rope_store: token {bad} has position {int(positions[bad])} of {table} and "
-                f"slot {int(slots[bad])} of an arena of {arena.nbytes} bytes"
-            )
+            raise misplaced_token("rope_store", bad, positions, table, slots, arena)
 
     def attention(
         self,
@@ -177,7 +172,7 @@ class CpuOps:
             or not _dense(context_len, torch.int32)
             or not _dense(block_table, torch.int64) or block_table.shape[0] != seqs
         ):  # fmt: skip
-            raise _refuse("attention", qkv=qkv, q_start=q_start, context_len=context_len,
+            raise misfit("attention", qkv=qkv, q_start=q_start, context_len=context_len,
                           block_table=block_table)  # fmt: skip
         out = torch.empty((qkv.shape[0], heads * kv.head_dim))
         bad = self._lib.c2c_attention(
@@ -187,16 +182,13 @@ class CpuOps:
             qkv.shape[0], heads, kv.kv_heads, kv.head_dim, scale, window,
         )  # fmt: skip
         if bad >= 0:
-            raise ValueError(
-                f"attention: sequence {bad} of {int(context_len[bad])} tokens does not lie within "
-                f"{qkv.shape[0]} rows, its block table and an arena of {arena.nbytes} bytes"
-            )
+            raise misplaced_sequence("attention", bad, context_len, len(qkv), arena)
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape
         if not _dense(gate_up, torch.float32) or width % 2:
-            raise _refuse("silu_mul", gate_up=gate_up)
+            raise misfit("silu_mul", gate_up=gate_up)
         out = torch.empty((tokens, width // 2))
         self._lib.c2c_silu_mul(self._pool, out.data_ptr(), gate_up.data_ptr(), tokens, width // 2)
         return out
@@ -204,7 +196,7 @@ class CpuOps:
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         tokens, experts = logits.shape
         if not _dense(logits, torch.float32) or not 1 <= k <= experts:
-            raise _refuse(f"moe_route of {k}", logits=logits)
+            raise misfit(f"moe_route of {k}", logits=logits)
         ids = torch.empty((tokens, k), dtype=torch.int32)
         weights = torch.empty((tokens, k))
         self._lib.c2c_moe_route(
@@ -225,11 +217,11 @@ class CpuOps:
             or w13.shape != (experts, 2 * inner, hidden) or w13.dtype is not w2.dtype
             or not w13.is_contiguous() or not w2.is_contiguous()
         ):  # fmt: skip
-            raise _refuse("moe_experts", x=x, ids=ids, weights=weights, w13=w13, w2=w2)
+            raise misfit("moe_experts", x=x, ids=ids, weights=weights, w13=w13, w2=w2)
         out = torch.empty((tokens, hidden))
         bad = self._lib.c2c_moe_experts(
             self._pool, out.data_ptr(), x.data_ptr(), ids.data_ptr(), weights.data_ptr(),
-            w13.data_ptr(), w2.data_ptr(), _CODES[w13.dtype], tokens, k, experts, hidden, inner,
+            w13.data_ptr(), w2.data_ptr(), DTYPES[w13.dtype], tokens, k, experts, hidden, inner,
         )  # fmt: skip
         if bad >= 0:
             raise ValueError(
@@ -238,10 +230,49 @@ class CpuOps:
             )
         return out
 
+    # ---- whole layers ---------------------------------------------------------------------------
+
+    def prepare(self, index: int, weights: LayerWeights, shape: LayerShape) -> Layer:
+        return native_layer(index, weights, shape)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> None:
+        step = step_record(hidden, layers[0].shape, rows, rope, arena)
+        where = ctypes.c_int64()
+        fault = self._lib.c2c_layers(
+            self._pool, records_of(layers), len(layers), step, ctypes.byref(where)
+        )
+        if fault:
+            raise refusal(fault, where.value, layers[0], rows, rope, arena)
+
+    def run_attention(
+        self,
+        hidden: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> Tensor:
+        step = step_record(hidden, layer.shape, rows, rope, arena)
+        out = torch.empty(hidden.shape)
+        where = ctypes.c_int64()
+        fault = self._lib.c2c_attend(
+            self._pool, records_of([layer]), step, out.data_ptr(), ctypes.byref(where)
+        )
+        if fault:
+            raise refusal(fault, where.value, layer, rows, rope, arena)
+        return out
+
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
         count, vocab = logits.shape
         if len(rows) != count or not _dense(logits, torch.float32):
-            raise _refuse(f"sample for {len(rows)} rows", logits=logits)
+            raise misfit(f"sample for {len(rows)} rows", logits=logits)
         native = pack_rows(logits, rows)
         stride = max(1, *(min(vocab, row.top_logprobs) for row in rows)) if rows else 1
         ids = (ctypes.c_int32 * count)()
@@ -260,7 +291,7 @@ class CpuOps:
     def read(self, data: Tensor) -> None:
         """Read all of a float32 tensor, as fast as these threads can."""
         if not _dense(data, torch.float32):
-            raise _refuse("read", data=data)
+            raise misfit("read", data=data)
         self._lib.c2c_read(self._pool, data.data_ptr(), data.numel())
 
     def multiply(self, rounds: int) -> float:
@@ -273,7 +304,7 @@ def _query_heads(op: str, qkv: Tensor, kv: KvLayout, layer: int) -> int:
     heads, rest = divmod(qkv.shape[1], kv.head_dim)
     heads -= 2 * kv.kv_heads
     if (
-        rest or heads < 1 or heads % kv.kv_heads or kv.head_dim > _HEAD_DIM_MAX
+        rest or heads < 1 or heads % kv.kv_heads or kv.head_dim > HEAD_DIM_MAX
         or not 0 <= layer < kv.layers
     ):  # fmt: skip
         raise ValueError(f"{op}: rows of {qkv.shape[1]} at layer {layer} do not fit {kv}")

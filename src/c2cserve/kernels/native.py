@@ -48,6 +48,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "c2c_moe_route": (None, (_P, _P, _L, _L, _L, _I, _P, _P)),
     "c2c_moe_experts": (_L, (_P, _P, _P, _P, _P, _P, _P, _I, _L, _L, _L, _L, _L)),
+    "c2c_layers": (_I, (_P, c_char_p, _L, c_char_p, POINTER(_L))),
+    "c2c_attend": (_I, (_P, c_char_p, c_char_p, _P, POINTER(_L))),
     "c2c_sample": (_L, (_P, c_char_p, _L, _L, _P, _P, _P, _P, _L)),
     "c2c_convert": (None, (_P, _I, _P, _I, _L)),
     "c2c_read": (_F, (_P, _P, _L)),

@@ -10,25 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from c2cserve.kernels.native import Dtype
-
-BLOCK_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """Shape of a model's KV blocks: [layers, 2, kv_heads, 16 tokens x head_dim], one block after
-    another. K is transposed inside a block ([head_dim, 16]), V is not ([16, head_dim])."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype: Dtype
-
-    @property
-    def block_bytes(self) -> int:
-        item = 4 if self.dtype == "float32" else 2
-        return self.layers * 2 * self.kv_heads * BLOCK_TOKENS * self.head_dim * item
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +107,36 @@ class Ops(Protocol):
         self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
     ) -> Tensor:
         """w13 [E, 2 I, H] (gate rows, then up rows), w2 [E, H, I]; sums in expert order."""
+        ...
+
+    # ---- whole layers: the operators above in a row (`kernels.composed`), by fewer calls --------
+
+    def prepare(self, index: int, weights: LayerWeights, shape: LayerShape) -> Layer:
+        """A layer, checked once. It points into its weights, which stay where they are."""
+        ...
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> None:
+        """Consecutive layers of one model over hidden [T, H], in place. `rope`: cos and sin
+        [positions, D / 2]."""
+        ...
+
+    def run_attention(
+        self,
+        hidden: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> Tensor:
+        """A layer's first half over hidden [T, H], in place; returns what its second half begins
+        with, the norm of hidden."""
         ...
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn: ...

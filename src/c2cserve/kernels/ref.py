@@ -5,7 +5,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.ops import BLOCK_TOKENS, Drawn, KvLayout, RowSampling
+from c2cserve.kernels import composed
+from c2cserve.kernels.layer import (
+    BLOCK_TOKENS,
+    KvLayout,
+    Layer,
+    LayerShape,
+    LayerWeights,
+    TokenRows,
+)
+from c2cserve.kernels.ops import Drawn, RowSampling
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -117,6 +126,29 @@ class RefOps:
                 gate, up = (w13[expert].double() @ x[token].double()).chunk(2)
                 out[token] += weight * (w2[expert].double() @ (gate * gate.sigmoid() * up))
         return out.float()
+
+    def prepare(self, index: int, weights: LayerWeights, shape: LayerShape) -> Layer:
+        return Layer(index, weights, shape)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> None:
+        composed.run_layers(self, hidden, layers, rows, rope, arena)
+
+    def run_attention(
+        self,
+        hidden: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> Tensor:
+        return composed.run_attention(self, hidden, layer, rows, rope, arena)
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
         """Greedy only: drawing is checked against exact distributions, not a second sampler."""

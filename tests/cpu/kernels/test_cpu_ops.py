@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.layer import KvLayout
 from c2cserve.kernels.native import best_isa, cpu_flags
-from c2cserve.kernels.ops import KvLayout, RowSampling
+from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
 
 BEST = best_isa(cpu_flags())

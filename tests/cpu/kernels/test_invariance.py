@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.layer import KvLayout
 from c2cserve.kernels.native import best_isa, cpu_flags
-from c2cserve.kernels.ops import KvLayout, RowSampling
+from c2cserve.kernels.ops import RowSampling
 
 ISAS = sorted({best_isa(cpu_flags()), "generic"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

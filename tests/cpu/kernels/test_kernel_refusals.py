@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import KvLayout, RowSampling
+from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.ops import RowSampling
 
 KV = KvLayout(2, 2, 8, "bfloat16")
 

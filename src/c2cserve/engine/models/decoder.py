@@ -1,12 +1,13 @@
 """One decoder for every supported architecture, written over `kernels.ops.Ops`.
 
 A forward pass is a generator: before it uses weights that are still loading it yields, so that the
-executor can go on with other models meanwhile. All state of a pass is in its `ForwardBatch`: a
-slice runs many models, nothing here is global.
+executor can go on with other models meanwhile. All state of a pass is in its `ForwardBatch` and its
+frame: a slice runs many models, nothing here is global.
 """
 
 from collections.abc import Generator
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import Tensor
 
@@ -21,50 +22,31 @@ from c2cserve.engine.models.layout import (
 )
 from c2cserve.engine.models.rope import RopeTables
 from c2cserve.engine.weights import Weights
-from c2cserve.kernels.ops import KvLayout, Ops
+from c2cserve.kernels.layer import (
+    Experts,
+    KvLayout,
+    Layer,
+    LayerShape,
+    LayerWeights,
+    Mlp,
+    TokenRows,
+)
+from c2cserve.kernels.ops import Ops
 
 Wait = Generator[list[int], None, None]
 """Yields the groups it waits for; to be resumed when they are ready."""
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBatch:
-    """T new tokens of S sequences, concatenated."""
+class ForwardBatch(TokenRows):
+    """The rows of a pass, what they are and what is wanted of them."""
 
     ids: Tensor
     """int32[T]"""
-    positions: Tensor
-    """int32[T]"""
-    q_start: Tensor
-    """int32[S + 1]: where each sequence's tokens begin."""
-    context_len: Tensor
-    """int32[S]: tokens in the cache after this pass."""
-    block_table: Tensor
-    """int64[S, B]: byte offsets into the arena."""
-    slots: Tensor
-    """int64[T]: block offset * 16 + place in the block."""
     logit_rows: Tensor
-    """int64[R]: tokens whose logits are wanted."""
+    """int64[R]: tokens whose logits are wanted, in order."""
     longest: int
     """The largest of `context_len`."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    qk_norms: tuple[Tensor, Tensor] | None
-    o: Tensor
-    o_bias: Tensor | None
-    post_norm: Tensor
-    gate_up: Tensor | None
-    gate_up_bias: Tensor | None
-    down: Tensor | None
-    down_bias: Tensor | None
-    router: Tensor | None
-    w13: Tensor | None
-    w2: Tensor | None
 
 
 class Decoder:
@@ -73,8 +55,12 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
         self.config = config
         self.kv = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
+        self._shape = LayerShape(
+            self.kv, config.hidden, config.heads, config.norm_eps, config.head_dim**-0.5
+        )
         self._weights = weights
-        self._layers: list[_Layer | None] = [None] * config.layers
+        self._layers: list[Layer] = []
+        """The first ones, as far as their weights are known to be there."""
         self._groups = [weights.group(layer_group(i)) for i in range(config.layers)]
         self._head: Tensor | None = None
         self._norm: Tensor | None = None
@@ -82,42 +68,35 @@ class Decoder:
         self._head_group = weights.group(HEAD)
         self._embed_group = weights.group(HEAD if config.tied else EMBED)
         self._rope = RopeTables(config, max_context)
-        self._scale = config.head_dim**-0.5
 
     def forward(
         self, batch: ForwardBatch, ops: Ops, arena: Tensor
     ) -> Generator[list[int], None, Tensor]:
         """Logits float32[R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
         a context longer than the longest served."""
-        eps = self.config.norm_eps
-        tables = self._rope.upto(batch.longest)
-        residual = self._embedding(batch, ops)
-        branch: Tensor | None = None
-        for index in range(self.config.layers):
-            layer = self._layers[index]
-            if layer is None:
-                yield from self._wait([self._groups[index]])
-                layer = self._layers[index] = self._materialize(index)
-            if branch is None:
-                x = ops.rms_norm(residual, layer.input_norm, eps)
+        rope = self._rope.upto(batch.longest)
+        hidden = self._embedding(batch, ops)
+        done = 0
+        while done < self.config.layers:
+            if done == len(self._layers):
+                yield from self._wait([self._groups[done]])
+                self._take_layers(ops)
+            layers = self._runnable(done)
+            if self._weights.complete or isinstance(layers[0].weights.mlp, Mlp):
+                ops.run_layers(hidden, layers, batch, rope, arena)
             else:
-                x = ops.add_rms_norm(branch, residual, layer.input_norm, eps)
-            x = self._attention(index, layer, x, tables, batch, ops, arena)
-            x = ops.add_rms_norm(x, residual, layer.post_norm, eps)
-            if layer.router is None:
-                branch = self._mlp(layer, x, ops)
-            else:
-                branch = yield from self._experts(index, layer, x, ops)
-        assert branch is not None
-        if not len(batch.logit_rows):
-            return residual.new_empty((0, self.config.vocab))  # a chunk that draws nothing
+                x = ops.run_attention(hidden, layers[0], batch, rope, arena)
+                yield from self._experts(hidden, layers[0], x, ops)
+            done += len(layers)
+        rows = batch.logit_rows
+        if not len(rows):
+            return hidden.new_empty((0, self.config.vocab))  # a chunk that draws nothing
         if self._head is None or self._norm is None:
             yield from self._wait([self._head_group])
             self._norm = self._weights.tensor(NORM).float()
             self._head = self._weights.tensor(EMBED if self.config.tied else HEAD)
-        rows = batch.logit_rows
-        x = ops.add_rms_norm(branch[rows], residual[rows], self._norm, eps)
-        return ops.linear(x, self._head)
+        last = hidden if len(rows) == len(hidden) else hidden[rows]
+        return ops.linear(ops.rms_norm(last, self._norm, self._shape.eps), self._head)
 
     def _wait(self, groups: list[int]) -> Wait:
         while missing := self._weights.missing(groups):
@@ -131,75 +110,60 @@ class Decoder:
             self._embed = self._weights.tensor(EMBED)
         return ops.embed(self._embed, batch.ids)
 
-    def _attention(
-        self, index: int, layer: _Layer, x: Tensor, tables: tuple[Tensor, Tensor],
-        batch: ForwardBatch, ops: Ops, arena: Tensor,
-    ) -> Tensor:  # fmt: skip
-        qkv = ops.linear(x, layer.qkv, layer.qkv_bias)
-        ops.rope_store(
-            qkv, batch.positions, *tables, layer.qk_norms, self.config.norm_eps, arena, self.kv,
-            index, batch.slots,
-        )  # fmt: skip
-        out = ops.attention(
-            qkv, arena, self.kv, index, batch.q_start, batch.context_len, batch.block_table,
-            self._scale, self.config.windows[index],
-        )  # fmt: skip
-        return ops.linear(out, layer.o, layer.o_bias)
+    def _take_layers(self, ops: Ops) -> None:
+        """Prepare the next layers, as far as their weights are there."""
+        while (index := len(self._layers)) < self.config.layers:
+            if self._weights.missing([self._groups[index]]):
+                return
+            self._layers.append(ops.prepare(index, self._layer_weights(index), self._shape))
 
-    @staticmethod
-    def _mlp(layer: _Layer, x: Tensor, ops: Ops) -> Tensor:
-        assert layer.gate_up is not None
-        assert layer.down is not None
-        hidden = ops.silu_mul(ops.linear(x, layer.gate_up, layer.gate_up_bias))
-        return ops.linear(hidden, layer.down, layer.down_bias)
+    def _runnable(self, done: int) -> list[Layer]:
+        """Layers from `done` on that can run without a wait between them: while weights are loading
+        those before the next sparse one, or else that one alone."""
+        layers = self._layers[done:]
+        if self._weights.complete:
+            return layers
+        dense = takewhile(lambda layer: isinstance(layer.weights.mlp, Mlp), layers)
+        return list(dense) or layers[:1]
 
-    def _experts(
-        self, index: int, layer: _Layer, x: Tensor, ops: Ops
-    ) -> Generator[list[int], None, Tensor]:
+    def _experts(self, hidden: Tensor, layer: Layer, x: Tensor, ops: Ops) -> Wait:
         """Wait for the chosen experts only: a cold model answers before all of it is loaded."""
-        moe = self.config.moe
-        assert moe is not None
-        assert layer.router is not None
-        assert layer.w13 is not None
-        assert layer.w2 is not None
-        ids, weights = ops.moe_route(ops.linear(x, layer.router), moe.per_token, moe.renormalize)
-        if not self._weights.complete:
-            chosen = sorted(set(ids.flatten().tolist()))
-            group = self._weights.group
-            yield from self._wait([group(expert_group(index, expert)) for expert in chosen])
-        return ops.moe_experts(x, ids, weights, layer.w13, layer.w2)
+        experts = layer.weights.mlp
+        assert isinstance(experts, Experts)
+        logits = ops.linear(x, experts.router)
+        ids, weights = ops.moe_route(logits, experts.per_token, experts.renormalize)
+        chosen = sorted(set(ids.flatten().tolist()))
+        group = self._weights.group
+        yield from self._wait([group(expert_group(layer.index, expert)) for expert in chosen])
+        hidden += ops.moe_experts(x, ids, weights, experts.w13, experts.w2)
 
-    def _materialize(self, index: int) -> _Layer:
+    def _layer_weights(self, index: int) -> LayerWeights:
         """Views of one layer's weights; the small vectors are widened to float32 once."""
 
-        def view(name: str) -> Tensor | None:
-            full = layer_tensor(index, name)
-            return self._weights.tensor(full) if self._weights.has(full) else None
+        def view(name: str) -> Tensor:
+            return self._weights.tensor(layer_tensor(index, name))
 
-        def wide(name: str) -> Tensor | None:
-            tensor = view(name)
-            return None if tensor is None else tensor.float().contiguous()
+        def wide(name: str) -> Tensor:
+            return view(name).float().contiguous()
 
-        def need(tensor: Tensor | None) -> Tensor:
-            assert tensor is not None
-            return tensor
+        def bias(name: str) -> Tensor | None:
+            return wide(name) if self._weights.has(layer_tensor(index, name)) else None
 
-        q_norm, k_norm = wide("q_norm"), wide("k_norm")
-        return _Layer(
-            input_norm=need(wide("input_norm")),
-            qkv=need(view("qkv")),
-            qkv_bias=wide("qkv_bias"),
-            qk_norms=None if q_norm is None else (q_norm, need(k_norm)),
-            o=need(view("o")),
-            o_bias=wide("o_bias"),
-            post_norm=need(wide("post_norm")),
-            gate_up=view("gate_up"),
-            gate_up_bias=wide("gate_up_bias"),
-            down=view("down"),
-            down_bias=wide("down_bias"),
-            router=view("router"),
-            w13=view("w13"),
-            w2=view("w2"),
+        config, moe = self.config, self.config.moe
+        if moe is not None and config.sparse(index):
+            mlp = Experts(view("router"), view("w13"), view("w2"), moe.per_token, moe.renormalize)
+        else:
+            mlp = Mlp(view("gate_up"), bias("gate_up_bias"), view("down"), bias("down_bias"))
+        return LayerWeights(
+            input_norm=wide("input_norm"),
+            qkv=view("qkv"),
+            qkv_bias=bias("qkv_bias"),
+            qk_norms=(wide("q_norm"), wide("k_norm")) if config.qk_norm else None,
+            o=view("o"),
+            o_bias=bias("o_bias"),
+            post_norm=wide("post_norm"),
+            mlp=mlp,
+            window=config.windows[index],
         )
 
 

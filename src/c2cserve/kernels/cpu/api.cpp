@@ -6,10 +6,11 @@
 // outside of what it indexes; then they have written nothing.
 #include "attention.h"
 #include "convert.h"
+#include "decoder.h"
 #include "kv.h"
 #include "linear.h"
 #include "moe.h"
-#include "rowwise.h"
+#include "rows.h"
 #include "sample.h"
 
 using namespace c2c;
@@ -36,12 +37,7 @@ void c2c_pool_free(void* pool) { delete static_cast<ThreadPool*>(pool); }
 
 int64_t c2c_embed(void* pool, float* out, const void* table, int dtype, int64_t vocab,
                   const int32_t* ids, int64_t tokens, int64_t hidden) {
-  for (int64_t t = 0; t < tokens; ++t)
-    if (ids[t] < 0 || ids[t] >= vocab) return t;
-  pool_of(pool).rows(tokens, hidden, [=](int64_t t) {
-    widen_row(out + t * hidden, table, Dtype(dtype), ids[t], hidden);
-  });
-  return -1;
+  return embed(pool_of(pool), out, table, Dtype(dtype), vocab, ids, tokens, hidden);
 }
 
 void c2c_linear(void* pool, float* out, int64_t out_stride, const float* x, int64_t x_stride,
@@ -54,25 +50,16 @@ void c2c_linear(void* pool, float* out, int64_t out_stride, const float* x, int6
 
 void c2c_rms_norm(void* pool, float* out, const float* x, const float* weight, float eps,
                   int64_t tokens, int64_t hidden) {
-  pool_of(pool).rows(tokens, hidden, [=](int64_t t) {
-    rms_norm_row(out + t * hidden, x + t * hidden, weight, eps, hidden);
-  });
+  rms_norm(pool_of(pool), out, x, weight, eps, tokens, hidden);
 }
 
-// residual += x, then out = norm(residual)
 void c2c_add_rms_norm(void* pool, float* out, const float* x, float* residual, const float* weight,
                       float eps, int64_t tokens, int64_t hidden) {
-  pool_of(pool).rows(tokens, 2 * hidden, [=](int64_t t) {
-    add_row(residual + t * hidden, x + t * hidden, hidden);
-    rms_norm_row(out + t * hidden, residual + t * hidden, weight, eps, hidden);
-  });
+  add_rms_norm(pool_of(pool), out, x, residual, weight, eps, tokens, hidden);
 }
 
 void c2c_silu_mul(void* pool, float* out, const float* gate_up, int64_t tokens, int64_t inner) {
-  pool_of(pool).rows(tokens, 8 * inner, [=](int64_t t) {
-    const float* row = gate_up + t * 2 * inner;
-    silu_mul_row(out + t * inner, row, row + inner, inner);
-  });
+  silu_mul(pool_of(pool), out, gate_up, tokens, inner);
 }
 
 int64_t c2c_rope_store(void* pool, float* qkv, const int32_t* positions, const float* cos,
@@ -83,12 +70,9 @@ int64_t c2c_rope_store(void* pool, float* qkv, const int32_t* positions, const f
   const KvArgs kv = kv_of(arena, arena_bytes, Dtype(dtype), layers, kv_heads, head_dim, layer);
   const RopeStoreArgs a{kv,     qkv,    positions, cos,    sin,   table,
                         q_norm, k_norm, slots,     tokens, heads, eps};
-  switch (Dtype(dtype)) {
-    case Dtype::f32: return rope_store<float>(pool_of(pool), a);
-    case Dtype::f16: return rope_store<f16>(pool_of(pool), a);
-    case Dtype::bf16: return rope_store<bf16>(pool_of(pool), a);
-  }
-  return 0;
+  if (const int64_t bad = misplaced_token(a); bad >= 0) return bad;
+  rope_store(pool_of(pool), Dtype(dtype), a);
+  return -1;
 }
 
 int64_t c2c_attention(void* pool, float* out, const float* q, int64_t q_stride, void* arena,
@@ -100,12 +84,9 @@ int64_t c2c_attention(void* pool, float* out, const float* q, int64_t q_stride, 
   const KvArgs kv = kv_of(arena, arena_bytes, Dtype(dtype), layers, kv_heads, head_dim, layer);
   const AttentionArgs a{kv,          q,    q_stride, out,   q_start, context_len, block_table,
                         table_stride, seqs, tokens,   heads, scale,   window};
-  switch (Dtype(dtype)) {
-    case Dtype::f32: return attention<float>(pool_of(pool), a);
-    case Dtype::f16: return attention<f16>(pool_of(pool), a);
-    case Dtype::bf16: return attention<bf16>(pool_of(pool), a);
-  }
-  return 0;
+  if (const int64_t bad = misplaced_sequence(a); bad >= 0) return bad;
+  attention(pool_of(pool), Dtype(dtype), a);
+  return -1;
 }
 
 void c2c_moe_route(void* pool, const float* logits, int64_t tokens, int64_t experts, int64_t k,
@@ -119,6 +100,17 @@ int64_t c2c_moe_experts(void* pool, float* out, const float* x, const int32_t* i
                         int64_t inner) {
   return moe_experts(pool_of(pool), {out, x, ids, weights, w13, w2, Dtype(dtype), tokens, k,
                                      experts, hidden, inner});
+}
+
+// Returns a Fault; `where` is of use if it is not Fault::none.
+int c2c_layers(void* pool, const LayerRecord* layers, int64_t count, const StepRecord* step,
+               int64_t* where) {
+  return int(LayerRunner(pool_of(pool), *step).run(layers, count, where));
+}
+
+int c2c_attend(void* pool, const LayerRecord* layer, const StepRecord* step, float* out,
+               int64_t* where) {
+  return int(LayerRunner(pool_of(pool), *step).run_attention(*layer, out, where));
 }
 
 int64_t c2c_sample(void* pool, const SampleRow* rows, int64_t count, int64_t vocab, int32_t* ids,

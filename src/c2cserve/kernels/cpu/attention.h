@@ -296,7 +296,7 @@ void attention_by_splits(ThreadPool& pool, const AttentionArgs& a, const std::ve
 }
 
 // The first sequence whose rows or blocks are not all there, or -1.
-inline int64_t misplaced(const AttentionArgs& a) {
+inline int64_t misplaced_sequence(const AttentionArgs& a) {
   for (int64_t s = 0; s < a.seqs; ++s) {
     const int64_t fresh = a.q_start[s + 1] - a.q_start[s], known = a.context_len[s];
     const int64_t blocks = (known + kBlock - 1) / kBlock;
@@ -308,20 +308,16 @@ inline int64_t misplaced(const AttentionArgs& a) {
   return a.q_start[0] == 0 && a.q_start[a.seqs] == a.tokens ? -1 : 0;
 }
 
-// Returns what `misplaced` says; nothing is written then.
 template <typename T>
-int64_t attention(ThreadPool& pool, const AttentionArgs& a) {
-  if (const int64_t bad = misplaced(a); bad >= 0) return bad;
+void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
   const std::vector<Task> tasks = attention_tasks(a);
   int64_t work = 0, splits = 0;
   for (const Task& task : tasks) {
     work += task.rows() * a.context_len[task.seq] * a.kv.head_dim;
     splits = std::max(splits, task.split_to);
   }
-  if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size()) {
-    attention_by_splits<T>(pool, a, tasks);
-    return -1;
-  }
+  if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size())
+    return attention_by_splits<T>(pool, a, tasks);
   auto body = [&](const Task& task) {
     RowState rows[kTileRows];
     attend<T>(a, task, rows);
@@ -331,7 +327,15 @@ int64_t attention(ThreadPool& pool, const AttentionArgs& a) {
     for (const Task& task : tasks) body(task);
   else
     pool.each(int64_t(tasks.size()), [&](int64_t i) { body(tasks[size_t(i)]); });
-  return -1;
+}
+
+// `a` has no misplaced sequence. `dtype`: the cache's.
+inline void attention(ThreadPool& pool, Dtype dtype, const AttentionArgs& a) {
+  switch (dtype) {
+    case Dtype::f32: return attention_typed<float>(pool, a);
+    case Dtype::f16: return attention_typed<f16>(pool, a);
+    case Dtype::bf16: return attention_typed<bf16>(pool, a);
+  }
 }
 
 }  // namespace c2c

@@ -62,17 +62,28 @@ void rope_store_row(const RopeStoreArgs& a, int64_t t) {
     store_kv<T>(a.kv, a.slots[t], h, k + h * dim, k + (a.kv.kv_heads + h) * dim);
 }
 
-// The first token whose position or slot lies outside of the tables or the arena, or -1: nothing is
-// written then.
-template <typename T>
-int64_t rope_store(ThreadPool& pool, const RopeStoreArgs& a) {
+// The first token whose position or slot lies outside of the tables or the arena, or -1.
+inline int64_t misplaced_token(const RopeStoreArgs& a) {
   for (int64_t t = 0; t < a.tokens; ++t)
     if (a.positions[t] < 0 || a.positions[t] >= a.table || a.slots[t] < 0 ||
         !a.kv.holds(a.slots[t] / kBlock))
       return t;
+  return -1;
+}
+
+template <typename T>
+void rope_store_typed(ThreadPool& pool, const RopeStoreArgs& a) {
   const int64_t width = (a.heads + 2 * a.kv.kv_heads) * a.kv.head_dim;
   pool.rows(a.tokens, 2 * width, [&](int64_t t) { rope_store_row<T>(a, t); });
-  return -1;
+}
+
+// `a` has no misplaced token. `dtype`: the cache's.
+inline void rope_store(ThreadPool& pool, Dtype dtype, const RopeStoreArgs& a) {
+  switch (dtype) {
+    case Dtype::f32: return rope_store_typed<float>(pool, a);
+    case Dtype::f16: return rope_store_typed<f16>(pool, a);
+    case Dtype::bf16: return rope_store_typed<bf16>(pool, a);
+  }
 }
 
 }  // namespace c2c

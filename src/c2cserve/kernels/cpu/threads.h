@@ -4,11 +4,36 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
 namespace c2c {
+
+// Memory that is kept from call to call, unless it is so much that only a long prompt needs it. It
+// starts a cache line: vectors that straddle two lines cost two loads.
+class Scratch {
+ public:
+  float* room(int64_t n) {
+    if (n > size_ || size_ > kKeep) {
+      data_.reset();
+      data_.reset(new (kLine) float[size_t(n)]);  // not cleared
+      size_ = n;
+    }
+    return data_.get();
+  }
+
+ private:
+  static constexpr int64_t kKeep = (64 << 20) / sizeof(float);
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(float* data) const { operator delete[](data, kLine); }
+  };
+  std::unique_ptr<float[], Free> data_;
+  int64_t size_ = 0;
+};
 
 class ThreadPool {
  public:
@@ -20,15 +45,10 @@ class ThreadPool {
 
   int size() const { return int(helpers_.size()) + 1; }
 
-  // Room for `n` floats, kept from call to call; what it held before is lost. It starts a cache
-  // line: vectors that straddle two lines cost two loads.
-  float* scratch(int64_t n) {
-    constexpr size_t kLine = 64;
-    if (scratch_.size() < size_t(n) + kLine / sizeof(float))
-      scratch_.resize(size_t(n) + kLine / sizeof(float));
-    const size_t over = reinterpret_cast<uintptr_t>(scratch_.data()) % kLine;
-    return scratch_.data() + (over ? (kLine - over) / sizeof(float) : 0);
-  }
+  // Room for `n` floats; what it held before is lost. `scratch` is `linear`'s, `workspace` holds
+  // the activations of a layer.
+  float* scratch(int64_t n) { return scratch_.room(n); }
+  float* workspace(int64_t n) { return workspace_.room(n); }
 
   static constexpr int kPartsMax = 1024;
 
@@ -67,7 +87,7 @@ class ThreadPool {
   void serve(int cpu);
   void work();
 
-  std::vector<float> scratch_;
+  Scratch scratch_, workspace_;
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -1,0 +1,53 @@
+"""A decoder layer out of single operators: what every fast way to run one must agree with."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from c2cserve.kernels.layer import Layer, Mlp, TokenRows
+from c2cserve.kernels.ops import Ops
+
+
+def run_layers(
+    ops: Ops,
+    hidden: Tensor,
+    layers: Sequence[Layer],
+    rows: TokenRows,
+    rope: tuple[Tensor, Tensor],
+    arena: Tensor,
+) -> None:
+    """`Ops.run_layers`."""
+    for layer in layers:
+        x = run_attention(ops, hidden, layer, rows, rope, arena)
+        mlp = layer.weights.mlp
+        if isinstance(mlp, Mlp):
+            act = ops.silu_mul(ops.linear(x, mlp.gate_up, mlp.gate_up_bias))
+            hidden += ops.linear(act, mlp.down, mlp.down_bias)
+        else:
+            logits = ops.linear(x, mlp.router)
+            ids, weights = ops.moe_route(logits, mlp.per_token, mlp.renormalize)
+            hidden += ops.moe_experts(x, ids, weights, mlp.w13, mlp.w2)
+
+
+def run_attention(
+    ops: Ops,
+    hidden: Tensor,
+    layer: Layer,
+    rows: TokenRows,
+    rope: tuple[Tensor, Tensor],
+    arena: Tensor,
+) -> Tensor:
+    """`Ops.run_attention`."""
+    weights, shape = layer.weights, layer.shape
+    x = ops.rms_norm(hidden, weights.input_norm, shape.eps)
+    qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
+    ops.rope_store(
+        qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
+        rows.slots,
+    )  # fmt: skip
+    out = ops.attention(
+        qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
+        shape.scale, weights.window,
+    )  # fmt: skip
+    branch = ops.linear(out, weights.o, weights.o_bias)
+    return ops.add_rms_norm(branch, hidden, weights.post_norm, shape.eps)

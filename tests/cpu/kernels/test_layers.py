@@ -1,0 +1,233 @@
+"""Whole layers in one call are their operators one by one, bit for bit, and refuse what they do."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from c2cserve.kernels import composed
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.layer import (
+    Experts,
+    KvLayout,
+    Layer,
+    LayerShape,
+    LayerWeights,
+    Mlp,
+    TokenRows,
+)
+from c2cserve.kernels.native import best_isa, cpu_flags
+from c2cserve.kernels.ops import Ops
+from c2cserve.kernels.ref import RefOps
+
+ISAS = sorted({best_isa(cpu_flags()), "generic"})
+HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 40, 6, 2, 8, 28, 2
+KINDS = ("dense", "biases", "experts", "mixed")
+LENGTHS = (37, 1, 20)
+
+
+def noise(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer_weights(kind: str, index: int, dtype: torch.dtype = torch.bfloat16) -> LayerWeights:
+    seeds = iter(range(100 * index, 100 * index + 100))
+
+    def matrix(*shape: int) -> torch.Tensor:
+        return (noise(*shape, seed=next(seeds)) * 0.2).to(dtype)
+
+    def vector(length: int) -> torch.Tensor:
+        return 1 + noise(length, seed=next(seeds)) * 0.1
+
+    biased = kind == "biases"
+    rows = (HEADS + 2 * KV_HEADS) * DIM
+    mlp: Mlp | Experts = Mlp(
+        matrix(2 * INNER, HIDDEN), vector(2 * INNER) if biased else None,
+        matrix(HIDDEN, INNER), vector(HIDDEN) if biased else None,
+    )  # fmt: skip
+    if kind == "experts" or (kind == "mixed" and index == 1):
+        mlp = Experts(
+            matrix(5, HIDDEN), matrix(5, 2 * INNER, HIDDEN), matrix(5, HIDDEN, INNER), 2, True
+        )
+    return LayerWeights(
+        input_norm=vector(HIDDEN),
+        qkv=matrix(rows, HIDDEN),
+        qkv_bias=vector(rows) if biased else None,
+        qk_norms=(vector(DIM), vector(DIM)) if biased else None,
+        o=matrix(HIDDEN, HEADS * DIM),
+        o_bias=vector(HIDDEN) if biased else None,
+        post_norm=vector(HIDDEN),
+        mlp=mlp,
+        window=9 if biased and index else 0,
+    )
+
+
+@dataclass
+class Model:
+    """Two layers and a cache that any operators can run over, in any chunking."""
+
+    ops: Ops
+    layers: list[Layer]
+    arena: torch.Tensor
+
+    @classmethod
+    def of(cls, ops: Ops, kind: str, dtype: str = "bfloat16") -> "Model":
+        kv = KvLayout(LAYERS, KV_HEADS, DIM, dtype)
+        shape = LayerShape(kv, HIDDEN, HEADS, 1e-5, DIM**-0.5)
+        weights = [layer_weights(kind, i, getattr(torch, dtype)) for i in range(LAYERS)]
+        layers = [ops.prepare(i, one, shape) for i, one in enumerate(weights)]
+        return cls(ops, layers, torch.zeros(6 * kv.block_bytes, dtype=torch.uint8))
+
+    def rows(self, spans: dict[int, tuple[int, int]]) -> TokenRows:
+        block = self.layers[0].shape.kv.block_bytes
+        table = torch.tensor([[4, 1, 3], [0, 0, 0], [5, 2, 0]])[list(spans)] * block
+        at = [(i, t) for i, (begin, end) in enumerate(spans.values()) for t in range(begin, end)]
+        counts = torch.tensor([0, *(end - begin for begin, end in spans.values())])
+        return TokenRows(
+            positions=torch.tensor([t for _, t in at], dtype=torch.int32),
+            q_start=counts.cumsum(0).int(),
+            context_len=torch.tensor([end for _, end in spans.values()], dtype=torch.int32),
+            block_table=table,
+            slots=torch.tensor([int(table[i, t // 16]) * 16 + t % 16 for i, t in at]),
+        )
+
+    def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = torch.outer(torch.arange(64), 0.5 ** torch.arange(DIM // 2))
+        return angles.cos(), angles.sin()
+
+    def run(self, spans: dict[int, tuple[int, int]]) -> dict[int, torch.Tensor]:
+        hidden = torch.cat([noise(64, HIDDEN, seed=s)[a:b] for s, (a, b) in spans.items()])
+        rows = self.rows(spans)
+        self.ops.run_layers(hidden, self.layers, rows, self.rope(), self.arena)
+        starts = rows.q_start.tolist()
+        return {s: hidden[a:b] for s, (a, b) in zip(spans, pairwise(starts), strict=True)}
+
+
+WHOLE = {s: (0, length) for s, length in enumerate(LENGTHS)}
+
+
+class OneByOne(CpuOps):
+    """The native operators, each by a call of its own."""
+
+    def run_layers(
+        self, hidden: torch.Tensor, layers: Sequence[Layer], rows: TokenRows,
+        rope: tuple[torch.Tensor, torch.Tensor], arena: torch.Tensor,
+    ) -> None:  # fmt: skip
+        composed.run_layers(self, hidden, layers, rows, rope, arena)
+
+    def run_attention(
+        self, hidden: torch.Tensor, layer: Layer, rows: TokenRows,
+        rope: tuple[torch.Tensor, torch.Tensor], arena: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        return composed.run_attention(self, hidden, layer, rows, rope, arena)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_is_its_operators_one_by_one(kind: str, dtype: str, isa: str) -> None:
+    whole, single = (
+        Model.of(CpuOps(3, isa=isa), kind, dtype),
+        Model.of(OneByOne(1, isa=isa), kind, dtype),
+    )
+    got, want = whole.run(WHOLE), single.run(WHOLE)
+    assert all(torch.equal(got[s], want[s]) for s in WHOLE)
+    assert torch.equal(whole.arena, single.arena)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_agree_with_float64(kind: str) -> None:
+    got, want = (Model.of(ops, kind, "float32").run(WHOLE) for ops in (CpuOps(2), RefOps()))
+    for s in WHOLE:
+        assert (got[s] - want[s]).abs().max() / want[s].abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_batches_and_calls_do_not_matter(kind: str) -> None:
+    want = Model.of(CpuOps(3), kind).run(WHOLE)
+    model = Model.of(CpuOps(1), kind)
+    model.run({0: (0, 5)})
+    part = model.run({2: (0, 20), 0: (5, 36)})
+    assert torch.equal(part[2], want[2])
+    last = model.run({0: (36, 37), 1: (0, 1)})
+    assert torch.equal(last[1], want[1])
+    assert torch.equal(torch.cat((part[0], last[0])), want[0][5:])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_can_be_run_apart_and_in_halves(kind: str) -> None:
+    whole, halves = Model.of(CpuOps(2), kind), Model.of(CpuOps(2), kind)
+    single = Model.of(OneByOne(1), kind)
+    want = whole.run(WHOLE)
+    hidden = torch.cat([noise(64, HIDDEN, seed=s)[a:b] for s, (a, b) in WHOLE.items()])
+    rows, rope = whole.rows(WHOLE), whole.rope()
+    mine, theirs = hidden.clone(), hidden.clone()
+    x = halves.ops.run_attention(mine, halves.layers[0], rows, rope, halves.arena)
+    y = single.ops.run_attention(theirs, single.layers[0], rows, rope, single.arena)
+    assert torch.equal(mine, theirs)
+    assert torch.equal(x, y)
+    for layer in whole.layers:
+        whole.ops.run_layers(hidden, [layer], rows, rope, whole.arena)
+    assert torch.equal(hidden, torch.cat(list(want.values())))
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def test_matrices_that_make_no_layer() -> None:
+    ops, good = CpuOps(1), layer_weights("biases", 0)
+    shape = Model.of(ops, "dense").layers[0].shape
+    sparse = layer_weights("experts", 0)
+    assert isinstance(sparse.mlp, Experts)
+    bad = {
+        "norms do not fit": replace(good, input_norm=torch.ones(HIDDEN - 1)),
+        r"\[80, 40\] was expected": replace(good, qkv=torch.zeros(79, HIDDEN).bfloat16()),
+        "dense torch.bfloat16": replace(good, o=torch.zeros(HIDDEN, HEADS * DIM)),
+        "bias of 80 float32": replace(good, qkv_bias=torch.zeros(80).half()),
+        "6 of 5 experts": replace(sparse, mlp=replace(sparse.mlp, per_token=6)),
+    }
+    for says, weights in bad.items():
+        with pytest.raises(ValueError, match=says):
+            ops.prepare(0, weights, shape)
+    with pytest.raises(ValueError, match="its place"):
+        ops.prepare(LAYERS, good, shape)
+
+
+def test_layers_of_other_models_or_operators() -> None:
+    mine, other, ref = (Model.of(o, "dense") for o in (CpuOps(1), CpuOps(1), RefOps()))
+    for layers in ([mine.layers[0], other.layers[1]], ref.layers):
+        with pytest.raises(ValueError, match="of another model, or of other operators"):
+            Model(mine.ops, layers, mine.arena).run(WHOLE)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("positions", torch.full((37,), 64, dtype=torch.int32), "token 0 has position 64 of 64"),
+        ("slots", torch.full((37,), -1), "slot -1"),
+        ("context_len", torch.tensor([49], dtype=torch.int32), "sequence 0 of 49 tokens"),
+        ("block_table", torch.full((1, 3), 1 << 40), "sequence 0 of 37 tokens"),
+        ("positions", torch.zeros(37), "dense torch.int32"),
+        ("slots", torch.zeros(36, dtype=torch.int64), r"\[37\] was expected"),
+    ],
+)
+def test_rows_outside_of_what_there_is(field: str, value: torch.Tensor, says: str) -> None:
+    model = Model.of(CpuOps(1), "dense")
+    hidden = torch.ones(37, HIDDEN)
+    rows = replace(model.rows({0: (0, 37)}), **{field: value})
+    with pytest.raises(ValueError, match=says):
+        model.ops.run_layers(hidden, model.layers, rows, model.rope(), model.arena)
+    with pytest.raises(ValueError, match=says):
+        model.ops.run_attention(hidden, model.layers[0], rows, model.rope(), model.arena)
+    assert (hidden == 1).all(), "nothing is written then"
+    assert not model.arena.any()
+
+
+def test_values_that_are_not_numbers_choose_no_experts() -> None:
+    model = Model.of(CpuOps(1), "experts")
+    hidden = torch.full((1, HIDDEN), torch.nan)
+    rows = model.rows({1: (0, 1)})
+    with pytest.raises(ValueError, match="token 0 chose an expert twice"):
+        model.ops.run_layers(hidden, model.layers, rows, model.rope(), model.arena)
