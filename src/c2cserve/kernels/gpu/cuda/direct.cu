@@ -1,7 +1,7 @@
 // direct: W from its home straight into the multiply, once for each kCluster x kBX rows of X.
 // With TEE, every tile of W that passes by is also stored into a slot in local memory.
 //
-// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, SHARED_BYTES.
+// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, FORWARD, SHARED_BYTES.
 #include "pipeline.cuh"
 
 struct DirectParams {
@@ -11,7 +11,7 @@ struct DirectParams {
 };
 
 using Type = wgmma::TYPE;
-using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE>;
+using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE, FORWARD>;
 static_assert(Stream::kShared <= SHARED_BYTES);
 
 // Tiles of this cluster, one after another: columns of O run fastest.
@@ -19,6 +19,7 @@ __device__ __forceinline__ bool find_work(const DirectParams& p, int tile, uint3
                                           Work& work) {
   const int across = tiles_of(p.n, kBlockW);
   if (tile >= across * tiles_of(p.m, CLUSTER * BX)) return false;
+  work.matrix = 0;
   work.column = work.w_row = tile % across * kBlockW;
   work.x_row = (tile / across * CLUSTER + static_cast<int>(rank)) * BX;
   work.rows = p.m - work.x_row;
@@ -48,7 +49,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       if (find_work(p, first, stream.rank, work)) {
         const Cursor<STAGES> begin = stream.cursor;
         for (; ahead < STAGES && ahead * kBlockK < p.k; ++ahead) {
-          stream.load_w(&p.w, work.w_row, ahead * kBlockK);
+          stream.load_w(&p.w, work, ahead * kBlockK);
           stream.cursor.advance();
         }
         stream.cursor = begin;
@@ -57,12 +58,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
         for (int column = 0; column < p.k; column += kBlockK) {
           if (ahead == 0) {
-            stream.load_w(&p.w, work.w_row, column);
+            stream.load_w(&p.w, work, column);
           } else {
             --ahead;
           }
-          stream.load_x(&p.x, work.x_row, column);
+          stream.load_x(&p.x, work, column);
         }
+      }
+    } else if (FORWARD && threadIdx.x == 64) {
+      for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
+        stream.forward(tiles_of(p.k, kBlockK));
       }
     } else if (TEE && threadIdx.x == 32) {
       ptx::wait_for_earlier_kernels();  // they may read the slot

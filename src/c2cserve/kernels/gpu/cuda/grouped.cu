@@ -6,7 +6,7 @@
 #include "pipeline.cuh"
 
 struct GroupedParams {
-  CUtensorMap x, w;  // w: [experts x n, k]
+  CUtensorMap x, w;  // w: [experts, n, k]
   Output out;
   const int* offsets;  // [experts + 1]
   int experts, n, k;
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool find_work(const GroupedParams& p, const Tables& 
     }
   }
   const int across = tiles_of(p.n, kBlockW), local = tile - tables.tiles[low];
-  work.column = local % across * kBlockW;
-  work.w_row = low * p.n + work.column;
+  work.matrix = low;
+  work.column = work.w_row = local % across * kBlockW;
   work.x_row = tables.rows[low] + (local / across * CLUSTER + static_cast<int>(rank)) * BX;
   work.rows = tables.rows[low + 1] - work.x_row;
   return true;

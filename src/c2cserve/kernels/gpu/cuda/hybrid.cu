@@ -80,6 +80,7 @@ __device__ __forceinline__ bool find_pin(const HybridParams& p, int number, Pin&
 __device__ __forceinline__ bool find_work(const HybridParams& p, int tile, Work& work) {
   const int across = tiles_of(p.columns_sym, kBlockW);
   if (tile >= across * tiles_of(p.m, BX)) return false;
+  work.matrix = 0;
   work.column = work.w_row = tile % across * kBlockW;
   work.x_row = tile / across * BX;
   work.rows = p.m - work.x_row;
@@ -117,7 +118,7 @@ __device__ void produce_asym(const HybridParams& p, Asym asym) {
     ptx::wait(asym.w_empty(), parity ^ 1);
     ptx::arrive_expect(asym.w_full(), pin.boxes * kBlockW * kBlockK * 2);
     for (int box = 0; box < pin.boxes; ++box) {
-      ptx::load_box(&p.w, asym.w_full(), asym.w(box), pin.k + box * kBlockK, pin.row);
+      ptx::load_box(&p.w, asym.w_full(), asym.w(box), pin.k + box * kBlockK, pin.row, 0);
     }
     for (int row = 0; row < p.m; row += BX) {
       for (int box = 0; box < pin.boxes; ++box) {

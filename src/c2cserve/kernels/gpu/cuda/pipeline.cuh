@@ -37,7 +37,8 @@ struct Cursor {
 
 // One tile of O. `w_row`, `x_row`: where its operands start in their maps; `rows` may be <= 0.
 struct Work {
-  int w_row, x_row;  // first rows of W and X
+  int matrix, w_row;  // which W of a stack, and the tile's first row in it
+  int x_row;         // first row of X
   int column;        // first column of O
   int rows;          // rows of X that count
 };
@@ -74,15 +75,16 @@ struct Output {
 };
 
 // Shared memory: [stages of W | stages of X | staging of O | barriers].
-template <class T, int kBX, int kCluster, int kStages, int kReleases = 0>
+template <class T, int kBX, int kCluster, int kStages, int kReleases = 0, bool kForward = false>
 struct Pipeline {
   static constexpr int kBytesW = kBlockW * kBlockK * 2;
   static constexpr int kBytesX = kBX * kBlockK * 2;
   static constexpr int kSliceW = kBlockW / kCluster;  // rows of W this CTA fetches
+  static constexpr int kSliceBytes = kSliceW * kBlockK * 2;
   static constexpr int kChunk = kBX < 64 ? kBX : 64;  // rows of O staged at a time
   static constexpr int kStaging = kChunk * 64 * 2;    // of one warpgroup
   static constexpr int kBarriersAt = kStages * (kBytesW + kBytesX) + 2 * kStaging;
-  static constexpr int kShared = kBarriersAt + 2 * 8 * kStages;
+  static constexpr int kShared = kBarriersAt + 3 * 8 * kStages;
   static constexpr uint16_t kAll = (1u << kCluster) - 1;
 
   uint8_t* base;
@@ -101,42 +103,66 @@ struct Pipeline {
     return reinterpret_cast<uint64_t*>(base + kBarriersAt) + stage;
   }
   __device__ uint64_t* empty(int stage) const { return full(kStages) + stage; }
+  __device__ uint64_t* landed(int stage) const { return full(2 * kStages) + stage; }
 
   // By one thread, before the cluster is synchronised. A stage is empty when both warpgroups (and
   // `kReleases` other readers) of every CTA of the cluster have said so.
   __device__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(full(stage), 1);
+      ptx::barrier_init(full(stage), kForward ? 2 : 1);
       ptx::barrier_init(empty(stage), kCluster * (2 + kReleases));
+      ptx::barrier_init(landed(stage), 1);
     }
     ptx::barrier_init_fence();
   }
 
   // ---- producer: one thread ----------------------------------------------------------------------
 
-  // Opens the next stage and asks for W; `x` of the stage must follow.
-  __device__ __forceinline__ void load_w(const CUtensorMap* map, int row, int column) {
+  // Opens the next stage and asks for W; X of the stage must follow.
+  __device__ __forceinline__ void load_w(const CUtensorMap* map, const Work& work, int column) {
     ptx::wait(empty(cursor.stage), cursor.parity ^ 1);
+    uint8_t* slice = w(cursor.stage) + rank * kSliceBytes;
+    if constexpr (kForward) {
+      ptx::arrive_expect(full(cursor.stage), kBytesW - kSliceBytes + kBytesX);
+      ptx::arrive_expect(landed(cursor.stage), kSliceBytes);
+      ptx::load_box(map, landed(cursor.stage), slice, column,
+                    work.w_row + static_cast<int>(rank) * kSliceW, work.matrix);
+      return;
+    }
     ptx::arrive_expect(full(cursor.stage), kBytesW + kBytesX);
-    uint8_t* slice = w(cursor.stage) + rank * kSliceW * kBlockK * 2;
     if constexpr (kCluster == 1) {
-      ptx::load_box(map, full(cursor.stage), slice, column, row);
+      ptx::load_box(map, full(cursor.stage), slice, column, work.w_row, work.matrix);
     } else {
-      const int first = row + static_cast<int>(rank) * kSliceW;
-      ptx::load_box_multicast(map, full(cursor.stage), slice, column, first, kAll);
+      const int first = work.w_row + static_cast<int>(rank) * kSliceW;
+      ptx::load_box_multicast(map, full(cursor.stage), slice, column, first, work.matrix, kAll);
     }
   }
 
-  __device__ __forceinline__ void load_x(const CUtensorMap* map, int row, int column) {
-    ptx::load_box(map, full(cursor.stage), x(cursor.stage), column, row);
+  __device__ __forceinline__ void load_x(const CUtensorMap* map, const Work& work, int column) {
+    ptx::load_box(map, full(cursor.stage), x(cursor.stage), column, work.x_row);
     cursor.advance();
   }
 
   __device__ __forceinline__ void load_tile(const CUtensorMap* map_w, const CUtensorMap* map_x,
                                             const Work& work, int k_from, int k_to) {
     for (int column = k_from; column < k_to; column += kBlockK) {
-      load_w(map_w, work.w_row, column);
-      load_x(map_x, work.x_row, column);
+      load_w(map_w, work, column);
+      load_x(map_x, work, column);
+    }
+  }
+
+  // Another thread: hands this CTA's rows of W on to the others of the cluster.
+  __device__ __forceinline__ void forward(int steps) {
+    for (int step = 0; step < steps; ++step) {
+      const int stage = cursor.stage;
+      ptx::wait(landed(stage), cursor.parity);
+      ptx::arrive(full(stage));
+#pragma unroll
+      for (uint32_t i = 1; i < kCluster; ++i) {
+        ptx::forward_bytes(w(stage) + rank * kSliceBytes, kSliceBytes, full(stage),
+                           (rank + i) % kCluster);
+      }
+      cursor.advance();
     }
   }
 

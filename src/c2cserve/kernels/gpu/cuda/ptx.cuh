@@ -115,14 +115,24 @@ __device__ __forceinline__ void load_box(const CUtensorMap* map, uint64_t* barri
       : "memory");
 }
 
+// A box of one of a stack of matrices.
+__device__ __forceinline__ void load_box(const CUtensorMap* map, uint64_t* barrier, void* target,
+                                         int column, int row, int matrix) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem(target)),
+      "l"(map), "r"(smem(barrier)), "r"(column), "r"(row), "r"(matrix)
+      : "memory");
+}
+
 // The same box into the same place of every CTA in `ranks`, each told at its own barrier.
 __device__ __forceinline__ void load_box_multicast(const CUtensorMap* map, uint64_t* barrier,
-                                                   void* target, int column, int row,
+                                                   void* target, int column, int row, int matrix,
                                                    uint16_t ranks) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%3, %4}], [%2], %5;" ::"r"(smem(target)),
-      "l"(map), "r"(smem(barrier)), "r"(column), "r"(row), "h"(ranks)
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem(target)),
+      "l"(map), "r"(smem(barrier)), "r"(column), "r"(row), "r"(matrix), "h"(ranks)
       : "memory");
 }
 
@@ -141,6 +151,16 @@ __device__ __forceinline__ void add_box(const CUtensorMap* map, const void* sour
       "cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.bulk_group"
       " [%0, {%2, %3}], [%1];" ::"l"(map),
       "r"(smem(source)), "r"(column), "r"(row)
+      : "memory");
+}
+
+// Contiguous bytes to the same place of another CTA of the cluster, told at its barrier.
+__device__ __forceinline__ void forward_bytes(const void* source, uint32_t bytes, uint64_t* barrier,
+                                              uint32_t rank) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(mapa(smem(source), rank)),
+      "r"(smem(source)), "r"(bytes), "r"(mapa(smem(barrier), rank))
       : "memory");
 }
 

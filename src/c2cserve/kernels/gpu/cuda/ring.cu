@@ -9,7 +9,7 @@
 #include "pipeline.cuh"
 
 struct RingParams {
-  CUtensorMap x, w;  // w: the ring, [slots x panel_rows, k]
+  CUtensorMap x, w;  // w: the ring, [slots, panel_rows, k]
   Output out;
   const uint8_t* home;  // W, contiguous
   uint8_t* ring;
@@ -138,7 +138,8 @@ __device__ __forceinline__ bool find_work(const RingParams& p, const Panels& pan
   if (panel >= panels.count) return false;
   const int local = tile % each, first = local % panels.tiles_across * kBlockW;
   work.column = panel * p.panel_rows + first;
-  work.w_row = panel % p.slots * p.panel_rows + first;
+  work.matrix = panel % p.slots;
+  work.w_row = first;
   work.x_row = (local / panels.tiles_across * CLUSTER + static_cast<int>(rank)) * BX;
   work.rows = p.m - work.x_row;
   return true;

@@ -24,6 +24,7 @@ static_assert(BX <= 64 && CLUSTER > 1);
 __device__ __forceinline__ bool find_work(const SplitParams& p, int tile, Work& work) {
   const int across = tiles_of(p.n, kBlockW);
   if (tile >= across * tiles_of(p.m, BX)) return false;
+  work.matrix = 0;
   work.column = work.w_row = tile % across * kBlockW;
   work.x_row = tile / across * BX;
   work.rows = p.m - work.x_row;
@@ -87,7 +88,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       if (find_work(p, first, work)) {
         const Cursor<STAGES> begin = stream.cursor;
         for (; ahead < STAGES && from + ahead < to; ++ahead) {
-          stream.load_w(&p.w, work.w_row, (from + ahead) * kBlockK);
+          stream.load_w(&p.w, work, (from + ahead) * kBlockK);
           stream.cursor.advance();
         }
         stream.cursor = begin;
@@ -96,11 +97,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       for (int tile = first; find_work(p, tile, work); tile += step) {
         for (int k = from; k < to; ++k) {
           if (ahead == 0) {
-            stream.load_w(&p.w, work.w_row, k * kBlockK);
+            stream.load_w(&p.w, work, k * kBlockK);
           } else {
             --ahead;
           }
-          stream.load_x(&p.x, work.x_row, k * kBlockK);
+          stream.load_x(&p.x, work, k * kBlockK);
         }
       }
     }

@@ -1,0 +1,74 @@
+"""Partitions of a GPU's SMs inside one process (green contexts): slices where MIG is not on.
+
+A partition has SMs of its own; L2, HBM, copy engines and links stay shared. All partitions of a GPU
+come from one split, so that they never overlap (separate splits may hand out the same SMs). Source:
+CUDA driver API, "Green Contexts".
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+
+_NON_BLOCKING = 1
+
+
+class PartitionError(RuntimeError):
+    """The GPU can not be split this way; says how it can, or what the driver said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Some SMs. Work runs on them if it is launched on `stream`, and only then: other streams of
+    the process use the whole GPU. A graph runs on the SMs of the stream it was captured on."""
+
+    device: int
+    sms: int
+    stream: torch.cuda.Stream
+    context: Any
+    """The green context: its SMs are its own until this is closed."""
+
+    def new_stream(self) -> torch.cuda.Stream:
+        """Another stream of the same SMs."""
+        return _stream(import_module("cuda.bindings.driver"), self.context, self.device)
+
+
+def split_sms(device: int, sms_each: int, count: int) -> list[Partition]:
+    """`count` partitions of at least `sms_each` SMs each (the driver rounds up, on Hopper to a
+    multiple of 8). To be called once per GPU. Raises `PartitionError`."""
+    cu: Any = import_module("cuda.bindings.driver")
+    torch.zeros(1, device=f"cuda:{device}")  # the primary context is there
+    handle = _checked(cu, "cuDeviceGet", cu.cuDeviceGet(device))
+    kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+    whole = _checked(cu, "cuDeviceGetDevResource", cu.cuDeviceGetDevResource(handle, kind))
+    result = cu.cuDevSmResourceSplitByCount(count, whole, 0, sms_each)
+    groups, made, _ = _checked(cu, "cuDevSmResourceSplitByCount", result)
+    if made < count:
+        raise PartitionError(
+            f"GPU {device} has {whole.sm.smCount} SMs: {made} partitions of {sms_each}, not {count}"
+        )
+    partitions: list[Partition] = []
+    for group in groups[:count]:
+        described = cu.cuDevResourceGenerateDesc([group], 1)
+        description = _checked(cu, "cuDevResourceGenerateDesc", described)
+        flags = cu.CUgreenCtxCreate_flags.CU_GREEN_CTX_DEFAULT_STREAM
+        created = cu.cuGreenCtxCreate(description, handle, int(flags))
+        context = _checked(cu, "cuGreenCtxCreate", created)
+        stream = _stream(cu, context, device)
+        partitions.append(Partition(device, group.sm.smCount, stream, context))
+    return partitions
+
+
+def _stream(cu: Any, context: Any, device: int) -> torch.cuda.Stream:
+    created = cu.cuGreenCtxStreamCreate(context, _NON_BLOCKING, 0)
+    stream = _checked(cu, "cuGreenCtxStreamCreate", created)
+    return torch.cuda.ExternalStream(int(stream), device=device)
+
+
+def _checked(cu: Any, call: str, result: tuple[Any, ...]) -> Any:
+    code, *values = result
+    if int(code) != 0:
+        _, name = cu.cuGetErrorName(code)
+        raise PartitionError(f"{call}: {name.decode() if isinstance(name, bytes) else code}")
+    return values[0] if len(values) == 1 else values

@@ -1,0 +1,109 @@
+"""direct, split and grouped: W from its home straight into the multiply."""
+
+from torch import Tensor
+
+from c2cserve.kernels.gpu.driver import stack_map, tensor_map
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.operands import check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.traffic import BW, Tiles
+from c2cserve.kernels.gpu.variants import Variant
+from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
+
+
+def direct(
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
+) -> None:
+    """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
+
+    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    """
+    check(x, w, bias, out, n=w.n)
+    launch_direct(lane, x, w, bias, out, tiles, slot=None)
+
+
+def launch_direct(
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    slot: Tensor | None, forward: bool = False,
+) -> None:  # fmt: skip
+    """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
+    check_boxes(x, w)
+    variant = Variant(
+        "direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, forward=forward
+    )
+    m, share = x.shape[0], BW // tiles.cluster
+    map_w = stack_map(w.pointer, 1, w.n, w.k, share, w.dtype)
+    kept = map_w if slot is None else _slot_map(slot, w, share)
+    work = -(-w.n // BW) * -(-m // tiles.block_rows)
+    lane.launch(
+        variant,
+        min(work, lane.clusters(variant)),
+        parameters(
+            x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
+            out=output(out, bias), m=m, n=w.n, k=w.k,
+        ),
+        early=w.home != "hbm",
+    )  # fmt: skip
+
+
+def split(
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
+) -> None:
+    """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
+
+    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    """
+    check(x, w, bias, out, n=w.n)
+    check_boxes(x, w)
+    variant = Variant("split", w.dtype, tiles.bx, tiles.cluster)
+    m = x.shape[0]
+    work = -(-w.n // BW) * -(-m // tiles.bx)
+    lane.launch(
+        variant,
+        min(work, lane.clusters(variant)),
+        parameters(
+            x=_rows_map(x, tiles.bx, w), w=stack_map(w.pointer, 1, w.n, w.k, BW, w.dtype),
+            out=output(out, bias), m=m, n=w.n, k=w.k,
+        ),
+        early=w.home != "hbm",
+    )  # fmt: skip
+
+
+def grouped(
+    lane: Lane, x: Tensor, w: WeightHandle, offsets: Tensor, out: Tensor, tiles: Tiles
+) -> None:
+    """Rows offsets[e] up to offsets[e + 1] of x [M, K] meet W[e]; `offsets` int32 [experts + 1] on
+    the GPU, offsets[-1] = M. Experts without rows are not read. The host waits for nothing.
+
+    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    """
+    check(x, w, None, out, n=w.n)
+    check_boxes(x, w)
+    if not 1 <= w.experts <= 512:
+        raise OperandError(f"W {list(w.shape)} is not [experts, N, K] with 1 to 512 experts")
+    if offsets.shape != (w.experts + 1,) or str(offsets.dtype) != "torch.int32":
+        raise OperandError(
+            f"offsets are int32 [{w.experts + 1}], not {offsets.dtype} {offsets.shape}"
+        )
+    if offsets.device != x.device or not offsets.is_contiguous():
+        raise OperandError("offsets must be contiguous and on x's GPU")
+    variant = Variant("grouped", w.dtype, tiles.bx, tiles.cluster)
+    map_w = stack_map(w.pointer, w.experts, w.n, w.k, BW // tiles.cluster, w.dtype)
+    # How many tiles there are is only known on the GPU.
+    most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
+    lane.launch(
+        variant,
+        min(most, lane.clusters(variant)),
+        parameters(
+            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None),
+            offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
+        ),
+    )  # fmt: skip
+
+
+def _rows_map(x: Tensor, box_rows: int, w: WeightHandle) -> bytes:
+    stride = x.stride(0) if x.shape[0] > 1 else w.k
+    return tensor_map(x.data_ptr(), x.shape[0], w.k, stride, box_rows, w.dtype)
+
+
+def _slot_map(slot: Tensor, w: WeightHandle, box_rows: int) -> bytes:
+    return tensor_map(slot.data_ptr(), w.n, w.k, w.k, box_rows, w.dtype)

@@ -1,0 +1,137 @@
+"""The CUDA driver as launchers need it: tensor maps, launches, copies on streams, peer access."""
+
+import ctypes
+from functools import cache, lru_cache
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+cu: Any = import_module("cuda.bindings.driver")
+"""The driver's own functions: a compiled module, of which type checkers see nothing."""
+
+MapType = Literal["bfloat16", "float16", "float32"]
+
+_TYPES = {
+    "bfloat16": (cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2),
+    "float16": (cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2),
+    "float32": (cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
+}
+_ROW_BYTES = 128
+"""Of a box: the swizzle's span."""
+MAP_BYTES = 128
+
+
+class CudaError(RuntimeError):
+    """A driver call failed; the message has its name and CUDA's own."""
+
+
+def checked(call: str, result: tuple[Any, ...]) -> Any:
+    """The value of a driver call. Raises `CudaError`."""
+    code, *values = result
+    if int(code) != 0:
+        _, name = cu.cuGetErrorName(code)
+        text = name.decode() if isinstance(name, bytes) else str(code)
+        raise CudaError(f"{call}: {text} ({int(code)})")
+    return values[0] if len(values) == 1 else values
+
+
+@lru_cache(maxsize=4096)
+def tensor_map(
+    pointer: int, rows: int, columns: int, row_stride: int, box_rows: int, dtype: MapType
+) -> bytes:
+    """The copy engine's description of a matrix, read and written in boxes of `box_rows` rows of
+    128 bytes, swizzled in shared memory. `row_stride` in elements. Outside the matrix, reads give
+    zeros and writes go nowhere. Raises `CudaError` for what the engine can not address."""
+    item_bytes = _TYPES[dtype][1]
+    return _encode(pointer, (columns, rows), (row_stride * item_bytes,), box_rows, dtype)
+
+
+@lru_cache(maxsize=4096)
+def stack_map(
+    pointer: int, matrices: int, rows: int, columns: int, box_rows: int, dtype: MapType
+) -> bytes:
+    """The same of `matrices` contiguous matrices one after another: a box stays within one."""
+    row_bytes = columns * _TYPES[dtype][1]
+    strides = (row_bytes, rows * row_bytes)
+    return _encode(pointer, (columns, rows, matrices), strides, box_rows, dtype)
+
+
+def _encode(
+    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int, dtype: MapType
+) -> bytes:
+    kind, item_bytes = _TYPES[dtype]
+    box = (_ROW_BYTES // item_bytes, box_rows, 1)[: len(sizes)]
+    result = cu.cuTensorMapEncodeTiled(
+        kind, len(sizes), pointer,
+        [cu.cuuint64_t(size) for size in sizes],
+        [cu.cuuint64_t(stride) for stride in strides],
+        [cu.cuuint32_t(size) for size in box],
+        [cu.cuuint32_t(1)] * len(sizes),
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    return ctypes.string_at(checked("cuTensorMapEncodeTiled", result).getPtr(), MAP_BYTES)
+
+
+@cache
+def _early_start() -> Any:
+    """The launch attribute that lets a kernel start before the one before it in its stream ends."""
+    attribute = cu.CUlaunchAttribute()
+    attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def launch(
+    kernel: Any,
+    grid: int,
+    threads: int,
+    shared_bytes: int,
+    stream: int,
+    parameters: ctypes.Structure,
+    *,
+    early: bool,
+) -> None:
+    """Put a kernel with one parameter struct on a stream. With `early` it may begin before earlier
+    kernels have ended; it waits for them itself where it must. Raises `CudaError`."""
+    config = cu.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared_bytes
+    config.hStream = cu.CUstream(stream)
+    if early:
+        config.attrs = [_early_start()]
+        config.numAttrs = 1
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+    checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+def copy_async(target: int, source: int, size: int, stream: int) -> None:
+    """`size` bytes by a copy engine, whatever the two memories are."""
+    checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))
+
+
+def signal(stream: int, flag: int, value: int) -> None:
+    """Set a 32-bit flag in GPU memory once all earlier work of the stream is done."""
+    checked("cuStreamWriteValue32", cu.cuStreamWriteValue32(cu.CUstream(stream), flag, value, 0))
+
+
+def wait_at_least(stream: int, flag: int, value: int) -> None:
+    """Hold the stream back until a 32-bit flag has reached `value`."""
+    reached = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+    result = cu.cuStreamWaitValue32(cu.CUstream(stream), flag, value, int(reached))
+    checked("cuStreamWaitValue32", result)
+
+
+@cache
+def enable_peer(device: int, peer: int) -> None:
+    """Let kernels on `device` read `peer`'s memory. torch does it for the process, with its first
+    copy between the two (to do it again by hand leaves an error behind). Raises `CudaError`."""
+    if not torch.cuda.can_device_access_peer(device, peer):
+        raise CudaError(f"GPU {device} can not read GPU {peer}'s memory: no peer access")
+    torch.zeros(1, device=f"cuda:{peer}").to(f"cuda:{device}")
+    torch.zeros(1, device=f"cuda:{device}").to(f"cuda:{peer}")
+    torch.cuda.synchronize(device)

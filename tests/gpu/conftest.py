@@ -1,0 +1,20 @@
+"""Real kernels on real GPUs: `pytest -m gpu tests/gpu` on a machine that has one, or two."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.repository import Repository
+
+
+@pytest.fixture(scope="session")
+def repository() -> Repository:
+    return Repository(0)
+
+
+@pytest.fixture(scope="session")
+def lane(repository: Repository) -> Iterator[Lane]:
+    yield Lane(0, repository)
+    torch.cuda.synchronize()

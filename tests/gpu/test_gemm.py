@@ -1,0 +1,150 @@
+"""Every dataflow against float64, over odd shapes, from every home."""
+
+from typing import Literal
+
+import pytest
+import torch
+from gemm_case import HOMES, make_case
+
+from c2cserve.kernels.gpu.dataflows.direct import direct, launch_direct, split
+from c2cserve.kernels.gpu.dataflows.published import hybrid
+from c2cserve.kernels.gpu.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.variants import VARIANTS
+from c2cserve.kernels.gpu.weight import WeightHandle
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16 = torch.bfloat16, torch.float16
+DIRECT = sorted({(v.bx, v.cluster) for v in VARIANTS if v.source == "direct" and not v.tee})
+SPLIT = sorted({(v.bx, v.cluster) for v in VARIANTS if v.source == "split"})
+RING = sorted({(v.bx, v.cluster) for v in VARIANTS if v.source == "ring"})
+TEE = sorted({(v.bx, v.cluster) for v in VARIANTS if v.tee})
+HYBRID = sorted({(v.bx, v.kp) for v in VARIANTS if v.source == "hybrid"})
+
+WITH_BIAS = {False: 1.0, True: 2.0}
+"""cuBLAS rounds before it adds a bias, and again after; our kernels round once."""
+
+SHAPES = [(1, 8, 8), (7, 130, 72), (65, 300, 328), (257, 1000, 520), (1111, 517, 1032)]
+
+
+@pytest.mark.parametrize(("bx", "cluster"), DIRECT)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_direct(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (bx * cluster + 1, 1280, 4096)]):
+        case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1, aligned=i % 3 > 0)
+        direct(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        case.check()
+
+
+@pytest.mark.parametrize(("bx", "cluster"), [c for c in DIRECT if c[1] > 1])
+def test_forward(lane: Lane, bx: int, cluster: int) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (bx * cluster + 1, 1280, 4096)]):
+        case = make_case(m, n, k, BF16, HOMES[i % len(HOMES)], bias=i % 2 == 1, aligned=i % 3 > 0)
+        launch_direct(
+            lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster), None, True
+        )
+        case.check()
+
+
+@pytest.mark.parametrize(("bx", "cluster"), SPLIT)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_split(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (bx, 40_000, 2048), (3, 257, 8)]):
+        case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1, aligned=i % 3 > 0)
+        split(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        first = case.out.clone()
+        case.check()
+        split(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        assert torch.equal(first, case.out), "the same sums in the same order"
+
+
+@pytest.mark.parametrize(("bx", "cluster"), RING)
+@pytest.mark.parametrize("engines", [False, True])
+def test_ring(lane: Lane, bx: int, cluster: int, *, engines: bool) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (700, 5000, 1024), (2049, 4100, 512)]):
+        for slots, panel in ((1, 128), (3, 256)):
+            home = HOMES[1:][i % (len(HOMES) - 1)] if engines else HOMES[i % len(HOMES)]
+            case = make_case(m, n, k, BF16, home, bias=i % 2 == 1)
+            tiles = Tiles(bx=bx, cluster=cluster, slots=slots, panel_rows=panel)
+            ring(lane, case.x, case.w, case.bias, case.out, tiles, engines=engines)
+            case.check()
+
+
+@pytest.mark.parametrize(("bx", "cluster"), TEE)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_tee(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (bx * cluster + 777, 1000, 1032)]):
+        case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1)
+        tee(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        case.check(roundings=WITH_BIAS[i % 2 == 1])
+
+
+@pytest.mark.parametrize(("bx", "kp"), HYBRID)
+@pytest.mark.parametrize("partial_bytes", [4, 2])
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+def test_hybrid(lane: Lane, bx: int, kp: int, partial_bytes: Literal[2, 4], alpha: float) -> None:
+    for i, (m, n, k) in enumerate([*SHAPES, (1500, 2056, 2048)]):
+        if partial_bytes == 2 and n % 8:
+            n -= n % 8
+        case = make_case(m, n, k, BF16, HOMES[i % len(HOMES)], bias=i % 2 == 1)
+        tiles = Tiles(bx=bx, kp=kp, partial_bytes=partial_bytes, alpha=alpha)
+        hybrid(lane, case.x, case.w, case.bias, case.out, tiles)
+        case.check(roundings=1 if partial_bytes == 4 else 2 * (-(-k // kp)) + 2)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_prefetch_takes_any_shape(lane: Lane, home: str) -> None:
+    for m, n, k in [(1, 3, 5), (65, 333, 77), (300, 2000, 1000)]:
+        for tiles in (Tiles(panel_rows=128, panel_growth=1), Tiles(panel_rows=512)):
+            case = make_case(m, n, k, BF16, home, bias=m > 1)
+            prefetch(lane, case.x, case.w, case.bias, case.out, tiles)
+            case.check(roundings=WITH_BIAS[m > 1])
+
+
+def test_weights_in_a_row_do_not_overtake_each_other(lane: Lane) -> None:
+    """Slots, rings and early starts are reused by the next launch while this one still runs."""
+    cases = [make_case(m, 2048, 2048, BF16, "host") for m in (16, 300, 2500, 40, 1000, 2500, 64)]
+    for _ in range(3):
+        for flow in ("direct", "prefetch", "tee", "ring"):
+            for case in cases:
+                match flow:
+                    case "direct":
+                        direct(lane, case.x, case.w, None, case.out, Tiles(bx=256, cluster=2))
+                    case "prefetch":
+                        prefetch(lane, case.x, case.w, None, case.out, Tiles(panel_rows=512))
+                    case "tee":
+                        tee(lane, case.x, case.w, None, case.out, Tiles(bx=256, cluster=4))
+                    case _:
+                        ring(lane, case.x, case.w, None, case.out, Tiles(bx=128, slots=2))
+            for case in cases:
+                case.check()
+
+
+def test_resident_is_torch(lane: Lane) -> None:
+    case = make_case(33, 200, 96, bias=True)
+    weight = case.w.owner
+    assert isinstance(weight, torch.Tensor)
+    resident(case.x, weight, case.bias, case.out)
+    case.check(roundings=WITH_BIAS[True])
+
+
+def test_large_shapes(lane: Lane) -> None:
+    for m, n, k, tiles in [
+        (16_384, 4096, 4096, Tiles(bx=256, cluster=8)),
+        (10_240, 16_384, 4096, Tiles(bx=256, cluster=8)),
+    ]:
+        case = make_case(m, n, k, BF16, HOMES[-1])
+        direct(lane, case.x, case.w, None, case.out, tiles)
+        case.check()
+        tee(lane, case.x, case.w, None, case.out, tiles)
+        case.check()
+        hybrid(lane, case.x, case.w, None, case.out, Tiles(bx=256, alpha=0.25))
+        case.check()
+
+
+def test_handles_know_their_home() -> None:
+    case = make_case(4, 16, 16, home="host")
+    assert isinstance(case.w, WeightHandle)
+    assert (case.w.home, case.w.n, case.w.k, case.w.bytes) == ("host", 16, 16, 512)
