@@ -56,6 +56,8 @@ def test_candidates_fit(question: Question) -> None:
         match dataflow:
             case "tee":
                 assert tiles.block_rows < q.m
+            case "ring":
+                assert 2 * tiles.cluster <= q.sms
             case "split":
                 assert q.m <= min(64, tiles.bx)
                 assert -(-q.n // 128) < q.sms
@@ -213,3 +215,39 @@ def test_in_a_slice_among_seven_the_link_is_shared() -> None:
     assert terms.traffic.link_bytes / terms.link_s == pytest.approx(55e9)
     alone = estimate_of(Chooser(H200), replace(question, neighbours=0), direct).terms
     assert alone.traffic.link_bytes / alone.link_s == pytest.approx(337e9)
+
+
+def test_few_tiles_leave_sms_idle() -> None:
+    """8 tiles of W for 2,048 rows: 8 clusters of 8 CTAs on 132 SMs, so half of them have work."""
+    question = Question(2048, 1024, 4096, "bfloat16", "peer", 132)
+    busy = modelled(RATES, replace(question, n=16384), "direct", Tiles(bx=256, cluster=8))
+    idle = modelled(RATES, question, "direct", Tiles(bx=256, cluster=8))
+    assert 0.45 * 132 / 128 < (busy.compute_s / 16) / idle.compute_s < 0.55 * 132 / 128
+
+
+def test_tee_is_direct_on_the_first_rows_and_resident_on_the_rest() -> None:
+    tiles = Tiles(bx=256, cluster=8)
+    head = modelled(RATES, replace(PAPER, m=2048), "tee", tiles)
+    rest = modelled(RATES, replace(PAPER, m=8192, home="hbm"), "resident", tiles)
+    tee = modelled(RATES, PAPER, "tee", tiles)
+    assert tee.traffic == head.traffic + rest.traffic
+    assert tee.traffic.link_bytes == 16384 * 4096 * 2
+    assert tee.link_s == head.link_s
+    assert tee.compute_s == pytest.approx(head.compute_s + rest.compute_s)
+    assert tee.seconds == pytest.approx(head.seconds + rest.seconds - rest.overhead_s)
+
+
+def test_a_ring_is_filled_by_a_quarter_of_a_slice() -> None:
+    """At most 16 CTAs copy, and their SMs do not multiply."""
+    tiles = Tiles(bx=128)
+    for sms, ctas in ((132, 16), (16, 4)):
+        question = replace(PAPER, m=128, sms=sms)
+        ring = modelled(RATES, question, "ring", tiles)
+        rate = RATES.read_bytes_per_s("peer", ctas, 1)
+        assert ring.traffic.link_bytes / ring.link_s == pytest.approx(rate)
+        direct = modelled(RATES, question, "direct", tiles)
+        assert ring.compute_s == pytest.approx(direct.compute_s / (1 - ctas / sms))
+
+
+def test_fewer_rows_than_were_measured_take_what_the_fewest_did() -> None:
+    assert RATES.matmul_s(1, 4096, 4096, 132) == RATES.matmul_s(8, 4096, 4096, 132)

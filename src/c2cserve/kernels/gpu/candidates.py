@@ -53,11 +53,11 @@ def covers(tiles: list[Tiles], rows: int) -> list[Tiles]:
 @cache
 def _built(source: Source, dtype: Dtype, *, tee: bool = False) -> tuple[Tiles, ...]:
     """Small clusters first. Partial sums in float32: in 16 bits they are somebody's decision."""
-    found = [
+    found = {
         Tiles(bx=one.bx, cluster=one.cluster, kp=one.kp or Tiles().kp)
         for one in VARIANTS
         if (one.source, one.dtype, one.tee) == (source, dtype, tee) and one.partial_bytes != 2
-    ]
+    }
     return tuple(sorted(found, key=lambda tiles: (tiles.cluster, tiles.bx, tiles.kp)))
 
 
