@@ -39,7 +39,6 @@ class Variant:
     bx: int
     cluster: int = 1
     tee: bool = False
-    forward: bool = False
     kp: int = 0
     partial_bytes: Literal[0, 2, 4] = 0
 
@@ -51,8 +50,6 @@ class Variant:
             parts.append(f"c{self.cluster}")
         if self.tee:
             parts.append("tee")
-        if self.forward:
-            parts.append("forward")
         if self.source == "hybrid":
             parts += [f"k{self.kp}", f"p{8 * self.partial_bytes}"]
         return "-".join(parts)
@@ -86,7 +83,7 @@ class Variant:
         }
         match self.source:
             case "direct":
-                defines |= {"CLUSTER": self.cluster, "TEE": int(self.tee), "FORWARD": int(self.forward)}
+                defines |= {"CLUSTER": self.cluster, "TEE": int(self.tee)}
             case "hybrid":
                 defines |= {"KP": self.kp, "PARTIAL": self.partial_bytes}
             case _:
@@ -97,11 +94,6 @@ class Variant:
 def _of(dtype: Dtype) -> list[Variant]:
     alone = [Variant("direct", dtype, bx) for bx in BX_ALONE]
     shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
-    shared += [
-        Variant("direct", dtype, bx, cluster, forward=True)
-        for cluster in CLUSTERS
-        for bx in BX_SHARED
-    ]
     tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]
     split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SPLIT]
     grouped = [Variant("grouped", dtype, bx) for bx in BX_ALONE]

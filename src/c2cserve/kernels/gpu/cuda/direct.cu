@@ -1,7 +1,7 @@
 // direct: W from its home straight into the multiply, once for each kCluster x kBX rows of X.
 // With TEE, every tile of W that passes by is also stored into a slot in local memory.
 //
-// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, FORWARD, SHARED_BYTES.
+// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, SHARED_BYTES.
 #include "pipeline.cuh"
 
 struct DirectParams {
@@ -11,7 +11,7 @@ struct DirectParams {
 };
 
 using Type = wgmma::TYPE;
-using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE, FORWARD>;
+using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE>;
 static_assert(Stream::kShared <= SHARED_BYTES);
 
 // Tiles of this cluster, one after another: columns of O run fastest.
@@ -64,10 +64,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
           }
           stream.load_x(&p.x, work, column);
         }
-      }
-    } else if (FORWARD && threadIdx.x == 64) {
-      for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
-        stream.forward(tiles_of(p.k, kBlockK));
       }
     } else if (TEE && threadIdx.x == 32) {
       ptx::wait_for_earlier_kernels();  // they may read the slot

@@ -75,16 +75,15 @@ struct Output {
 };
 
 // Shared memory: [stages of W | stages of X | staging of O | barriers].
-template <class T, int kBX, int kCluster, int kStages, int kReleases = 0, bool kForward = false>
+template <class T, int kBX, int kCluster, int kStages, int kReleases = 0>
 struct Pipeline {
   static constexpr int kBytesW = kBlockW * kBlockK * 2;
   static constexpr int kBytesX = kBX * kBlockK * 2;
   static constexpr int kSliceW = kBlockW / kCluster;  // rows of W this CTA fetches
-  static constexpr int kSliceBytes = kSliceW * kBlockK * 2;
   static constexpr int kChunk = kBX < 64 ? kBX : 64;  // rows of O staged at a time
   static constexpr int kStaging = kChunk * 64 * 2;    // of one warpgroup
   static constexpr int kBarriersAt = kStages * (kBytesW + kBytesX) + 2 * kStaging;
-  static constexpr int kShared = kBarriersAt + 3 * 8 * kStages;
+  static constexpr int kShared = kBarriersAt + 2 * 8 * kStages;
   static constexpr uint16_t kAll = (1u << kCluster) - 1;
 
   uint8_t* base;
@@ -103,15 +102,13 @@ struct Pipeline {
     return reinterpret_cast<uint64_t*>(base + kBarriersAt) + stage;
   }
   __device__ uint64_t* empty(int stage) const { return full(kStages) + stage; }
-  __device__ uint64_t* landed(int stage) const { return full(2 * kStages) + stage; }
 
   // By one thread, before the cluster is synchronised. A stage is empty when both warpgroups (and
   // `kReleases` other readers) of every CTA of the cluster have said so.
   __device__ void init() const {
     for (int stage = 0; stage < kStages; ++stage) {
-      ptx::barrier_init(full(stage), kForward ? 2 : 1);
+      ptx::barrier_init(full(stage), 1);
       ptx::barrier_init(empty(stage), kCluster * (2 + kReleases));
-      ptx::barrier_init(landed(stage), 1);
     }
     ptx::barrier_init_fence();
   }
@@ -121,14 +118,7 @@ struct Pipeline {
   // Opens the next stage and asks for W; X of the stage must follow.
   __device__ __forceinline__ void load_w(const CUtensorMap* map, const Work& work, int column) {
     ptx::wait(empty(cursor.stage), cursor.parity ^ 1);
-    uint8_t* slice = w(cursor.stage) + rank * kSliceBytes;
-    if constexpr (kForward) {
-      ptx::arrive_expect(full(cursor.stage), kBytesW - kSliceBytes + kBytesX);
-      ptx::arrive_expect(landed(cursor.stage), kSliceBytes);
-      ptx::load_box(map, landed(cursor.stage), slice, column,
-                    work.w_row + static_cast<int>(rank) * kSliceW, work.matrix);
-      return;
-    }
+    uint8_t* slice = w(cursor.stage) + rank * kSliceW * kBlockK * 2;
     ptx::arrive_expect(full(cursor.stage), kBytesW + kBytesX);
     if constexpr (kCluster == 1) {
       ptx::load_box(map, full(cursor.stage), slice, column, work.w_row, work.matrix);
@@ -148,21 +138,6 @@ struct Pipeline {
     for (int column = k_from; column < k_to; column += kBlockK) {
       load_w(map_w, work, column);
       load_x(map_x, work, column);
-    }
-  }
-
-  // Another thread: hands this CTA's rows of W on to the others of the cluster.
-  __device__ __forceinline__ void forward(int steps) {
-    for (int step = 0; step < steps; ++step) {
-      const int stage = cursor.stage;
-      ptx::wait(landed(stage), cursor.parity);
-      ptx::arrive(full(stage));
-#pragma unroll
-      for (uint32_t i = 1; i < kCluster; ++i) {
-        ptx::forward_bytes(w(stage) + rank * kSliceBytes, kSliceBytes, full(stage),
-                           (rank + i) % kCluster);
-      }
-      cursor.advance();
     }
   }
 

@@ -24,8 +24,9 @@ __device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
   return mapped;
 }
 
+// Orders execution, not memory: barriers are made visible by `barrier_init_fence`.
 __device__ __forceinline__ void cluster_arrive() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 __device__ __forceinline__ void cluster_wait() {
@@ -78,10 +79,12 @@ __device__ __forceinline__ void arrive_expect(uint64_t* barrier, uint32_t bytes)
                : "memory");
 }
 
-// At the same barrier of another CTA of the cluster; what this thread did before is visible there.
+// At the same barrier of another CTA of the cluster. It orders nothing but what the tensor cores and
+// the copy engine do (reads of a stage that have ended, boxes that arrive), which is all that a
+// pipeline of stages needs: a release at cluster scope is a fence of the whole GPU's memory, and costs
+// microseconds a stage.
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                   mapa(smem(barrier), rank))
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(smem(barrier), rank))
                : "memory");
 }
 
@@ -90,7 +93,28 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       "{\n"
       ".reg .pred done;\n"
       "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1, 0x989680;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra.uni over;\n"
+      "bra.uni again;\n"
+      "over:\n"
+      "}" ::"r"(smem(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// The pair for shared memory that threads of other CTAs write and read themselves.
+__device__ __forceinline__ void arrive_release_at(uint64_t* barrier, uint32_t rank) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                   mapa(smem(barrier), rank))
+               : "memory");
+}
+
+__device__ __forceinline__ void wait_acquire(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
       "@done bra.uni over;\n"
       "bra.uni again;\n"
       "over:\n"
@@ -154,16 +178,6 @@ __device__ __forceinline__ void add_box(const CUtensorMap* map, const void* sour
       : "memory");
 }
 
-// Contiguous bytes to the same place of another CTA of the cluster, told at its barrier.
-__device__ __forceinline__ void forward_bytes(const void* source, uint32_t bytes, uint64_t* barrier,
-                                              uint32_t rank) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
-      " [%0], [%1], %2, [%3];" ::"r"(mapa(smem(source), rank)),
-      "r"(smem(source)), "r"(bytes), "r"(mapa(smem(barrier), rank))
-      : "memory");
-}
-
 // Contiguous bytes, no map; addresses and sizes are multiples of 16.
 __device__ __forceinline__ void load_bytes(void* target, const void* source, uint32_t bytes,
                                            uint64_t* barrier) {
@@ -215,7 +229,12 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* flag) {
 }
 
 __device__ __forceinline__ void add_release(uint32_t* flag, uint32_t value) {
-  asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
+// Where nothing was written that the reader of the flag will read.
+__device__ __forceinline__ void add_relaxed(uint32_t* flag, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
 }
 
 // ---- shared memory of the cluster, and transposing stores -----------------------------------------

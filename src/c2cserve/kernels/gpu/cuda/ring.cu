@@ -43,11 +43,11 @@ struct Panels {
   __device__ uint32_t chunks(int panel) const {
     return static_cast<uint32_t>((size(panel) + kCopyBytes - 1) / kCopyBytes);
   }
-  // Tiles of O that use the panel, by CTA.
+  // Tiles of O that use the panel, by warpgroup.
   __device__ uint32_t uses(int panel, int panel_rows) const {
     const int left = columns - panel * panel_rows;
     const int rows = left < panel_rows ? left : panel_rows;
-    return static_cast<uint32_t>(tiles_of(rows, kBlockW) * tiles_down * CLUSTER);
+    return static_cast<uint32_t>(tiles_of(rows, kBlockW) * tiles_down * CLUSTER * 2);
   }
 };
 
@@ -94,9 +94,11 @@ __device__ __forceinline__ uint64_t* left(uint8_t* shared, int slot) {
 // One thread: home -> shared memory, as far ahead as the slots and the ring allow.
 __device__ void fetch_chunks(const RingParams& p, uint8_t* shared, int copier, int copiers) {
   const Panels panels(p);
+  int free = p.slots - 1;  // the last panel whose place is known to be free
   for (Chunk chunk(copier); chunk.settle(panels, copier); chunk.advance(copiers)) {
-    if (const int before = chunk.panel - p.slots; before >= 0) {
-      wait_until(&p.drained[before], panels.uses(before, p.panel_rows));
+    if (chunk.panel > free) {
+      free = chunk.panel;
+      wait_until(&p.drained[free - p.slots], panels.uses(free - p.slots, p.panel_rows));
     }
     ptx::wait(left(shared, chunk.slot()), chunk.parity() ^ 1);
     const uint32_t bytes = chunk.bytes(panels);
@@ -107,28 +109,46 @@ __device__ void fetch_chunks(const RingParams& p, uint8_t* shared, int copier, i
   }
 }
 
-// Another: shared memory -> ring. A panel's chunks are published together, once they are written.
+// Another: shared memory -> ring. A panel is published once all this copier's chunks of it are written;
+// it looks while later chunks are under way, so that the stores never run dry. (A panel is fetched
+// when the panel `slots` before it is drained: with two slots or more nobody waits in a circle.)
 __device__ void keep_chunks(const RingParams& p, uint8_t* shared, int copier, int copiers) {
+  constexpr int kLater = 2;  // stores under way when the ones before are looked at
   const Panels panels(p);
-  uint32_t unpublished = 0;
+  int panel = 0, later = 0;  // the panel to publish, and chunks stored since its last
+  uint32_t unpublished = 0, current = 0;
+  const auto publish = [&] {
+    ptx::fence_global_to_engine();
+    ptx::add_release(&p.filled[panel], unpublished);
+    unpublished = 0;
+  };
   for (Chunk chunk(copier); chunk.settle(panels, copier); chunk.advance(copiers)) {
     ptx::wait(arrived(shared, chunk.slot()), chunk.parity());
     ptx::store_bytes(p.ring + chunk.panel % p.slots * panels.bytes + 1LL * chunk.index * kCopyBytes,
                      shared + chunk.slot() * kCopyBytes, chunk.bytes(panels));
     ptx::commit_stores();
-    ++unpublished;
-    // The slot before this one has been read by now, or almost.
+    ++current;
     ptx::wait_stores_read<1>();
     if (chunk.number > 0) {
       ptx::arrive(left(shared, static_cast<int>((chunk.number - 1) % kCopySlots)));
     }
+    if (unpublished > 0 && ++later == kLater) {
+      ptx::wait_stores_done<kLater>();
+      publish();
+    }
     if (chunk.index + copiers >= panels.chunks(chunk.panel)) {  // this copier's last of the panel
-      ptx::wait_stores_done<0>();
-      ptx::fence_global_to_engine();
-      ptx::add_release(&p.filled[chunk.panel], unpublished);
-      unpublished = 0;
+      if (unpublished > 0) {
+        ptx::wait_stores_done<1>();
+        publish();
+      }
+      panel = chunk.panel;
+      unpublished = current;
+      current = 0;
+      later = 0;
     }
   }
+  ptx::wait_stores_done<0>();
+  if (unpublished > 0) publish();
 }
 
 __device__ __forceinline__ bool find_work(const RingParams& p, const Panels& panels, int tile,
@@ -191,7 +211,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
          tile += step) {
       if (work.column >= p.n) continue;
       stream.multiply(d, group, tiles_of(p.k, kBlockK));
-      if (threadIdx.x == kWarpgroup) ptx::add_release(&p.drained[panel], 1);
+      if (threadIdx.x % kWarpgroup == 0) ptx::add_relaxed(&p.drained[panel], 1);
       stream.store(d, group, work, p.out);
     }
   }

@@ -115,14 +115,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
 #pragma unroll
       for (int i = 0; i < BX / 2; ++i) d[i] = 0.0f;
       if (from < to) stream.multiply(d, group, to - from);
-      ptx::wait(reduced, (round & 1) ^ 1);  // all have read the sums of the tile before
+      ptx::wait_acquire(reduced, (round & 1) ^ 1);  // all have read the sums of the tile before
       publish(d, partial, group);
       ptx::named_barrier(1, kConsumers);
-      if (thread < CLUSTER) ptx::arrive_at(published, thread);
-      ptx::wait(published, round & 1);
+      if (thread < CLUSTER) ptx::arrive_release_at(published, thread);
+      ptx::wait_acquire(published, round & 1);
       reduce(partial, rank, work, p.out);
       ptx::named_barrier(1, kConsumers);
-      if (thread < CLUSTER) ptx::arrive_at(reduced, thread);
+      if (thread < CLUSTER) ptx::arrive_release_at(reduced, thread);
     }
   }
   leave_together<CLUSTER>();

@@ -23,7 +23,7 @@ def direct(
 
 def launch_direct(
     lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    slot: Tensor | None, forward: bool = False,
+    slot: Tensor | None,
 ) -> None:  # fmt: skip
     """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
     check_boxes(x, w)

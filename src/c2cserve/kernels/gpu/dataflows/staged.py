@@ -75,6 +75,8 @@ def ring(
     """
     check(x, w, bias, out, n=w.n)
     check_boxes(x, w)
+    if tiles.slots < 2:
+        raise OperandError("a ring has two slots or more: one is filled while one is read")
     if engines and w.home == "hbm":
         raise OperandError("copies within a GPU need the SMs that wait for them: no engines")
     variant = Variant("ring", w.dtype, tiles.bx, tiles.cluster)
@@ -115,7 +117,7 @@ def _fill_ring(
     for panel, (start, stop) in enumerate(bounds):
         if panel >= tiles.slots:
             before = bounds[panel - tiles.slots]
-            tiles_before = -(-(before[1] - before[0]) // BW) * uses * tiles.cluster
+            tiles_before = -(-(before[1] - before[0]) // BW) * uses * tiles.cluster * 2
             driver.wait_at_least(stream, drained + 4 * (panel - tiles.slots), tiles_before)
         place = places.data_ptr() + panel % tiles.slots * tiles.panel_rows * row_bytes
         size = (stop - start) * row_bytes
