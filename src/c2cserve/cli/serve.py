@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 import uvicorn
+import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
@@ -111,7 +112,7 @@ def _serve(options: Options) -> None:
     except (CatalogError, ValueError) as error:
         raise CliError(str(error), 2) from error
     with _listen(options) as listener:
-        reason = asyncio.run(_Server(options, catalog).run(listener))
+        reason = uvloop.run(_Server(options, catalog).run(listener))
     if reason is not None:
         raise CliError(reason)
 

@@ -3,19 +3,20 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.choices import Choice, Piece
 from c2cserve.server.errors import ApiError
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
+from c2cserve.server.leaving import EventStream, unless_gone
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.shapes import (
@@ -30,7 +31,6 @@ from c2cserve.server.shapes import (
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -132,14 +132,11 @@ class Inference:
         self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
     ) -> Response:
         """The first piece is awaited before the status is sent: a refusal is still a 429 then."""
-        first = await _unless_gone(http, _first(pieces))
+        first = await unless_gone(http.receive, _first(pieces))
         if first is None:
             return Response(status_code=499)  # nobody reads it
-        return StreamingResponse(
-            self._events(answer, first, pieces),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache", **_timing_headers(answer.choices)},
-        )
+        headers = {"cache-control": "no-cache", **_timing_headers(answer.choices)}
+        return EventStream(self._events(answer, first, pieces), headers=headers)
 
     async def _events(
         self, answer: _Answer, first: Piece, pieces: AsyncGenerator[Piece, None]
@@ -169,7 +166,7 @@ class Inference:
     async def _gather(
         self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
     ) -> Response:
-        by_choice = await _unless_gone(http, _all(pieces))
+        by_choice = await unless_gone(http.receive, _all(pieces))
         if by_choice is None:
             return Response(status_code=499)  # nobody reads it
         shaper = _Shaper(answer)
@@ -196,24 +193,6 @@ async def _all(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:
 
 async def _first(pieces: AsyncGenerator[Piece, None]) -> Piece:
     return await anext(pieces)
-
-
-async def _unless_gone(http: HttpRequest, work: Coroutine[Any, Any, T]) -> T | None:
-    """What the work returns or raises; None when the client went away first, the work is cancelled
-    then (and with it its jobs)."""
-    tasks = working, leaving = asyncio.create_task(work), asyncio.create_task(_disconnected(http))
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(http: HttpRequest) -> None:
-    while (await http.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _event(content: dict[str, Any]) -> bytes:

@@ -24,6 +24,8 @@ _COMPLETION_TOKENS = 16
 # takes less (benchmarks/server_overhead.py), and never more than 0.2 ms of the event loop.
 _INLINE_CHARS = 128
 _MESSAGE_CHARS = 32
+_TOKENS_PER_CHAR = 8
+"""Token ids that take as long as a character: they are only looked at and hashed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,10 @@ class Preparer:
 
     async def completion(self, body: CompletionBody, headers: Mapping[str, str]) -> Prepared:
         files = self._resolve(body.model)
-        size = len(body.prompt) if isinstance(body.prompt, str) else _INLINE_CHARS + 1
         return await self._prepare(
-            files, body, headers, size, lambda t: _completion_prompts(t, body, files.vocab_size)
-        )
+            files, body, headers, _chars(body),
+            lambda t: _completion_prompts(t, body, files.vocab_size),
+        )  # fmt: skip
 
     async def chat(self, body: ChatBody, headers: Mapping[str, str]) -> Prepared:
         files = self._resolve(body.model)
@@ -117,6 +119,16 @@ class Preparer:
     def forget(self, model: str) -> None:
         """Its files may have changed."""
         self._tokenizers.forget(model)
+
+
+def _chars(body: CompletionBody) -> int:
+    """About how many characters there are to tokenize, or more than can be done at once."""
+    given: Any = body.prompt
+    if isinstance(given, str):
+        return len(given)
+    if body.echo or not isinstance(given[0], int):
+        return _INLINE_CHARS + 1
+    return len(given) // _TOKENS_PER_CHAR
 
 
 def _completion_prompts(

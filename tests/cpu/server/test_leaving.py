@@ -1,5 +1,6 @@
 """A client that goes away takes its work with it, at once."""
 
+import asyncio
 import json
 import socket
 import time
@@ -8,6 +9,8 @@ from typing import Any
 
 import pytest
 from served import BYTE, Served
+
+from c2cserve.server.leaving import unless_gone
 
 COMPLETION = ("/v1/completions", {"model": BYTE, "prompt": "hello", "max_tokens": 200})
 CHAT = (
@@ -107,3 +110,55 @@ def test_before_the_first_token_of_a_stream(served: Served) -> None:
     wait_for(lambda: len(served.gateway.jobs) == 1)
     connection.close()
     wait_for(lambda: gone(served))
+
+
+class Client:
+    """The other end of `receive`."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def test_work_that_ends_first_is_answered_or_raised() -> None:
+    client = Client()
+
+    async def work(result: int) -> int:
+        await asyncio.sleep(0)
+        return 10 // result
+
+    assert await unless_gone(client.receive, work(2)) == 5
+    with pytest.raises(ZeroDivisionError):
+        await unless_gone(client.receive, work(0))
+    client.gone.set()
+    await asyncio.sleep(0)
+    assert len(asyncio.all_tasks()) == 1, "nobody watches any more"
+
+
+@pytest.mark.parametrize("client_too", [False, True])
+async def test_a_cancellation_by_somebody_else_is_theirs(client_too: bool) -> None:
+    client, started = Client(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        await asyncio.sleep(30)
+
+    task = asyncio.create_task(unless_gone(client.receive, work()))
+    await started.wait()
+    if client_too:
+        client.gone.set()
+        await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert task.cancelled()
+
+
+async def test_who_leaves_gets_nothing_and_the_task_goes_on() -> None:
+    client = Client()
+    asyncio.get_running_loop().call_soon(client.gone.set)
+    assert await unless_gone(client.receive, asyncio.sleep(30, "late")) is None
+    assert await asyncio.sleep(0, "on") == "on"
