@@ -27,9 +27,7 @@ def launch_direct(
 ) -> None:  # fmt: skip
     """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
     check_boxes(x, w)
-    variant = Variant(
-        "direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, forward=forward
-    )
+    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None)
     m, share = x.shape[0], BW // tiles.cluster
     map_w = stack_map(w.pointer, 1, w.n, w.k, share, w.dtype)
     kept = map_w if slot is None else _slot_map(slot, w, share)

@@ -1,0 +1,71 @@
+"""Host memory the GPU reads: segments registered with CUDA, once in each process that maps them.
+
+The pages are the pool's own shared memory, so however many processes register a segment, it is in
+memory once. Registering takes the driver's locks and stalls kernels that start meanwhile: it
+belongs to a model's entry into the pool, never to a switch. Pieces are at most 32 GiB, since one
+registration of 512 GiB or more fails.
+"""
+
+import mmap
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+_PIECE_BYTES = 32 << 30
+_PAGE = mmap.PAGESIZE
+
+
+class PinningError(RuntimeError):
+    """Memory could not be registered with CUDA; says what the driver said."""
+
+
+class PinnedRegion:
+    """`size` bytes from `address` on, readable by every GPU of this process until `close`.
+
+    Read-only mappings are registered read-only where the machine can, so a worker's kernels can
+    not write to the pool. Raises `PinningError`; what was registered before the failure is undone.
+    """
+
+    def __init__(self, address: int, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"a region has at least 1 byte, not {size}")
+        self._cu: Any = import_module("cuda.bindings.driver")
+        start = address // _PAGE * _PAGE
+        stop = -(-(address + size) // _PAGE) * _PAGE
+        self._pieces: list[int] = []
+        self.address, self.size = address, size
+        for piece in range(start, stop, _PIECE_BYTES):
+            try:
+                self._register(piece, min(_PIECE_BYTES, stop - piece))
+            except PinningError:
+                self.close()
+                raise
+        self.device_address = self._device_address(address)
+
+    def _register(self, address: int, size: int) -> None:
+        flags = self._cu.CU_MEMHOSTREGISTER_PORTABLE | self._cu.CU_MEMHOSTREGISTER_DEVICEMAP
+        # A read-only mapping registers only as such; the flag is refused where it has no meaning.
+        for extra in (0, self._cu.CU_MEMHOSTREGISTER_READ_ONLY):
+            (code,) = self._cu.cuMemHostRegister(address, size, flags | extra)
+            if int(code) == 0:
+                self._pieces.append(address)
+                return
+        raise PinningError(f"cuMemHostRegister of {size} bytes: {code}")
+
+    def _device_address(self, address: int) -> int:
+        code, pointer = self._cu.cuMemHostGetDevicePointer(address, 0)
+        if int(code) != 0:
+            self.close()
+            raise PinningError(f"cuMemHostGetDevicePointer: {code}")
+        return int(pointer)
+
+    def close(self) -> None:
+        """Only when no kernel or copy reads it any more."""
+        while self._pieces:
+            self._cu.cuMemHostUnregister(self._pieces.pop())
+
+
+def pin_array(data: "np.ndarray[Any, np.dtype[np.uint8]]") -> PinnedRegion:
+    """Register a segment's bytes (`Segment.raw`, or all of its mapping). Raises `PinningError`."""
+    return PinnedRegion(data.ctypes.data, data.nbytes)
