@@ -124,7 +124,8 @@ def test_a_slice_is_believed_by_points_of_a_slice() -> None:
     chooser = Chooser(with_points(points))
     for question, factor in ((whole, 1.1), (part, 2.0)):
         for one in chooser.estimates(replace(question, n=8192)):
-            if one.dataflow != "split":
+            # Tiles that depend on N are not the measured ones here.
+            if one.dataflow not in {"split", "prefetch"}:
                 assert (one.factor, one.basis) == (pytest.approx(factor), "interpolated")
     # A slice like neither is corrected like the nearer one, and no longer called interpolated.
     for one in chooser.estimates(replace(part, neighbours=3)):
