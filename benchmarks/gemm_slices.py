@@ -1,0 +1,93 @@
+"""Several slices of one GPU at work at once, each on SMs of its own, all over one link."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from gemm_run import Bench, Step
+
+from c2cserve.devices.partitions import Partition, split_sms
+from c2cserve.kernels.gpu.lane import Lane
+
+_AT_LEAST_S = 0.05
+_WARM = 8
+"""Steps: all linears of a layer, in both of a lane's slots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A lane whose launches stay on the SMs of a stream."""
+
+    lane: Lane
+    stream: torch.cuda.Stream
+    partition: Partition | None
+    """Keeps the SMs; None for the whole GPU."""
+
+    @contextmanager
+    def use(self) -> Iterator[None]:
+        """Launches go to this slice."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+        self.stream.synchronize()
+
+
+def partitions(bench: Bench, sms: int, count: int) -> list[Slice]:
+    """`count` slices of `sms` SMs that do not overlap; one slice of all SMs is the GPU itself.
+    Those of an earlier call must not be in use: they may be the same SMs."""
+    if count == 1 and sms >= bench.sms:
+        return [Slice(bench.lane, torch.cuda.Stream(), None)]
+    return [
+        Slice(Lane(0, bench.repository, one.sms), one.stream, one)
+        for one in split_sms(0, sms, count)
+    ]
+
+
+def capture(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
+    """A graph that runs on the slice's SMs wherever it is launched. Steps run once before: memory
+    for slots is taken, cuBLAS chooses."""
+    with own.use():
+        for step in steps[:_WARM]:
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=own.stream):
+            own.lane.begin_capture()
+            for step in steps:
+                step()
+            own.lane.end_capture()
+    return graph
+
+
+def together_s(slices: Sequence[Slice], graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
+    """Seconds of each slice's graph while all slices replay theirs, as often as fills the time."""
+    once_s = _replayed_s(slices, graphs, [1] * len(slices))
+    longest_s = max(once_s)
+    if longest_s > 2 * _AT_LEAST_S:
+        return once_s
+    # Slices whose graphs are short replay more of them, so that all are busy all the time.
+    repeats = [max(2, round(_AT_LEAST_S / seconds)) for seconds in once_s]
+    return _replayed_s(slices, graphs, repeats)
+
+
+def _replayed_s(
+    slices: Sequence[Slice], graphs: Sequence[torch.cuda.CUDAGraph], repeats: Sequence[int]
+) -> list[float]:
+    torch.cuda.synchronize()
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    for own in slices:
+        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+        events[-1][0].record(own.stream)
+    for turn in range(max(repeats)):
+        for own, graph, count in zip(slices, graphs, repeats, strict=True):
+            if turn < count:
+                with torch.cuda.stream(own.stream):
+                    graph.replay()
+    for own, (_, end) in zip(slices, events, strict=True):
+        end.record(own.stream)
+    torch.cuda.synchronize()
+    return [
+        begin.elapsed_time(end) / 1e3 / count
+        for (begin, end), count in zip(events, repeats, strict=True)
+    ]
