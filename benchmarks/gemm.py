@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gemm_cases import PAPER_ROWS, LinkHome, slice_cases, table_cases
 from report import report
 
+from c2cserve.devices.discover import discover
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
@@ -66,6 +67,7 @@ def _measure(given: argparse.Namespace) -> None:
     from c2cserve.kernels.gpu.repository import Repository
 
     began_s = time.monotonic()
+    discover()  # what the report will say of this machine: better found wanting now than then
     homes: list[LinkHome] = ["peer", "host"] if torch.cuda.device_count() > 1 else ["host"]
     if given.homes:
         homes = given.homes.split(",")
@@ -83,11 +85,12 @@ def _measure(given: argparse.Namespace) -> None:
         for part in given.parts:
             budget_s = given.budget_s * _SHARES.get(part, 1.0)
             results[part] = _part(part, bench, chooser, budget_s, quick=given.quick)
+        results["link_bytes_per_s_after"] = {home: bench.copy_speed(home) for home in homes}
     finally:
         # What was measured before something failed is worth as much as ever.
-        results["link_bytes_per_s_after"] = {home: bench.copy_speed(home) for home in homes}
         results["seconds"] = time.monotonic() - began_s
-        report(results, given.out, quick=given.quick, budget_s=given.budget_s, parts=given.parts)
+        parameters = {"quick": given.quick, "budget_s": given.budget_s, "parts": given.parts}
+        report(results, given.out, show=given.out is None, **parameters)
 
 
 def _profile(path: Path | None, gpu: str) -> tuple[Profile, str]:

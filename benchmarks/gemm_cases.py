@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from c2cserve.kernels.gpu.choose import Estimate
+from c2cserve.kernels.gpu.choose import Estimate, describe
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
@@ -81,6 +81,13 @@ class Case:
         return f"{part:<29} M={self.m:<5} {self.home:<4} {self.sms:>3} SMs"
 
 
+def label(dataflow: AnyDataflow, tiles: Tiles, n: int) -> str:
+    """`direct (bx 256, cluster 2)`; a prefetch in one panel is said to be one."""
+    if dataflow == "prefetch" and tiles.panel_rows >= n:
+        return "prefetch (whole)"
+    return describe(dataflow, tiles)
+
+
 def table_cases(homes: Iterable[LinkHome], sms: int, *, quick: bool = False) -> list[Case]:
     """Large weights last: what is cut when time runs short is their repetitions."""
     homes = list(homes)
@@ -103,8 +110,8 @@ def worth_timing(
 ) -> list[Estimate]:
     """What could matter, the pick first, then the most promising: each dataflow at its best if it
     is believed to take less than 3 times what the pick does, everything within 1.6 times."""
+    first = [one for one in estimates if (one.dataflow, one.tiles) == pick]
     mine = [one for one in estimates if published or one.dataflow not in PUBLISHED]
-    first = [one for one in mine if (one.dataflow, one.tiles) == pick]
     rest: list[Estimate] = []
     seen: set[AnyDataflow] = set()
     for one in mine:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gemm_cases import PAPER, PAPER_ROWS, Case, Linear, LinkHome, alphas
+from gemm_cases import PAPER, PAPER_ROWS, Case, Linear, LinkHome, alphas, label
 from gemm_run import Bench, CaseRun, Step
 from gemm_slices import Slice, capture, partitions, together_s
 from gemm_summary import interference, shares
 
-from c2cserve.kernels.gpu.choose import Chooser, describe
+from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.profile import AnyDataflow
@@ -99,8 +99,8 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
         ]
         speeds = [16 * PAPER.bytes / seconds for seconds in together_s(slices, graphs)]
         share = shares(speeds, bench.link_bytes_per_s[home])
-        found.append({"dataflow": describe(*flow), "m": rows, **share})
-        print(f"fair share, {home}, M={rows}, {describe(*flow)}: {_shown(share)}", flush=True)
+        found.append({"dataflow": label(*flow, PAPER.n), "m": rows, **share})
+        print(f"fair share, {home}, M={rows}, {label(*flow, PAPER.n)}: {_shown(share)}", flush=True)
     return found
 
 
@@ -124,7 +124,9 @@ def figure_4(
         row = _at_once(bench, home, slices, flow, count)
         rows.append(row)
         taken = row["refused"] or f"{max(row['seconds']) * 1e3:.2f} ms"
-        print(f"figure 4, {home}, {len(slices)} slices, {describe(*flow)}: {taken}", flush=True)
+        print(
+            f"figure 4, {home}, {len(slices)} slices, {label(*flow, PAPER.n)}: {taken}", flush=True
+        )
     return rows
 
 
@@ -136,7 +138,7 @@ def _at_once(
     counted = runs[0].traffic(*flow)
     row: dict[str, Any] = {
         "slices": len(slices), "sms": case.sms, "dataflow": flow[0], "alpha": flow[1].alpha,
-        "tiles": describe(*flow), "seconds": None, "refused": None,
+        "tiles": label(*flow, PAPER.n), "seconds": None, "refused": None,
         "link_bytes": counted.link_bytes, "hbm_read_bytes": counted.hbm_read_bytes,
         "hbm_write_bytes": counted.hbm_write_bytes,
     }  # fmt: skip
@@ -175,7 +177,7 @@ def _figure_5_row(bench: Bench, chooser: Chooser, home: LinkHome, m: int, n: int
     for name, flow in (("asym", asym), ("pick", pick)):
         seconds = run.seconds(*flow, 4)
         row[name] = {
-            "tiles": describe(*flow),
+            "tiles": label(*flow, n),
             "seconds": seconds,
             "flops_per_s": flops / seconds,
             "link_use": run.traffic(*flow).link_bytes / seconds / run.link_bytes_per_s,

@@ -50,7 +50,9 @@ class Bench:
     def copy_speed(self, home: LinkHome) -> float:
         """Bytes per second of the copy engine, from that home to this GPU."""
         size = _COPIED_BYTES // 2
-        return copy_bytes_per_s(self._out[:size], self.stores[home].tensors((size,))[0])
+        return copy_bytes_per_s(
+            self._out[:size], self.stores[home].tensors((size >> 12, 1 << 12))[0]
+        )
 
     def x(self, rows: int, k: int) -> Tensor:
         return self._x[: rows * k].view(rows, k)

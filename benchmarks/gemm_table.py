@@ -13,6 +13,7 @@ from gemm_cases import (
     LinkHome,
     alphas,
     chain_length,
+    label,
     weight_of_case,
     worth_timing,
 )
@@ -20,7 +21,7 @@ from gemm_run import Bench, CaseRun
 from gemm_summary import PAPER_BAR, floor_s, summary, summary_lines
 
 from c2cserve.kernels.gpu.candidates import candidates
-from c2cserve.kernels.gpu.choose import Chooser, describe
+from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.profile import AnyDataflow
@@ -68,12 +69,12 @@ def paper_shape(bench: Bench, chooser: Chooser, home: LinkHome, *, quick: bool) 
         timed.append(timed_candidate(run, dataflow, tiles, floor))
         shown = timed[-1]["seconds"]
         ratio = timed[-1]["refused"] if shown is None else f"{shown / floor:6.2f}x floor"
-        print(f"paper shape from {home}: {describe(dataflow, tiles):<50} {ratio}", flush=True)
+        print(f"paper shape from {home}: {timed[-1]['tiles']:<50} {ratio}", flush=True)
     pick = (choice.dataflow, choice.tiles)
     pick_s = timed[every.index(pick)]["seconds"]
     return {
         "home": home, "m": PAPER_ROWS, "n": PAPER.n, "k": PAPER.k, "floor_s": floor,
-        "cublas_s": cublas[0], "pick": describe(*pick), "pick_s": pick_s,
+        "cublas_s": cublas[0], "pick": label(*pick, PAPER.n), "pick_s": pick_s,
         "pick_error": error_of(run, *pick), "bar": PAPER_BAR, "candidates": timed,
     }  # fmt: skip
 
@@ -85,7 +86,7 @@ def timed_candidate(
     counted = run.traffic(dataflow, tiles)
     found: dict[str, Any] = {
         "dataflow": dataflow,
-        "tiles": describe(dataflow, tiles),
+        "tiles": label(dataflow, tiles, run.case.linear.n),
         "link_bytes": counted.link_bytes,
         "hbm_bytes": counted.hbm_read_bytes + counted.hbm_write_bytes,
         "seconds": None,
@@ -104,7 +105,9 @@ def error_of(run: CaseRun, dataflow: AnyDataflow, tiles: Tiles) -> float:
     """From cuBLAS's result. A wrong result has no speed: raises ValueError."""
     error = run.error(dataflow, tiles)
     if not error <= ERROR_MAX:
-        raise ValueError(f"{run.case}: {describe(dataflow, tiles)} is off by {error:.3g} of norm")
+        raise ValueError(
+            f"{run.case}: {label(dataflow, tiles, run.case.linear.n)} is off by {error:.3g} of norm"
+        )
     return error
 
 
@@ -129,7 +132,7 @@ def _row(
         "experts": linear.experts, "top_k": linear.top_k, "home": case.home, "sms": case.sms,
         "floor_s": floor, "cublas_s": cublas[0], "cublas": cublas[1],
         "weight_bytes": run.weight_bytes, "link_s": run.weight_bytes / run.link_bytes_per_s,
-        "pick": describe(*pick), "pick_s": pick_s, "pick_basis": choice.basis,
+        "pick": label(*pick, linear.n), "pick_s": pick_s, "pick_basis": choice.basis,
         "pick_predicted_s": choice.predicted_s,
         "pick_error": None if pick_s is None else error_of(run, *pick),
         "best": best and best["tiles"], "best_s": best and best["seconds"],

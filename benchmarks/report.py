@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +12,12 @@ from typing import Any
 from c2cserve.devices.discover import discover
 
 
-def report(results: Any, out: Path | None, **parameters: object) -> None:
-    """Print as JSON, and write to `out` if given."""
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+def report(results: Any, out: Path | None, *, show: bool = True, **parameters: object) -> None:
+    """Print as JSON if it is to be shown, and write to `out` if given."""
     machine = discover()
     whole = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip(),
+        "commit": commit(),
         "machine": {
             "cpu": machine.cpu_name,
             "cpus": len(machine.cpus),
@@ -29,7 +29,17 @@ def report(results: Any, out: Path | None, **parameters: object) -> None:
         "results": results,
     }
     text = json.dumps(whole, indent=1)
-    print(text)
+    if show:
+        print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(text + "\n")
+
+
+def commit() -> str:
+    """Of this checkout; of a copy without its history, what $C2CSERVE_COMMIT says, or nothing."""
+    if shutil.which("git") is None:
+        return os.environ.get("C2CSERVE_COMMIT", "")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return found or os.environ.get("C2CSERVE_COMMIT", "")

@@ -1,0 +1,129 @@
+"""One launch for `gemm_counters.sh` to look at, and what its counters say beside our count.
+
+A launch with few enough rows of X is right in what it shows (M = 2,048: sym reads W eight times)
+and does not take ncu's replays minutes.
+"""
+
+import argparse
+import csv
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from report import report
+
+from c2cserve.kernels.gpu.profile import AnyDataflow
+from c2cserve.kernels.gpu.traffic import Dataflow, Tiles, Traffic, traffic
+
+M, N, K = 2048, 16384, 4096
+FLOWS: dict[Dataflow, Tiles] = {
+    "sym": Tiles(bx=256, alpha=1.0),
+    "asym": Tiles(bx=256, alpha=0.0),
+    "direct": Tiles(bx=256, cluster=2),
+}
+SECTOR_BYTES = 32
+LINK = {
+    "peer": ("nvlrx__bytes", "lts__t_sectors_aperture_peer"),
+    "host": ("pcie__read_bytes", "lts__t_sectors_aperture_sysmem"),
+}
+HBM = {"hbm_read_bytes": "dram__bytes_read", "hbm_write_bytes": "dram__bytes_write"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    one = commands.add_parser("launch")
+    one.add_argument("dataflow", choices=sorted(FLOWS))
+    one.add_argument("--home", choices=sorted(LINK), required=True)
+    many = commands.add_parser("compare")
+    many.add_argument("logs", nargs="+", metavar="HOME:DATAFLOW:CSV")
+    many.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.command == "launch":
+        launch_once(given.dataflow, given.home)
+        return
+    rows = [_compared(*log.split(":", 2)) for log in given.logs]
+    for row in rows:
+        print(line(row))
+    report(rows, given.out, show=given.out is None, m=M, n=N, k=K)
+
+
+def launch_once(dataflow: AnyDataflow, home: str) -> None:
+    """Once to load the kernel, then once between the profiler's marks."""
+    import torch
+
+    from c2cserve.kernels.gpu.lane import Lane
+    from c2cserve.kernels.gpu.linear import launch
+    from c2cserve.kernels.gpu.measure import WeightStore
+    from c2cserve.kernels.gpu.repository import Repository
+
+    lane = Lane(0, Repository(0))
+    weight = WeightStore("peer" if home == "peer" else "host", 2 * N * K, "bfloat16", 0)
+    [w, *_] = weight.weights((N, K))
+    x = torch.randn(M, K, device="cuda").bfloat16()
+    out = torch.empty(M, N, dtype=torch.bfloat16, device="cuda")
+    for marked in (False, True):
+        torch.cuda.synchronize()
+        if marked:
+            torch.cuda.profiler.start()
+        launch(lane, dataflow, FLOWS[dataflow], x, w, None, out)
+        torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+def read_counters(lines: Iterable[str]) -> dict[str, float]:
+    """Of `ncu --csv`: each metric summed over the kernels of the launch; those that are not a
+    number (n/a) are left out. Raises ValueError where there is no table."""
+    table = [line for line in lines if line.startswith('"')]
+    if not table:
+        raise ValueError("no counters: ncu wrote no table (may this user read counters?)")
+    found: dict[str, float] = {}
+    for row in csv.DictReader(table):
+        name, text = row["Metric Name"].removesuffix(".sum"), row["Metric Value"].replace(",", "")
+        if text.replace(".", "", 1).isdigit():
+            found[name] = found.get(name, 0.0) + float(text)
+    return found
+
+
+def compare(home: str, dataflow: Dataflow, counters: Mapping[str, float]) -> dict[str, Any]:
+    """Counted bytes, and measured over counted. HBM's count is what kernels ask for: L2 serves
+    part of it, so its ratios are at most about 1."""
+    counted = traffic(dataflow, M, N, K, 2, FLOWS[dataflow])
+    seen = {
+        name: value * (SECTOR_BYTES if "sectors" in name else 1) for name, value in counters.items()
+    }
+    return {
+        "home": home,
+        "dataflow": dataflow,
+        "counted": _as_dict(counted),
+        "measured_bytes": seen,
+        "link_over_counted": {
+            name: seen[name] / counted.link_bytes for name in LINK[home] if name in seen
+        },
+        "hbm_over_counted": {
+            part: seen[name] / _as_dict(counted)[part] for part, name in HBM.items() if name in seen
+        },
+    }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    ratios = {**row["link_over_counted"], **row["hbm_over_counted"]}
+    said = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    return f"{row['dataflow']} from {row['home']}, measured over counted: {said}"
+
+
+def _as_dict(counted: Traffic) -> dict[str, int]:
+    return {
+        "link_bytes": counted.link_bytes,
+        "hbm_read_bytes": counted.hbm_read_bytes,
+        "hbm_write_bytes": counted.hbm_write_bytes,
+    }
+
+
+def _compared(home: str, dataflow: str, path: str) -> dict[str, Any]:
+    [known] = [flow for flow in FLOWS if flow == dataflow]
+    return compare(home, known, read_counters(Path(path).read_text().splitlines()))
+
+
+if __name__ == "__main__":
+    main()
