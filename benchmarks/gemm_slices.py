@@ -11,6 +11,8 @@ from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.kernels.gpu.lane import Lane
 
 _AT_LEAST_S = 0.05
+_GATE_CYCLES = 60_000_000
+"""About 30 ms: longer than it takes to enqueue all slices' graphs."""
 _WARM = 8
 """Steps: all linears of a layer, in both of a lane's slots."""
 
@@ -75,8 +77,13 @@ def _replayed_s(
     slices: Sequence[Slice], graphs: Sequence[torch.cuda.CUDAGraph], repeats: Sequence[int]
 ) -> list[float]:
     torch.cuda.synchronize()
+    # Nobody starts before everything is enqueued: who is alone for a while has the link to itself.
+    gate = torch.cuda.Stream()
+    with torch.cuda.stream(gate):
+        torch.cuda._sleep(_GATE_CYCLES)
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
     for own in slices:
+        own.stream.wait_stream(gate)
         events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
         events[-1][0].record(own.stream)
     for turn in range(max(repeats)):

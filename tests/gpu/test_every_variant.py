@@ -24,7 +24,7 @@ GROUPED = [one for one in VARIANTS if one.source == "grouped"]
 def test_variant(lane: Lane, variant: Variant) -> None:
     m = variant.bx * (1 if variant.source == "split" else variant.cluster) + 1
     case = make_case(m, N, K, TORCH_DTYPES[variant.dtype], "host", bias=True)
-    tiles = Tiles(bx=variant.bx, cluster=variant.cluster, panel_rows=128, slots=1)
+    tiles = Tiles(bx=variant.bx, cluster=variant.cluster, panel_rows=128, slots=2)
     roundings = 1
     match variant.source:
         case "split":
