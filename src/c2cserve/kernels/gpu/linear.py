@@ -1,6 +1,7 @@
 """The linear layer of a lane: asks what was measured, and launches that dataflow."""
 
 from collections import Counter
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,13 +16,28 @@ from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, OperandError, WeightHandle
 
+_WHOLE = Tiles(panel_rows=1 << 20, panel_growth=1)
+
+
+class Kept(Protocol):
+    """Weights that stay in HBM; `memory.hbm_cache` in the product."""
+
+    def find(self, w: WeightHandle) -> Tensor | None:
+        """W [N, K] in HBM, if it is there."""
+        ...
+
+    def place(self, w: WeightHandle) -> Tensor | None:
+        """Where W is to be brought, to stay; None: it only passes by."""
+        ...
+
 
 class Linear:
     """out = x W^T (+ bias), W wherever it is. One per lane."""
 
-    def __init__(self, lane: Lane, chooser: Chooser) -> None:
+    def __init__(self, lane: Lane, chooser: Chooser, kept: Kept | None = None) -> None:
         self.lane = lane
         self._chooser = chooser
+        self._kept = kept
         self.neighbours = 0
         """Other slices that stream over the same link now."""
         self.launched: Counter[str] = Counter()
@@ -34,10 +50,21 @@ class Linear:
         launched. Raises `OperandError`, `KernelMissingError`, `CudaError`, `ProfileMismatch`."""
         if out is None:
             out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
-        if x.shape[0]:
-            choice = self.choose(x.shape[0], w)
-            self.launched[choice.dataflow] += 1
-            launch(self.lane, choice.dataflow, choice.tiles, x, w, bias, out)
+        if x.shape[0] == 0:
+            return out
+        if self._kept is not None and w.home != "hbm":
+            if (local := self._kept.find(w)) is not None:
+                self.launched["resident"] += 1
+                resident(x, local, bias, out)
+                return out
+            if (place := self._kept.place(w)) is not None:
+                # What is to stay comes by copy engine: as fast as any, and the next call is local.
+                self.launched["prefetch"] += 1
+                prefetch(self.lane, x, w, bias, out, _WHOLE, place)
+                return out
+        choice = self.choose(x.shape[0], w)
+        self.launched[choice.dataflow] += 1
+        launch(self.lane, choice.dataflow, choice.tiles, x, w, bias, out)
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:

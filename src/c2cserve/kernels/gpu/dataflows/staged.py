@@ -25,23 +25,35 @@ def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def prefetch(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
-) -> None:
-    """Copy engines bring W into one of two slots in HBM, in panels of `tiles.panel_rows` rows that
-    grow by `tiles.panel_growth`; cuBLAS multiplies each as it arrives. The next weight's copy runs
-    while this one is multiplied. Raises `OperandError`, `CudaError`."""
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    place: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Copy engines bring W into one of two slots in HBM (or into `place` [N, K], to stay there), in
+    panels of `tiles.panel_rows` rows that grow by `tiles.panel_growth`; cuBLAS multiplies each as
+    it arrives. The next weight's copy runs while this one is multiplied.
+
+    Raises `OperandError`, `CudaError`.
+    """
     check(x, w, bias, out, n=w.n)
-    slot, compute = lane.next_slot(), torch.cuda.current_stream(lane.device)
-    here = slot.hold(w.bytes).view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
+    compute = torch.cuda.current_stream(lane.device)
+    slot = lane.next_slot() if place is None else None
+    if slot is None:
+        # Its memory was free in the order of the compute stream.
+        lane.copies.wait_stream(compute)
+    else:
+        place = slot.hold(w.bytes).view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
+        lane.copies.wait_event(slot.free)
+    assert place is not None
     row_bytes = w.k * ITEM_BYTES
-    lane.copies.wait_event(slot.free)
     for start, stop in panels(w.n, tiles.panel_rows, tiles.panel_growth):
         size, first = (stop - start) * row_bytes, start * row_bytes
-        driver.copy_async(here.data_ptr() + first, w.pointer + first, size, lane.copies.cuda_stream)
+        target = place.data_ptr() + first
+        driver.copy_async(target, w.pointer + first, size, lane.copies.cuda_stream)
         compute.wait_event(lane.copies.record_event())
         part = None if bias is None else bias[start:stop]
-        resident(x, here[start:stop], part, out[:, start:stop])
-    slot.free.record(compute)
+        resident(x, place[start:stop], part, out[:, start:stop])
+    if slot is not None:
+        slot.free.record(compute)
 
 
 def tee(

@@ -1,0 +1,93 @@
+"""Which weights stay in a slice's HBM (ours, DESIGN "Weights on a slice").
+
+HBM that KV does not need is a cache of weights. Keeping a weight saves its bytes on the link at
+each use, so what a byte of HBM is worth is how often its model runs, weighed by priority. A weight
+is taken in as it streams by, when there is room, or room can be made of weights worth clearly less;
+dropping one costs nothing, host memory has it. Within one model all weights are worth the same, so
+a model larger than the cache keeps what it has: taking turns would save nothing.
+"""
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from heapq import nsmallest
+from math import exp2
+
+HALF_LIFE_S = 30.0
+"""Of a use's weight: traffic that stopped this long ago counts half."""
+MARGIN = 1.5
+"""How much more a model must be worth before its weights displace another's: models of like traffic
+would displace each other for ever, and each exchange costs link bytes."""
+
+
+@dataclass(slots=True)
+class _Model:
+    uses: float = 0.0
+    seen_s: float = 0.0
+    weight: float = 1.0
+    sizes: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    """Its weights in the cache."""
+
+    def worth(self, now: float) -> float:
+        return self.weight * self.uses * exp2((self.seen_s - now) / HALF_LIFE_S)
+
+
+class Residency:
+    """Books of one slice's weight cache. Keys are whatever names a weight."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self._models: dict[str, _Model] = {}
+
+    def used(self, model: str, now: float, priority: int = 0) -> None:
+        """A step of the model runs."""
+        book = self._models.setdefault(model, _Model())
+        book.uses = 1.0 + book.uses * exp2((book.seen_s - now) / HALF_LIFE_S)
+        book.seen_s, book.weight = now, 1.0 + max(0, priority)
+
+    def admit(self, model: str, key: Hashable, size: int, now: float) -> list[Hashable] | None:
+        """Take a weight in that streams by. None: it is not kept. Else what must go for it."""
+        book = self._models.setdefault(model, _Model())
+        if key in book.sizes or size > self.budget_bytes:
+            return None
+        lacking = self.used_bytes + size - self.budget_bytes
+        victims: list[tuple[_Model, Hashable]] = []
+        for other in self._cheapest() if lacking > 0 else []:
+            if other is book or other.worth(now) * MARGIN >= book.worth(now):
+                continue
+            for victim, freed in other.sizes.items():
+                if lacking > 0:
+                    victims.append((other, victim))
+                    lacking -= freed
+        if lacking > 0:
+            return None
+        for other, victim in victims:
+            self.used_bytes -= other.sizes.pop(victim)
+        book.sizes[key] = size
+        self.used_bytes += size
+        return [victim for _, victim in victims]
+
+    def shrink(self, budget_bytes: int) -> list[Hashable]:
+        """KV needs room, or gives some back: what must go at once, the least worthy first."""
+        self.budget_bytes = budget_bytes
+        gone: list[Hashable] = []
+        for book in self._cheapest():
+            while book.sizes and self.used_bytes > budget_bytes:
+                key, size = book.sizes.popitem()
+                self.used_bytes -= size
+                gone.append(key)
+        return gone
+
+    def forget(self, model: str) -> list[Hashable]:
+        """The model leaves the slice for good: what of it was kept."""
+        book = self._models.pop(model, _Model())
+        self.used_bytes -= sum(book.sizes.values())
+        return list(book.sizes)
+
+    def resident_bytes(self, model: str) -> int:
+        return sum(self._models[model].sizes.values()) if model in self._models else 0
+
+    def _cheapest(self) -> Iterable[_Model]:
+        """Models by worth, compared at one time."""
+        now = max((book.seen_s for book in self._models.values()), default=0.0)
+        return nsmallest(len(self._models), self._models.values(), key=lambda b: b.worth(now))

@@ -1,0 +1,48 @@
+"""A weight that is used stays in HBM when there is room, and answers do not change for it."""
+
+import pytest
+import torch
+from gemm_case import make_case
+
+from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.linear import Linear
+from c2cserve.memory.hbm_cache import HbmCache
+from c2cserve.policy.residency import Residency
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_model_warms_up_by_being_used(lane: Lane) -> None:
+    cases = [make_case(m, 1024, 768, home="host", bias=m == 3) for m in (1, 3, 70, 300)]
+    cache = HbmCache(lane, Residency(3 * cases[0].w.bytes))
+    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    for step in range(4):
+        cache.begin_step("a", float(step))
+        for case in cases:
+            linear(case.x, case.w, case.bias, case.out)
+        for case in cases:
+            case.check(roundings=2)
+    size = cases[0].w.bytes
+    assert cache.bytes == 3 * size
+    assert (cache.counts.streamed_bytes, cache.counts.hit_bytes) == (7 * size, 9 * size)
+    assert linear.launched["resident"] == 9
+
+
+def test_dropping_while_work_is_enqueued(lane: Lane) -> None:
+    """A hotter model takes the room; what reads the old weights has not run yet."""
+    cases = [make_case(64, 4096, 4096, home="host") for _ in range(4)]
+    cache = HbmCache(lane, Residency(2 * cases[0].w.bytes))
+    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    for turn in range(30):
+        mine = cases[:2] if turn < 3 else cases[2:]
+        cache.begin_step("old" if turn < 3 else "new", 0.0)
+        for case in mine:
+            linear(case.x, case.w, None, case.out)
+    assert cache.counts.dropped_bytes == 2 * cases[0].w.bytes
+    for case in cases:
+        case.check()
+    cache.shrink(0)
+    assert cache.bytes == 0
+    torch.cuda.synchronize()
