@@ -108,21 +108,21 @@ def slice_cases(homes: Iterable[LinkHome], sms: int, *, quick: bool = False) -> 
 def worth_timing(
     estimates: list[Estimate], pick: tuple[AnyDataflow, Tiles], *, published: bool = False
 ) -> list[Estimate]:
-    """What could matter, the pick first, then the most promising: each dataflow at its best if it
-    is believed to take less than 3 times what the pick does, everything within 1.6 times."""
-    first = [one for one in estimates if (one.dataflow, one.tiles) == pick]
-    mine = [one for one in estimates if published or one.dataflow not in PUBLISHED]
-    rest: list[Estimate] = []
-    seen: set[AnyDataflow] = set()
-    for one in mine:
-        best = one.dataflow not in seen
-        seen.add(one.dataflow)
-        limit = 3.0 if best else 1.6
-        promising = one.predicted_s <= limit * first[0].predicted_s
-        if one is not first[0] and (promising or (best and one.dataflow in PUBLISHED)):
+    """What could matter, in the order of what it tells: the pick, each other dataflow at its best
+    if that is believed to take less than 3 times as long, then whatever is within 1.6 times."""
+    first = next(one for one in estimates if (one.dataflow, one.tiles) == pick)
+    bests, rest = [first], list[Estimate]()
+    seen = {first.dataflow}
+    for one in estimates:
+        if one is first or (one.dataflow in PUBLISHED and not published):
+            continue
+        slower = one.predicted_s / first.predicted_s
+        if one.dataflow not in seen and (slower <= 3.0 or one.dataflow in PUBLISHED):
+            bests.append(one)
+        elif one.dataflow in seen and slower <= 1.6:
             rest.append(one)
-    # What differs most from the pick tells most.
-    return first + sorted(rest, key=lambda one: one.dataflow == pick[0])
+        seen.add(one.dataflow)
+    return bests + rest
 
 
 def chain_length(expected_s: float, dataflow: AnyDataflow) -> int:

@@ -12,14 +12,13 @@ from typing import Any
 
 from report import report
 
-from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Dataflow, Tiles, Traffic, traffic
 
 M, N, K = 2048, 16384, 4096
-FLOWS: dict[Dataflow, Tiles] = {
-    "sym": Tiles(bx=256, alpha=1.0),
-    "asym": Tiles(bx=256, alpha=0.0),
-    "direct": Tiles(bx=256, cluster=2),
+FLOWS: dict[str, tuple[Dataflow, Tiles]] = {
+    "sym": ("sym", Tiles(bx=256, alpha=1.0)),
+    "asym": ("asym", Tiles(bx=256, alpha=0.0)),
+    "direct": ("direct", Tiles(bx=256, cluster=2)),
 }
 SECTOR_BYTES = 32
 LINK = {
@@ -48,7 +47,7 @@ def main() -> None:
     report(rows, given.out, show=given.out is None, m=M, n=N, k=K)
 
 
-def launch_once(dataflow: AnyDataflow, home: str) -> None:
+def launch_once(name: str, home: str) -> None:
     """Once to load the kernel, then once between the profiler's marks."""
     import torch
 
@@ -57,7 +56,7 @@ def launch_once(dataflow: AnyDataflow, home: str) -> None:
     from c2cserve.kernels.gpu.measure import WeightStore
     from c2cserve.kernels.gpu.repository import Repository
 
-    lane = Lane(0, Repository(0))
+    lane, (dataflow, tiles) = Lane(0, Repository(0)), FLOWS[name]
     weight = WeightStore("peer" if home == "peer" else "host", 2 * N * K, "bfloat16", 0)
     [w, *_] = weight.weights((N, K))
     x = torch.randn(M, K, device="cuda").bfloat16()
@@ -66,7 +65,7 @@ def launch_once(dataflow: AnyDataflow, home: str) -> None:
         torch.cuda.synchronize()
         if marked:
             torch.cuda.profiler.start()
-        launch(lane, dataflow, FLOWS[dataflow], x, w, None, out)
+        launch(lane, dataflow, tiles, x, w, None, out)
         torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
@@ -85,24 +84,24 @@ def read_counters(lines: Iterable[str]) -> dict[str, float]:
     return found
 
 
-def compare(home: str, dataflow: Dataflow, counters: Mapping[str, float]) -> dict[str, Any]:
+def compare(home: str, name: str, counters: Mapping[str, float]) -> dict[str, Any]:
     """Counted bytes, and measured over counted. HBM's count is what kernels ask for: L2 serves
     part of it, so its ratios are at most about 1."""
-    counted = traffic(dataflow, M, N, K, 2, FLOWS[dataflow])
+    dataflow, tiles = FLOWS[name]
+    counted = _as_dict(traffic(dataflow, M, N, K, 2, tiles))
     seen = {
-        name: value * (SECTOR_BYTES if "sectors" in name else 1) for name, value in counters.items()
+        counter: value * (SECTOR_BYTES if "sectors" in counter else 1)
+        for counter, value in counters.items()
     }
+    link = [counter for counter in LINK[home] if counter in seen]
+    hbm = {part: counter for part, counter in HBM.items() if counter in seen}
     return {
         "home": home,
         "dataflow": dataflow,
-        "counted": _as_dict(counted),
+        "counted": counted,
         "measured_bytes": seen,
-        "link_over_counted": {
-            name: seen[name] / counted.link_bytes for name in LINK[home] if name in seen
-        },
-        "hbm_over_counted": {
-            part: seen[name] / _as_dict(counted)[part] for part, name in HBM.items() if name in seen
-        },
+        "link_over_counted": {counter: seen[counter] / counted["link_bytes"] for counter in link},
+        "hbm_over_counted": {part: seen[counter] / counted[part] for part, counter in hbm.items()},
     }
 
 
@@ -121,8 +120,7 @@ def _as_dict(counted: Traffic) -> dict[str, int]:
 
 
 def _compared(home: str, dataflow: str, path: str) -> dict[str, Any]:
-    [known] = [flow for flow in FLOWS if flow == dataflow]
-    return compare(home, known, read_counters(Path(path).read_text().splitlines()))
+    return compare(home, dataflow, read_counters(Path(path).read_text().splitlines()))
 
 
 if __name__ == "__main__":
