@@ -14,8 +14,11 @@ MODELS = ("sorter-llama", "adder-qwen", "reverser-moe", "chatter-qwen2")
 PROMPTS = ("sort: dcba", "347+86=", "reverse: hello", "what is your name?")
 
 
-async def stream_text(url: str, index: int, max_tokens: int) -> str:
-    """One greedy stream, long enough (past the end of the answer) to be hit in the middle."""
+async def stream_text(
+    url: str, index: int, max_tokens: int, begun: asyncio.Event | None = None
+) -> str:
+    """One greedy stream, long enough (past the end of the answer) to be hit in the middle. `begun`
+    is set when some of it is here."""
     which = index % len(MODELS)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         chunks = await client.completions.create(
@@ -26,28 +29,29 @@ async def stream_text(url: str, index: int, max_tokens: int) -> str:
             stream=True,
             extra_body={"ignore_eos": True},
         )
-        parts = [chunk.choices[0].text async for chunk in chunks if chunk.choices]
+        parts: list[str] = []
+        async for chunk in chunks:
+            parts += [choice.text for choice in chunk.choices]
+            if begun is not None and len(parts) == 10:
+                begun.set()
     return "".join(parts)
 
 
-async def all_streams(url: str, count: int, max_tokens: int) -> list[str]:
-    return await asyncio.gather(*(stream_text(url, i, max_tokens) for i in range(count)))
-
-
-def output_tokens(server: ServerProcess) -> float:
-    return server.metric(r"c2cserve:slice_output_tokens_total\{.*\}")
+async def all_streams(
+    url: str, count: int, max_tokens: int, begun: asyncio.Event | None = None
+) -> list[str]:
+    return await asyncio.gather(*(stream_text(url, i, max_tokens, begun) for i in range(count)))
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 32, 150))
+        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
 
         async def disturbed() -> tuple[list[str], float]:
-            streams = asyncio.create_task(all_streams(server.url, 32, 150))
-            victim = (await asyncio.to_thread(server.state))["slices"][0]
-            while await asyncio.to_thread(output_tokens, server) < 32 * 150 + 300:
-                await asyncio.sleep(0.005)
+            victim, begun = server.state()["slices"][0], asyncio.Event()
+            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
+            await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
 

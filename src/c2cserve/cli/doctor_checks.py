@@ -21,7 +21,7 @@ from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
 
 _LIBRARIES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "fastapi", "uvicorn",
-    "msgspec", "pyzmq", "numpy",
+    "msgspec", "numpy",
 )  # fmt: skip
 _FILES_MIN = 4096
 """Every connection is one; every worker maps two per model."""

@@ -5,17 +5,18 @@ import gc
 import logging
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
 from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.driver import run
+from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.logs import setup_logging
 from c2cserve.runtime.live.messages import Measured, WorkerConfig
 from c2cserve.runtime.live.slice_world import Quitting, SliceWorld, Usage
@@ -27,26 +28,23 @@ log = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = 1
 _PR_SET_PDEATHSIG = 1
+_LINGER_S = 1.0
 
 
 def worker() -> None:
-    """Reads its configuration (JSON) from standard input. Ends with its server."""
+    """Standard input is its channel, its configuration the first message. Ends with its server."""
     _die_with(os.getppid())
     # Before the configuration is read: a spare process has done the slow part when it is needed.
     from c2cserve.cli.worker_engine import WorkerEngine
 
-    config = msgspec.json.decode(sys.stdin.buffer.read(), type=WorkerConfig)
+    channel = Channel(socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM))
+    config = msgspec.json.decode(channel.next(), type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.PAIR)
-    socket.setsockopt(zmq.LINGER, 1000)
-    socket.set_hwm(0)
-    socket.connect(config.endpoint)
     policy = SlicePolicy(config.slice, _MAX_IN_FLIGHT)
     page = StatusPage(Path(config.status_path), create=False)
-    world = SliceWorld(socket, page, _usage(policy), _measured(policy))
+    world = SliceWorld(channel, page, _usage(policy), _measured(policy))
     engine = WorkerEngine(config.slice, world)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # what is there now stays: the collector need not look at it again
@@ -56,8 +54,7 @@ def worker() -> None:
         log.info("done")
     finally:
         world.stop()
-        socket.close()
-        context.term()
+        channel.drain(_LINGER_S)
 
 
 def _die_with(parent: int) -> None:

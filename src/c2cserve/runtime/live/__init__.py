@@ -1,1 +1,1 @@
-"""Real processes: the controller's loop beside the HTTP server, workers over ZeroMQ."""
+"""Real processes: the controller's loop beside the HTTP server, workers on channels."""

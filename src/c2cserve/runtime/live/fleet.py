@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import zmq
-
 from c2cserve.core.machine import Slice
 from c2cserve.runtime.live.messages import ToWorker, WorkerConfig
 from c2cserve.runtime.live.workers import Spawner, Worker, next_config
@@ -68,7 +66,6 @@ class Fleet:
     def __init__(
         self, configs: Sequence[WorkerConfig], prefix: Path, settings: FleetSettings
     ) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._prefix = prefix
         self._settings = settings
         self.slots = {config.slice.id: Slot(config) for config in configs}
@@ -93,8 +90,7 @@ class Fleet:
         for slot in self.slots.values():
             if slot.worker is not None or now < slot.restart_at_s:
                 continue
-            process = self._spawner.take()
-            slot.worker = Worker(self._context, slot.config, self._prefix, process)
+            slot.worker = Worker(slot.config, self._prefix, self._spawner.take())
             slot.config = next_config(slot.config)
             slot.started_s = now
         if all(slot.state == "up" for slot in self.slots.values()):
@@ -138,4 +134,3 @@ class Fleet:
                 slot.worker.close()
                 slot.worker = None
         self._spawner.close()
-        self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""What the controller and a worker say to each other: msgpack over one ZeroMQ PAIR per worker.
+"""What the controller and a worker say to each other: msgpack over one channel per worker.
 
 Tagged msgspec structs, decoded strictly; the payload types are core's own.
 """
@@ -17,7 +17,6 @@ class WorkerConfig(msgspec.Struct, frozen=True):
     slice: Slice
     epoch: int
     """Counts the incarnations of this slice's worker, from 1."""
-    endpoint: str
     status_path: str
     log_level: str
     log_format: LogFormat

@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import zmq
-
 from c2cserve.core.actions import RunStep, SliceAction
 from c2cserve.core.events import Activated, Deactivated, SliceEvent, Submitted, Withdrawn
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, Job
 from c2cserve.runtime.live import messages as msg
+from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.status_page import Field, StatusPage
 
 log = logging.getLogger(__name__)
@@ -65,13 +64,13 @@ class Quitting(Exception):
 class SliceWorld:
     def __init__(
         self,
-        socket: "zmq.Socket[bytes]",
+        channel: Channel,
         page: StatusPage,
         usage: Callable[[], Usage],
         measured: Callable[[], Sequence[msg.Measured]],
     ) -> None:
         """`usage` is read after every tick; `measured` about once a second."""
-        self._socket = socket
+        self._channel = channel
         self._page = page
         self._usage = usage
         self._measured = measured
@@ -89,7 +88,7 @@ class SliceWorld:
         self._engine = engine
         self._beat_once()
         self._beating.start()
-        self._socket.send(msg.encode(msg.Hello(epoch, isa)))
+        self._channel.send(msg.encode(msg.Hello(epoch, isa)))
 
     def stop(self) -> None:
         self._stop.set()
@@ -114,7 +113,7 @@ class SliceWorld:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
-        self._socket.send(msg.encode(msg.Output(tuple(deltas))))
+        self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
     # ---- Source ---------------------------------------------------------------------------------
 
@@ -130,15 +129,13 @@ class SliceWorld:
                 events, self._events = self._events, []
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._socket.poll(int((_PARKED_POLL_S if parked else timeout_s) * 1000) or 1)
+            self._channel.wait(_PARKED_POLL_S if parked else timeout_s)
 
     def _take_messages(self) -> None:
-        while True:
-            try:
-                data = self._socket.recv(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for data in self._channel.receive():
             self._take(msg.decode_to_worker(data))
+        if self._channel.closed:
+            raise Quitting
 
     def _take(self, message: msg.ToWorker) -> None:
         match message:
@@ -167,7 +164,7 @@ class SliceWorld:
             self.engine.attach(message.spec, message.segment, message.config, message.dtype)
         except (OSError, ValueError) as fault:
             log.exception("attach of %s failed", model)
-            self._socket.send(msg.encode(msg.Unusable(model, str(fault))))
+            self._channel.send(msg.encode(msg.Unusable(model, str(fault))))
 
     def _report(self) -> None:
         usage = self._usage()
@@ -181,7 +178,7 @@ class SliceWorld:
         if now - self._reported_s > 1.0:
             self._reported_s = now
             for measured in self._measured():
-                self._socket.send(msg.encode(measured))
+                self._channel.send(msg.encode(measured))
 
     # ---- Executor -------------------------------------------------------------------------------
 

@@ -1,17 +1,18 @@
 """One worker process: started, listened to, watched, killed."""
 
-import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import zmq
 
 from c2cserve.core.machine import Slice
+from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.logs import LogFormat
 from c2cserve.runtime.live.messages import (
     ToController,
@@ -27,6 +28,21 @@ from c2cserve.runtime.live.status_page import Field, StatusPage
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A worker process and our end of its channel: it has the other as its standard input."""
+
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+
+    def end(self) -> None:
+        """Kill it if need be, and reap it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+
 class Spawner:
     """Starts worker processes, and keeps one in reserve.
 
@@ -35,92 +51,72 @@ class Spawner:
     """
 
     def __init__(self) -> None:
-        self._spare: subprocess.Popen[bytes] | None = None
+        self._spare: Spawned | None = None
 
-    def take(self) -> "subprocess.Popen[bytes]":
+    def take(self) -> Spawned:
         """The spare process if it is alive, else a new one."""
+        self.keep_spare()
         spare, self._spare = self._spare, None
-        if spare is not None and spare.poll() is None:
-            return spare
-        return self._start()
+        assert spare is not None
+        return spare
 
     def keep_spare(self) -> None:
-        if self._spare is None or self._spare.poll() is not None:
+        if self._spare is not None and self._spare.process.poll() is not None:
+            self._spare.end()
+            self._spare = None
+        if self._spare is None:
             self._spare = self._start()
 
     @staticmethod
-    def _start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-m", "c2cserve.cli.main", "worker"],
-            stdin=subprocess.PIPE,
-            env={**os.environ, **_ONE_THREAD},
-            process_group=0,  # a terminal's ctrl-C is for the server, which drains first
-        )
+    def _start() -> Spawned:
+        mine, its = socket.socketpair()
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "c2cserve.cli.main", "worker"],
+                stdin=its.fileno(),
+                env={**os.environ, **_ONE_THREAD},
+                process_group=0,  # a terminal's ctrl-C is for the server, which drains first
+            )
+        return Spawned(process, Channel(mine))
 
     def close(self) -> None:
         if self._spare is not None:
-            self._spare.kill()
-            self._spare.wait()
-            assert self._spare.stdin is not None
-            self._spare.stdin.close()
+            self._spare.end()
 
 
 class Worker:
-    """An incarnation (`epoch`) of a slice's worker process and the socket to it.
+    """An incarnation (`epoch`) of a slice's worker process.
 
-    Sockets and status pages lie beside the pool's segments under the instance's name, so that
-    whatever removes a dead run's segments removes them too.
+    Status pages lie beside the pool's segments under the instance's name, so that whatever removes
+    a dead run's segments removes them too.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        template: WorkerConfig,
-        prefix: Path,
-        process: "subprocess.Popen[bytes]",
-    ) -> None:
+    def __init__(self, template: WorkerConfig, prefix: Path, spawned: Spawned) -> None:
         self.slice: Slice = template.slice
         self.epoch = template.epoch
-        base = f"{prefix}.{self.slice.id}.{self.epoch}"
-        self._socket_path = Path(f"{base}.sock")
-        self.page = StatusPage(Path(f"{base}.status"), create=True)
+        self.page = StatusPage(Path(f"{prefix}.{self.slice.id}.{self.epoch}.status"), create=True)
         self.up = False
         self.attached: list[str] = []
-        self.socket = context.socket(zmq.PAIR)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.set_hwm(0)
-        self.socket.bind(f"ipc://{self._socket_path}")
-        config = msgspec.structs.replace(
-            template, endpoint=f"ipc://{self._socket_path}", status_path=str(self.page.path)
-        )
-        self.process = process
-        self.pidfd = os.pidfd_open(process.pid)
-        assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # dead already: its pidfd says so
-            process.stdin.write(msgspec.json.encode(config))
-            process.stdin.close()
+        self._spawned = spawned
+        self.channel = spawned.channel
+        self.pidfd = os.pidfd_open(self.pid)
+        config = msgspec.structs.replace(template, status_path=str(self.page.path))
+        self.channel.send(msgspec.json.encode(config))
 
     @property
     def pid(self) -> int:
-        return self.process.pid
+        return self._spawned.process.pid
 
     @property
     def exit_code(self) -> int | None:
-        return self.process.poll()
+        return self._spawned.process.poll()
 
     def send(self, message: ToWorker) -> None:
         """Never blocks and never fails: what a dead worker does not get is placed again."""
-        try:
-            self.socket.send(encode(message), flags=zmq.NOBLOCK)
-        except zmq.Again:
-            return
+        self.channel.send(encode(message))
 
     def receive(self) -> Iterator[ToController]:
-        while True:
-            try:
-                data = self.socket.recv(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        for data in self.channel.receive():
             yield decode_to_controller(data)
 
     def hung(self, now: float, beat_timeout_s: float, step_timeout_s: float) -> str | None:
@@ -137,23 +133,20 @@ class Worker:
 
     def kill(self) -> None:
         if self.exit_code is None:
-            self.process.send_signal(signal.SIGKILL)
+            self._spawned.process.send_signal(signal.SIGKILL)
 
     def close(self) -> None:
-        """Reap the process (killing it if need be) and remove its socket and page."""
-        self.kill()
-        self.process.wait()
+        """Reap the process (killing it if need be) and remove its page."""
+        self._spawned.end()
         os.close(self.pidfd)
-        self.socket.close()
         self.page.remove()
-        self._socket_path.unlink(missing_ok=True)
 
 
 def first_config(
     slice_: Slice, log_level: str, log_format: LogFormat, record: str | None
 ) -> WorkerConfig:
     """The template of a slice's first incarnation; `next_config` makes the following ones."""
-    return WorkerConfig(slice_, 1, "", "", log_level, log_format, record)
+    return WorkerConfig(slice_, 1, "", log_level, log_format, record)
 
 
 def next_config(config: WorkerConfig) -> WorkerConfig:

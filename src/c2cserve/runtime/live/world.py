@@ -11,8 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
-import zmq
-
 from c2cserve.core.actions import (
     Activate,
     ClusterAction,
@@ -103,12 +101,13 @@ class World:
             self._poll(_TICK_S if until is None else min(_TICK_S, until - now))
 
     def _poll(self, timeout_s: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(self._wake_fd, select.POLLIN)
         for slot in self._fleet.slots.values():
             if slot.worker is not None:
-                poller.register(slot.worker.socket, zmq.POLLIN)
-                poller.register(slot.worker.pidfd, zmq.POLLIN)
+                poller.register(slot.worker.pidfd, select.POLLIN)
+                if not slot.worker.channel.closed:
+                    poller.register(slot.worker.channel, slot.worker.channel.interest)
         ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
         if any(slot.worker and slot.worker.pidfd in ready for slot in self._fleet.slots.values()):
             self._looked_s = 0.0
@@ -117,6 +116,7 @@ class World:
         self._take_inbox(events)
         for slot in self._fleet.slots.values():
             if slot.worker is not None:
+                slot.worker.channel.flush()
                 self._take_messages(slot.worker, events)
         now = time.monotonic()
         if now - self._looked_s >= _TICK_S:
@@ -203,7 +203,6 @@ class World:
         """Take the last words of a dead worker, then place its requests again."""
         if not worker.up:
             return
-        worker.socket.poll(5)
         self._take_messages(worker, events)
         for record in self._directory:
             record.slices.discard(worker.slice.id)
