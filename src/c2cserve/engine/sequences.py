@@ -1,7 +1,6 @@
 """What the executor keeps of a request: its tokens, its block table, how to sample."""
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -79,6 +78,15 @@ class Sequence:
             self.blocks[self.block_count : self.block_count + count] = step.new_blocks
             self.block_count += count
 
+    def slots(self, first: int, stop: int) -> list[int]:
+        """Where tokens [first, stop) lie: their blocks' offsets * 16 + places in them."""
+        if stop - first == 1:
+            return [int(self.blocks[first // BLOCK_TOKENS]) * BLOCK_TOKENS + first % BLOCK_TOKENS]
+        at = np.arange(first, stop, dtype=np.int64)
+        offsets = self.blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
+        slots: list[int] = offsets.tolist()
+        return slots
+
     def row_sampling(self) -> RowSampling:
         sampling, request = self.job.sampling, self.job.request
         output_start = request.prompt_len - request.sent
@@ -111,44 +119,41 @@ class Sequence:
 
 def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
     """The step's tokens of all its sequences, concatenated."""
-    parts = list(zip(step.seqs, seqs, strict=True))
-    starts = np.zeros(len(parts) + 1, np.int32)
-    np.cumsum([part.tokens for part, _ in parts], out=starts[1:])
-    total = int(starts[-1])
-    ids = np.empty(total, np.int32)
-    positions = np.empty(total, np.int32)
-    slots = np.empty(total, np.int64)
-    table = np.zeros((len(parts), max(seq.block_count for seq in seqs)), np.int64)
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    context: list[int] = []
     rows: list[int] = []
-    for i, ((part, seq), (begin, end)) in enumerate(
-        zip(parts, pairwise(starts.tolist()), strict=True)
-    ):
+    table = np.zeros((len(seqs), max(seq.block_count for seq in seqs)), np.int64)
+    for part, seq, blocks in zip(step.seqs, seqs, table, strict=True):
         first, stop = part.start, part.start + part.tokens
-        ids[begin:end] = seq.tokens[first:stop]
-        if part.tokens == 1:
-            positions[begin] = first
-            slots[begin] = seq.blocks[first // BLOCK_TOKENS] * BLOCK_TOKENS + first % BLOCK_TOKENS
-        else:
-            at = np.arange(first, stop, dtype=np.int64)
-            positions[begin:end] = at
-            slots[begin:end] = seq.blocks[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
-        table[i, : seq.block_count] = seq.blocks[: seq.block_count]
+        begin, end = starts[-1], starts[-1] + part.tokens
+        ids += seq.tokens[first:stop].tolist()
+        positions += range(first, stop)
+        slots += seq.slots(first, stop)
+        starts.append(end)
+        context.append(stop)
+        blocks[: seq.block_count] = seq.blocks[: seq.block_count]
         if seq.scores_prompt(part):
             rows += range(begin, end)
         elif part.emits:
             rows.append(end - 1)
-    context = np.array([part.start + part.tokens for part, _ in parts], np.int32)
     return ForwardBatch(
-        ids=_tensor(ids),
-        positions=_tensor(positions),
-        q_start=_tensor(starts),
-        context_len=_tensor(context),
-        block_table=_tensor(table),
-        slots=_tensor(slots),
-        logit_rows=torch.tensor(rows, dtype=torch.int64),
-        longest=int(context.max()),
+        ids=_ints(ids),
+        positions=_ints(positions),
+        q_start=_ints(starts),
+        context_len=_ints(context),
+        block_table=torch.from_numpy(table),
+        slots=_longs(slots),
+        logit_rows=_longs(rows),
+        longest=max(context),
     )
 
 
-def _tensor(array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-    return torch.from_numpy(array)
+def _ints(values: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int32))
+
+
+def _longs(values: list[int]) -> Tensor:
+    return torch.from_numpy(np.array(values, np.int64))
