@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+from gemm_cases import ROWS
 from gemm_summary import RATIO_MAX_BAR, RATIO_MEAN_BAR, geometric_mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -37,9 +38,9 @@ def _saved(figure: Figure, path: Path, results: Results) -> Path:
     speeds = ", ".join(
         f"{home} {speed / 1e9:.0f} GB/s" for home, speed in results["link_bytes_per_s"].items()
     )
-    figure.text(
-        0.99, 0.005, f"{results['gpu']}, bf16, copy engine from {speeds}",
-        ha="right", va="bottom", fontsize=7, color="#666666",
+    figure.supxlabel(
+        f"{results['gpu']}, bf16, copy engine from {speeds}",
+        x=0.99, ha="right", fontsize=7, color="#666666",
     )  # fmt: skip
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)
@@ -55,6 +56,8 @@ def panels(count: int, *, width: float = 5.0, height: float = 4.0) -> tuple[Figu
 
 def ratio_axis(axes: Axes) -> None:
     axes.set_xscale("log", base=2)
+    axes.set_xticks(ROWS, [str(m) for m in ROWS], rotation=45, fontsize=8)
+    axes.minorticks_off()
     axes.set_xlabel("M, rows of X")
     axes.axhline(1.0, color="#333333", linewidth=1)
     axes.grid(visible=True, axis="y", alpha=0.3)
@@ -107,7 +110,7 @@ def _pick_panel(axes: Axes, rows: Sequence[Results]) -> None:
     axes.plot(rising, means, color=COLOURS["pick"], label="geometric mean")
     axes.axhline(RATIO_MEAN_BAR, linestyle="--", color="#999999", linewidth=1)
     axes.axhline(RATIO_MAX_BAR, linestyle=":", color="#999999", linewidth=1)
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.22))
 
 
 def _dataflow_panel(axes: Axes, rows: Sequence[Results]) -> None:
@@ -141,7 +144,7 @@ def _paper_panel(axes: Axes, one: Results) -> None:
         axes.text(ratio, place, text, va="center", fontsize=7)
     axes.set_yticks(range(len(ran)), [c["tiles"] for c in ran], fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlim(0.9, max(ratios) * 4)
+    axes.set_xlim(0.9, max(ratios) * 8)
     axes.axvline(1.0, color="#333333", linewidth=1)
     axes.axvline(one["bar"], linestyle="--", color="#999999", linewidth=1)
     axes.set_xlabel(f"over the floor ({one['floor_s'] * 1e3:.2f} ms)")

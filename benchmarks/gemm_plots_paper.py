@@ -128,32 +128,29 @@ def _interference_panel(axes: Axes, rows: Sequence[Row], name: str) -> None:
     axes.set_ylabel("thousand tokens/s (linears only)")
     first, last = PUBLISHED_LOST[name]
     axes.plot([], [], " ", label=f"published: -{first:.0%} to -{last:.0%}")
-    axes.margins(y=0.15)
+    axes.set_ylim(0, 1.35 * max(solo))
     axes.legend(fontsize=7)
 
 
 def _figure_8(rows: Sequence[Row], home: str) -> Figure:
-    figure, (times, moved) = panels(2, width=4.5)
     sizes = sorted({row["sms"] for row in rows}, reverse=True)
-    for place, sms in enumerate(sizes):
-        own = [row for row in rows if row["sms"] == sms]
-        at = [x + (place - (len(sizes) - 1) / 2) * 0.4 for x in range(len(own))]
-        shade = 1 - 0.45 * place
-        ms = [_slowest_ms(row) for row in own]
-        times.bar(at, ms, 0.4, color=COLOURS["asym"], alpha=shade, label=f"{sms} SMs")
-        times.set_xticks(range(len(own)), [str(row["bx"]) for row in own])
-    times.set_yscale("log")
-    times.set_ylabel("ms")
-    times.set_title(f"asym, W at {home}")
-    own = [row for row in rows if row["sms"] == sizes[0]]
+    figure, axes = panels(len(sizes) + 1, width=3.6, height=3.6)
+    for own, sms in zip(axes, sizes, strict=False):
+        mine = [row for row in rows if row["sms"] == sms]
+        own.bar(range(len(mine)), [_slowest_ms(row) for row in mine], color=COLOURS["asym"])
+        own.set_ylabel("ms")
+        own.set_title(f"asym on {sms} SMs, W at {home}", fontsize=9)
+    mine = [row for row in rows if row["sms"] == sizes[0]]
     for shift, part in ((-0.2, "read"), (0.2, "write")):
-        gigabytes = [row[f"hbm_{part}_bytes"] / 1e9 for row in own]
-        moved.bar([x + shift for x in range(len(own))], gigabytes, 0.4, label=f"HBM {part}")
-    moved.set_xticks(range(len(own)), [str(row["bx"]) for row in own])
-    moved.set_ylabel("GB, counted")
-    for axes in (times, moved):
-        axes.set_xlabel("rows of X in a tile")
-        axes.legend(fontsize=7)
+        gigabytes = [row[f"hbm_{part}_bytes"] / 1e9 for row in mine]
+        axes[-1].bar([x + shift for x in range(len(mine))], gigabytes, 0.4, label=part)
+    axes[-1].set_title("HBM, as kernels ask", fontsize=9)
+    axes[-1].set_ylabel("GB, counted")
+    axes[-1].set_ylim(0, 1.3 * max(row["hbm_read_bytes"] / 1e9 for row in mine))
+    axes[-1].legend(fontsize=7)
+    for own in axes:
+        own.set_xticks(range(len(mine)), [str(row["bx"]) for row in mine])
+        own.set_xlabel("rows of X in a tile")
     return figure
 
 
