@@ -56,12 +56,13 @@ class CpuOps:
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         vocab, hidden = table.shape
+        (tokens,) = ids.shape
         if not table.is_contiguous() or not _dense(ids, torch.int32):
             raise misfit("embed", table=table, ids=ids)
-        out = torch.empty((len(ids), hidden))
+        out = torch.empty((tokens, hidden))
         bad = self._lib.c2c_embed(
             self._pool, out.data_ptr(), table.data_ptr(), DTYPES[table.dtype], vocab,
-            ids.data_ptr(), len(ids), hidden,
+            ids.data_ptr(), tokens, hidden,
         )  # fmt: skip
         if bad >= 0:
             raise ValueError(f"embed: id {int(ids[bad])} at {bad} is not in [0, {vocab})")
@@ -93,7 +94,7 @@ class CpuOps:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, hidden = x.shape
         if not _dense(x, torch.float32) or not _dense(weight, torch.float32) \
-                or len(weight) != hidden:  # fmt: skip
+                or weight.shape[0] != hidden:  # fmt: skip
             raise misfit("rms_norm", x=x, weight=weight)
         out = torch.empty((tokens, hidden))
         self._lib.c2c_rms_norm(

@@ -154,7 +154,7 @@ class CpuExecutor:
                 rows.append(row - 1)
         if not run.drawing:
             return Drawn([], [])
-        picked = logits if len(rows) == len(logits) else logits[rows]
+        picked = logits if len(rows) == logits.shape[0] else logits[rows]
         return self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
 
     def _advance(self, run: _Run, work: _Work) -> None:

@@ -89,13 +89,14 @@ class Decoder:
                 yield from self._experts(hidden, layers[0], x, ops)
             done += len(layers)
         rows = batch.logit_rows
-        if not len(rows):
+        wanted = rows.shape[0]
+        if not wanted:
             return hidden.new_empty((0, self.config.vocab))  # a chunk that draws nothing
         if self._head is None or self._norm is None:
             yield from self._wait([self._head_group])
             self._norm = self._weights.tensor(NORM).float()
             self._head = self._weights.tensor(EMBED if self.config.tied else HEAD)
-        last = hidden if len(rows) == len(hidden) else hidden[rows]
+        last = hidden if wanted == hidden.shape[0] else hidden[rows]
         return ops.linear(ops.rms_norm(last, self._norm, self._shape.eps), self._head)
 
     def _wait(self, groups: list[int]) -> Wait:
