@@ -44,6 +44,7 @@ COMMANDS = {
     "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
+    "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),
     "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
     "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
     "version": Lazy("c2cserve.cli.main", "version", "Print the version."),

@@ -19,8 +19,9 @@ class KernelMissingError(LookupError):
 
     def __init__(self, variant: Variant, folder: Path) -> None:
         self.variant = variant
+        where = "" if folder == default_folder() else f" --folder {folder}"
         super().__init__(
-            f"the kernel {variant.name} is not in {folder}: run `c2cserve kernels build`"
+            f"the kernel {variant.name} is not in {folder}: run `c2cserve kernels build{where}`"
         )
 
 

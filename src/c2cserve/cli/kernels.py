@@ -1,0 +1,129 @@
+"""`c2cserve kernels`: the GPU kernels, built ahead of serving; none of it needs a GPU."""
+
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from c2cserve.cli.kernels_explain import explain
+from c2cserve.cli.output import (
+    CliError,
+    console,
+    print_json,
+    progress_console,
+    show_bytes,
+    show_seconds,
+)
+from c2cserve.kernels.gpu import compiler
+from c2cserve.kernels.gpu.compiler import BuildError, default_folder
+from c2cserve.kernels.gpu.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
+
+app = typer.Typer(help="Build, list, check and explain the GPU kernels.", no_args_is_help=True)
+app.command("explain")(explain)
+
+FolderOption = Annotated[
+    Path | None,
+    typer.Option(help="Of the built kernels.", show_default=f"{default_folder()}"),
+]
+
+
+@app.command("build")
+def build(
+    folder: FolderOption = None,
+    force: Annotated[bool, typer.Option("--force", help="Also what is built already.")] = False,
+) -> None:
+    """Compile every kernel that is not built yet. Needs nvcc, takes a minute."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    folder, began_s = folder or default_folder(), time.monotonic()
+    lacking = sum(1 for v in VARIANTS if force or compiler.read_report(folder, v) is None)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
+        task = bar.add_task("compiling", total=lacking)
+        try:
+            made = compiler.build(
+                VARIANTS,
+                folder,
+                force=force,
+                built=lambda variant, _: bar.update(task, advance=1, description=variant.name),
+            )
+        except BuildError as error:
+            bar.stop()
+            line, _, words = str(error).partition("\n")
+            sys.stderr.write(words)
+            raise CliError(line) from error
+    said = f"built {len(made)} of {len(VARIANTS)} kernels" if made else "every kernel was built"
+    took = f" in {show_seconds(time.monotonic() - began_s)}" if made else ""
+    sys.stdout.write(f"{said}{took}: {folder}\n")
+    _refuse(compiler.check(VARIANTS, folder))
+
+
+@app.command("list")
+def list_kernels(
+    folder: FolderOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Every kernel: what it is compiled with, and whether it is built."""
+    folder = folder or default_folder()
+    rows = [_row(folder, variant) for variant in VARIANTS]
+    if as_json:
+        print_json(rows)
+        return
+    from rich.table import Table
+
+    states = Counter(str(row["state"]) for row in rows)
+    table = Table(caption=f"{THREADS} threads and {show_bytes(SHARED_BYTES)} of shared memory each")
+    for head in ("kernel", "stages", "registers", "state"):
+        table.add_column(head, justify="right" if head in ("stages", "registers") else "left")
+    for row in rows:
+        registers = "-" if row["registers"] is None else str(row["registers"])
+        table.add_row(str(row["name"]), str(row["stages"]), registers, str(row["state"]))
+    console().print(table)
+    counted = ", ".join(f"{count} {name}" for name, count in states.items())
+    sys.stdout.write(f"{len(rows)} kernels, {counted}: {folder}\n")
+
+
+@app.command("check")
+def check(folder: FolderOption = None) -> None:
+    """End with 1 and name every kernel that is not built, is stale, or uses local memory."""
+    folder = folder or default_folder()
+    _refuse(compiler.check(VARIANTS, folder))
+    sys.stdout.write(f"{len(VARIANTS)} kernels are built and fit: {folder}\n")
+
+
+@app.command("clean")
+def clean(folder: FolderOption = None) -> None:
+    """Remove what was built from other sources than these, and what killed builds left."""
+    folder = folder or default_folder()
+    sys.stdout.write(f"removed {compiler.clean(VARIANTS, folder)} files: {folder}\n")
+
+
+def _row(folder: Path, variant: Variant) -> dict[str, object]:
+    report = compiler.read_report(folder, variant)
+    return {
+        "name": variant.name,
+        "stages": variant.stages,
+        "registers": report and report.registers,
+        "state": _state(folder, variant, report),
+        "threads": THREADS,
+        "shared_bytes": SHARED_BYTES,
+        "defines": variant.defines,
+    }
+
+
+def _state(folder: Path, variant: Variant, report: compiler.Report | None) -> str:
+    if report is not None and not report.fit:
+        return f"unfit: {report.faults}"
+    return compiler.state(folder, variant)
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        sys.stdout.write("".join(f"{problem}\n" for problem in problems))
+        raise CliError(
+            f"{len(problems)} of {len(VARIANTS)} kernels are not fit to serve with"
+            " (`c2cserve kernels build` builds what is missing or stale)"
+        )

@@ -1,0 +1,84 @@
+"""The list of kernels: consistent with the device code, and all that a launcher can ask for."""
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from gemm_questions import questions
+from hypothesis import given
+
+from c2cserve.kernels.gpu.candidates import candidates
+from c2cserve.kernels.gpu.compiler import SOURCES
+from c2cserve.kernels.gpu.cost import Question
+from c2cserve.kernels.gpu.profile import AnyDataflow, Dtype
+from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.variants import SHARED_BYTES, VARIANTS, Source, Variant
+
+BY_SOURCE: dict[Source, list[Variant]] = defaultdict(list)
+for one in VARIANTS:
+    BY_SOURCE[one.source].append(one)
+TILE_BYTES = 64 * 2
+"""Of a row of W or X in a stage."""
+
+
+def launched(dataflow: AnyDataflow, tiles: Tiles, dtype: Dtype) -> Variant | None:
+    """What `dataflows/` launch; None for what cuBLAS multiplies."""
+    bx, cluster = tiles.bx, tiles.cluster
+    match dataflow:
+        case "resident" | "prefetch":
+            return None
+        case "sym" | "asym" | "hybrid":
+            kp, partial_bytes = tiles.kp, tiles.partial_bytes
+            return Variant("hybrid", dtype, bx, kp=kp, partial_bytes=partial_bytes)
+        case "tee":
+            return Variant("direct", dtype, bx, cluster, tee=True)
+        case _:
+            return Variant(dataflow, dtype, bx, cluster)
+
+
+def test_names_are_unique_and_fit_for_files() -> None:
+    names = [variant.name for variant in VARIANTS]
+    assert len(set(names)) == len(names)
+    assert all(re.fullmatch(r"[a-z0-9-]+", name) for name in names)
+
+
+def test_every_variant_is_there_for_both_dtypes() -> None:
+    flipped = {"bfloat16": "float16", "float16": "bfloat16"}
+    assert {replace(v, dtype=flipped[v.dtype]) for v in VARIANTS} == set(VARIANTS)
+
+
+@pytest.mark.parametrize("source", sorted(BY_SOURCE))
+def test_defines_are_those_the_source_is_built_with(source: Source) -> None:
+    text = (SOURCES / f"{source}.cu").read_text()
+    head = re.search(r"Built with -D: (.*?)\.\n", text.replace("\n//", ""), re.DOTALL)
+    assert head is not None, f"{source}.cu does not say what it is built with"
+    said = set(re.findall(r"\b[A-Z][A-Z_]+\b", re.sub(r"\(.*?\)", "", head[1])))
+    for variant in BY_SOURCE[source]:
+        assert set(variant.defines) == said
+        assert int(variant.defines["BX"]) == variant.bx
+        assert variant.defines["SHARED_BYTES"] == str(SHARED_BYTES)
+
+
+def test_every_source_has_variants() -> None:
+    assert {path.stem for path in SOURCES.glob("*.cu")} == set(BY_SOURCE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_stages_hide_latency_and_fill_shared_memory(variant: Variant) -> None:
+    """A link's latency needs at least 3 tiles on their way. Where their number is not capped, one
+    more would not fit (that the rest of shared memory is accounted for, the compiler checks)."""
+    stage = (128 + variant.bx) * TILE_BYTES
+    assert variant.stages >= 3
+    assert variant.stages * stage <= SHARED_BYTES
+    rest = SHARED_BYTES - variant.stages * stage
+    assert variant.stages == 12 or rest < stage + 40_000, "shared memory is left idle"
+
+
+@given(questions())
+def test_whatever_can_be_picked_is_built(question: Question) -> None:
+    """While serving nothing compiles: a kernel that is not in the list would be an error then."""
+    for dataflow, tiles in candidates(question):
+        variant = launched(dataflow, tiles, question.dtype)
+        assert variant is None or variant in VARIANTS, f"{dataflow} {tiles}"
+        assert variant is None or variant.cluster <= question.sms
