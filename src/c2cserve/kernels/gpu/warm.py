@@ -1,0 +1,66 @@
+"""Every Triton kernel, run once with a model's sizes, so that serving compiles nothing.
+
+Triton keeps what it compiled on disk, under the hash of all that went into it; a second start finds
+it there. Sizes that change from step to step (tokens, sequences, contexts, layers) make no new
+variant, and models whose sizes are alike (all are multiples of 16) share theirs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from c2cserve.kernels.gpu import elementwise
+from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.greedy import greedy
+from c2cserve.kernels.gpu.weight import TORCH_DTYPES, Dtype
+from c2cserve.kernels.layer import KvLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What kernels are specialised on."""
+
+    hidden: int
+    inner: int
+    """Of the MLP, or of one expert."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: Dtype
+    qk_norm: bool = False
+    top_k: int = 0
+    """Experts of a token; 0 for a dense model."""
+
+
+def warm(sizes: Sizes, device: torch.device) -> None:
+    """Compile, or load, and run all kernels such a model needs."""
+    dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
+    kv = KvLayout(1, sizes.kv_heads, dim, sizes.dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    x, weight = zeros(3, sizes.hidden), zeros(sizes.hidden, dtype=torch.float32)
+    elementwise.rms_norm(x, weight, 1e-5)
+    elementwise.add_rms_norm(x, x.clone(), weight, 1e-5)
+    elementwise.silu_mul(zeros(3, 2 * sizes.inner))
+    elementwise.embed(x, integers(0, 2), device)
+    if sizes.top_k:
+        places = zeros(1, sizes.top_k, dtype=torch.int64)
+        elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
+    greedy(zeros(2, sizes.vocab))
+    qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim)
+    arena, table = zeros(kv.block_bytes, dtype=torch.uint8), zeros(4, dim // 2, dtype=torch.float32)
+    norms = (zeros(dim, dtype=torch.float32), zeros(dim, dtype=torch.float32))
+    elementwise.rope_store(
+        qkv, integers(0, 1, 0), table, table, norms if sizes.qk_norm else None, 1e-5, arena, kv, 0,
+        zeros(3, dtype=torch.int64),
+    )  # fmt: skip
+    # One sequence of two new tokens and one of one: both kernels, and the merge.
+    attention(
+        qkv, arena, kv, 0, integers(0, 2, 3), integers(2, 1), zeros(2, 1, dtype=torch.int64), 1.0, 0
+    )

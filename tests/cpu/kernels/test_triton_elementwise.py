@@ -1,0 +1,114 @@
+"""Triton's row kernels against float64, over odd shapes."""
+
+import pytest
+import torch
+from interpreted import DEVICE
+from triton_case import DTYPES, close, noise
+
+from c2cserve.kernels.gpu import elementwise, experts
+from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
+from c2cserve.kernels.ref import RefOps, block_views
+
+REF = RefOps()
+NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [8, 72, 100, 1024, 1536])
+def test_norms(hidden: int, dtype: torch.dtype) -> None:
+    x, weight = (noise(3, hidden) * 3).to(dtype), noise(hidden, seed=1)
+    out = elementwise.rms_norm(x.to(DEVICE), weight.to(DEVICE), 1e-5)
+    close(out, REF.rms_norm(x, weight, 1e-5))
+    before = noise(3, hidden, seed=2).to(dtype)
+    residual = before.to(DEVICE, copy=True)
+    out = elementwise.add_rms_norm(x.to(DEVICE), residual, weight.to(DEVICE), 1e-6)
+    close(residual, before.double() + x.double())
+    close(out, REF.rms_norm(residual.cpu(), weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inner", [4, 100, 1500])
+def test_silu_mul(inner: int, dtype: torch.dtype) -> None:
+    gate_up = (noise(3, 2 * inner) * 8).to(dtype)
+    close(elementwise.silu_mul(gate_up.to(DEVICE)), REF.silu_mul(gate_up))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")  # numpy's, of the interpreter: exp(3e4)
+def test_silu_holds_at_the_ends_of_the_range() -> None:
+    gate = torch.tensor([[-3e4, -90, -20, -1e-6, 0, 1e-6, 20, 90, 3e4]], dtype=torch.bfloat16)
+    gate_up = torch.cat((gate, torch.ones_like(gate)), 1)
+    got = elementwise.silu_mul(gate_up.to(DEVICE)).cpu()
+    torch.testing.assert_close(got.float(), REF.silu_mul(gate_up), rtol=0.01, atol=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hidden", [8, 100, 1500])
+def test_embed(hidden: int, dtype: torch.dtype) -> None:
+    table = noise(6, hidden).to(dtype)
+    ids = torch.tensor([3, 0, 5, 3], dtype=torch.int32)
+    got = elementwise.embed(table.to(DEVICE), ids.to(DEVICE), DEVICE)
+    assert torch.equal(got.cpu(), table[ids.long()])
+
+
+def test_an_id_that_is_none_fails_its_own_row_and_reads_nothing() -> None:
+    table = noise(6, 40).bfloat16()
+    ids = torch.tensor([6, 2, -1, 2**31 - 1], dtype=torch.int32, device=DEVICE)
+    got = elementwise.embed(table.to(DEVICE), ids, DEVICE).cpu()
+    assert got[[0, 2, 3]].isnan().all()
+    assert torch.equal(got[1], table[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "norm"),
+    [(4, 2, 24, True), (1, 1, 8, False), (7, 1, 80, True), (6, 3, 64, False), (5, 5, 96, False)],
+)
+def test_rope_store(heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype) -> None:
+    kv = KvLayout(2, kv_heads, dim, NAMES[dtype])
+    qkv = noise(3, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = noise(40, dim // 2, seed=1) * 9
+    norms = (noise(dim, seed=2), noise(dim, seed=3)) if norm else None
+    positions = torch.tensor([0, 39, 17], dtype=torch.int32)
+    blocks = torch.tensor([2, 0, 2]) * kv.block_bytes
+    slots = blocks * BLOCK_TOKENS + torch.tensor([0, 15, 3])
+    mine, arena = qkv.to(DEVICE, copy=True), torch.full((3 * kv.block_bytes,), 255).to(torch.uint8)
+    theirs, arena_ref = qkv.float(), arena.clone()
+    arena = arena.to(DEVICE)
+    norms_mine = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
+    elementwise.rope_store(
+        mine, positions.to(DEVICE), angles.cos().to(DEVICE), angles.sin().to(DEVICE), norms_mine,
+        1e-5, arena, kv, 1, slots.to(DEVICE),
+    )  # fmt: skip
+    REF.rope_store(
+        theirs, positions, angles.cos(), angles.sin(), norms, 1e-5, arena_ref, kv, 1, slots
+    )
+    close(mine, theirs)
+    assert torch.equal(mine.cpu()[:, -kv_heads * dim :], qkv[:, -kv_heads * dim :])
+    written = 0
+    for block in range(3):
+        view = arena[block * kv.block_bytes :][: kv.block_bytes].cpu().view(dtype)
+        planes = view.view(kv.layers, 2, kv_heads, BLOCK_TOKENS, dim)
+        assert planes[0].isnan().all(), "another layer was written"
+        k, v = block_views(arena_ref, kv, 1, block * kv.block_bytes)
+        for ours, want in zip(planes[1], (k, v), strict=True):
+            assert torch.equal(ours.isnan(), want.isnan())
+            there = ~ours.isnan()
+            written += int(there.sum())
+            if there.any():
+                close(ours[there], want[there], roundings=2)
+    assert written == 3 * 2 * kv_heads * dim
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_combine(dtype: torch.dtype) -> None:
+    routing = experts.route(noise(5, 7), 3, renormalize=True)
+    y = noise(15, 100, seed=1).to(dtype)
+    got = elementwise.combine(y.to(DEVICE), routing.places.to(DEVICE), routing.weights.to(DEVICE))
+    want = torch.einsum("tkh,tk->th", y[routing.places].double(), routing.weights.double())
+    close(got, want)
+
+
+def test_nothing_is_nothing() -> None:
+    none = torch.empty((0, 64), dtype=torch.bfloat16, device=DEVICE)
+    assert elementwise.rms_norm(none, torch.ones(64, device=DEVICE), 1e-5).shape == (0, 64)
+    assert elementwise.silu_mul(none).shape == (0, 32)
