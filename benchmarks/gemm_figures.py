@@ -94,10 +94,11 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
             for own in slices
         ]
         graphs = [
-            capture(own, run.steps(*flow, 16, first=i))
+            capture(own, run.steps(*flow, 4, first=4 * i))
             for i, (own, run) in enumerate(zip(slices, runs, strict=True))
         ]
-        speeds = [16 * PAPER.bytes / seconds for seconds in together_s(slices, graphs)]
+        taken_s = together_s(slices, graphs, at_least_s=0.3)
+        speeds = [4 * PAPER.bytes / seconds for seconds in taken_s]
         share = shares(speeds, bench.link_bytes_per_s[home])
         found.append({"dataflow": label(*flow, PAPER.n), "m": rows, **share})
         print(f"fair share, {home}, M={rows}, {label(*flow, PAPER.n)}: {_shown(share)}", flush=True)
@@ -116,7 +117,8 @@ def figure_4(
     flows: list[Flow] = [("resident", Tiles()), SYM]
     for alpha in reversed(list(alphas(quick))):
         flows.append(("hybrid", Tiles(bx=256, alpha=alpha)))
-    flows += [ASYM, ("direct", Tiles(bx=256, cluster=2)), ("prefetch", Tiles(panel_rows=1024))]
+    flows += [ASYM, ("direct", Tiles(bx=256, cluster=2)), ("direct", Tiles(bx=256, cluster=8))]
+    flows.append(("prefetch", Tiles(panel_rows=1024)))
     rows: list[dict[str, Any]] = []
     for flow in flows:
         # The paper's do not overlap with the next GEMM, and one may take a second.
@@ -138,7 +140,8 @@ def _at_once(
     counted = runs[0].traffic(*flow)
     row: dict[str, Any] = {
         "slices": len(slices), "sms": case.sms, "dataflow": flow[0], "alpha": flow[1].alpha,
-        "tiles": label(*flow, PAPER.n), "seconds": None, "refused": None,
+        "cluster": flow[1].cluster, "tiles": label(*flow, PAPER.n),
+        "seconds": None, "refused": None,
         "link_bytes": counted.link_bytes, "hbm_read_bytes": counted.hbm_read_bytes,
         "hbm_write_bytes": counted.hbm_write_bytes,
     }  # fmt: skip

@@ -27,7 +27,13 @@ def figure_plots(results: Mapping[str, Any]) -> Iterator[tuple[str, Figure]]:
 
 
 def _name(row: Row) -> str:
-    return f"hybrid {row['alpha']:g}" if row["dataflow"] == "hybrid" else row["dataflow"]
+    match row["dataflow"]:
+        case "hybrid":
+            return f"hybrid {row['alpha']:g}"
+        case "direct":
+            return f"direct x{row['cluster']}"
+        case other:
+            return other
 
 
 def _figure_4(rows: Sequence[Row], home: str) -> Figure:

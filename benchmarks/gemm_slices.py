@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from gemm_run import Bench, Step
+from gemm_summary import seconds_at_once
 
 from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.kernels.gpu.lane import Lane
 
-_AT_LEAST_S = 0.05
 _GATE_CYCLES = 60_000_000
 """About 30 ms: longer than it takes to enqueue all slices' graphs."""
 _WARM = 8
@@ -62,14 +62,15 @@ def capture(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def together_s(slices: Sequence[Slice], graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-    """Seconds of each slice's graph while all slices replay theirs, as often as fills the time."""
+def together_s(
+    slices: Sequence[Slice], graphs: Sequence[torch.cuda.CUDAGraph], *, at_least_s: float = 0.1
+) -> list[float]:
+    """Seconds of each slice's graph while all slices replay theirs, over and over."""
     once_s = _replayed_s(slices, graphs, [1] * len(slices))
-    longest_s = max(once_s)
-    if longest_s > 2 * _AT_LEAST_S:
+    if max(once_s) > 2 * at_least_s:
         return once_s
     # Slices whose graphs are short replay more of them, so that all are busy all the time.
-    repeats = [max(2, round(_AT_LEAST_S / seconds)) for seconds in once_s]
+    repeats = [max(2, round(at_least_s / seconds)) for seconds in once_s]
     return _replayed_s(slices, graphs, repeats)
 
 
@@ -81,20 +82,23 @@ def _replayed_s(
     gate = torch.cuda.Stream()
     with torch.cuda.stream(gate):
         torch.cuda._sleep(_GATE_CYCLES)
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    events: list[list[torch.cuda.Event]] = []
     for own in slices:
         own.stream.wait_stream(gate)
-        events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-        events[-1][0].record(own.stream)
+        events.append([_mark(own.stream)])
     for turn in range(max(repeats)):
-        for own, graph, count in zip(slices, graphs, repeats, strict=True):
+        for own, graph, count, marks in zip(slices, graphs, repeats, events, strict=True):
             if turn < count:
                 with torch.cuda.stream(own.stream):
                     graph.replay()
-    for own, (_, end) in zip(slices, events, strict=True):
-        end.record(own.stream)
+                marks.append(_mark(own.stream))
     torch.cuda.synchronize()
-    return [
-        begin.elapsed_time(end) / 1e3 / count
-        for (begin, end), count in zip(events, repeats, strict=True)
-    ]
+    return seconds_at_once(
+        [[begin.elapsed_time(end) / 1e3 for end in ends] for begin, *ends in events]
+    )
+
+
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

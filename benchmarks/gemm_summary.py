@@ -89,6 +89,20 @@ def summary_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def seconds_at_once(ends_s: Sequence[Sequence[float]]) -> list[float]:
+    """Of one repetition of each of several jobs, while all of them are at work: `ends_s` has the
+    moments at which each one's repetitions were done, since all began. What the others do once the
+    first has done all of its own does not count."""
+    until_s = min(own[-1] for own in ends_s)
+    found: list[float] = []
+    for own in ends_s:
+        done = sum(end_s <= until_s for end_s in own)
+        begun_s = own[done - 1] if done else 0.0
+        part = (until_s - begun_s) / (own[done] - begun_s) if done < len(own) else 0.0
+        found.append(until_s / (done + part))
+    return found
+
+
 def shares(bytes_per_s: Sequence[float], link_bytes_per_s: float) -> dict[str, Any]:
     """Of a link among slices that all stream: each against an equal part of the whole."""
     fair = link_bytes_per_s / len(bytes_per_s)

@@ -101,7 +101,9 @@ def install(patch: pytest.MonkeyPatch, **how: Sequence[str]) -> None:
     def fake_partitions(bench: FakeBench, sms: int, count: int) -> list[FakeSlice]:
         return [FakeSlice(FakeLane(sms)) for _ in range(count)]
 
-    def together_s(slices: Sequence[FakeSlice], graphs: Sequence[Sequence[float]]) -> list[float]:
+    def together_s(
+        slices: Sequence[FakeSlice], graphs: Sequence[Sequence[float]], *, at_least_s: float = 0.1
+    ) -> list[float]:
         return [len(slices) * sum(graph) for graph in graphs]
 
     patch.setattr(gemm_table, "CaseRun", run)

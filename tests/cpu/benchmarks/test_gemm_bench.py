@@ -28,7 +28,15 @@ from gemm_cases import (
 )
 from gemm_figures import figures
 from gemm_plots import plot_all
-from gemm_summary import floor_s, geometric_mean, interference, shares, summary, summary_lines
+from gemm_summary import (
+    floor_s,
+    geometric_mean,
+    interference,
+    seconds_at_once,
+    shares,
+    summary,
+    summary_lines,
+)
 from gemm_table import paper_shape, table
 
 from c2cserve.kernels.gpu.traffic import Tiles
@@ -118,6 +126,14 @@ def test_the_summary_of_a_home() -> None:
     assert peer["dataflows"]["ring"]["max"] == 3.0, "each dataflow at its best tiles"
     assert (host["pick"]["cases"], host["failed"]) == (0, 1)
     assert any("1.200x" in line for line in summary_lines(found))
+
+
+def test_only_what_happens_while_all_are_at_work_counts() -> None:
+    assert seconds_at_once([[1.0, 2.0], [1.0, 2.0]]) == [1.0, 1.0]
+    # The second would have taken 3 s each; alone from 2 s on, it takes 1 s for its last.
+    first, second = seconds_at_once([[1.0, 2.0], [3.0, 4.0]])
+    assert (first, second) == (1.0, pytest.approx(3.0))
+    assert seconds_at_once([[4.0], [2.0]]) == [4.0, 2.0]
 
 
 def test_shares_and_interference() -> None:
