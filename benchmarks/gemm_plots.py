@@ -129,6 +129,8 @@ def _dataflow_panel(axes: Axes, rows: Sequence[Results]) -> None:
         means = [geometric_mean(by_m[m]) for m in rising]
         axes.plot(rising, means, "o-", color=COLOURS[dataflow], label=dataflow, markersize=3)
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
     axes.legend(fontsize=7, ncols=2)
 
 
