@@ -13,7 +13,9 @@ Candidate = tuple[AnyDataflow, Tiles]
 
 SPLIT_M_MAX = 64
 """Beyond, a cluster has more use for its CTAs along M than along K."""
-PREFETCH_PANELS = ((4096, 1), (1024, 1), (2048, 2), (512, 2), (1 << 20, 1))
+WHOLE_ROWS = 1 << 20
+"""More than any weight has: one panel."""
+PREFETCH_PANELS = ((4096, 1), (1024, 1), (2048, 2), (512, 2), (WHOLE_ROWS, 1))
 """Rows of the first panel and growth. Where the link binds, what counts is a short last panel, and
 panels of one size; where compute does, a short first one, and few after it. Whole weights (the
 last) cost least where the next one's copy overlaps this one's multiplication."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
-from c2cserve.kernels.gpu.candidates import candidates
+from c2cserve.kernels.gpu.candidates import WHOLE_ROWS, candidates
 from c2cserve.kernels.gpu.cost import Question, Terms, floor_s, modelled
 from c2cserve.kernels.gpu.profile import (
     TILE_FIELDS,
@@ -247,6 +247,8 @@ def describe(dataflow: AnyDataflow, tiles: Tiles) -> str:
 
 def describe_tiles(dataflow: AnyDataflow, tiles: Tiles) -> str:
     """The tiles this dataflow reads: `bx 256, cluster 8`; empty for none."""
+    if dataflow == "prefetch" and tiles.panel_rows >= WHOLE_ROWS:
+        return "whole"
     names = (name.replace("_", " ") for name in TILE_FIELDS[dataflow])
     values = tile_values(dataflow, tiles)
     return ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
