@@ -26,7 +26,6 @@ from c2cserve.kernels.gpu.traffic import Tiles
 from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.memory.pinning import pin_array
 path, n, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-torch.cuda.init()
 data = np.memmap(path, np.uint8, "r")
 region = pin_array(data)
 handle = WeightHandle(region.device_address, (n, k), "bfloat16", "host", region)
@@ -43,7 +42,6 @@ def test_two_processes_read_one_segment(lane: Lane, tmp_path: Path) -> None:
     weight = (torch.randn(N, K) / 8).to(torch.bfloat16)
     try:
         shared.write_bytes(weight.view(torch.uint8).numpy().tobytes())
-        torch.cuda.init()
         data: np.ndarray = np.memmap(shared, np.uint8, "r")
         region = pin_array(data)
         handle = WeightHandle(region.device_address, (N, K), "bfloat16", "host", region)
@@ -64,6 +62,5 @@ def test_two_processes_read_one_segment(lane: Lane, tmp_path: Path) -> None:
 
 
 def test_what_is_no_memory_is_refused() -> None:
-    torch.cuda.init()
     with pytest.raises(PinningError):
         PinnedRegion(4096, 4096)

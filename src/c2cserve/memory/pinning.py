@@ -30,7 +30,8 @@ class PinnedRegion:
     def __init__(self, address: int, size: int) -> None:
         if size < 1:
             raise ValueError(f"a region has at least 1 byte, not {size}")
-        self._cu: Any = import_module("cuda.bindings.driver")
+        # The runtime and not the driver: it makes the process's context where there is none yet.
+        self._cuda: Any = import_module("cuda.bindings.runtime")
         start = address // _PAGE * _PAGE
         stop = -(-(address + size) // _PAGE) * _PAGE
         self._pieces: list[int] = []
@@ -44,26 +45,27 @@ class PinnedRegion:
         self.device_address = self._device_address(address)
 
     def _register(self, address: int, size: int) -> None:
-        flags = self._cu.CU_MEMHOSTREGISTER_PORTABLE | self._cu.CU_MEMHOSTREGISTER_DEVICEMAP
+        flags = self._cuda.cudaHostRegisterPortable | self._cuda.cudaHostRegisterMapped
         # A read-only mapping registers only as such; the flag is refused where it has no meaning.
-        for extra in (0, self._cu.CU_MEMHOSTREGISTER_READ_ONLY):
-            (code,) = self._cu.cuMemHostRegister(address, size, flags | extra)
+        for extra in (0, self._cuda.cudaHostRegisterReadOnly):
+            (code,) = self._cuda.cudaHostRegister(address, size, flags | extra)
             if int(code) == 0:
                 self._pieces.append(address)
                 return
-        raise PinningError(f"cuMemHostRegister of {size} bytes: {code}")
+            self._cuda.cudaGetLastError()  # else the next call of anybody would report it
+        raise PinningError(f"cudaHostRegister of {size} bytes: {code.name}")
 
     def _device_address(self, address: int) -> int:
-        code, pointer = self._cu.cuMemHostGetDevicePointer(address, 0)
+        code, pointer = self._cuda.cudaHostGetDevicePointer(address, 0)
         if int(code) != 0:
             self.close()
-            raise PinningError(f"cuMemHostGetDevicePointer: {code}")
+            raise PinningError(f"cudaHostGetDevicePointer: {code.name}")
         return int(pointer)
 
     def close(self) -> None:
         """Only when no kernel or copy reads it any more."""
         while self._pieces:
-            self._cu.cuMemHostUnregister(self._pieces.pop())
+            self._cuda.cudaHostUnregister(self._pieces.pop())
 
 
 def pin_array(data: "np.ndarray[Any, np.dtype[np.uint8]]") -> PinnedRegion:
