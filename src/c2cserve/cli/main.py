@@ -45,6 +45,9 @@ COMMANDS = {
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
     "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),
+    "profile": Lazy(
+        "c2cserve.cli.profile", "profile", "Measure this machine: links, memory, GEMMs."
+    ),
     "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
     "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
     "version": Lazy("c2cserve.cli.main", "version", "Print the version."),

@@ -164,6 +164,8 @@ class Profile(_Struct, frozen=True):
     hbm: Annotated[tuple[HbmRate, ...], Meta(min_length=1)]
     matmul_flops: Annotated[tuple[MatmulRate, ...], Meta(min_length=1)]
     points: tuple[Point, ...] = ()
+    cut: tuple[str, ...] = ()
+    """What there was no time for, and what this GPU could not run: in words, for people."""
     version: int = SCHEMA
 
     def __post_init__(self) -> None:

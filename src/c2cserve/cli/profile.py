@@ -1,0 +1,119 @@
+"""`c2cserve profile`: measure this machine once; dataflows are picked by it from then on."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from c2cserve.cli.output import CliError, console, progress_console, show_seconds
+
+if TYPE_CHECKING:
+    from c2cserve.kernels.gpu.profile import Profile
+    from c2cserve.kernels.gpu.survey import Bench
+
+_UNTIL_S, _QUICK_UNTIL_S = 160.0, 45.0
+"""After the command began. What has begun then ends in a second or two."""
+
+
+def profile(
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Default: where c2cserve looks for it.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute: more is interpolated.")
+    ] = False,
+) -> None:
+    """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into one file.
+
+    Nothing else should run on it meanwhile.
+    """
+    from c2cserve.kernels.gpu.profile import save_profile
+    from c2cserve.kernels.gpu.survey import Refused, survey
+
+    began_s = time.monotonic()
+    until_s = began_s + (_QUICK_UNTIL_S if quick else _UNTIL_S)
+    with _progress(began_s, until_s) as tell:
+        tell("loading kernels")
+        bench = _open_bench()
+        try:
+            measured = survey(
+                bench, commit=_commit(), until_s=until_s, clock=time.monotonic, tell=tell
+            )
+        except Refused as error:
+            raise CliError(f"this GPU can not be measured: {error}") from error
+    path = save_profile(measured, out)
+    _show(measured)
+    took = show_seconds(time.monotonic() - began_s)
+    sys.stdout.write(f"{len(measured.points)} measurements in {took}: {path}\n")
+
+
+def _open_bench() -> "Bench":
+    """This machine's GPU, ready to be measured. Raises `CliError` if it can not be."""
+    # Streams share 8 hardware queues unless told otherwise, and 7 slices have more than 8 streams.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "it is built without CUDA" if torch.version.cuda is None else "no driver, or no GPU"
+        raise CliError(f"there is no GPU to measure: torch {torch.__version__} sees none ({why})")
+    try:
+        from c2cserve.cli.profile_gpu import GpuBench
+        from c2cserve.kernels.gpu.repository import KernelMissingError
+    except ModuleNotFoundError as error:
+        raise CliError(f"{error}: pip install 'c2cserve[gpu]'") from error
+    try:
+        return GpuBench()
+    except KernelMissingError as error:
+        raise CliError(str(error)) from error
+
+
+@contextmanager
+def _progress(began_s: float, until_s: float) -> Generator[Callable[[str], None]]:
+    """A bar of the time that may be used, with what is measured now."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
+        task = bar.add_task("", total=until_s - began_s)
+
+        def tell(what: str) -> None:
+            bar.update(task, description=what, completed=time.monotonic() - began_s)
+
+        yield tell
+
+
+def _commit() -> str:
+    """Of the checkout this runs from; empty for an installed package."""
+    root = Path(__file__).parents[3]
+    git = shutil.which("git")
+    if git is None or not (root / ".git").exists():
+        return ""
+    command = [git, "-C", str(root), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def _show(measured: "Profile") -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{measured.machine.gpu}, {measured.machine.host} (GB/s)")
+    table.add_column("weights at")
+    for head in ("to GPU", "from GPU", "both ways", "read by SMs", "by each of all slices"):
+        table.add_column(head, justify="right")
+    for home, link in measured.links.items():
+        alone = max(read.bytes_per_s for read in link.reads if read.slices == 1)
+        most = max(link.reads, key=lambda read: read.slices)
+        each = f"{most.bytes_per_s / 1e9:.1f} of {most.slices}" if most.slices > 1 else "-"
+        rates = (link.to_gpu_bytes_per_s, link.from_gpu_bytes_per_s, link.duplex_bytes_per_s, alone)
+        table.add_row(home, *(f"{rate / 1e9:.1f}" for rate in rates), each)
+    local = max(measured.hbm, key=lambda rate: rate.sms)
+    table.add_row("hbm", "-", "-", "-", f"{local.read_bytes_per_s / 1e9:.0f}", "-")
+    console().print(table)
+    for line in measured.cut:
+        sys.stdout.write(f"not measured: {line}\n")

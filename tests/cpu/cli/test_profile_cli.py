@@ -1,0 +1,133 @@
+"""`c2cserve profile`: what it says without a GPU, and what it does with what was measured."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from c2cserve.cli import profile as command
+from c2cserve.cli.main import app
+from c2cserve.cli.output import CliError
+from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.profile import Point, load_profile
+from c2cserve.kernels.gpu.repository import KernelMissingError
+from c2cserve.kernels.gpu.survey import Refused
+from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.variants import VARIANTS
+
+POINT = Point("prefetch", Tiles(), 64, 4096, 4096, "bfloat16", "peer", 132, 1e-4)
+MEASURED = msgspec.structs.replace(
+    assumed_h200(), points=(POINT,), cut=("experts: 3 of 4 measurements, for lack of time",)
+)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command sets it for CUDA; afterwards it is as before."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as done:
+        app(["profile", *args])
+    assert isinstance(done.value.code, int)
+    return done.value.code
+
+
+@pytest.fixture
+def surveyed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """A GPU that is measured at once. What the survey was asked for."""
+    asked: list[dict[str, Any]] = []
+
+    def survey(bench: object, *, tell: Callable[[str], None], **how: Any) -> object:
+        tell("link to peer")
+        asked.append(how)
+        return MEASURED
+
+    monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(command, "_open_bench", object)
+    monkeypatch.setattr("c2cserve.kernels.gpu.survey.survey", survey)
+    return asked
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_no_gpu_is_one_clear_line(capsys: Any) -> None:
+    assert run() == 1
+    err = capsys.readouterr().err
+    assert err.startswith(f"c2cserve: there is no GPU to measure: torch {torch.__version__} sees")
+    assert err.count("\n") == 1
+
+
+def test_the_profile_lies_where_it_is_looked_for(
+    surveyed: list[dict[str, Any]], tmp_path: Path, capsys: Any
+) -> None:
+    assert run() == 0
+    assert load_profile() == MEASURED
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("1 measurements in ")
+    assert out.rstrip().endswith(f": {tmp_path / 'home' / 'profile.json'}")
+    assert "not measured: experts: 3 of 4 measurements, for lack of time" in out
+    rows = {line.split("│")[1].strip(): line for line in out.splitlines() if line.startswith("│")}
+    assert "396.0" in rows["peer"]
+    assert "55.0 of 7" in rows["peer"]
+    assert "4500" in rows["hbm"]
+
+
+def test_another_file(surveyed: list[dict[str, Any]], tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "mine.json"
+    assert run("--out", str(path)) == 0
+    assert load_profile(path) == MEASURED
+
+
+@pytest.mark.parametrize(("args", "limit_s"), [((), 180.0), (("--quick",), 60.0)])
+def test_it_has_its_time(
+    surveyed: list[dict[str, Any]], args: tuple[str, ...], limit_s: float
+) -> None:
+    assert run(*args) == 0
+    [how] = surveyed
+    left_s = how["until_s"] - how["clock"]()
+    assert 0.5 * limit_s < left_s < limit_s
+    assert abs(how["clock"]() - time.monotonic()) < 1
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (Refused("reads nothing"), "this GPU can not be measured: reads nothing"),
+        (OSError("out of paper"), "OSError: out of paper"),
+    ],
+)
+def test_what_fails_is_one_line(
+    surveyed: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: Any,
+    error: Exception, says: str, tmp_path: Path,
+) -> None:  # fmt: skip
+    def survey(*args: object, **how: object) -> None:
+        raise error
+
+    monkeypatch.setattr("c2cserve.kernels.gpu.survey.survey", survey)
+    assert run() == 1
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "home" / "profile.json").exists()
+
+
+def test_kernels_that_are_not_built_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def bench() -> None:
+        raise KernelMissingError(VARIANTS[0], tmp_path)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("c2cserve.cli.profile_gpu.GpuBench", bench)
+    with pytest.raises(CliError, match=r"is not in .* run `c2cserve kernels build --folder"):
+        command._open_bench()
+
+
+def test_the_gpu_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setitem(__import__("sys").modules, "c2cserve.cli.profile_gpu", None)
+    with pytest.raises(CliError, match=r"pip install 'c2cserve\[gpu\]'"):
+        command._open_bench()
