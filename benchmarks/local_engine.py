@@ -10,7 +10,8 @@ from c2cserve.core.events import Activated, SliceEvent, Submitted
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, Job, Request, Sampling, Slo
-from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config, read_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
@@ -46,8 +47,8 @@ class LocalEngine:
         self._events: list[SliceEvent] = []
         self._answers: dict[str, Answer] = {}
         ops = CpuOps(len(cpus), cpus)
-        self.executor = CpuExecutor(
-            self.slice, ops, self._events.append, self._deliver, time.monotonic
+        self.executor = Executor(
+            "cpu0", ops, make_arena(kv_bytes), self._events.append, self._deliver, time.monotonic
         )
         weights = Weights(Segment.open(self._segment_path))
         self.executor.attach(self.model, Decoder(config, weights, config.max_position))

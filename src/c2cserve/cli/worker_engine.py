@@ -9,7 +9,8 @@ from c2cserve.core.actions import SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
-from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.weights import Weights
@@ -26,7 +27,8 @@ class WorkerEngine:
         torch.set_grad_enabled(False)
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         self.isa = ops.isa
-        self._executor = CpuExecutor(slice_, ops, world.emit, world.deliver, time.monotonic)
+        arena = make_arena(slice_.kv_bytes)
+        self._executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
         weights = Weights(Segment.open(Path(segment)))

@@ -61,7 +61,8 @@ class Weights:
             self._segment.want(group)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows of a table that is not loaded yet, read from the checkpoint, as float32."""
+        """Rows of a table that is not loaded yet, read from the checkpoint, as the table will have
+        them."""
         source = self._segment.row_sources[name]
         columns = self._segment.tensors[name].shape[1]
         row_bytes = columns * ITEM_BYTES[source.dtype]
@@ -74,4 +75,4 @@ class Weights:
             os.close(fd)
         table = torch.frombuffer(bytearray(data), dtype=_TORCH[source.dtype])
         target = _TORCH[self._segment.tensors[name].dtype]
-        return table.view(len(ids), columns).to(target).float()
+        return table.view(len(ids), columns).to(target)

@@ -12,7 +12,7 @@ BLOCK_TOKENS = 16
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Shape of a model's KV blocks: [layers, 2, kv_heads, 16 tokens x head_dim], one block after
-    another. K is transposed inside a block ([head_dim, 16]), V is not ([16, head_dim])."""
+    another. V is [16, head_dim] inside a block; so is K on GPUs, on CPUs it is transposed."""
 
     layers: int
     kv_heads: int

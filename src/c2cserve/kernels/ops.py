@@ -1,7 +1,9 @@
-"""The operators models are written in. `CpuOps` is fast, `RefOps` is the truth for tests.
+"""The operators models are written in. `CpuOps` and `engine.gpu.ops.GpuOps` are fast, `RefOps` is
+the truth for tests.
 
-Activations are float32; weights keep their dtype and are read in place; norm weights, biases and
-rotary tables are float32 (widened once when a model is attached).
+Weights keep their dtype and are read in place; norm weights, biases and rotary tables are float32
+(widened once when a model is attached). Activations are float32 on CPUs, of the weights' dtype on
+GPUs; sums are float32 or better everywhere.
 """
 
 from collections.abc import Sequence
@@ -47,11 +49,11 @@ class Ops(Protocol):
     """Shapes: T tokens, S sequences, H hidden, Hq and Hkv heads, D head_dim."""
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` (int32[T]) of `table` [V, H] as float32 [T, H]."""
+        """Rows `ids` (int32[T]) of `table` [V, H] as activations [T, H]."""
         ...
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] float32 times w [N, K] transposed, plus bias [N]; rows may be strided."""
+        """x [T, K] times w [N, K] transposed, plus bias [N]; rows may be strided."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

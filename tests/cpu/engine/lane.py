@@ -7,10 +7,10 @@ from pathlib import Path
 
 from c2cserve.core.actions import Drop, RunStep, Truncate
 from c2cserve.core.events import SliceEvent, StepDone, StepParked
-from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config, read_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
@@ -73,13 +73,16 @@ class LateModel:
 class Lane:
     """An executor, its clock (one second a reading), and what came of the steps."""
 
-    def __init__(self, ops: Ops | None = None, kv_bytes: int = 16 << 20) -> None:
+    def __init__(
+        self, ops: Ops | None = None, kv_bytes: int = 16 << 20,
+        fatal: tuple[type[Exception], ...] = (),
+    ) -> None:  # fmt: skip
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
         ticks = itertools.count()
-        self.executor = CpuExecutor(
-            Slice("lane", "cpu", kv_bytes=kv_bytes), ops or CpuOps(1), self.events.append,
-            self.deltas.extend, lambda: float(next(ticks)),
+        self.executor = Executor(
+            "lane", ops or CpuOps(1), make_arena(kv_bytes), self.events.append,
+            self.deltas.extend, lambda: float(next(ticks)), fatal=fatal,
         )  # fmt: skip
         self._steps = itertools.count()
         self._next_block = 0

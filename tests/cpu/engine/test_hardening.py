@@ -17,7 +17,7 @@ from torch import Tensor
 
 from c2cserve.core.events import StepDone
 from c2cserve.core.request import FinishReason
-from c2cserve.engine.cpu import executor
+from c2cserve.engine.cpu import arena
 from c2cserve.engine.models.config import ConfigError, parse_config
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import Drawn, RowSampling
@@ -86,8 +86,8 @@ def test_arena_without_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
         def madvise(self, *_: int) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(executor.mmap, "mmap", Plain)
-    assert len(executor.make_arena(1 << 20)) == 1 << 20
+    monkeypatch.setattr(arena.mmap, "mmap", Plain)
+    assert len(arena.make_arena(1 << 20)) == 1 << 20
 
 
 def test_a_context_beyond_the_longest_fails_and_reads_nothing_beyond(tmp_path: Path) -> None:

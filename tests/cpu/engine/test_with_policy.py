@@ -14,7 +14,8 @@ from c2cserve.core.events import Activated, SliceEvent, Submitted, Withdrawn
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
-from c2cserve.engine.cpu.executor import CpuExecutor
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.executor import Executor
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.slice import SlicePolicy
 
@@ -37,9 +38,10 @@ class World:
         self.policy = SlicePolicy(slice_)
         self.deltas: list[Delta] = []
         self._events: list[SliceEvent] = []
-        self.executor = CpuExecutor(
-            slice_, CpuOps(1), self._events.append, self.deltas.extend, lambda: self._now
-        )
+        self.executor = Executor(
+            "s", CpuOps(1), make_arena(slice_.kv_bytes), self._events.append, self.deltas.extend,
+            lambda: self._now,
+        )  # fmt: skip
         self._now = 0.0
         for name, model in models.items():
             self.executor.attach(name, model.decoder)

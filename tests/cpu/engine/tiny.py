@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from c2cserve.engine.cpu.executor import make_arena
+from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.models.config import ModelConfig, parse_config, read_config
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch, run_to_end
 from c2cserve.engine.models.layout import plan_layout

@@ -9,6 +9,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import takewhile
 
+import torch
 from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig
@@ -52,8 +53,17 @@ class ForwardBatch(TokenRows):
 class Decoder:
     """A model on its segment. Making one is cheap: tables, no weights."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, max_context: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        max_context: int,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: where norms, biases and rotary tables are kept, None for the host. Matrices
+        stay where `weights` has them."""
         self.config = config
+        self._device = device
         self.kv = KvLayout(config.layers, config.kv_heads, config.head_dim, config.dtype)
         self._shape = LayerShape(
             self.kv, config.hidden, config.heads, config.norm_eps, config.head_dim**-0.5
@@ -67,12 +77,12 @@ class Decoder:
         self._embed: Tensor | None = None
         self._head_group = weights.group(HEAD)
         self._embed_group = weights.group(HEAD if config.tied else EMBED)
-        self._rope = RopeTables(config, max_context)
+        self._rope = RopeTables(config, max_context, device)
 
     def forward(
         self, batch: ForwardBatch, ops: Ops, arena: Tensor
     ) -> Generator[list[int], None, Tensor]:
-        """Logits float32[R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
+        """Logits [R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
         a context longer than the longest served."""
         rope = self._rope.upto(batch.longest)
         hidden = self._embedding(batch, ops)
@@ -94,7 +104,7 @@ class Decoder:
             return hidden.new_empty((0, self.config.vocab))  # a chunk that draws nothing
         if self._head is None or self._norm is None:
             yield from self._wait([self._head_group])
-            self._norm = self._weights.tensor(NORM).float()
+            self._norm = self._vector(NORM)
             self._head = self._weights.tensor(EMBED if self.config.tied else HEAD)
         last = hidden if wanted == hidden.shape[0] else hidden[rows]
         return ops.linear(ops.rms_norm(last, self._norm, self._shape.eps), self._head)
@@ -107,7 +117,9 @@ class Decoder:
     def _embedding(self, batch: ForwardBatch, ops: Ops) -> Tensor:
         if self._embed is None:
             if self._weights.missing([self._embed_group]):
-                return self._weights.rows(EMBED, batch.ids)
+                rows = self._weights.rows(EMBED, batch.ids).to(self._device)
+                all_of_them = torch.arange(rows.shape[0], dtype=torch.int32, device=self._device)
+                return ops.embed(rows, all_of_them)
             self._embed = self._weights.tensor(EMBED)
         return ops.embed(self._embed, batch.ids)
 
@@ -138,6 +150,9 @@ class Decoder:
         yield from self._wait([group(expert_group(layer.index, expert)) for expert in chosen])
         hidden += ops.moe_experts(x, ids, weights, experts.w13, experts.w2)
 
+    def _vector(self, name: str) -> Tensor:
+        return self._weights.tensor(name).to(self._device, torch.float32).contiguous()
+
     def _layer_weights(self, index: int) -> LayerWeights:
         """Views of one layer's weights; the small vectors are widened to float32 once."""
 
@@ -145,7 +160,7 @@ class Decoder:
             return self._weights.tensor(layer_tensor(index, name))
 
         def wide(name: str) -> Tensor:
-            return view(name).float().contiguous()
+            return self._vector(layer_tensor(index, name))
 
         def bias(name: str) -> Tensor | None:
             return wide(name) if self._weights.has(layer_tensor(index, name)) else None

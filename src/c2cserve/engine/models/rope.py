@@ -24,7 +24,11 @@ class RopeTables:
     by it), so tables (and answers) never change as a sequence grows.
     """
 
-    def __init__(self, config: ModelConfig, longest: int) -> None:
+    def __init__(
+        self, config: ModelConfig, longest: int, device: torch.device | None = None
+    ) -> None:
+        """`device`: where the tables are kept, None for the host."""
+        self._device = device
         self._frequencies, self._factor = _frequencies(config, longest)
         self._longest = longest
         self._made = 0
@@ -42,8 +46,8 @@ class RopeTables:
         self._made = length
         positions = torch.arange(length, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies.float())
-        factor = self._factor
-        return (angles.cos() * factor).contiguous(), (angles.sin() * factor).contiguous()
+        cos, sin = (angles.cos() * self._factor, angles.sin() * self._factor)
+        return cos.to(self._device).contiguous(), sin.to(self._device).contiguous()
 
 
 def _frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:

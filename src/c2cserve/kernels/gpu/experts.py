@@ -29,20 +29,30 @@ class Routing:
         return self.places.shape[1]
 
 
-def route(logits: Tensor, top_k: int, *, renormalize: bool) -> Routing:
-    """The k likeliest experts of each token (logits [T, E], any float type): softmax over all E in
-    float32, then the k largest, made to sum to 1 if `renormalize` (Mixtral, Qwen3-MoE)."""
-    experts = logits.shape[1]
+def choose(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The k likeliest experts of each token, ids int64 [T, k] and weights float32 [T, k], of logits
+    [T, E] of any float type: softmax over all E in float32, then the k largest, made to sum to 1
+    if `renormalize` (Mixtral, Qwen3-MoE)."""
     weights, ids = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    return ids, weights
+
+
+def by_expert(ids: Tensor, weights: Tensor, experts: int) -> Routing:
+    """Sort what `choose` found."""
     # Stable, so that an expert meets its tokens in their order: sums do not depend on the batch.
     chosen, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(chosen, bounds, out_int32=True)
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel(), device=order.device)
-    return Routing(order // top_k, places.view_as(ids), offsets, weights)
+    return Routing(order // ids.shape[1], places.view_as(ids), offsets, weights)
+
+
+def route(logits: Tensor, top_k: int, *, renormalize: bool) -> Routing:
+    """`choose`, then `by_expert`."""
+    return by_expert(*choose(logits, top_k, renormalize=renormalize), logits.shape[1])
 
 
 def gather(x: Tensor, routing: Routing) -> Tensor:

@@ -1,12 +1,11 @@
-"""Running steps on a CPU slice: sequences, arena, sampling, parked steps.
+"""Running steps on a slice: sequences, arena, sampling, parked steps.
 
-The policy decides which sequences run and where their KV lies; the executor knows tokens. A step
-runs inline in `submit`; one that meets weights still loading is parked and resumed by `poll`.
+The policy decides which sequences run and where their KV lies; the executor knows tokens. What
+computes is given to it: operators, and an arena in memory they reach. A step runs inline in
+`submit`; one that meets weights still loading is parked and resumed by `poll`.
 """
 
-import contextlib
 import logging
-import mmap
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
@@ -15,16 +14,14 @@ from torch import Tensor
 
 from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
 from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
-from c2cserve.core.machine import Slice
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.kernels.ops import Drawn, Ops
 
 log = logging.getLogger(__name__)
 
-_MAP_NORESERVE = 0x4000  # Linux; not in Python 3.11's mmap module
 _SCORED_ROWS = 32
 """Prompt positions whose log-probabilities are computed at once: a row is a whole vocabulary."""
 
@@ -50,31 +47,33 @@ class _Run:
     deltas: list[Delta] = field(default_factory=list[Delta])
 
 
-def make_arena(size: int) -> Tensor:
-    """Anonymous memory that costs nothing until it is touched."""
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
-    with contextlib.suppress(OSError):  # a kernel without huge pages serves as well
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
-
-
-class CpuExecutor:
+class Executor:
     """`runtime.ports.Executor` for slice actions, plus what feeds it. Not thread-safe."""
 
     def __init__(
         self,
-        slice_: Slice,
+        slice_id: str,
         ops: Ops,
+        arena: Tensor,
         emit: Callable[[SliceEvent], None],
         deliver: Callable[[list[Delta]], None],
         clock: Callable[[], float],
+        *,
+        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
+        fatal: tuple[type[Exception], ...] = (),
     ) -> None:
-        self._slice_id = slice_.id
+        """`arena`: uint8, all of the slice's KV memory. `place` moves a batch, made on the host,
+        to where the operators read it (None: that is the host). A `fatal` exception is not a
+        step's own: it is raised out of `submit` or `poll`, and the executor is not to be used
+        again."""
+        self._slice_id = slice_id
+        self._place = place
+        self._fatal = fatal
         self._ops = ops
         self._emit = emit
         self._deliver = deliver
         self._clock = clock
-        self._arena = make_arena(slice_.kv_bytes)
+        self._arena = arena
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[_Run, _Work]] = []
@@ -134,6 +133,8 @@ class CpuExecutor:
         if decoder is None:
             raise RuntimeError(f"{step.model} is not attached to this slice")
         batch = build_batch(step, seqs)
+        if self._place is not None:
+            batch = self._place(batch)
         started_s = self._clock()
         for seq in seqs:
             if seq.clock.started_s is None:
@@ -152,8 +153,6 @@ class CpuExecutor:
             if part.emits:
                 run.drawing.append(seq)
                 rows.append(row - 1)
-        if not run.drawing:
-            return Drawn([], [])
         picked = logits if len(rows) == logits.shape[0] else logits[rows]
         return self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
 
@@ -169,6 +168,8 @@ class CpuExecutor:
             next(work)
         except StopIteration as end:
             drawn = end.value
+        except self._fatal:
+            raise
         except Exception as fault:
             # Whatever a step does wrong, it fails its own sequences and not the slice.
             log.exception("step %d of %s failed", run.step.id, run.step.model)
@@ -265,7 +266,7 @@ class CpuExecutor:
         stop = min(part.start + part.tokens, seq.job.request.prompt_len - 1)
         for first in range(max(known, part.start), stop, _SCORED_ROWS):
             last = min(first + _SCORED_ROWS, stop)
-            scores = logits[first - part.start : last - part.start].log_softmax(-1)
+            scores = logits[first - part.start : last - part.start].float().cpu().log_softmax(-1)
             top = scores.topk(wanted, -1)
             tokens = torch.from_numpy(seq.tokens[first + 1 : last + 1]).long()
             chosen = scores.gather(1, tokens[:, None])[:, 0].tolist()

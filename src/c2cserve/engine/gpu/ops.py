@@ -1,0 +1,179 @@
+"""`kernels.ops.Ops` of a GPU slice: Triton between the GEMMs, and for those a lane's dataflows.
+
+Weights stay at their home and are read there by every step: activations are the only thing that is
+always on the GPU. They have the weights' dtype.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
+from c2cserve.engine.gpu.sampling import HostSampler, Sampler
+from c2cserve.kernels.gpu import elementwise
+from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.experts import Routing, by_expert, choose, gather
+from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
+from c2cserve.kernels.ops import Drawn, RowSampling
+
+
+class Multiply(Protocol):
+    """What GEMMs are left to: `kernels.gpu.linear.Linear`."""
+
+    def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor: ...
+
+    def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor: ...
+
+
+class GpuOps:
+    """Launches go to the current stream of the thread that calls; nothing waits but `sample`.
+
+    What a kernel can not check it trusts: slots and block tables are the policy's. Raises as
+    `kernels.gpu.linear.Linear` does.
+    """
+
+    def __init__(self, multiply: Multiply, device: torch.device, host_sampler: HostSampler) -> None:
+        self._multiply = multiply
+        self._device = device
+        self._sampler = Sampler(host_sampler)
+
+    def embed(self, table: Tensor, ids: Tensor) -> Tensor:
+        return elementwise.embed(table, ids, self._device)
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        narrow = None if bias is None else bias.to(w.dtype)
+        return self._multiply(x, handle_of(w, self._device), narrow)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise.add_rms_norm(x, residual, weight, eps)
+
+    def rope_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        arena: Tensor,
+        kv: KvLayout,
+        layer: int,
+        slots: Tensor,
+    ) -> None:
+        elementwise.rope_store(qkv, positions, cos, sin, norms, eps, arena, kv, layer, slots)
+
+    def attention(
+        self,
+        qkv: Tensor,
+        arena: Tensor,
+        kv: KvLayout,
+        layer: int,
+        q_start: Tensor,
+        context_len: Tensor,
+        block_table: Tensor,
+        scale: float,
+        window: int,
+    ) -> Tensor:
+        return attention(qkv, arena, kv, layer, q_start, context_len, block_table, scale, window)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return elementwise.silu_mul(gate_up)
+
+    def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+        ids, weights = choose(logits, k, renormalize=renormalize)
+        return ids.int(), weights
+
+    def moe_experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
+    ) -> Tensor:
+        routing = by_expert(ids, weights, w13.shape[0])
+        return self._experts(x, routing, handle_of(w13, self._device), handle_of(w2, self._device))
+
+    def _experts(self, x: Tensor, routing: Routing, w13: WeightHandle, w2: WeightHandle) -> Tensor:
+        offsets, top_k = routing.offsets, routing.top_k
+        gate_up = self._multiply.experts(gather(x, routing), w13, offsets, top_k)
+        y = self._multiply.experts(elementwise.silu_mul(gate_up), w2, offsets, top_k)
+        return elementwise.combine(y, routing.places, routing.weights)
+
+    # ---- whole layers ---------------------------------------------------------------------------
+
+    def prepare(self, index: int, weights: LayerWeights, shape: LayerShape) -> Layer:
+        return gpu_layer(index, weights, shape, self._device)
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[Layer],
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> None:
+        branch: Tensor | None = None
+        """Of the layer before: added to `hidden` where the next norm reads it."""
+        for layer in layers:
+            mine = _gpu_layer(layer)
+            x = self._first_half(hidden, branch, mine, rows, rope, arena)
+            branch = self._second_half(x, mine)
+        if branch is not None:
+            hidden += branch
+
+    def run_attention(
+        self,
+        hidden: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> Tensor:
+        return self._first_half(hidden, None, _gpu_layer(layer), rows, rope, arena)
+
+    def _first_half(
+        self,
+        hidden: Tensor,
+        branch: Tensor | None,
+        layer: GpuLayer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> Tensor:
+        weights, shape = layer.weights, layer.shape
+        if branch is None:
+            x = elementwise.rms_norm(hidden, weights.input_norm, shape.eps)
+        else:
+            x = elementwise.add_rms_norm(branch, hidden, weights.input_norm, shape.eps)
+        qkv = self._multiply(x, layer.qkv.weight, layer.qkv.bias)
+        elementwise.rope_store(
+            qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
+            rows.slots,
+        )  # fmt: skip
+        out = attention(
+            qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
+            shape.scale, weights.window,
+        )  # fmt: skip
+        out = self._multiply(out, layer.o.weight, layer.o.bias)
+        return elementwise.add_rms_norm(out, hidden, weights.post_norm, shape.eps)
+
+    def _second_half(self, x: Tensor, layer: GpuLayer) -> Tensor:
+        match layer.second:
+            case DenseHalf(gate_up, down):
+                act = elementwise.silu_mul(self._multiply(x, gate_up.weight, gate_up.bias))
+                return self._multiply(act, down.weight, down.bias)
+            case SparseHalf(router, w13, w2, per_token, renormalize):
+                logits = self._multiply(x, router.weight)
+                chosen = choose(logits, per_token, renormalize=renormalize)
+                return self._experts(x, by_expert(*chosen, w13.experts), w13, w2)
+
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+        return self._sampler(logits, rows)
+
+
+def _gpu_layer(layer: Layer) -> GpuLayer:
+    if not isinstance(layer, GpuLayer):
+        raise ValueError(f"layer {layer.index} was prepared by other operators")
+    return layer

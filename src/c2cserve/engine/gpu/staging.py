@@ -1,0 +1,56 @@
+"""A step's index tensors on their way to the GPU: packed into pinned memory, moved by one copy."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from c2cserve.engine.models.decoder import ForwardBatch
+
+_FIELDS = ("ids", "positions", "q_start", "context_len", "block_table", "slots", "logit_rows")
+_ALIGNMENT = 16
+"""Of every tensor: kernels are compiled for pointers that have it."""
+_BUFFERS = 2
+
+
+class _Buffer:
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.copied = torch.cuda.Event()
+
+    def hold(self, size: int) -> Tensor:
+        """At least `size` bytes, once what they held before has been copied."""
+        self.copied.synchronize()
+        if self.memory.shape[0] < size:
+            self.memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
+        return self.memory[:size]
+
+
+class Staging:
+    """`place` of an executor. Not thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
+        self._turn = 0
+
+    def __call__(self, batch: ForwardBatch) -> ForwardBatch:
+        """The batch with its tensors on the GPU, as far as the current stream is concerned."""
+        tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _FIELDS}
+        offsets: list[int] = []
+        size = 0
+        for tensor in tensors.values():
+            offsets.append(size)
+            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        self._turn = (self._turn + 1) % _BUFFERS
+        buffer = self._buffers[self._turn]
+        host = buffer.hold(size)
+        for tensor, offset in zip(tensors.values(), offsets, strict=True):
+            host[offset : offset + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+        there = host.to(self._device, non_blocking=True)
+        buffer.copied.record()
+        moved = {
+            name: there[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
+        }
+        return replace(batch, **moved)
