@@ -33,6 +33,12 @@ build(VARIANTS[: int(sys.argv[2])], Path(sys.argv[1]), force=True)
 """
 
 
+@pytest.fixture(autouse=True)
+def plain_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When these tests run under a sanitizer, nvcc does not: it would not survive it."""
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+
+
 @pytest.fixture
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the device code that is built instead of ours."""
