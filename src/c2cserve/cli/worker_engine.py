@@ -1,42 +1,87 @@
 """The worker's engine half. Importing this module imports torch; the server never does."""
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from c2cserve.core.actions import SliceAction
-from c2cserve.core.machine import Slice
+from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
-from c2cserve.engine.models.config import parse_config
+from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.live.slice_world import SliceWorld
 
+_SAMPLER_THREADS = 4
+"""Of a GPU slice, for rows that its GPU does not draw itself."""
+
+
+class Segments(Protocol):
+    """Where an attached model's weights come from."""
+
+    def open(self, path: Path) -> Segment: ...
+
+    def close(self, path: Path) -> None: ...
+
+
+class _MappedSegments:
+    """For CPUs a mapping is all; it goes with the last tensor in it."""
+
+    def open(self, path: Path) -> Segment:
+        return Segment.open(path)
+
+    def close(self, path: Path) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Backend:
+    """What one kind of slice has in place of the other's."""
+
+    executor: Executor
+    isa: str
+    segments: Segments
+    warm: Callable[[ModelConfig], None]
+    finish: Callable[[], None]
+    device: torch.device | None
+
 
 class WorkerEngine:
-    """`runtime.live.slice_world.SliceEngine` over the CPU executor."""
+    """`runtime.live.slice_world.SliceEngine` of any kind of slice."""
 
     def __init__(self, slice_: Slice, world: SliceWorld) -> None:
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
-        ops = CpuOps(len(slice_.cpus), slice_.cpus)
-        self.isa = ops.isa
-        arena = make_arena(slice_.kv_bytes)
-        self._executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
+        share = slice_.gpu
+        self._backend = _cpu(slice_, world) if share is None else _gpu(slice_, share, world)
+        self._executor = self._backend.executor
+        self._paths: dict[str, Path] = {}
+        self.isa = self._backend.isa
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
-        weights = Weights(Segment.open(Path(segment)))
-        decoder = Decoder(parse_config(config, dtype), weights, spec.max_context)
+        parsed = parse_config(config, dtype)
+        self._backend.warm(parsed)
+        path = Path(segment)
+        weights = Weights(self._backend.segments.open(path))
+        self._paths[spec.id] = path
+        decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._executor.attach(spec.id, decoder)
 
     def detach(self, model: str) -> None:
         self._executor.detach(model)
+        path = self._paths.pop(model, None)
+        if path is not None:
+            self._backend.finish()
+            self._backend.segments.close(path)
 
     def add(self, job: Job) -> None:
         self._executor.add(job)
@@ -50,3 +95,30 @@ class WorkerEngine:
     @property
     def parked(self) -> bool:
         return self._executor.parked
+
+
+def _cpu(slice_: Slice, world: SliceWorld) -> _Backend:
+    ops = CpuOps(len(slice_.cpus), slice_.cpus)
+    arena = make_arena(slice_.kv_bytes)
+    executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
+    return _Backend(executor, ops.isa, _MappedSegments(), lambda _: None, lambda: None, None)
+
+
+def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld) -> _Backend:
+    from c2cserve.devices.binding import bind
+    from c2cserve.devices.partitions import split_sms
+    from c2cserve.engine.gpu.segments import PinnedSegments
+    from c2cserve.engine.gpu.setup import FATAL, open_gpu
+
+    device = bind(share)
+    partition = split_sms(device, share.sms, share.parts)[share.part] if share.parts else None
+    sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
+    gpu = open_gpu(
+        device, slice_.kv_bytes, sampler.sample, partition=partition, profile=share.profile
+    )
+    executor = Executor(
+        slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic, place=gpu.place,
+        fatal=FATAL,
+    )  # fmt: skip
+    isa = f"{torch.cuda.get_device_name(device)}, {gpu.lane.sms} SMs"
+    return _Backend(executor, isa, PinnedSegments(), gpu.warm, gpu.finish, gpu.device)

@@ -6,6 +6,25 @@ from typing import Literal
 SliceKind = Literal["cpu", "gpu", "green", "mig"]
 
 
+ProfileChoice = Literal["measured", "assumed"]
+"""What dataflows are picked by: this machine's profile, or the known rates of an H200."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuShare:
+    """What a GPU slice has of a GPU (or of a MIG instance): all of it, or one of `parts` equal
+    partitions of its SMs, numbered from 0."""
+
+    uuid: str
+    """The driver's name for it."""
+    sms: int
+    """Of the GPU or the partition; 0 when the driver does not tell."""
+    part: int = 0
+    parts: int = 0
+    """0: it is not partitioned."""
+    profile: ProfileChoice = "measured"
+
+
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One lane of compute with its own KV budget. `kv_bytes` is a multiple of `slab_bytes`."""
@@ -22,10 +41,14 @@ class Slice:
     """Prefill tokens in one step (the largest chunk)."""
     max_active: int = 8
     """Models that may hold KV here at the same time."""
+    gpu: GpuShare | None = None
+    """None: a CPU slice."""
 
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 or self.kv_bytes < self.slab_bytes:
             raise ValueError(f"slice {self.id}: the KV arena must hold at least one slab")
+        if (self.kind == "cpu") != (self.gpu is None):
+            raise ValueError(f"slice {self.id}: kind {self.kind} with gpu {self.gpu}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +76,7 @@ class Gpu:
     memory_bytes: int
     sms: int = 0
     mig: bool = False
+    memory_free_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

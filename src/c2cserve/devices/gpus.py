@@ -73,13 +73,15 @@ def _mig_instances(nvml: Any, handle: Any) -> list[Any] | None:
 
 
 def _describe(nvml: Any, index: int, handle: Any, sms: int, *, mig: bool) -> Gpu:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return Gpu(
         id=index,
         uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
         name=_text(nvml.nvmlDeviceGetName(handle)),
-        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+        memory_bytes=int(memory.total),
         sms=sms,
         mig=mig,
+        memory_free_bytes=int(memory.free),
     )
 
 

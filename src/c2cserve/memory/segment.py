@@ -172,6 +172,11 @@ class Segment:
         size = int(np.prod(place.shape)) * ITEM_BYTES[place.dtype]
         return self._data[place.offset : place.offset + size]
 
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """All of the mapping."""
+        return self._data
+
     def write(self, offset: int, data: memoryview) -> None:
         """By the loader; thread-safe. Through the file and not the mapping: the kernel then neither
         clears a page before it is overwritten nor takes a fault for each, which halves a load."""

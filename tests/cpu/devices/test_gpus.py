@@ -30,7 +30,8 @@ class NotFound(NVMLError):
 
 
 class FakeNvml:
-    """GPU 0 is an H200 cut into two instances, GPU 1 a whole H200, GPU 2 knows nothing of MIG."""
+    """GPU 0 is an H200 cut into a 3g.71gb and a 1g.18gb instance (sizes as `nvidia-smi mig -lgip`
+    has them), GPU 1 a whole H200 of which some memory is taken, GPU 2 knows nothing of MIG."""
 
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = LibraryNotFound
@@ -54,39 +55,55 @@ class FakeNvml:
     def __getattr__(self, name: str) -> Any:
         table: dict[str, Any] = {
             "nvmlDeviceGetCount": lambda: 3,
-            "nvmlDeviceGetHandleByIndex": lambda index: f"gpu{index}",
+            "nvmlDeviceGetHandleByIndex": lambda index: f"GPU-{index}",
             "nvmlDeviceGetMigMode": self._mig_mode,
             "nvmlDeviceGetMaxMigDeviceCount": lambda handle: 7,
             "nvmlDeviceGetMigDeviceHandleByIndex": self._instance,
-            "nvmlDeviceGetUUID": lambda handle: f"uuid-{handle}".encode(),
+            "nvmlDeviceGetUUID": lambda handle: f"{handle}-uuid".encode(),
             "nvmlDeviceGetName": lambda handle: "NVIDIA H200",
             "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(
-                total=(141 << 30) if "mig" not in handle else (18 << 30)
+                total=MEMORY[handle][0], free=MEMORY[handle][1]
             ),
             "nvmlDeviceGetNumGpuCores": lambda handle: 132 * 128,
             "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
-            "nvmlDeviceGetAttributes": lambda handle: SimpleNamespace(multiprocessorCount=16),
+            "nvmlDeviceGetAttributes": lambda handle: SimpleNamespace(
+                multiprocessorCount=60 if handle == "MIG-0" else 16
+            ),
         }
         return table[name]
 
     def _mig_mode(self, handle: str) -> tuple[int, int]:
-        if handle == "gpu2":
+        if handle == "GPU-2":
             raise NotSupported
-        return (1, 1) if handle == "gpu0" else (0, 0)
+        return (1, 1) if handle == "GPU-0" else (0, 0)
 
     def _instance(self, handle: str, slot: int) -> str:
         if slot not in (0, 3):
             raise NotFound
-        return f"{handle}-mig{slot}"
+        return f"MIG-{slot}"
+
+
+MIB = 1 << 20
+WHOLE = 143771 * MIB
+MEMORY = {
+    "MIG-0": (71168 * MIB, 71130 * MIB),
+    "MIG-3": (16384 * MIB, 16370 * MIB),
+    "GPU-1": (WHOLE, 101000 * MIB),
+    "GPU-2": (WHOLE, 143150 * MIB),
+}
 
 
 def test_mig_instances_replace_their_gpu() -> None:
     nvml = FakeNvml()
     assert find_gpus(nvml) == (
-        Gpu(0, "uuid-gpu0-mig0", "NVIDIA H200", 18 << 30, sms=16, mig=True),
-        Gpu(0, "uuid-gpu0-mig3", "NVIDIA H200", 18 << 30, sms=16, mig=True),
-        Gpu(1, "uuid-gpu1", "NVIDIA H200", 141 << 30, sms=132),
-        Gpu(2, "uuid-gpu2", "NVIDIA H200", 141 << 30, sms=132),
+        Gpu(
+            0, "MIG-0-uuid", "NVIDIA H200", 71168 * MIB, 60, mig=True, memory_free_bytes=71130 * MIB
+        ),
+        Gpu(
+            0, "MIG-3-uuid", "NVIDIA H200", 16384 * MIB, 16, mig=True, memory_free_bytes=16370 * MIB
+        ),
+        Gpu(1, "GPU-1-uuid", "NVIDIA H200", WHOLE, 132, memory_free_bytes=101000 * MIB),
+        Gpu(2, "GPU-2-uuid", "NVIDIA H200", WHOLE, 132, memory_free_bytes=143150 * MIB),
     )
     assert nvml.open == 0, "NVML is closed again"
 

@@ -1,0 +1,37 @@
+"""Which of CUDA's devices a slice is: a process sees GPUs by numbers that are not the driver's."""
+
+import os
+
+import torch
+
+from c2cserve.core.machine import GpuShare
+
+_QUEUES = "32"
+"""Work queues to a GPU: with the usual 8, slices of one process wait for each other's launches."""
+
+
+class BindingError(RuntimeError):
+    """The slice's GPU is not there for this process."""
+
+
+def bind(share: GpuShare) -> int:
+    """CUDA's number of the slice's GPU in this process; of a MIG instance, which is then the only
+    device the process sees. Before the process's first use of CUDA. Raises `BindingError`."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
+    if share.uuid.startswith("MIG-"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = share.uuid
+        _check_there()
+        return 0
+    _check_there()
+    wanted = share.uuid.removeprefix("GPU-")
+    for device in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-") == wanted:
+            return device
+    raise BindingError(
+        f"CUDA shows this process {torch.cuda.device_count()} GPUs, {share.uuid} is not among them"
+    )
+
+
+def _check_there() -> None:
+    if not torch.cuda.is_available():
+        raise BindingError("torch finds no GPU: is it a build for CUDA, and the driver loaded?")

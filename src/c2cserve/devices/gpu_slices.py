@@ -1,0 +1,125 @@
+"""How GPUs become slices, and their memory KV arenas.
+
+A GPU, or a MIG instance, is one slice; or its SMs are partitioned into equal slices (green
+contexts) that share its memory, links and copy engines. Of the memory that is free, some is left to
+what is not KV: weights on their way through, activations, CUDA itself. KV arenas take half of the
+rest, since HBM is a cache of weights too.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from c2cserve.core.machine import Gpu, GpuShare, Machine, ProfileChoice, Slice, SliceKind
+from c2cserve.devices.slices import SlicePlanError
+
+SLAB_BYTES = 16 << 20
+"""KV blocks of large models take megabytes, and there are gigabytes."""
+RESERVE_BYTES = 6 << 30
+"""Two whole weights on their way, activations of the largest step, CUDA, cuBLAS and kernels."""
+RESERVE_SHARE = 0.25
+"""At most, of what is free: a small MIG instance has smaller steps."""
+KV_SHARE = 0.5
+SMS_STEP = 8
+"""The grain of partitions on Hopper."""
+_WHOLE = (256, 8192)
+_PART = (64, 2048)
+"""Sequences, and prefill tokens, of a step. Weights cross the link once a step: large steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Partitioning:
+    """`parts` slices of `sms` SMs on every GPU."""
+
+    sms: int
+    parts: int
+
+
+def parse_partitioning(text: str) -> Partitioning:
+    """Of "16x7": seven slices of 16 SMs. Raises `SlicePlanError`."""
+    found = re.fullmatch(r"(\d{1,4})x(\d{1,3})", text)
+    if found is None:
+        raise SlicePlanError(f"{text!r}: GPU slices are given as SMs x slices, such as 16x7")
+    sms, parts = int(found[1]), int(found[2])
+    if sms < SMS_STEP or sms % SMS_STEP or parts < 1:
+        raise SlicePlanError(f"{text}: a partition has a multiple of {SMS_STEP} SMs, at least one")
+    return Partitioning(sms, parts)
+
+
+def plan_gpu_slices(
+    machine: Machine,
+    partitioning: Partitioning | None = None,
+    kv_bytes: int | None = None,
+    profile: ProfileChoice = "measured",
+) -> tuple[Slice, ...]:
+    """Slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1` ... where a
+    GPU is partitioned. `kv_bytes` is that of each, None for the rule.
+
+    Raises `SlicePlanError` for partitions or arenas a GPU has no room for.
+    """
+    slices: list[Slice] = []
+    for index, gpu in enumerate(machine.gpus):
+        parts = 1 if partitioning is None else partitioning.parts
+        if partitioning is not None:
+            _check_partitioning(gpu, partitioning)
+        arena = _arena_bytes(gpu, parts, kv_bytes)
+        for part in range(parts):
+            slices.append(_slice(machine, gpu, index, part, partitioning, arena, profile))
+    return tuple(slices)
+
+
+def visible_gpus(gpus: Sequence[Gpu], variable: str | None) -> tuple[Gpu, ...]:
+    """Those that CUDA_VISIBLE_DEVICES lets a process use, None for no such variable. The driver's
+    own list knows nothing of it. Like CUDA, stops at the first entry that names no GPU."""
+    if variable is None:
+        return tuple(gpus)
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        by_name = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+        by_number = [gpu for gpu in gpus if entry.isdigit() and gpu.id == int(entry)]
+        found = by_name or by_number
+        if not found:
+            break
+        chosen += [gpu for gpu in found if gpu not in chosen]
+    return tuple(chosen)
+
+
+def _check_partitioning(gpu: Gpu, partitioning: Partitioning) -> None:
+    if gpu.mig:
+        raise SlicePlanError(f"GPU {gpu.id} is in MIG mode: its instances are slices already")
+    wanted = partitioning.sms * partitioning.parts
+    if gpu.sms and wanted > gpu.sms:
+        raise SlicePlanError(
+            f"GPU {gpu.id} has {gpu.sms} SMs: {partitioning.parts} slices of {partitioning.sms}"
+            f" need {wanted}"
+        )
+
+
+def _arena_bytes(gpu: Gpu, parts: int, kv_bytes: int | None) -> int:
+    free = gpu.memory_free_bytes or gpu.memory_bytes
+    usable = int(free - min(RESERVE_BYTES, free * RESERVE_SHARE))
+    arena = int(usable * KV_SHARE) // parts if kv_bytes is None else kv_bytes
+    arena = arena // SLAB_BYTES * SLAB_BYTES
+    if arena < SLAB_BYTES or arena * parts > usable:
+        raise SlicePlanError(
+            f"GPU {gpu.id}: {parts} KV arenas of {arena} bytes, where {usable} of its memory can be"
+            f" used and {SLAB_BYTES} are the least"
+        )
+    return arena
+
+
+def _slice(
+    machine: Machine, gpu: Gpu, index: int, part: int, partitioning: Partitioning | None,
+    arena: int, profile: ProfileChoice,
+) -> Slice:  # fmt: skip
+    kind: SliceKind = "mig" if gpu.mig else "gpu"
+    name = f"{kind}{index}"
+    share = GpuShare(gpu.uuid, gpu.sms, profile=profile)
+    if partitioning is not None:
+        kind, name = "green", f"{name}.{part}"
+        share = GpuShare(gpu.uuid, partitioning.sms, part, partitioning.parts, profile)
+    max_batch, max_step_tokens = _WHOLE if kind == "gpu" else _PART
+    return Slice(
+        id=name, kind=kind, cpus=machine.cpus, kv_bytes=arena, slab_bytes=SLAB_BYTES,
+        max_batch=max_batch, max_step_tokens=max_step_tokens, gpu=share,
+    )  # fmt: skip

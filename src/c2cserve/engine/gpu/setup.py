@@ -1,0 +1,158 @@
+"""A GPU slice's half of the machine: stream, kernels, dataflows, KV arena, operators.
+
+Everything that can fail or take long is done here, before the slice says it is up.
+"""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from c2cserve.core.machine import ProfileChoice
+from c2cserve.devices.partitions import Partition
+from c2cserve.engine.gpu.ops import GpuOps
+from c2cserve.engine.gpu.sampling import HostSampler
+from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.models.config import ModelConfig
+from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.driver import CudaError
+from c2cserve.kernels.gpu.experts import by_expert, choose
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.linear import Linear
+from c2cserve.kernels.gpu.profile import Profile, load_profile
+from c2cserve.kernels.gpu.repository import Repository
+from c2cserve.kernels.gpu.warm import Sizes, warm
+from c2cserve.kernels.gpu.weight import Dtype
+
+log = logging.getLogger(__name__)
+
+FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
+"""After these a process serves no second request: CUDA's errors stick, and a slice without memory
+is rebuilt with all of it."""
+
+_COMMON = [
+    Sizes(hidden, 4 * hidden, 32, 8, head_dim, 128256, "bfloat16", qk_norm=norm, top_k=2)
+    for hidden in (1024, 2048, 4096, 8192)
+    for head_dim, norm in ((64, False), (128, False), (128, True))
+]
+"""Of most models; the rest of what a model needs is compiled when it is attached."""
+
+
+class GpuMemoryError(RuntimeError):
+    """The GPU has no room for the slice's KV arena."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuParts:
+    """What `engine.executor.Executor` is given on a GPU, and what models are attached with."""
+
+    device: torch.device
+    stream: torch.cuda.Stream
+    lane: Lane
+    linear: Linear
+    ops: GpuOps
+    arena: Tensor
+    place: Staging
+
+    def warm(self, config: ModelConfig) -> None:
+        """Have everything compiled, loaded and allocated that a model needs; quick where another
+        model of its kind was before. Raises ValueError for one that GPU slices can not run."""
+        sizes = sizes_of(config)
+        warm(sizes, self.device)
+        _touch_libraries(sizes, self.device)
+
+    def finish(self) -> None:
+        """Wait for the slice's own work on the GPU."""
+        self.stream.synchronize()
+        self.lane.copies.synchronize()
+
+
+def open_gpu(
+    device: int,
+    kv_bytes: int,
+    host_sampler: HostSampler,
+    *,
+    partition: Partition | None = None,
+    profile: ProfileChoice = "measured",
+    kernels: Path | None = None,
+) -> GpuParts:
+    """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
+    on, which runs on `partition`'s SMs, or on all of the GPU `device`.
+
+    Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`
+    and `CudaError`.
+    """
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device) if partition is None else partition.stream
+    torch.cuda.set_stream(stream)
+    # Partial sums of split GEMMs in 16 bits would make a row depend on the batch more than need be.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    repository = Repository(device, kernels)
+    repository.load()
+    lane = Lane(device, repository, None if partition is None else partition.sms)
+    linear = Linear(lane, Chooser(_profile(device, profile)))
+    where = torch.device("cuda", device)
+    ops = GpuOps(linear, where, host_sampler)
+    parts = GpuParts(where, stream, lane, linear, ops, _arena(where, kv_bytes), Staging(where))
+    for sizes in _COMMON:
+        warm(sizes, where)
+    parts.finish()
+    return parts
+
+
+def sizes_of(config: ModelConfig) -> Sizes:
+    """Raises ValueError for a dtype the GPU's GEMMs have not."""
+    dtype: Dtype
+    match config.dtype:
+        case "bfloat16" | "float16":
+            dtype = config.dtype
+        case _:
+            raise ValueError(
+                f"GPU slices run bfloat16 and float16, not {config.dtype}: set the model's `dtype`"
+            )
+    moe = config.moe
+    return Sizes(
+        hidden=config.hidden,
+        inner=config.intermediate if moe is None else moe.intermediate,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        vocab=config.vocab,
+        dtype=dtype,
+        qk_norm=config.qk_norm,
+        top_k=0 if moe is None else moe.per_token,
+    )
+
+
+def _profile(device: int, choice: ProfileChoice) -> Profile:
+    name = torch.cuda.get_device_name(device)
+    if choice == "measured":
+        return load_profile(gpu=name)
+    log.warning("dataflows on %s are picked by an H200's known rates: nothing was measured", name)
+    return assumed_h200()
+
+
+def _arena(device: torch.device, kv_bytes: int) -> Tensor:
+    try:
+        return torch.empty(kv_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info(device)
+        raise GpuMemoryError(
+            f"{device} has {free} of {total} bytes free, the slice's KV arena takes {kv_bytes}:"
+            " serve with a smaller --kv-bytes, or end what else uses the GPU"
+        ) from error
+
+
+def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
+    """cuBLAS and torch's own kernels load on first use."""
+    x = torch.zeros((2, 16), dtype=torch.bfloat16, device=device)
+    x = torch.addmm(x[0], x, torch.zeros((16, 16), dtype=x.dtype, device=device))
+    x += torch.mm(x, torch.zeros((16, 16), dtype=x.dtype, device=device))
+    if sizes.top_k:
+        routing = by_expert(*choose(x, min(2, sizes.top_k), renormalize=True), 16)
+        x.index_select(0, routing.tokens)
+    x[torch.tensor([1], device=device)].float().cpu()

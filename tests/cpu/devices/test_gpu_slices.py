@@ -1,0 +1,117 @@
+"""How GPUs become slices: whole, partitioned, MIG instances, and what does not fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from c2cserve.core.machine import Gpu, GpuShare, Machine, NumaNode, Slice
+from c2cserve.devices.gpu_slices import SLAB_BYTES, plan_gpu_slices, visible_gpus
+from c2cserve.devices.plan import SliceWishes, plan_all
+from c2cserve.devices.slices import SlicePlanError
+
+GIB = 1 << 30
+H200 = [
+    Gpu(i, f"GPU-{i}{i}", "NVIDIA H200", 141 * GIB, 132, memory_free_bytes=140 * GIB)
+    for i in range(4)
+]
+MIG = [
+    Gpu(1, "MIG-aa", "NVIDIA H200", 70 * GIB, 60, mig=True, memory_free_bytes=69 * GIB),
+    Gpu(1, "MIG-bb", "NVIDIA H200", 16 * GIB, 16, mig=True, memory_free_bytes=16 * GIB),
+]
+
+
+def machine(*gpus: Gpu) -> Machine:
+    cpus = tuple(range(8))
+    return Machine(
+        "test", cpus, 64 * GIB, 64 * GIB, 64 * GIB, (), (NumaNode(0, cpus, 0),), gpus,
+        cores=tuple((cpu,) for cpu in cpus), shm_free_bytes=64 * GIB,
+    )  # fmt: skip
+
+
+def test_one_slice_per_gpu_with_half_of_what_is_free() -> None:
+    first, second = plan_gpu_slices(machine(*H200[:2]))
+    assert (first.id, first.kind, second.id) == ("gpu0", "gpu", "gpu1")
+    assert first.gpu == GpuShare("GPU-00", 132)
+    assert first.kv_bytes == 67 * GIB
+    assert first.cpus == tuple(range(8))
+    assert first.max_step_tokens > 4096
+
+
+def test_memory_others_have_taken_is_not_planned_with() -> None:
+    taken = replace(H200[0], memory_free_bytes=26 * GIB)
+    assert plan_gpu_slices(machine(taken))[0].kv_bytes == 10 * GIB
+
+
+def test_mig_instances_have_their_own_memory() -> None:
+    slices = plan_gpu_slices(machine(H200[0], *MIG))
+    assert [(s.id, s.kind) for s in slices] == [("gpu0", "gpu"), ("mig1", "mig"), ("mig2", "mig")]
+    assert slices[2].gpu == GpuShare("MIG-bb", 16)
+    assert slices[2].kv_bytes == 6 * GIB
+    assert slices[2].max_step_tokens < slices[0].max_step_tokens
+
+
+def test_partitions_share_memory_alike() -> None:
+    wishes = SliceWishes(gpu_slices="16x7", gpu_profile="assumed")
+    slices = plan_all(machine(*H200[:2]), wishes)
+    assert [s.id for s in slices] == [f"gpu{g}.{p}" for g in range(2) for p in range(7)]
+    assert {s.kind for s in slices} == {"green"}
+    assert slices[3].gpu == GpuShare("GPU-00", 16, 3, 7, "assumed")
+    assert sum(s.kv_bytes for s in slices[:7]) <= 67 * GIB
+    assert all(s.kv_bytes % SLAB_BYTES == 0 for s in slices)
+
+
+def test_cpu_slices_where_there_is_no_gpu_or_where_asked_for() -> None:
+    assert {s.kind for s in plan_all(machine(), SliceWishes())} == {"cpu"}
+    assert [s.kind for s in plan_all(machine(H200[0]), SliceWishes())] == ["gpu"]
+    both = plan_all(machine(H200[0]), SliceWishes(cpu_slices=2))
+    assert [s.id for s in both] == ["gpu0", "cpu0", "cpu1"]
+    left_alone = plan_all(machine(H200[0]), SliceWishes(gpu_slices="none"))
+    assert {s.kind for s in left_alone} == {"cpu"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wishes", "says"),
+    [
+        ([], {"gpu_slices": "16x7"}, "no GPU"),
+        (H200, {"gpu_slices": "7"}, "SMs x slices"),
+        (H200, {"gpu_slices": "12x2"}, "multiple of 8"),
+        (H200, {"gpu_slices": "16x0"}, "multiple of 8"),
+        (H200, {"gpu_slices": "32x5"}, "132 SMs: 5 slices of 32 need 160"),
+        (MIG, {"gpu_slices": "8x2"}, "MIG mode"),
+        (H200, {"gpu_kv_bytes": 150 * GIB}, "KV arenas"),
+        (H200, {"gpu_slices": "16x7", "gpu_kv_bytes": 30 * GIB}, "7 KV arenas"),
+        (H200, {"gpu_kv_bytes": 1}, "are the least"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    gpus: list[Gpu], wishes: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SlicePlanError, match=says):
+        plan_all(machine(*gpus), SliceWishes(**wishes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("variable", "seen"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-33, 1", [3, 1]),
+        ("1,9,2", [1]),
+        ("1,1", [1]),
+        ("-1", []),
+    ],
+)
+def test_what_cuda_may_see(variable: str | None, seen: list[int]) -> None:
+    assert [gpu.id for gpu in visible_gpus(H200, variable)] == seen
+
+
+def test_a_mig_instance_is_seen_by_its_name() -> None:
+    assert visible_gpus([H200[0], *MIG], "MIG-bb") == (MIG[1],)
+
+
+def test_a_slice_is_of_a_gpu_or_of_cpus() -> None:
+    with pytest.raises(ValueError, match="kind gpu"):
+        Slice("x", "gpu")
+    with pytest.raises(ValueError, match="kind cpu"):
+        Slice("x", "cpu", gpu=GpuShare("GPU-0", 132))

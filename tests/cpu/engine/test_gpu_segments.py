@@ -1,0 +1,59 @@
+"""Segments that GPU slices share: one registration each, given back when nobody reads any more."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lane import LateModel
+from tiny import make_checkpoint
+
+from c2cserve.engine.gpu.segments import PinnedSegments
+from c2cserve.memory.pinning import PinningError
+
+
+class Regions:
+    """Stands in for CUDA."""
+
+    def __init__(self) -> None:
+        self.open: list[tuple[int, int]] = []
+
+    def __call__(self, data: Any) -> "Regions._Region":
+        return Regions._Region(self, (data.ctypes.data, data.nbytes))
+
+    class _Region:
+        def __init__(self, owner: "Regions", place: tuple[int, int]) -> None:
+            self._owner, self._place = owner, place
+            owner.open.append(place)
+
+        def close(self) -> None:
+            self._owner.open.remove(self._place)
+
+
+def test_all_of_a_segment_is_registered_once_and_given_back_after_its_last_user(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    path = LateModel(tmp_path).path
+    regions = Regions()
+    segments = PinnedSegments(regions)
+    first, second = segments.open(path), segments.open(path)
+    assert first is second
+    assert regions.open == [(first.data.ctypes.data, path.stat().st_size)]
+    segments.close(path)
+    assert regions.open
+    segments.close(path)
+    assert not regions.open
+    assert segments.open(path) is not first
+
+
+def test_memory_that_cuda_refuses_makes_the_model_unusable_here(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "llama")
+    path = LateModel(tmp_path).path
+
+    def refuse(data: Any) -> Any:
+        raise PinningError("cudaHostRegister of 5 bytes: cudaErrorMemoryAllocation")
+
+    with pytest.raises(OSError, match=r"segment.*cudaErrorMemoryAllocation"):
+        PinnedSegments(refuse).open(path)
+    with pytest.raises(OSError, match="No such file"):
+        PinnedSegments(refuse).open(tmp_path / "none")
