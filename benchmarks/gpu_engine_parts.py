@@ -1,0 +1,306 @@
+"""What `gpu_engine.py` measures of one shape, over a `gpu_engine_run.Machine`."""
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+from gpu_engine_run import Counted, Engine, Machine, decode_batch
+from gpu_models import attention_flops, config_of
+from torch import Tensor
+
+from c2cserve.engine.models.config import ModelConfig
+from c2cserve.engine.models.decoder import Decoder, run_to_end
+from c2cserve.engine.models.layout import plan_layout
+from c2cserve.kernels.gpu.weight import Home
+from c2cserve.memory.segment import place_tensors
+
+PARTS = ("stream", "resident", "prefill", "switch", "copy", "cache")
+PROMPT, LONG_PROMPT, CONTEXT = 512, 8192, 512
+ROWS = (1, 32)
+BARS = {"ttft": 1.15, "stream": 1.1, "resident": 1.15, "prefill": 0.6, "p50": 5e-3, "p99": 20e-3}
+_ALIGNMENT = 2 << 20
+_SWITCH_MODELS, _SWITCH_LAYERS, _SWITCHES = 24, 2, 240
+_HBM_SPARE = 8 << 30
+
+
+class Run:
+    """One shape on one machine; figures are printed as they come and kept."""
+
+    def __init__(
+        self, machine: Machine, shape: str, layers: int | None, limits: dict[str, Any],
+        homes: Sequence[Home], arena: Tensor, *, repeats: int = 5,
+    ) -> None:  # fmt: skip
+        self.machine: Any = machine
+        self.shape, self.homes, self.limits = shape, homes, limits
+        self.config = config_of(shape, layers)
+        self.bytes = plan_layout(self.config).bytes
+        self.figures: list[dict[str, Any]] = []
+        self._arena = arena
+        self._repeats = repeats
+
+    # ---- what is written down -------------------------------------------------------------------
+
+    def figure(
+        self, what: str, seconds: float, floor_s: float | None = None, bar: float | None = None,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        """A time, and how it compares with what nothing can beat; `bar`: of their ratio."""
+        row: dict[str, Any] = {"what": what, "seconds": seconds, **more}
+        said = f"{self.shape}: {what}: {_shown(seconds)}"
+        if floor_s is not None:
+            row |= {"floor_s": floor_s, "ratio": seconds / floor_s}
+            said += f", floor {_shown(floor_s)}, {row['ratio']:.3f}x"
+            if bar is not None:
+                row |= {"bar": bar, "met": row["ratio"] <= bar}
+                said += f" (bar {bar}: {'met' if row['met'] else 'MISSED'})"
+        self._keep(row, said)
+
+    def share(self, what: str, seconds: float, share: float, bar: float, **more: Any) -> None:
+        met = share >= bar
+        row = {"what": what, "seconds": seconds, "share": share, "bar": bar, "met": met, **more}
+        said = f"{self.shape}: {what}: {_shown(seconds)}, {share:.1%} of the matrix peak"
+        self._keep(row, f"{said} (bar {bar:.0%}: {'met' if met else 'MISSED'})")
+
+    def limit(self, what: str, seconds: float, bar_s: float, **more: Any) -> None:
+        met = seconds <= bar_s
+        row = {"what": what, "seconds": seconds, "bar_s": bar_s, "met": met, **more}
+        said = f"{self.shape}: {what}: {_shown(seconds)}"
+        self._keep(row, f"{said} (bar {_shown(bar_s)}: {'met' if met else 'MISSED'})")
+
+    def _keep(self, row: dict[str, Any], said: str) -> None:
+        self.figures.append(row)
+        print(said, flush=True)
+
+    # ---- parts ----------------------------------------------------------------------------------
+
+    def part(self, name: str) -> None:
+        match name:
+            case "stream":
+                for home in self.homes:
+                    self._stream(home)
+            case "resident":
+                for rows in ROWS:
+                    self._resident(rows)
+            case "prefill":
+                self._prefill(LONG_PROMPT)
+            case "switch":
+                self._switch(self.homes[0])
+            case "copy":
+                for home in self.homes:
+                    self._copy(home)
+            case _:
+                for home in self.homes:
+                    for kept in (1.0, 0.5):
+                        self._cache(home, kept)
+
+    def _stream(self, home: Home) -> None:
+        link = self.limits["link_bytes_per_s"][home]
+        engine = self._engine()
+        buffer = self._buffer(home)
+        names = ("a", "b")
+        decoders = [engine.attach(n, self.config, buffer, i * _ALIGNMENT)
+                    for i, n in enumerate(names)]  # fmt: skip
+        first = [self._first_token(engine, name) for name in names]
+        counted = self._counted(engine, engine.talk("a", PROMPT))
+        times = [self._first_token(engine, names[i % 2]) for i in range(1, self._repeats + 1)]
+        floor_s = counted.bytes / link
+        self.figure(
+            f"TTFT of a switched model, prompt {PROMPT}, from {home}", median(times), floor_s,
+            BARS["ttft"], times_s=times, first_use_s=first, bytes=counted.bytes,
+            model_bytes_ratio=median(times) / (self.bytes / link),
+        )  # fmt: skip
+        [talk] = engine.talk("a", PROMPT)
+        engine.step([talk])
+        counted = self._counted(engine, [talk])
+        times = [engine.step([talk]) for _ in range(2 * self._repeats)]
+        engine.end()
+        graph_s = self._graph_s(engine, decoders[0], 1)
+        self.figure(
+            f"decode at batch 1, streamed from {home}", median(times), counted.bytes / link,
+            BARS["stream"], times_s=times, graph_s=graph_s, bytes=counted.bytes,
+        )  # fmt: skip
+
+    def _resident(self, rows: int) -> None:
+        engine = self._engine()
+        decoder = engine.attach("a", self.config, self._buffer("hbm"))
+        talks = engine.talk("a", CONTEXT, rows)
+        for start in range(0, rows, 8):
+            engine.step(talks[start : start + 8])
+        counted = self._counted(engine, talks)
+        times = [engine.step(talks) for _ in range(4 * self._repeats)]
+        engine.end()
+        attention_s = self._attention_s(engine, decoder, rows)
+        floor_s = counted.bytes / self.limits["hbm_bytes_per_s"] + attention_s
+        graph_s = self._graph_s(engine, decoder, rows)
+        what = f"decode at batch {rows}, weights in HBM"
+        self.figure(
+            what, median(times), floor_s, BARS["resident"], times_s=times, bytes=counted.bytes,
+            attention_s=attention_s,
+        )  # fmt: skip
+        self.figure(f"{what}, in a graph", graph_s, floor_s)
+
+    def _prefill(self, tokens: int) -> None:
+        engine = self._engine()
+        engine.attach("a", self.config, self._buffer("hbm"))
+        counted = self._counted(engine, engine.talk("a", tokens))
+        times: list[float] = []
+        for _ in range(max(2, self._repeats // 2)):
+            engine.end()
+            times.append(engine.step(engine.talk("a", tokens)))
+        engine.end()
+        flops = counted.flops + attention_flops(self.config, tokens)
+        peak, seconds = self.limits["matmul_flops"], median(times)
+        self.share(
+            f"prefill of {tokens} tokens, weights in HBM", seconds, flops / seconds / peak,
+            BARS["prefill"], times_s=times, flops=flops,
+            gemm_share=counted.flops / seconds / peak,
+        )  # fmt: skip
+
+    def _switch(self, home: Home) -> None:
+        config = config_of(self.shape, min(_SWITCH_LAYERS, self.config.layers))
+        engine, buffer = self._engine(), self._buffer(home)
+        room = buffer.numel() - _room(config)
+        names = [f"m{i}" for i in range(_SWITCH_MODELS)]
+        for i, name in enumerate(names):
+            offset = room * i // (len(names) - 1) // _ALIGNMENT * _ALIGNMENT
+            engine.attach(name, config, buffer, offset)
+        first = [self._first_gemm_s(engine, name) for name in names]
+        same: list[float] = []
+        switched: list[float] = []
+        for turns in _shuffles(names, _SWITCHES * self._repeats // 5):
+            for name in turns:
+                switched.append(self._first_gemm_s(engine, name))
+                if len(same) <= len(switched) // 4:
+                    same.append(self._first_gemm_s(engine, name))
+        engine.end()
+        what = f"a switch (from {home}), asking to first GEMM"
+        for name, share in (("p50", 0.5), ("p99", 0.99)):
+            self.limit(
+                f"{what}, {name}", _quantile(switched, share), BARS[name], switches=len(switched),
+                same_model_s=_quantile(same, share), first_use_s=_quantile(first, share),
+            )  # fmt: skip
+
+    def _copy(self, home: Home) -> None:
+        """No streaming: the model is copied, then its prompt is computed."""
+        engine, here = self._engine(), self._buffer("hbm")
+        engine.attach("a", self.config, here)
+        self._first_token(engine, "a")
+        source, count = self._buffer(home), _room(self.config)
+        times: list[float] = []
+        for _ in range(max(2, self._repeats // 2)):
+            self.machine.synchronize()
+            begin_s = time.perf_counter()
+            self.machine.copy(here[:count], source[:count])
+            self._first_token(engine, "a")
+            times.append(time.perf_counter() - begin_s)
+        floor_s = count / self.limits["link_bytes_per_s"][home]
+        self.figure(
+            f"baseline: copy from {home}, then prefill {PROMPT}", median(times), floor_s,
+            times_s=times,
+        )  # fmt: skip
+
+    def _cache(self, home: Home, kept: float) -> None:
+        budget = min(int(kept * self.bytes), self.machine.free_bytes() - _HBM_SPARE)
+        linear, cache = self.machine.linear(budget)
+        engine = Engine(self.machine, linear, self._arena)
+        engine.attach("a", self.config, self._buffer(home))
+        [talk] = engine.talk("a", PROMPT)
+        times: list[float] = []
+        resident: list[int] = []
+        for _ in range(3 + self._repeats):
+            cache.begin_step("a", time.monotonic())
+            times.append(engine.step([talk]))
+            resident.append(cache.bytes)
+        engine.end()
+        self.figure(
+            f"decode from {home}, warmed up, HBM keeps {kept:.0%}", median(times[3:]),
+            times_s=times, resident_bytes=resident, budget_bytes=budget,
+        )  # fmt: skip
+        cache.shrink(0)
+
+    # ---- what parts are made of -----------------------------------------------------------------
+
+    def _engine(self) -> Engine:
+        return Engine(self.machine, self.machine.linear()[0], self._arena)
+
+    def _buffer(self, home: Home) -> Tensor:
+        return self.machine.buffer(home, buffer_bytes(self.config))
+
+    def _first_token(self, engine: Engine, name: str) -> float:
+        """Of a new prompt; requests before it are over."""
+        engine.end()
+        talks = engine.talk(name, PROMPT)
+        self.machine.synchronize()
+        return engine.step(talks)
+
+    def _first_gemm_s(self, engine: Engine, name: str) -> float:
+        engine.end()
+        talks = engine.talk(name, PROMPT)
+        self.machine.synchronize()
+        engine.watch.arm()
+        asked = self.machine.mark()
+        engine.step(talks)
+        return self.machine.elapsed_s(asked, engine.watch.first)
+
+    def _counted(self, engine: Engine, talks: list[str]) -> Counted:
+        engine.watch.begin_count()
+        engine.step(talks)
+        return engine.watch.end_count()
+
+    def _graph_s(self, engine: Engine, decoder: Decoder, rows: int) -> float:
+        """A decode step's forward pass, captured."""
+        batch = decode_batch(decoder.kv, rows, CONTEXT + 1, self.machine.device)
+
+        def forward() -> None:
+            run_to_end(decoder.forward(batch, engine.ops, engine.arena))
+
+        return self.machine.chain_s([forward])
+
+    def _attention_s(self, engine: Engine, decoder: Decoder, rows: int) -> float:
+        """Of all layers, alone in a graph."""
+        config, kv = self.config, decoder.kv
+        batch = decode_batch(kv, rows, CONTEXT + 1, self.machine.device)
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim
+        qkv = torch.randn(rows, width, device=self.machine.device).to(torch.bfloat16)
+
+        def attend(layer: int) -> None:
+            engine.ops.attention(
+                qkv, engine.arena, kv, layer, batch.q_start, batch.context_len,
+                batch.block_table, config.head_dim**-0.5, config.windows[layer],
+            )  # fmt: skip
+
+        layers = [lambda i=i: attend(i) for i in range(config.layers)]
+        return self.machine.chain_s(layers) * config.layers
+
+
+def _room(config: ModelConfig) -> int:
+    """Bytes from a model's first to its last."""
+    return place_tensors(plan_layout(config), 0)[1]
+
+
+def buffer_bytes(config: ModelConfig) -> int:
+    """For two models that overlap."""
+    return -(-_room(config) // _ALIGNMENT) * _ALIGNMENT + 2 * _ALIGNMENT
+
+
+def _shuffles(names: Sequence[str], count: int) -> Iterator[list[str]]:
+    """All names in some order, again and again, `count` in all, none twice in a row."""
+    rng, last = random.Random(3), ""
+    for _ in range(-(-count // len(names))):
+        turns = rng.sample(names, len(names))
+        if turns[0] == last:
+            turns.reverse()
+        last = turns[-1]
+        yield turns
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

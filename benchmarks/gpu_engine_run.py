@@ -1,0 +1,248 @@
+"""A slice's engine in one process, without policy or server: models over pieces of a buffer at
+some home, an executor, and steps as the policy would make them."""
+
+import random
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from c2cserve.core.actions import Drop, RunStep
+from c2cserve.core.events import SliceEvent, StepDone
+from c2cserve.core.request import BLOCK_TOKENS, Delta, Job, Request, Sampling
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.executor import Executor
+from c2cserve.engine.gpu.ops import GpuOps, Multiply
+from c2cserve.engine.models.config import ModelConfig
+from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.models.layout import plan_layout
+from c2cserve.engine.weights import Weights
+from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.layer import KvLayout
+from c2cserve.memory.segment import TensorPlace, place_tensors
+
+_GREEDY = Sampling(seed=0, temperature=0.0)
+_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Machine(Protocol):
+    """What a run needs of a GPU; `gpu_machine.Gpu`, and in tests a machine without one."""
+
+    device: torch.device
+    host_sampler: Any
+    staging: Any
+
+    def synchronize(self) -> None: ...
+
+    def mark(self) -> Any:
+        """A point in the current stream's work."""
+        ...
+
+    def elapsed_s(self, begin: Any, end: Any) -> float: ...
+
+
+class BufferWeights:
+    """`engine.weights.Weights`, all of it loaded, as a piece of a buffer laid out like a segment.
+
+    Matrices are what the buffer holds there; norms are set to 1. Models may overlap: a pass reads
+    gigabytes before it comes to the same bytes again, so nothing is found in a cache for it."""
+
+    complete = True
+
+    def __init__(self, config: ModelConfig, buffer: Tensor, offset: int) -> None:
+        plan = plan_layout(config)
+        self._buffer = buffer
+        self._places, end = place_tensors(plan, offset)
+        if end > buffer.numel():
+            raise ValueError(f"a model of {plan.bytes} bytes at {offset} leaves its buffer")
+        self.bytes = plan.bytes
+        self._groups = {group.name: index for index, group in enumerate(plan.groups)}
+        for name, place in self._places.items():
+            if len(place.shape) == 1:
+                self.tensor(name).fill_(1.0)
+
+    def tensor(self, name: str) -> Tensor:
+        place: TensorPlace = self._places[name]
+        dtype = _TORCH[place.dtype]
+        count = 1
+        for extent in place.shape:
+            count *= extent
+        raw = self._buffer[place.offset : place.offset + count * dtype.itemsize]
+        return raw.view(dtype).view(place.shape)
+
+    def has(self, name: str) -> bool:
+        return name in self._places
+
+    def group(self, name: str) -> int:
+        return self._groups[name]
+
+    def missing(self, groups: Iterable[int]) -> list[int]:
+        return []
+
+
+@dataclass(slots=True)
+class Counted:
+    """Of one step's GEMMs: bytes of weights that are read (of experts the chosen ones'), and
+    operations."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+class Watched:
+    """`engine.gpu.ops.Multiply` that notes when a step's first GEMM may begin, and, in a step that
+    is not timed, what all of them read."""
+
+    def __init__(self, multiply: Multiply, machine: Machine) -> None:
+        self._multiply = multiply
+        self._machine = machine
+        self._armed = False
+        self.first: Any = None
+        """The mark before the first GEMM since `arm`."""
+        self._counted: Counted | None = None
+        self._chosen: list[tuple[WeightHandle, Tensor]] = []
+
+    def arm(self) -> None:
+        self._armed, self.first = True, None
+
+    def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        self._note(x, w)
+        return self._multiply(x, w, bias)
+
+    def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
+        self._note(x, w, offsets)
+        return self._multiply.experts(x, w, offsets, top_k)
+
+    def _note(self, x: Tensor, w: WeightHandle, offsets: Tensor | None = None) -> None:
+        if self._armed:
+            self._armed, self.first = False, self._machine.mark()
+        if self._counted is None:
+            return
+        self._counted.flops += 2.0 * x.shape[0] * w.n * w.k
+        if offsets is None:
+            self._counted.bytes += w.bytes
+        else:
+            self._chosen.append((w, offsets))
+
+    def begin_count(self) -> None:
+        self._counted, self._chosen = Counted(), []
+
+    def end_count(self) -> Counted:
+        counted, self._counted = self._counted, None
+        assert counted is not None
+        for w, offsets in self._chosen:
+            chosen = int((offsets[1:] > offsets[:-1]).sum())
+            counted.bytes += w.bytes * chosen / w.experts
+        self._chosen = []
+        return counted
+
+
+@dataclass(slots=True)
+class _Talk:
+    model: str
+    known: int
+    blocks: list[int]
+    started: bool = False
+
+
+class Engine:
+    """Steps are timed from asking to their last token being on the host."""
+
+    def __init__(self, machine: Machine, multiply: Multiply, arena: Tensor) -> None:
+        self.machine = machine
+        self.watch = Watched(multiply, machine)
+        self.ops = GpuOps(self.watch, machine.device, machine.host_sampler)
+        self.arena = arena
+        self._events: list[SliceEvent] = []
+        self._deltas: list[Delta] = []
+        self.executor = Executor(
+            "bench", self.ops, self.arena, self._events.append, self._deltas.extend,
+            time.perf_counter, place=machine.staging,
+        )  # fmt: skip
+        self._kv: dict[str, KvLayout] = {}
+        self._vocab: dict[str, int] = {}
+        self._talks: dict[str, _Talk] = {}
+        self._next_block = 0
+        self._made = self._steps = 0
+        self._random = random.Random(7)
+
+    def attach(self, model: str, config: ModelConfig, buffer: Tensor, offset: int = 0) -> Decoder:
+        weights = cast("Weights", BufferWeights(config, buffer, offset))
+        decoder = Decoder(config, weights, config.max_position, self.machine.device)
+        self.executor.attach(model, decoder)
+        self._kv[model], self._vocab[model] = decoder.kv, config.vocab
+        return decoder
+
+    def detach(self, model: str) -> None:
+        self.executor.detach(model)
+
+    def talk(self, model: str, prompt: int, count: int = 1) -> list[str]:
+        """Requests with random prompts of that length, not begun."""
+        names: list[str] = []
+        for _ in range(count):
+            self._made += 1
+            name = f"r{self._made}"
+            tokens = tuple(self._random.randrange(self._vocab[model]) for _ in range(prompt))
+            request = Request(name, model, prompt, 256, 0.0)
+            self.executor.add(Job(request, tokens, _GREEDY))
+            self._talks[name] = _Talk(model, prompt, [])
+            names.append(name)
+        return names
+
+    def step(self, names: Sequence[str]) -> float:
+        """Seconds of one step of all: their prompts, or one token each. Raises RuntimeError if it
+        fails."""
+        parts = tuple(self._part(name) for name in names)
+        self._steps += 1
+        step = Step(self._steps, self._talks[names[0]].model, parts)
+        self._events.clear()
+        self._deltas.clear()
+        begin_s = time.perf_counter()
+        self.executor.submit(RunStep(step))
+        while not any(isinstance(event, StepDone) for event in self._events):
+            self.executor.poll()
+        took_s = time.perf_counter() - begin_s
+        if errors := [delta.error for delta in self._deltas if delta.error]:
+            raise RuntimeError(f"a step of {step.model} failed: {errors[0]}")
+        for name in names:
+            self._talks[name].known += 1
+        return took_s
+
+    def _part(self, name: str) -> SeqStep:
+        talk = self._talks[name]
+        had = len(talk.blocks)
+        while len(talk.blocks) * BLOCK_TOKENS < talk.known:
+            talk.blocks.append(self._next_block)
+            self._next_block += self._kv[talk.model].block_bytes
+        if self._next_block > self.arena.numel():
+            raise ValueError(f"{self.arena.numel()} bytes of KV are too few")
+        start = talk.known - 1 if talk.started else 0
+        fresh, talk.started = not talk.started, True
+        new = tuple(talk.blocks[had:])
+        return SeqStep(name, start, talk.known - start, new, fresh, emits=True)
+
+    def end(self) -> None:
+        """All requests are over; their KV memory is free."""
+        for name in self._talks:
+            self.executor.submit(Drop(name))
+        self._talks.clear()
+        self._next_block = 0
+
+
+def decode_batch(kv: KvLayout, rows: int, context: int, device: torch.device) -> ForwardBatch:
+    """One new token of each of `rows` sequences of `context` tokens, that included."""
+    blocks = -(-context // BLOCK_TOKENS)
+    table = torch.arange(rows * blocks).view(rows, blocks) * kv.block_bytes
+    last = table[:, -1] * BLOCK_TOKENS + (context - 1) % BLOCK_TOKENS
+    parts = {
+        "ids": torch.arange(rows, dtype=torch.int32),
+        "positions": torch.full((rows,), context - 1, dtype=torch.int32),
+        "q_start": torch.arange(rows + 1, dtype=torch.int32),
+        "context_len": torch.full((rows,), context, dtype=torch.int32),
+        "block_table": table, "slots": last, "logit_rows": torch.arange(rows),
+    }  # fmt: skip
+    moved = {name: tensor.to(device) for name, tensor in parts.items()}
+    return ForwardBatch(**moved, longest=context)

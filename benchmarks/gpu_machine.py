@@ -1,0 +1,159 @@
+"""The GPU under a benchmark: buffers at each home, what its links, memory and tensor cores do at
+best, marks in its streams."""
+
+import contextlib
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from host_memory import grow_memory
+from torch import Tensor
+
+from c2cserve.engine.gpu.staging import Staging
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.driver import enable_peer
+from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.linear import Linear
+from c2cserve.kernels.gpu.measure import chain_s, copy_bytes_per_s
+from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.repository import Repository
+from c2cserve.kernels.gpu.weight import Home
+from c2cserve.memory.hbm_cache import HbmCache
+from c2cserve.memory.pinning import PinnedRegion
+from c2cserve.policy.residency import Residency
+
+DEVICE, PEER = 0, 1
+_PIECE = 64 << 20
+"""Random numbers made once; buffers repeat them."""
+_COPIED_BYTES = 1 << 30
+_MATMULS = ((8192, 8192, 8192), (8192, 16384, 4096), (8192, 28672, 4096), (16384, 16384, 4096))
+"""Rows, columns, K: the peak is the best of them."""
+
+
+class Gpu:
+    """`gpu_engine_run.Machine`, the first GPU, with the second one's memory as `peer`."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"torch {torch.__version__} sees no GPU")
+        torch.cuda.set_device(DEVICE)
+        self.device = torch.device("cuda", DEVICE)
+        self.name = torch.cuda.get_device_name(DEVICE)
+        self.host_sampler = CpuOps(1).sample
+        self.staging = Staging(self.device)
+        self.repository = Repository(DEVICE)
+        self.repository.load()
+        self.lane = Lane(DEVICE, self.repository)
+        self.chooser, self.picked_by = _chooser(self.name)
+        self.homes: list[Home] = ["host"]
+        if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER):
+            enable_peer(DEVICE, PEER)
+            self.homes.insert(0, "peer")
+        self._buffers: dict[Home, Tensor] = {}
+        self._pinned: PinnedRegion | None = None
+        self._random = (torch.randn(_PIECE, device=self.device) * 0.02).bfloat16()
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def buffer(self, home: Home, size: int) -> Tensor:
+        """At least `size` bytes (uint8) there, of bfloat16 numbers of standard deviation 0.02; the
+        same memory each time."""
+        kept = self._buffers.get(home)
+        if kept is None or kept.numel() < size:
+            if kept is not None:
+                raise ValueError(f"the buffer at {home} has {kept.numel()} bytes, not {size}")
+            kept = self._buffers[home] = self._allocate(home, size)
+            source = self._random.cpu() if home == "host" else self._random
+            whole = kept.view(torch.bfloat16)
+            for start in range(0, whole.numel(), _PIECE):
+                piece = whole[start : start + _PIECE]
+                piece.copy_(source[: piece.numel()])
+            if home == "host":
+                self._pinned = PinnedRegion(kept.data_ptr(), kept.numel())
+            self.synchronize()
+        return kept
+
+    def _allocate(self, home: Home, size: int) -> Tensor:
+        if home != "host":
+            device = DEVICE if home == "hbm" else PEER
+            return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+        grow_memory(size)
+        # As the pool does it, and not by torch, which rounds up to a power of two.
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without huge pages serves as well
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
+    def arena(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def free_bytes(self) -> int:
+        """Of HBM; what this process kept for later counts as free."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(DEVICE)[0]
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """On the current stream, as a user would do it."""
+        target.copy_(source, non_blocking=True)
+
+    # ---- multiplying ----------------------------------------------------------------------------
+
+    def linear(self, kept_bytes: int = 0) -> tuple[Linear, HbmCache | None]:
+        """GEMMs, with so much HBM to keep weights in."""
+        if not kept_bytes:
+            return Linear(self.lane, self.chooser), None
+        cache = HbmCache(self.lane, Residency(kept_bytes))
+        return Linear(self.lane, self.chooser, cache), cache
+
+    # ---- time -----------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(DEVICE)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, begin: Any, end: Any) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+    def chain_s(self, steps: Sequence[Callable[[], object]]) -> float:
+        """Seconds of one of the steps, in a CUDA graph of all."""
+        return chain_s(self.lane, steps)
+
+    # ---- limits ---------------------------------------------------------------------------------
+
+    def limits(self, size: int) -> dict[str, Any]:
+        """`size`: of buffers, bytes. Nothing can be faster than these."""
+        count = min(size, _COPIED_BYTES)
+        here = torch.empty(count, dtype=torch.uint8, device=self.device)
+        links = {home: copy_bytes_per_s(here, self.buffer(home, size)[:count])
+                 for home in self.homes}  # fmt: skip
+        local = self.buffer("hbm", size)[:count]
+        return {
+            "link_bytes_per_s": links,
+            "hbm_bytes_per_s": 2 * copy_bytes_per_s(here, local),
+            "matmul_flops": max(self._matmul_flops(*shape) for shape in _MATMULS),
+        }
+
+    def _matmul_flops(self, m: int, n: int, k: int) -> float:
+        x = torch.randn(m, k, device=self.device).bfloat16()
+        w = torch.randn(n, k, device=self.device).bfloat16()
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=self.device)
+        seconds = self.chain_s([lambda: torch.mm(x, w.t(), out=out)] * 8)
+        return 2.0 * m * n * k / seconds
+
+
+def _chooser(gpu: str) -> tuple[Chooser, str]:
+    """What to pick by. Without a profile, known speeds: the results say so."""
+    try:
+        found: Profile = load_profile(gpu=gpu)
+    except ProfileError as error:
+        print(f"{error}: picks are by known speeds of an H200", flush=True)
+        return Chooser(assumed_h200()), "known speeds of an H200; nothing was measured here"
+    return Chooser(found), f"profile of {found.date:%Y-%m-%d %H:%M} UTC"

@@ -1,0 +1,73 @@
+"""Shapes of published models, for benchmarks that fill them with random weights."""
+
+from typing import Any
+
+from c2cserve.engine.models.config import ModelConfig, parse_config
+from c2cserve.engine.models.layout import plan_layout
+
+_LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "rope_theta": 5e5,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+_QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
+    "num_key_value_heads": 8, "head_dim": 128,
+}  # fmt: skip
+_QWEN3_MOE: dict[str, Any] = {
+    **_QWEN3, "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4,
+    "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
+_TINY: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 96, "vocab_size": 512,
+}  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3b": {
+        **_LLAMA, "hidden_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 24,
+        "intermediate_size": 8192, "tie_word_embeddings": True,
+    },
+    "llama-8b": {
+        **_LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 14336,
+    },
+    "qwen3-14b": {
+        **_QWEN3, "hidden_size": 5120, "num_hidden_layers": 40, "num_attention_heads": 40,
+        "intermediate_size": 17408,
+    },
+    "qwen3-30b-a3b": {
+        **_QWEN3_MOE, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+        "num_experts_per_tok": 8,
+    },
+    "tiny-llama": {**_LLAMA, **_TINY},
+    "tiny-tied": {**_LLAMA, **_TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
+    "tiny-moe": {
+        **_QWEN3_MOE, **_TINY, "moe_intermediate_size": 32, "num_experts": 8,
+        "num_experts_per_tok": 2,
+    },
+}  # fmt: skip
+"""By the names used here; the tiny ones are nobody's, to try a benchmark without a GPU."""
+
+
+def raw_config(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """A checkpoint's config.json, with fewer layers if asked for."""
+    raw = {
+        "max_position_embeddings": 16384, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+        "dtype": "bfloat16", "tie_word_embeddings": False, **SHAPES[shape],
+    }  # fmt: skip
+    raw["num_hidden_layers"] = min(raw["num_hidden_layers"], layers or raw["num_hidden_layers"])
+    return raw
+
+
+def config_of(shape: str, layers: int | None = None) -> ModelConfig:
+    return parse_config(raw_config(shape, layers))
+
+
+def weight_bytes(shape: str, layers: int | None = None) -> int:
+    return plan_layout(config_of(shape, layers)).bytes
+
+
+def attention_flops(config: ModelConfig, tokens: int) -> float:
+    """Of a causal pass over `tokens` new tokens, both products, no cache before them."""
+    return config.layers * 2 * 2 * config.heads * config.head_dim * tokens * (tokens + 1) / 2

@@ -1,0 +1,100 @@
+"""A machine without a GPU for `gpu_engine.py`: kernels interpreted, GEMMs in plain torch, limits
+made up."""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from interpreted import DEVICE
+from torch import Tensor
+
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
+
+
+class PlainMultiply:
+    """`kernels.gpu.linear.Linear`'s contract on the host, rounded once; `refuses` an expert's."""
+
+    def __init__(self, *, refuses_experts: bool = False) -> None:
+        self._refuses = refuses_experts
+        self.calls = 0
+
+    def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        y = x.float() @ _owner(w).float().T
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
+        if self._refuses:
+            raise OperandError("no experts here")
+        bounds = pairwise(offsets.tolist())
+        parts = [x[a:b].float() @ one.float().T for one, (a, b) in zip(_owner(w), bounds)]  # noqa: B905
+        return torch.cat(parts).to(x.dtype)
+
+
+class FakeCache:
+    bytes = 1
+
+    def begin_step(self, model: str, now: float, priority: int = 0) -> None: ...
+
+    def shrink(self, budget_bytes: int) -> None: ...
+
+
+class FakeMachine:
+    """`gpu_engine_run.Machine` and what `gpu_engine_parts.Run` asks of it."""
+
+    device = DEVICE
+    name = "a GPU that is not there"
+    picked_by = "nothing"
+    host_sampler = staging = None
+
+    def __init__(self, homes: Sequence[Home] = ("peer", "host"), **multiply: bool) -> None:
+        self.homes = list(homes)
+        self.host_sampler: Any = CpuOps(1).sample
+        self.multiplies: list[PlainMultiply] = []
+        self._multiply = multiply
+        self._buffers: dict[Home, Tensor] = {}
+
+    def buffer(self, home: Home, size: int) -> Tensor:
+        if home not in self._buffers:
+            torch.manual_seed(0)
+            self._buffers[home] = (torch.randn(size // 2) * 0.05).bfloat16().view(torch.uint8)
+        return self._buffers[home]
+
+    def linear(self, kept_bytes: int = 0) -> tuple[PlainMultiply, FakeCache]:
+        self.multiplies.append(PlainMultiply(**self._multiply))
+        return self.multiplies[-1], FakeCache()
+
+    def limits(self, size: int) -> dict[str, Any]:
+        for home in (*self.homes, "hbm"):
+            self.buffer(home, size)
+        links = dict.fromkeys(self.homes, 50e9)
+        return {"link_bytes_per_s": links, "hbm_bytes_per_s": 4e12, "matmul_flops": 7e14}
+
+    def arena(self, size: int) -> Tensor:
+        return torch.zeros(64 << 20, dtype=torch.uint8)
+
+    def free_bytes(self) -> int:
+        return 64 << 30
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def synchronize(self) -> None: ...
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def elapsed_s(self, begin: float, end: float) -> float:
+        return end - begin
+
+    def chain_s(self, steps: Sequence[Callable[[], object]]) -> float:
+        steps[0]()
+        return 1e-4
+
+
+def _owner(w: WeightHandle) -> Tensor:
+    assert isinstance(w.owner, Tensor)
+    return w.owner
