@@ -153,7 +153,7 @@ def test_tiles_never_run_err_like_those_most_like_them() -> None:
 
 @settings(deadline=None)
 @given(questions(), st.data())
-def test_the_pick_is_the_fastest_of_those_that_were_run_here(
+def test_the_pick_is_the_simplest_of_the_fastest_that_were_run_here(
     question: Question, data: st.DataObject
 ) -> None:
     near = replace(question, m=data.draw(st.integers(1, 16384)))
@@ -163,12 +163,16 @@ def test_the_pick_is_the_fastest_of_those_that_were_run_here(
     seconds = [one.predicted_s for one in estimates]
     assert seconds == sorted(seconds)
     trusted = [one for one in estimates if one.tried] or estimates
-    assert choice.predicted_s == min(one.predicted_s for one in trusted)
+    fastest_s = min(one.predicted_s for one in trusted)
+    assert fastest_s <= choice.predicted_s <= 1.03 * fastest_s
     assert {one.dataflow for one in trusted if one.tried} <= run
-    assert (choice.dataflow, choice.tiles) == (trusted[0].dataflow, trusted[0].tiles)
+    order = [(dataflow, tiles) for dataflow, tiles in candidates(question)]
+    near = [one for one in trusted if one.predicted_s <= 1.03 * fastest_s]
+    simplest = min(near, key=lambda one: order.index((one.dataflow, one.tiles)))
+    assert (choice.dataflow, choice.tiles) == (simplest.dataflow, simplest.tiles)
     if choice.next_best is not None:
         assert choice.next_best.dataflow != choice.dataflow
-        assert choice.next_best.predicted_s >= choice.predicted_s
+        assert choice.next_best.predicted_s * 1.03 >= choice.predicted_s
 
 
 def test_a_measurement_overrules_the_model() -> None:
@@ -189,7 +193,7 @@ def test_from_a_peer_direct_up_to_2048_rows(m: int) -> None:
     assert dataflow_of(replace(PAPER, m=m)) == "direct"
 
 
-@pytest.mark.parametrize("m", [2049, 2304, 3072, 4096, 8192, 10240, 16384])
+@pytest.mark.parametrize("m", [2049, 2304, 3072, 5000, 8192, 10240, 16384])
 def test_from_a_peer_beyond_2048_rows_weights_go_through_local_memory(m: int) -> None:
     assert dataflow_of(replace(PAPER, m=m)) in {"tee", "prefetch"}
 
@@ -258,3 +262,11 @@ def test_a_new_question_costs_less_than_a_millisecond(
         assert chooser.pick(question) is first
     # The fastest: other processes have the cores at times.
     assert min(took) < 1e-3
+
+
+@pytest.mark.parametrize("m", [1024, 2048, 4096])
+def test_experts_get_room_for_more_rows_than_the_mean(m: int) -> None:
+    """Where the mean fills a tile, every other expert has more rows, and would be read twice."""
+    question = Question(m, 1536, 2048, "bfloat16", "peer", 132, experts=128, top_k=8)
+    tiles = Chooser(H200).pick(question).tiles
+    assert tiles.block_rows >= 1.5 * m * 8 / 128

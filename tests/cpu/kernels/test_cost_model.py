@@ -1,6 +1,7 @@
 """Which dataflows fit a question, and what the cost model says of them, in physical order."""
 
 from dataclasses import replace
+from random import Random
 
 import msgspec
 import pytest
@@ -251,3 +252,18 @@ def test_a_ring_is_filled_by_a_quarter_of_a_slice() -> None:
 
 def test_fewer_rows_than_were_measured_take_what_the_fewest_did() -> None:
     assert RATES.matmul_s(1, 4096, 4096, 132) == RATES.matmul_s(8, 4096, 4096, 132)
+
+
+@pytest.mark.parametrize("block_rows", [16, 64, 128, 256])
+@pytest.mark.parametrize("m", [1, 16, 300, 2048])
+def test_blocks_of_experts_rows_are_those_of_a_random_router(m: int, block_rows: int) -> None:
+    random, experts, top_k = Random(m), 64, 4
+    asked = Question(m, 256, 256, "bfloat16", "peer", 132, experts=experts, top_k=top_k)
+    drawn = 0
+    for _ in range(30):
+        counts = [0] * experts
+        for _ in range(m):
+            for expert in random.sample(range(experts), top_k):
+                counts[expert] += 1
+        drawn += sum(-(-count // block_rows) for count in counts)
+    assert asked.blocks(block_rows) == pytest.approx(drawn / 30, rel=0.04)

@@ -39,11 +39,11 @@ def test_what_fits_passes(dtype: torch.dtype, *, with_bias: bool) -> None:
     name = "bfloat16" if dtype == BF16 else "float16"
     w = WeightHandle(4096, (N, K), name, "host")
     bias = gpu(N, dtype=dtype) if with_bias else None
-    check(gpu(M, K, dtype=dtype), w, bias, gpu(M, N, dtype=dtype), n=N)
+    check(gpu(M, K, dtype=dtype), w, bias, gpu(M, N, dtype=dtype))
 
 
 def test_rows_may_be_apart() -> None:
-    check(strided((M, K), (3 * K, 1)), W, None, strided((M, N), (N + 5, 1)), n=N)
+    check(strided((M, K), (3 * K, 1)), W, None, strided((M, N), (N + 5, 1)))
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_what_does_not_fit_is_named(changed: dict[str, Any], says: str) -> None:
     made = {name: make() for name, make in changed.items()}
     operands = {"x": gpu(M, K), "bias": None, "out": gpu(M, N), **made}
     with pytest.raises(OperandError, match=says):
-        check(operands["x"], W, operands["bias"], operands["out"], n=N)
+        check(operands["x"], W, operands["bias"], operands["out"])
 
 
 def test_more_rows_than_coordinates_count() -> None:
     rows = 2**31
     with pytest.raises(OperandError, match=f"{rows} rows are too many for 32-bit coordinates"):
-        check(gpu(rows, 8), WeightHandle(0, (8, 8), "bfloat16", "host"), None, gpu(rows, 8), n=8)
+        check(gpu(rows, 8), WeightHandle(0, (8, 8), "bfloat16", "host"), None, gpu(rows, 8))
     experts = WeightHandle(0, (512, 2**23, 8), "bfloat16", "host")
     with pytest.raises(OperandError, match="rows are too many"):
-        check(gpu(4, 8), experts, None, gpu(4, 2**23), n=2**23)
+        check(gpu(4, 8), experts, None, gpu(4, 2**23), grouped=True)
 
 
 # What the tensor copy engine can address: these look at addresses, so at tensors that have one.

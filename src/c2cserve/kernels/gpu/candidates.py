@@ -25,20 +25,23 @@ _TMA_ALIGNMENT = 8
 
 
 def candidates(question: Question) -> list[Candidate]:
-    """Everything that fits, simplest first. Never empty but for experts whose K TMA can not read.
+    """Everything that fits, first what leaves HBM alone, last what was published.
 
-    From HBM only `resident`; with experts only `grouped`, whose router's choice stays on the GPU.
+    Never empty but for experts whose K TMA can not read. From HBM only `resident`; with experts
+    only `grouped`, whose router's choice stays on the GPU.
     """
     q, tma = question, question.k % _TMA_ALIGNMENT == 0
     if q.experts:
         return [("grouped", tiles) for tiles in _grouped(q)] if tma else []
     if q.home == "hbm":
         return [("resident", Tiles())]
-    found: list[Candidate] = [("prefetch", tiles) for tiles in _prefetch(q)]
+    prefetched: list[Candidate] = [("prefetch", tiles) for tiles in _prefetch(q)]
     if not tma:
-        return found
+        return prefetched
+    found: list[Candidate] = []
     found.extend(("direct", tiles) for tiles in covers(_fitting("direct", q), q.m))
     found.extend(("split", tiles) for tiles in _split(q))
+    found += prefetched
     found.extend(("tee", tiles) for tiles in _tee(q))
     found.extend(("ring", tiles) for tiles in _ring(q))
     found.extend(_published(q))

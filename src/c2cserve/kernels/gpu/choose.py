@@ -28,6 +28,9 @@ _CACHED = 4096
 """Questions whose answer is kept: the linears of many models times the row counts of their steps.
 """
 
+_NEAR = 1.03
+"""Predictions this close are the same for all we know: the first of `candidates` is taken then."""
+
 Basis = Literal["measured", "interpolated", "modelled"]
 """This very question was measured; points of this dataflow and these tiles on such a slice were;
 neither, and the model is corrected by what is nearest or not at all."""
@@ -62,7 +65,7 @@ class Choice:
     terms: Terms
     basis: Basis
     next_best: Estimate | None
-    """The fastest of another dataflow."""
+    """The best of another dataflow."""
 
     @property
     def why(self) -> str:
@@ -116,7 +119,9 @@ class Chooser:
             raise NothingFits(f"K = {question.k} is not a multiple of 8, which grouped needs")
         # What was never run here is compared, not trusted: its model has nothing to correct it.
         trusted = [estimate for estimate in found if estimate.tried] or found
-        best = trusted[0]
+        near = [one for one in trusted if one.predicted_s <= _NEAR * trusted[0].predicted_s]
+        order = {candidate: i for i, candidate in enumerate(candidates(question))}
+        best = min(near, key=lambda one: order[one.dataflow, one.tiles])
         others = (other for other in trusted if other.dataflow != best.dataflow)
         return Choice(
             best.dataflow,

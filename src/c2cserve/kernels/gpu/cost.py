@@ -82,6 +82,25 @@ class Question:
             return self.m
         return max(1, -int(-self.m * self.top_k // self.active_experts))
 
+    def blocks(self, block_rows: int) -> float:
+        """Blocks of `block_rows` rows of X that meet a W, over all experts: what a kernel reads W
+        for. An expert's rows are binomial (normal beyond the first block), so at the mean's own
+        size every other expert needs a second block."""
+        if not self.experts:
+            return -(-self.m // block_rows)
+        share = self.top_k / self.experts
+        mean, deviation = self.m * share, math.sqrt(self.m * share * (1.0 - share))
+        expected = self.active_experts / self.experts
+        for before in range(block_rows, self.m, block_rows):
+            if deviation:
+                more = 0.5 * math.erfc((before + 0.5 - mean) / (deviation * math.sqrt(2.0)))
+            else:
+                more = float(mean > before)
+            expected += more
+            if more < 1e-9:
+                break
+        return self.experts * expected
+
 
 @dataclass(frozen=True, slots=True)
 class Terms:
@@ -204,7 +223,9 @@ def _counted(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
         in_l2 = (-(-q.n // BW) - 1) * q.rows * q.k * q.item_bytes
     if dataflow == "ring":
         in_l2 += (-(-q.rows // tiles.block_rows) - 1) * q.n * q.k * q.item_bytes
-    link_bytes, read_bytes = asked.link_bytes, asked.hbm_read_bytes - in_l2
+    link_bytes, read_bytes = float(asked.link_bytes), asked.hbm_read_bytes - in_l2
+    if dataflow == "grouped":
+        link_bytes = q.blocks(tiles.block_rows) / q.active_experts * q.n * q.k * q.item_bytes
     if q.home == "hbm":
         link_bytes, read_bytes = 0, read_bytes + link_bytes
     times = q.active_experts
@@ -224,8 +245,7 @@ def _ctas(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> int:
         case "split":
             return n_tiles * -(-q.rows // tiles.bx) * tiles.cluster
         case "direct" | "tee" | "ring" | "grouped":
-            blocks = -(-q.rows // tiles.block_rows)
-            return math.ceil(q.active_experts * n_tiles * blocks) * tiles.cluster
+            return math.ceil(n_tiles * q.blocks(tiles.block_rows)) * tiles.cluster
         case "sym":
             return n_tiles * -(-q.rows // tiles.bx)
         case _:

@@ -9,6 +9,8 @@ from c2cserve.kernels.gpu.traffic import BW, Tiles
 from c2cserve.kernels.gpu.variants import Variant
 from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
 
+_EXPERTS_MAX = 512
+
 
 def direct(
     lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
@@ -17,7 +19,7 @@ def direct(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     launch_direct(lane, x, w, bias, out, tiles, slot=None)
 
 
@@ -50,7 +52,7 @@ def split(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     check_boxes(x, w)
     variant = Variant("split", w.dtype, tiles.bx, tiles.cluster)
     m = x.shape[0]
@@ -74,10 +76,10 @@ def grouped(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, None, out, n=w.n)
+    check(x, w, None, out, grouped=True)
     check_boxes(x, w)
-    if not 1 <= w.experts <= 512:
-        raise OperandError(f"W {list(w.shape)} is not [experts, N, K] with 1 to 512 experts")
+    if w.experts > _EXPERTS_MAX:
+        raise OperandError(f"{w.experts} experts are more than the {_EXPERTS_MAX} kernels take")
     if offsets.shape != (w.experts + 1,) or str(offsets.dtype) != "torch.int32":
         raise OperandError(
             f"offsets are int32 [{w.experts + 1}], not {offsets.dtype} {offsets.shape}"

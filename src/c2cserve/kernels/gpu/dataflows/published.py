@@ -21,7 +21,7 @@ def hybrid(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     check_boxes(x, w)
     kp, partial_bytes = tiles.kp, tiles.partial_bytes
     variant = Variant("hybrid", w.dtype, tiles.bx, kp=kp, partial_bytes=partial_bytes)

@@ -34,7 +34,7 @@ def prefetch(
 
     Raises `OperandError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     compute = torch.cuda.current_stream(lane.device)
     slot = lane.next_slot() if place is None else None
     if slot is None:
@@ -64,7 +64,7 @@ def tee(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     slot, compute = lane.next_slot(), torch.cuda.current_stream(lane.device)
     here = slot.hold(w.bytes)
     compute.wait_event(slot.free)
@@ -85,7 +85,7 @@ def ring(
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out, n=w.n)
+    check(x, w, bias, out)
     check_boxes(x, w)
     if tiles.slots < 2:
         raise OperandError("a ring has two slots or more: one is filled while one is read")
