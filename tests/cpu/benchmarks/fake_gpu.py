@@ -12,6 +12,7 @@ from torch import Tensor
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
+from c2cserve.kernels.layer import KvLayout
 
 
 class PlainMultiply:
@@ -93,6 +94,40 @@ class FakeMachine:
     def chain_s(self, steps: Sequence[Callable[[], object]]) -> float:
         steps[0]()
         return 1e-4
+
+
+class PlainKernels:
+    """In place of `kernels.gpu.elementwise` and attention where only their being called matters:
+    interpreted, they would take nearly all of a test's time. No token sees another."""
+
+    @staticmethod
+    def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
+        return table[ids]
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
+
+    @staticmethod
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        residual += x
+        return PlainKernels.rms_norm(residual, weight, eps)
+
+    @staticmethod
+    def silu_mul(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def rope_store(*_: object) -> None: ...
+
+    @staticmethod
+    def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+        return (y[places] * weights[..., None]).sum(1).to(y.dtype)
+
+    @staticmethod
+    def attention(qkv: Tensor, arena: Tensor, kv: KvLayout, *_: object) -> Tensor:
+        return qkv[:, : -2 * kv.kv_heads * kv.head_dim].contiguous()
 
 
 def _owner(w: WeightHandle) -> Tensor:

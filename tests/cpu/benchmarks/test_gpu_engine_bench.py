@@ -8,17 +8,15 @@ from pathlib import Path
 import gpu_engine_parts
 import pytest
 import torch
-from fake_gpu import DEVICE, FakeMachine
+from fake_gpu import DEVICE, FakeMachine, PlainKernels
 from gpu_engine import _arguments, measure
 from gpu_engine_parts import PARTS, Run, buffer_bytes
 from gpu_engine_run import BufferWeights, Engine, decode_batch
 from gpu_models import SHAPES, attention_flops, config_of, raw_config, weight_bytes
 from host_memory import grow_memory, memory_bytes
-from torch import Tensor
 
 from c2cserve.engine.gpu import ops
 from c2cserve.engine.models.decoder import run_to_end
-from c2cserve.kernels.layer import KvLayout
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels are interpreted here")
 
@@ -44,17 +42,12 @@ def test_shapes_are_as_large_as_published() -> None:
 
 
 @pytest.fixture
-def no_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Interpreted, it takes nearly all of the time, and no figure depends on what it says."""
-
-    def attention(qkv: Tensor, arena: Tensor, kv: KvLayout, *_: object) -> Tensor:
-        return qkv[:, : -2 * kv.kv_heads * kv.head_dim].contiguous()
-
-    monkeypatch.setattr(ops, "attention", attention)
-    monkeypatch.setattr(ops.elementwise, "rope_store", lambda *_: None)
+def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "elementwise", PlainKernels)
+    monkeypatch.setattr(ops, "attention", PlainKernels.attention)
 
 
-@pytest.mark.usefixtures("no_attention")
+@pytest.mark.usefixtures("plain_kernels")
 def test_every_part_of_every_kind_of_model(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "engine.json"
     given = _arguments(["--shapes", "tiny-llama,tiny-moe", "--repeats", "1", "--out", str(out)])
@@ -70,7 +63,7 @@ def test_every_part_of_every_kind_of_model(tmp_path: Path, capsys: pytest.Captur
     assert "bars met" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("no_attention")
+@pytest.mark.usefixtures("plain_kernels")
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
     out = tmp_path / "engine.json"
     given = _arguments(
