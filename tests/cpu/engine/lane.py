@@ -2,8 +2,11 @@
 the test says so."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from c2cserve.core.actions import Drop, RunStep, Truncate
 from c2cserve.core.events import SliceEvent, StepDone, StepParked
@@ -12,7 +15,7 @@ from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config, read_config
-from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -29,7 +32,10 @@ _GENERATION = itertools.count()
 class LateModel:
     """A checkpoint in a segment of its own; `load` makes groups ready, nothing is before."""
 
-    def __init__(self, checkpoint: Path, max_context: int = 256) -> None:
+    def __init__(
+        self, checkpoint: Path, max_context: int = 256, *, device: torch.device | None = None,
+        open_: Callable[[Path], Segment] = Segment.open,
+    ) -> None:  # fmt: skip
         self.config = parse_config(read_config(checkpoint))
         names = frozenset(name for file in find_files(checkpoint) for name in read_header(file))
         self.plan = plan_layout(self.config, names)
@@ -39,7 +45,7 @@ class LateModel:
         Loader(self._whole, self.plan, self.sources).run()
         self.path = checkpoint / stem
         self.segment = Segment.create(self.path, self.plan, self.sources)
-        self.decoder = Decoder(self.config, Weights(Segment.open(self.path)), max_context)
+        self.decoder = Decoder(self.config, Weights(open_(self.path)), max_context, device)
 
     def load(self, names: Iterable[str]) -> None:
         """Bring these groups in."""
@@ -74,15 +80,17 @@ class Lane:
     """An executor, its clock (one second a reading), and what came of the steps."""
 
     def __init__(
-        self, ops: Ops | None = None, kv_bytes: int = 16 << 20,
+        self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
+        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (),
     ) -> None:  # fmt: skip
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
         ticks = itertools.count()
         self.executor = Executor(
-            "lane", ops or CpuOps(1), make_arena(kv_bytes), self.events.append,
-            self.deltas.extend, lambda: float(next(ticks)), fatal=fatal,
+            "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
+            self.events.append, self.deltas.extend, lambda: float(next(ticks)), place=place,
+            fatal=fatal,
         )  # fmt: skip
         self._steps = itertools.count()
         self._next_block = 0

@@ -1,5 +1,6 @@
 """Small random checkpoints of every architecture, and a harness that runs ours on them."""
 
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment
 
+Place = Callable[[ForwardBatch], ForwardBatch]
 COMMON: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "intermediate_size": 100, "max_position_embeddings": 256,
@@ -91,7 +93,7 @@ def make_checkpoint(
 
 def make_model(
     directory: Path, name: str, fields: dict[str, Any], seed: int,
-    dtype: torch.dtype = torch.float32, **save: Any,
+    dtype: torch.dtype = torch.float32, *, spread: float = 0.15, **save: Any,
 ) -> PreTrainedModel:  # fmt: skip
     """A random model, saved; its weights are large enough for attention to matter."""
     config = getattr(transformers, f"{name}Config")(**deepcopy(fields))
@@ -100,7 +102,7 @@ def make_model(
     model.set_experts_implementation("eager")  # the grouped one does not take all sizes
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.15 + (parameter.ndim == 1) * 0.8)
+            parameter.copy_(torch.randn_like(parameter) * spread + (parameter.ndim == 1) * 0.8)
     model = model.to(dtype)
     model.save_pretrained(directory, **save)
     return model
@@ -110,17 +112,23 @@ class Ours:
     """Our decoder on a checkpoint directory, with its own small arena."""
 
     def __init__(
-        self, directory: Path, dtype: str = "auto", ops: Ops | None = None, blocks: int = 64
-    ) -> None:
+        self, directory: Path, dtype: str = "auto", ops: Ops | None = None, blocks: int = 64, *,
+        device: torch.device | None = None, place: Place | None = None,
+        weights: Callable[[Segment], Weights] = Weights, longest: int = 256,
+    ) -> None:  # fmt: skip
+        """`device` and `place`: as a decoder and an executor take them."""
         self.config: ModelConfig = parse_config(read_config(directory), dtype)
         names = frozenset(n for path in find_files(directory) for n in read_header(path))
         plan = plan_layout(self.config, names)
         sources = open_checkpoint(directory, plan)
         segment = Segment.create(directory / "segment", plan, sources)
         Loader(segment, plan, sources).run()
-        self.decoder = Decoder(self.config, Weights(Segment.open(directory / "segment")), 256)
+        self.segment = Segment.open(directory / "segment")
+        self.decoder = Decoder(self.config, weights(self.segment), longest, device)
         self.ops = ops or CpuOps(2)
-        self.arena = make_arena(blocks * self.decoder.kv.block_bytes)
+        self._place = place
+        size = blocks * self.decoder.kv.block_bytes
+        self.arena = make_arena(size).to(device or "cpu")
         self.table: dict[int, list[int]] = {}
         self._next = 0
 
@@ -158,5 +166,7 @@ class Ours:
             logit_rows=torch.arange(len(ids)),
             longest=max(context),
         )
+        if self._place is not None:
+            batch = self._place(batch)
         logits = run_to_end(self.decoder.forward(batch, self.ops, self.arena))
         return list(logits.split([len(tokens) for _, tokens, _ in parts]))
