@@ -11,6 +11,7 @@ W in HBM and W's bytes over the copy engine's speed (of experts, the chosen ones
 
 import argparse
 import json
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,9 @@ def _arguments() -> argparse.Namespace:
 
 
 def _measure(given: argparse.Namespace) -> None:
+    # Streams share 8 hardware queues unless told otherwise: a copy may then wait behind a kernel
+    # that has nothing to do with it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
     from gemm_run import Bench
 

@@ -218,10 +218,12 @@ def _figure_6_row(
     bench: Bench, chooser: Chooser, home: LinkHome, slices: Sequence[Slice],
     pair: tuple[Model, Model], rows: int, kind: str,
 ) -> dict[str, Any]:  # fmt: skip
-    graphs = [
-        capture(own, _layer(bench, chooser, home, own, model, rows, kind, first=i))
+    # Graphs know addresses: what lies there must live as long as they are replayed.
+    layers = [
+        _layer(bench, chooser, home, own, model, rows, kind, first=i)
         for i, (own, model) in enumerate(zip(slices, pair, strict=True))
     ]
+    graphs = [capture(own, steps) for own, steps in zip(slices, layers, strict=True)]
     alone_s = [together_s([own], [graph])[0] for own, graph in zip(slices, graphs, strict=True)]
     both_s = together_s(slices, graphs)
 
