@@ -66,9 +66,12 @@ def _slices(diagnosis: Diagnosis) -> "Table":
         f" and a pool of {show_bytes(diagnosis.pool_bytes)}"
     )
     table = Table(title=title)
-    for head in ("slice", "kind", "cpus", "NUMA node", "KV arena"):
+    for head in ("slice", "kind", "computes on", "NUMA node", "KV arena"):
         table.add_column(head)
     for one in diagnosis.slices:
-        cpus = format_cpu_list(one.cpus)
-        table.add_row(one.id, one.kind, cpus, str(one.numa), show_bytes(one.kv_bytes))
+        share = one.gpu
+        where = f"cpus {format_cpu_list(one.cpus)}"
+        if share is not None:
+            where = f"{share.sms} SMs of {share.uuid}"
+        table.add_row(one.id, one.kind, where, str(one.numa), show_bytes(one.kv_bytes))
     return table

@@ -12,12 +12,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from c2cserve import __version__
+from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.output import show_bytes
 from c2cserve.core.machine import Machine, Slice
 from c2cserve.devices.discover import discover
-from c2cserve.devices.gpus import GpuProblem, find_gpus, find_nvml
+from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
-from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
+from c2cserve.devices.plan import SliceWishes, plan_all
+from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 
 _LIBRARIES = (
     "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "fastapi", "uvicorn",
@@ -65,7 +67,7 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
     machine = discover(shm=pool_dir)
     findings: list[Finding] = []
     try:
-        machine = replace(machine, gpus=find_gpus(find_nvml()))
+        machine = replace(machine, gpus=usable_gpus())
     except GpuProblem as problem:
         findings.append(Finding(Level.WARN, "GPUs", f"the driver fails: {problem}", "nvidia-smi"))
     machine = replace(machine, links=(measure_host_read(machine),))
@@ -156,9 +158,15 @@ def check_shared_memory(machine: Machine, pool_dir: Path) -> Iterator[Finding]:
 
 def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ...]]:
     try:
-        slices = plan_slices(machine)
+        slices = plan_all(machine, SliceWishes())
     except SlicePlanError as error:
         return (), (Finding(Level.FAIL, "slices", str(error)),)
+    if machine.gpus:
+        text = (
+            f"{len(slices)}, one per GPU or MIG instance; serve --gpu-slices 16x7 divides each GPU,"
+            " --slices adds CPU slices"
+        )
+        return slices, (Finding(Level.OK, "slices", text),)
     sizes = sorted({len(one.cpus) for one in slices})
     cores = " or ".join(map(str, sizes))
     text = (
@@ -178,8 +186,12 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
             yield Finding(Level.OK, "GPUs", "none; CPU slices serve")
     for gpu in machine.gpus:
         kind = "MIG instance" if gpu.mig else "GPU"
-        text = f"{kind} of {gpu.id}: {gpu.name}, {show_bytes(gpu.memory_bytes)}, {gpu.sms} SMs"
+        text = f"{kind} of {gpu.id}: {gpu.name}, {show_bytes(gpu.memory_bytes)}"
+        text += f" ({show_bytes(gpu.memory_free_bytes)} free), {gpu.sms} SMs"
         yield Finding(Level.OK, "GPUs", text)
+    for obstacle in obstacles(machine.gpus) if machine.gpus else ():
+        fix = f"{obstacle.fix}; or {CPUS_INSTEAD}"
+        yield Finding(Level.FAIL, "GPU slices", obstacle.text, fix)
 
 
 def check_limits() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import secrets
 import signal
 import socket
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -18,12 +18,15 @@ import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
+from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.model_host import CatalogHost
 from c2cserve.cli.output import CliError
 from c2cserve.core.events import ClusterEvent, PoolState
-from c2cserve.core.machine import Slice
+from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
-from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes, plan_slices
+from c2cserve.devices.gpus import GpuProblem
+from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
+from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.admission import AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
@@ -47,9 +50,7 @@ class Options:
     catalog: Path
     host: str
     port: int
-    slices: int | None
-    threads: int | None
-    kv_bytes: int | None
+    wishes: SliceWishes
     pool_bytes: int | None
     pool_dir: Path
     record: Path | None
@@ -65,9 +66,22 @@ def serve(
     catalog: Annotated[Path, typer.Option(help="The catalogue file (TOML).")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    slices: Annotated[int | None, typer.Option(help="CPU slices; default: by the machine.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per slice.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(help="KV arena per slice, bytes.")] = None,
+    slices: Annotated[
+        int | None, typer.Option(help="CPU slices; default: by the machine, none where a GPU is.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads per CPU slice.")] = None,
+    kv_bytes: Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")] = None,
+    gpu_slices: Annotated[
+        str | None,
+        typer.Option(help="Default: one per GPU. 16x7: of each GPU 7 of 16 SMs. none: no GPU."),
+    ] = None,
+    gpu_kv_bytes: Annotated[
+        int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
+    ] = None,
+    gpu_profile: Annotated[
+        ProfileChoice,
+        typer.Option(help="Pick GEMM dataflows by this machine's profile or by an H200's rates."),
+    ] = "measured",
     pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
     pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
         "/dev/shm"
@@ -97,8 +111,9 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     options = Options(
-        catalog, host, port, slices, threads, kv_bytes, pool_bytes, pool_dir, record, log_level,
-        log_format, hang_timeout, drain_timeout,
+        catalog, host, port,
+        SliceWishes(slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile),
+        pool_bytes, pool_dir, record, log_level, log_format, hang_timeout, drain_timeout,
         AdmissionSettings(max_waiting=max_waiting, patience=patience),
         ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),
     )  # fmt: skip
@@ -163,8 +178,10 @@ class _Server:
         if not options.pool_dir.is_dir():
             raise CliError(f"--pool-dir {options.pool_dir}: no such directory", 2)
         machine = discover(shm=options.pool_dir)
+        if options.wishes.gpu_slices != NO_GPUS:
+            machine = replace(machine, gpus=_gpus(options.wishes.gpu_profile))
         try:
-            slices = plan_slices(machine, options.slices, options.threads, options.kv_bytes)
+            slices = plan_all(machine, options.wishes)
         except SlicePlanError as error:
             raise CliError(str(error), 2) from error
         budget = plan_pool_bytes(machine) if options.pool_bytes is None else options.pool_bytes
@@ -239,6 +256,16 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _gpus(profile: ProfileChoice) -> tuple[Gpu, ...]:
+    try:
+        gpus = usable_gpus()
+    except GpuProblem as problem:
+        raise CliError(f"the GPU driver fails: {problem}; {CPUS_INSTEAD}") from problem
+    for obstacle in obstacles(gpus, profile) if gpus else ():
+        raise CliError(f"{obstacle.text}: {obstacle.fix}; or {CPUS_INSTEAD}")
+    return gpus
 
 
 def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:

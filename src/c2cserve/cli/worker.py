@@ -1,4 +1,4 @@
-"""`c2cserve worker`: one CPU slice's process, started by `c2cserve serve`."""
+"""`c2cserve worker`: one slice's process, started by `c2cserve serve`."""
 
 import ctypes
 import gc
@@ -29,13 +29,15 @@ log = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 1
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
+_NO_ENGINE = 3
+"""Exit status when the slice's hardware or what it needs is not there."""
 
 
 def worker() -> None:
     """Standard input is its channel, its configuration the first message. Ends with its server."""
     _die_with(os.getppid())
     # Before the configuration is read: a spare process has done the slow part when it is needed.
-    from c2cserve.cli.worker_engine import WorkerEngine
+    from c2cserve.cli.worker_engine import NoEngine, WorkerEngine
 
     channel = Channel(socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM))
     config = msgspec.json.decode(channel.next(), type=WorkerConfig)
@@ -45,16 +47,25 @@ def worker() -> None:
     policy = SlicePolicy(config.slice, _MAX_IN_FLIGHT)
     page = StatusPage(Path(config.status_path), create=False)
     world = SliceWorld(channel, page, _usage(policy), _measured(policy))
-    engine = WorkerEngine(config.slice, world)
+    try:
+        engine = WorkerEngine(config.slice, world)
+    except NoEngine as error:
+        log.error("slice %s can not start: %s", config.slice.id, error)
+        sys.exit(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # what is there now stays: the collector need not look at it again
+    failed = False
     try:
         run(policy, world, world, _recorder(config))
     except Quitting:
         log.info("done")
-    finally:
-        world.stop()
-        channel.drain(_LINGER_S)
+    except Exception:
+        log.exception("slice %s ends", config.slice.id)
+        failed = True
+    world.stop()
+    channel.drain(_LINGER_S)
+    if failed:
+        os._exit(1)  # a GPU that failed can keep destructors waiting for ever
 
 
 def _die_with(parent: int) -> None:

@@ -55,8 +55,12 @@ class _Backend:
     device: torch.device | None
 
 
+class NoEngine(Exception):
+    """The slice can not compute here; the message is one line that says why and what helps."""
+
+
 class WorkerEngine:
-    """`runtime.live.slice_world.SliceEngine` of any kind of slice."""
+    """`runtime.live.slice_world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
     def __init__(self, slice_: Slice, world: SliceWorld) -> None:
         torch.set_num_threads(1)  # the kernels have threads of their own
@@ -105,17 +109,21 @@ def _cpu(slice_: Slice, world: SliceWorld) -> _Backend:
 
 
 def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld) -> _Backend:
-    from c2cserve.devices.binding import bind
-    from c2cserve.devices.partitions import split_sms
+    # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
+    from c2cserve.devices.binding import BindingError, bind
+    from c2cserve.devices.partitions import PartitionError, split_sms
     from c2cserve.engine.gpu.segments import PinnedSegments
-    from c2cserve.engine.gpu.setup import FATAL, open_gpu
+    from c2cserve.engine.gpu.setup import FATAL, SETUP_ERRORS, open_gpu
 
-    device = bind(share)
-    partition = split_sms(device, share.sms, share.parts)[share.part] if share.parts else None
     sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-    gpu = open_gpu(
-        device, slice_.kv_bytes, sampler.sample, partition=partition, profile=share.profile
-    )
+    try:
+        device = bind(share)
+        partition = split_sms(device, share.sms, share.parts)[share.part] if share.parts else None
+        gpu = open_gpu(
+            device, slice_.kv_bytes, sampler.sample, partition=partition, profile=share.profile
+        )
+    except (BindingError, PartitionError, *SETUP_ERRORS) as error:
+        raise NoEngine(str(error)) from error
     executor = Executor(
         slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic, place=gpu.place,
         fatal=FATAL,

@@ -111,11 +111,11 @@ def test_quota_below_one_cpu() -> None:
 
 def test_gpus_and_mig() -> None:
     gpus = (
-        Gpu(0, "u0", "NVIDIA H200", 141 * GIB, 132),
+        Gpu(0, "u0", "NVIDIA H200", 141 * GIB, 132, memory_free_bytes=140 * GIB),
         Gpu(1, "u1", "NVIDIA H200", 18 * GIB, 16, mig=True),
     )
     found = [finding.text for finding in checks.check_gpus(replace(MACHINE, gpus=gpus))]
-    assert found[0].startswith("GPU of 0: NVIDIA H200, 141 GiB, 132 SMs")
+    assert found[0].startswith("GPU of 0: NVIDIA H200, 141 GiB (140 GiB free), 132 SMs")
     assert found[1].startswith("MIG instance of 1: NVIDIA H200, 18.0 GiB")
 
 

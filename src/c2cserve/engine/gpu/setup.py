@@ -22,16 +22,24 @@ from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.experts import by_expert, choose
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import Linear
-from c2cserve.kernels.gpu.profile import Profile, load_profile
-from c2cserve.kernels.gpu.repository import Repository
+from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.warm import Sizes, warm
 from c2cserve.kernels.gpu.weight import Dtype
 
 log = logging.getLogger(__name__)
 
+
+class GpuMemoryError(RuntimeError):
+    """The GPU has no room for the slice's KV arena."""
+
+
 FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 """After these a process serves no second request: CUDA's errors stick, and a slice without memory
 is rebuilt with all of it."""
+
+SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, CudaError)
+"""What `open_gpu` raises for reasons a user can do something about."""
 
 _COMMON = [
     Sizes(hidden, 4 * hidden, 32, 8, head_dim, 128256, "bfloat16", qk_norm=norm, top_k=2)
@@ -39,10 +47,6 @@ _COMMON = [
     for head_dim, norm in ((64, False), (128, False), (128, True))
 ]
 """Of most models; the rest of what a model needs is compiled when it is attached."""
-
-
-class GpuMemoryError(RuntimeError):
-    """The GPU has no room for the slice's KV arena."""
 
 
 @dataclass(frozen=True, slots=True)

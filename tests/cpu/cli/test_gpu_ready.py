@@ -1,0 +1,84 @@
+"""A GPU that can not serve yet: each obstacle has its fix; nobody falls back to CPUs unasked."""
+
+from pathlib import Path
+
+import pytest
+
+from c2cserve.cli import gpu_ready, serve
+from c2cserve.cli.output import CliError
+from c2cserve.core.machine import Gpu
+from c2cserve.devices.gpus import GpuProblem
+from c2cserve.kernels.gpu import compiler
+from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.profile import save_profile
+from c2cserve.kernels.gpu.variants import VARIANTS
+
+H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """With torch for CUDA, all kernels and a profile; a test takes one away."""
+    monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path))
+    monkeypatch.setattr(gpu_ready, "version", lambda name: "2.11.0+cu130")
+    monkeypatch.setattr(gpu_ready, "_is_there", lambda module: True)
+    folder = tmp_path / "kernels"
+    monkeypatch.setattr(compiler, "default_folder", lambda: folder)
+    folder.mkdir()
+    for variant in VARIANTS:
+        compiler.cubin_path(folder, variant).touch()
+    save_profile(assumed_h200())
+    return tmp_path
+
+
+def test_nothing_is_in_the_way(home: Path) -> None:
+    assert list(gpu_ready.obstacles([H200])) == []
+
+
+@pytest.mark.parametrize("torch", ["2.13.0+cpu", ""])
+def test_torch_for_cpus(home: Path, monkeypatch: pytest.MonkeyPatch, torch: str) -> None:
+    def version(name: str) -> str:
+        if not torch:
+            raise gpu_ready.PackageNotFoundError(name)
+        return torch
+
+    monkeypatch.setattr(gpu_ready, "version", version)
+    (obstacle,) = gpu_ready.obstacles([H200])
+    assert "torch" in obstacle.text
+    assert "c2cserve[gpu]" in obstacle.fix
+
+
+def test_missing_modules(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_ready, "_is_there", lambda module: module != "triton")
+    (obstacle,) = gpu_ready.obstacles([H200])
+    assert "triton" in obstacle.text
+
+
+def test_missing_kernels(home: Path) -> None:
+    compiler.cubin_path(home / "kernels", VARIANTS[3]).unlink()
+    (obstacle,) = gpu_ready.obstacles([H200])
+    assert obstacle.text.startswith(f"1 of {len(VARIANTS)} GPU kernels")
+    assert obstacle.fix == "c2cserve kernels build"
+
+
+def test_no_profile_of_this_gpu(home: Path) -> None:
+    other = Gpu(1, "GPU-1", "NVIDIA GH200 480GB", 96 << 30, 132)
+    (obstacle,) = gpu_ready.obstacles([H200, other])
+    assert "GH200" in obstacle.text
+    assert "c2cserve profile" in obstacle.fix
+    assert list(gpu_ready.obstacles([H200, other], "assumed")) == []
+
+
+def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "usable_gpus", lambda: (H200,))
+    assert serve._gpus("measured") == (H200,)
+    compiler.cubin_path(home / "kernels", VARIANTS[0]).unlink()
+    with pytest.raises(CliError, match=r"kernels build; or .* --gpu-slices none"):
+        serve._gpus("measured")
+
+    def broken() -> tuple[Gpu, ...]:
+        raise GpuProblem("driver/library version mismatch")
+
+    monkeypatch.setattr(serve, "usable_gpus", broken)
+    with pytest.raises(CliError, match="version mismatch"):
+        serve._gpus("measured")
