@@ -1,0 +1,183 @@
+"""A real `c2cserve serve` in a process of its own, and what it and its machine say of it."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from host_memory import memory_bytes
+
+from c2cserve.devices.gpus import find_nvml
+
+_SHOWN = 6000
+_POLL_S = 0.25
+_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[+-]Inf)$", re.MULTILINE)
+
+
+class ServerFailed(RuntimeError):
+    """It ended, or did not come up in time; its last words are in the message."""
+
+
+class Server:
+    """Started by `with`; ended at its end, however it comes."""
+
+    def __init__(self, catalog: Path, log: Path, arguments: Sequence[str]) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = log
+        self._command = [
+            sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(catalog),
+            "--port", str(port), "--log-format", "json", *arguments,
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:  # fmt: skip
+        process = self._running
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    @property
+    def _running(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None
+        return self._process
+
+    def wait_ready(self, limit_s: float, tell: Callable[[str], None]) -> None:
+        """Every slice up and every model in the pool. Raises `ServerFailed`, for a failed model at
+        once."""
+        began_s, told_s = time.monotonic(), time.monotonic()
+        while time.monotonic() - began_s < limit_s:
+            if self._running.poll() is not None:
+                raise ServerFailed(f"the server ended:\n{self.last_words()}")
+            try:
+                state = self.state()
+            except (OSError, ValueError):  # it does not listen yet
+                time.sleep(_POLL_S)
+                continue
+            states = [model["state"] for model in state["models"]]
+            if "failed" in states:
+                raise ServerFailed(f"a model failed to load:\n{self.last_words()}")
+            slices = [one["state"] for one in state["slices"]]
+            if set(states) == {"ready"} and set(slices) == {"up"}:
+                return
+            if time.monotonic() - told_s > 5:
+                told_s = time.monotonic()
+                loaded = sum(model["loaded_bytes"] for model in state["models"])
+                tell(f"{states.count('ready')} of {len(states)} models in the pool,"
+                     f" {loaded / 1e9:.1f} GB; slices {', '.join(slices)}")  # fmt: skip
+            time.sleep(_POLL_S)
+        raise ServerFailed(f"not ready after {limit_s:.0f} s:\n{self.last_words()}")
+
+    def last_words(self) -> str:
+        return self._log.read_text(errors="replace")[-_SHOWN:]
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self._get("/admin/state"))
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """Samples summed over their labels, buckets left out."""
+        return sum_samples(self._get("/metrics"))
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            return answer.read().decode()
+
+    def kill_worker(self, slice_id: str) -> int:
+        """Its process id before."""
+        [pid] = [int(one["pid"]) for one in self.state()["slices"] if one["id"] == slice_id]
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def memory(self) -> dict[str, int]:
+        """Bytes: what server and workers hold of their own (the pool is shared and not in it), and
+        what GPUs have in use."""
+        own = sum(_anonymous_bytes(pid) for pid in _family(self._running.pid))
+        facts = memory_bytes()
+        return {
+            "own_bytes": own, "shared_bytes": facts["Shmem"],
+            "available_bytes": facts["MemAvailable"],
+            **{f"gpu{i}_bytes": used for i, used in enumerate(gpu_used_bytes())},
+        }  # fmt: skip
+
+
+def sum_samples(text: str) -> dict[str, float]:
+    sums: dict[str, float] = defaultdict(float)
+    for name, _, value in _SAMPLE.findall(text):
+        if not name.endswith(("_bucket", "_created")):
+            sums[name] += float(value)
+    return dict(sums)
+
+
+def gpu_used_bytes() -> list[int]:
+    """Of every GPU; nothing where there is none, or no NVML."""
+    return [int(memory.used) for memory in _gpu_memory()]
+
+
+def gpu_total_bytes() -> list[int]:
+    return [int(memory.total) for memory in _gpu_memory()]
+
+
+def _gpu_memory() -> list[Any]:
+    nvml = find_nvml()
+    if nvml is None:
+        return []
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:  # a machine without GPUs, or without their driver
+        return []
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        return [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _family(pid: int) -> list[int]:
+    """The process and all that descend from it."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                stat = (entry / "stat").read_text()
+            except OSError:  # it has just ended
+                continue
+            children[int(stat.rpartition(")")[2].split()[1])].append(int(entry.name))
+    found = [pid]
+    for one in found:
+        found += children[one]
+    return found
+
+
+def _anonymous_bytes(pid: int) -> int:
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) << 10 if match else 0
