@@ -4,9 +4,9 @@ python benchmarks/gpu_catalogue.py [--models 24] [--memory-gib N] [--scale N] [-
 
 Random weights; every model is a segment of its own. Layers are divided by the smallest number that
 makes the catalogue fit the memory this may use (`--scale` sets it). `--memory-gib` is what host
-memory may become on machines that are given more as they use more; then it is used up once before
-anything starts. With `--mount-pool` (as root) the pool gets a tmpfs of its own, where /dev/shm is
-small.
+memory may become on machines that are given more as they use more; it is then used for a moment
+before anything starts. With `--mount` (as root) pool and checkpoints get a tmpfs of their own:
+where /dev/shm is small or disks are slow.
 
 phases:
   interleaved  every model in turn, another one each time: short prompts, then long ones
@@ -27,23 +27,24 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from catalogue_files import MIX, Pick, pick, write_catalogue
 from catalogue_phases import Phases
 from catalogue_server import Server, ServerFailed, gpu_total_bytes
-from gpu_models import SHAPES
+from gpu_models import SHAPES, weight_bytes
 from host_memory import grow_memory, memory_bytes
 from report import report
 
-_POOL_SHARE, _RESERVE = 0.8, 4 << 30
-"""Of host memory: the rest is for processes and for the page cache of checkpoints."""
+_POOL_SHARE, _RESERVE = 0.65, 4 << 30
+"""Of host memory: the rest is for checkpoints, about a quarter of the pool, and for processes."""
 _POOL_SLACK = 1 << 30
+_OWN_BYTES = 200 << 20
+"""Of a model's own file, about, at most."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -62,6 +63,8 @@ def main(arguments: list[str] | None = None) -> None:
         except (ServerFailed, ValueError, OSError, subprocess.SubprocessError) as error:
             results["failed"]["run"] = f"{type(error).__name__}: {error}"
             print(results["failed"]["run"], flush=True)
+        except KeyboardInterrupt:
+            results["failed"]["run"] = "interrupted"
     keep()
     if results["failed"]:
         raise SystemExit(f"failed: {', '.join(results['failed'])}")
@@ -79,7 +82,7 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory-gib", type=float, help="of the host; default: what is free")
     parser.add_argument("--work", type=Path, help="for checkpoints; default: the temporary folder")
     parser.add_argument("--pool-dir", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--mount-pool", action="store_true", help="on a tmpfs mounted for it")
+    parser.add_argument("--mount", action="store_true", help="a tmpfs for pool and checkpoints")
     parser.add_argument("--serve", default="", help="more arguments of `c2cserve serve`, quoted")
     parser.add_argument("--short", type=int, default=12, help="tokens of short prompts")
     parser.add_argument("--long", type=int, default=512, help="of long ones")
@@ -102,27 +105,25 @@ def _arguments(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _run(
-    given: argparse.Namespace, work: Path, began_s: float, results: dict[str, Any], keep: Any
-) -> None:
+    given: argparse.Namespace, work: Path, began_s: float, results: dict[str, Any],
+    keep: Callable[[], None],
+) -> None:  # fmt: skip
     memory = memory_bytes()["MemAvailable"]
     if given.memory_gib is not None:
         memory = int(given.memory_gib * (1 << 30))
     budget = max(_POOL_SLACK, int(memory * _POOL_SHARE) - _RESERVE)
-    if not given.mount_pool:
-        budget = min(budget, shutil.disk_usage(given.pool_dir).free)
-    made = pick(given.models, budget, given.scale, given.mix)
-    results["catalogue"] = _described(made)
-    print(results["catalogue"]["said"], flush=True)
-    grower = threading.Thread(target=grow_memory, args=(made.bytes + _RESERVE,))
-    if given.memory_gib is not None:
-        grower.start()  # a thread's speed, and the checkpoints' is a disk's: both at once
-    catalog = write_catalogue(work / "files", made)
-    if given.memory_gib is not None:
-        grower.join()
-    _tell(began_s, "checkpoints written")
-    pool_bytes = made.bytes + _POOL_SLACK // 4
-    with _pool_directory(given, work, pool_bytes + _POOL_SLACK) as pool:
-        arguments = ["--pool-dir", str(pool), "--pool-bytes", str(pool_bytes)]
+    with _directories(given, work, memory) as (pool, files):
+        budget = min(budget, shutil.disk_usage(pool).free - _POOL_SLACK)
+        made = pick(given.models, budget, given.scale, given.mix)
+        results["catalogue"] = _described(made)
+        print(results["catalogue"]["said"], flush=True)
+        needed = _check_room(pool, files, made)
+        if given.memory_gib is not None:
+            available = grow_memory(needed + _RESERVE)
+            _tell(began_s, f"{available / 1e9:.0f} GB of memory are available")
+        catalog = write_catalogue(files, made)
+        _tell(began_s, "checkpoints written")
+        arguments = ["--pool-dir", str(pool), "--pool-bytes", str(made.bytes + _POOL_SLACK // 8)]
         arguments += shlex.split(given.serve)
         with Server(catalog, work / "server.log", arguments) as server:
             try:
@@ -133,8 +134,22 @@ def _run(
                 asyncio.run(phases.run())
             finally:
                 if given.out is not None:
-                    log = given.out.with_suffix(".log")
-                    log.write_text(server.last_words())
+                    given.out.parent.mkdir(parents=True, exist_ok=True)
+                    given.out.with_suffix(".log").write_text(server.last_words())
+
+
+def _check_room(pool: Path, files: Path, made: Pick) -> int:
+    """Bytes of pool and checkpoints. Raises ValueError if they do not fit where they go."""
+    shared = sum(weight_bytes(shape, layers) for shape, layers in made.shapes.items())
+    needed = shared + len(made.entries) * _OWN_BYTES
+    together = pool.stat().st_dev == files.stat().st_dev
+    free = shutil.disk_usage(files).free - (made.bytes if together else 0)
+    if free < needed:
+        raise ValueError(
+            f"checkpoints take {needed / 1e9:.1f} GB, {files} has {free / 1e9:.1f} to spare: name"
+            " another folder (--work) or a larger --scale"
+        )
+    return needed + made.bytes
 
 
 def _described(made: Pick) -> dict[str, Any]:
@@ -149,25 +164,35 @@ def _described(made: Pick) -> dict[str, Any]:
         f"{len(made.entries)} models, 1/{made.scale} of their layers: {', '.join(parts)};"
         f" {made.bytes / 1e9:.1f} GB in the pool, {of_hbm}"
     )
+    sizes = {shape: weight_bytes(shape, layers) for shape, layers in made.shapes.items()}
     return {
         "said": said, "models": len(made.entries), "scale": made.scale, "bytes": made.bytes,
-        "counts": counts, "layers": made.shapes, "hbm_bytes": hbm, "larger_than_hbm": larger,
+        "counts": counts, "layers": made.shapes, "weight_bytes": sizes, "hbm_bytes": hbm,
+        "larger_than_hbm": larger,
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def _pool_directory(given: argparse.Namespace, work: Path, size: int) -> Generator[Path]:
-    if not given.mount_pool:
-        yield given.pool_dir
+def _directories(
+    given: argparse.Namespace, work: Path, size: int
+) -> Generator[tuple[Path, Path]]:  # fmt: skip
+    """Where segments and checkpoints go: a tmpfs of their own if one is wanted and can be mounted.
+    It says if it can not."""
+    mounted = work / "memory"
+    mounted.mkdir()
+    done = None
+    if given.mount:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "c2cserve", str(mounted)]
+        done = subprocess.run(mount, capture_output=True, text=True, timeout=20, check=False)
+        if done.returncode:
+            print(f"{done.stderr.strip()}: the pool is in {given.pool_dir}", flush=True)
+    if done is None or done.returncode:
+        yield given.pool_dir, work
         return
-    directory = work / "pool"
-    directory.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "c2cserve", str(directory)]
-    subprocess.run(mount, check=True, timeout=20)
     try:
-        yield directory
+        yield mounted, mounted
     finally:
-        subprocess.run(["umount", "--lazy", str(directory)], check=True, timeout=60)
+        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=60)
 
 
 def _tell(began_s: float, said: str) -> None:
