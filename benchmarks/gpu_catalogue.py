@@ -40,6 +40,9 @@ from gpu_models import SHAPES, weight_bytes
 from host_memory import grow_memory, memory_bytes
 from report import report
 
+from c2cserve.cli.gpu_ready import usable_gpus
+from c2cserve.kernels.gpu.profile import ProfileError, load_profile
+
 _POOL_SHARE, _RESERVE = 0.65, 4 << 30
 """Of host memory: the rest is for checkpoints, about a quarter of the pool, and for processes."""
 _POOL_SLACK = 1 << 30
@@ -124,7 +127,7 @@ def _run(
         catalog = write_catalogue(files, made)
         _tell(began_s, "checkpoints written")
         arguments = ["--pool-dir", str(pool), "--pool-bytes", str(made.bytes + _POOL_SLACK // 8)]
-        arguments += shlex.split(given.serve)
+        arguments += _by_profile(shlex.split(given.serve), results)
         with Server(catalog, work / "server.log", arguments) as server:
             try:
                 server.wait_ready(given.ready_s, lambda said: _tell(began_s, said))
@@ -136,6 +139,22 @@ def _run(
                 if given.out is not None:
                     given.out.parent.mkdir(parents=True, exist_ok=True)
                     given.out.with_suffix(".log").write_text(server.last_words())
+
+
+def _by_profile(arguments: list[str], results: dict[str, Any]) -> list[str]:
+    """`c2cserve serve`'s arguments: where this machine was not measured, picks are by an H200's
+    known rates, which the results say."""
+    results["picked_by"] = "as asked for, or measured"
+    if "--gpu-profile" in arguments:
+        return arguments
+    for name in sorted({gpu.name for gpu in usable_gpus()}):
+        try:
+            load_profile(gpu=name)
+        except ProfileError as error:
+            print(f"{error}: picks are by known speeds of an H200", flush=True)
+            results["picked_by"] = "known speeds of an H200; nothing was measured here"
+            return [*arguments, "--gpu-profile", "assumed"]
+    return arguments
 
 
 def _check_room(pool: Path, files: Path, made: Pick) -> int:

@@ -35,15 +35,17 @@ _REFUSALS = (RuntimeError, ValueError, LookupError, OSError)
 
 def main() -> None:
     given = _arguments()
-    from gpu_machine import Gpu  # needs CUDA's bindings
+    from gpu_machine import SETUP_ERRORS, Gpu  # needs CUDA's bindings
 
     began_s = time.monotonic()
     torch.set_grad_enabled(False)
-    machine = Gpu()
+    try:
+        machine = Gpu(_KV_BYTES)
+    except SETUP_ERRORS as error:
+        raise SystemExit(f"gpu_engine: {error}") from error
     if given.homes:
         machine.homes = given.homes.split(",")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        failed = measure(machine, given, began_s)
+    failed = measure(machine, given, began_s)
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
@@ -77,7 +79,6 @@ def measure(machine: Any, given: argparse.Namespace, began_s: float) -> list[str
         "gpu": machine.name, "torch": torch.__version__, "cuda": torch.version.cuda,
         "picked_by": machine.picked_by, "limits": limits, "shapes": {}, "failed": {},
     }  # fmt: skip
-    arena = machine.arena(min(_KV_BYTES, machine.free_bytes() // 4))
 
     def write() -> None:
         results["seconds"] = time.monotonic() - began_s
@@ -87,7 +88,7 @@ def measure(machine: Any, given: argparse.Namespace, began_s: float) -> list[str
         )  # fmt: skip
 
     for shape in given.shapes:
-        run = Run(machine, shape, given.layers, limits, machine.homes, arena, repeats=given.repeats)
+        run = Run(machine, shape, given.layers, limits, repeats=given.repeats)
         results["shapes"][shape] = {
             "layers": run.config.layers, "weight_bytes": run.bytes, "figures": run.figures,
         }  # fmt: skip

@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from gpu_engine_run import Counted, Engine, Machine, decode_batch
+from gpu_engine_run import Counted, Engine, decode_batch
 from gpu_models import attention_flops, config_of
 from torch import Tensor
 
@@ -30,16 +30,17 @@ class Run:
     """One shape on one machine; figures are printed as they come and kept."""
 
     def __init__(
-        self, machine: Machine, shape: str, layers: int | None, limits: dict[str, Any],
-        homes: Sequence[Home], arena: Tensor, *, repeats: int = 5,
+        self, machine: Any, shape: str, layers: int | None, limits: dict[str, Any], *,
+        repeats: int = 5,
     ) -> None:  # fmt: skip
-        self.machine: Any = machine
-        self.shape, self.homes, self.limits = shape, homes, limits
+        """`machine`: `gpu_machine.Gpu`; `limits`: what its `limits` said."""
+        self.machine = machine
+        self.shape, self.limits = shape, limits
         self.config = config_of(shape, layers)
         self.bytes = plan_layout(self.config).bytes
         self.figures: list[dict[str, Any]] = []
-        self._arena = arena
         self._repeats = repeats
+        machine.warm(self.config)
 
     # ---- what is written down -------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Run:
     def part(self, name: str) -> None:
         match name:
             case "stream":
-                for home in self.homes:
+                for home in self.machine.homes:
                     self._stream(home)
             case "resident":
                 for rows in ROWS:
@@ -87,12 +88,12 @@ class Run:
             case "prefill":
                 self._prefill(LONG_PROMPT)
             case "switch":
-                self._switch(self.homes[0])
+                self._switch(self.machine.homes[0])
             case "copy":
-                for home in self.homes:
+                for home in self.machine.homes:
                     self._copy(home)
             case _:
-                for home in self.homes:
+                for home in self.machine.homes:
                     for kept in (1.0, 0.5):
                         self._cache(home, kept)
 
@@ -205,7 +206,7 @@ class Run:
     def _cache(self, home: Home, kept: float) -> None:
         budget = min(int(kept * self.bytes), self.machine.free_bytes() - _HBM_SPARE)
         linear, cache = self.machine.linear(budget)
-        engine = Engine(self.machine, linear, self._arena)
+        engine = Engine(self.machine, linear)
         engine.attach("a", self.config, self._buffer(home))
         [talk] = engine.talk("a", PROMPT)
         times: list[float] = []
@@ -224,7 +225,7 @@ class Run:
     # ---- what parts are made of -----------------------------------------------------------------
 
     def _engine(self) -> Engine:
-        return Engine(self.machine, self.machine.linear()[0], self._arena)
+        return Engine(self.machine, self.machine.linear()[0])
 
     def _buffer(self, home: Home) -> Tensor:
         return self.machine.buffer(home, buffer_bytes(self.config))

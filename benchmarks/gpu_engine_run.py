@@ -32,6 +32,7 @@ class Machine(Protocol):
     """What a run needs of a GPU; `gpu_machine.Gpu`, and in tests a machine without one."""
 
     device: torch.device
+    arena: Tensor
     host_sampler: Any
     staging: Any
 
@@ -151,11 +152,11 @@ class _Talk:
 class Engine:
     """Steps are timed from asking to their last token being on the host."""
 
-    def __init__(self, machine: Machine, multiply: Multiply, arena: Tensor) -> None:
+    def __init__(self, machine: Machine, multiply: Multiply) -> None:
         self.machine = machine
         self.watch = Watched(multiply, machine)
         self.ops = GpuOps(self.watch, machine.device, machine.host_sampler)
-        self.arena = arena
+        self.arena = machine.arena
         self._events: list[SliceEvent] = []
         self._deltas: list[Delta] = []
         self.executor = Executor(

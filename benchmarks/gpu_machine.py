@@ -10,16 +10,16 @@ import torch
 from host_memory import grow_memory
 from torch import Tensor
 
-from c2cserve.engine.gpu.staging import Staging
+from c2cserve.core.machine import ProfileChoice
+from c2cserve.engine.gpu.setup import SETUP_ERRORS as OPENING_ERRORS
+from c2cserve.engine.gpu.setup import open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import enable_peer
-from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import Linear
 from c2cserve.kernels.gpu.measure import chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
-from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.weight import Home
 from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.pinning import PinnedRegion
@@ -33,21 +33,29 @@ _MATMULS = ((8192, 8192, 8192), (8192, 16384, 4096), (8192, 28672, 4096), (16384
 """Rows, columns, K: the peak is the best of them."""
 
 
-class Gpu:
-    """`gpu_engine_run.Machine`, the first GPU, with the second one's memory as `peer`."""
+class NoGpu(RuntimeError):
+    """This machine has none that torch can use."""
 
-    def __init__(self) -> None:
+
+SETUP_ERRORS = (*OPENING_ERRORS, NoGpu)
+"""What `Gpu` raises for reasons a user can do something about."""
+
+
+class Gpu:
+    """`gpu_engine_run.Machine`: a slice of the whole first GPU, as a worker opens one, with the
+    second GPU's memory as `peer`. The calling thread's work goes to the slice's stream."""
+
+    def __init__(self, kv_bytes: int) -> None:
         if not torch.cuda.is_available():
-            raise RuntimeError(f"torch {torch.__version__} sees no GPU")
-        torch.cuda.set_device(DEVICE)
-        self.device = torch.device("cuda", DEVICE)
+            raise NoGpu(f"torch {torch.__version__} sees no GPU")
         self.name = torch.cuda.get_device_name(DEVICE)
+        profile, choice, self.picked_by = _profile(self.name)
+        self._chooser = Chooser(profile)
         self.host_sampler = CpuOps(1).sample
-        self.staging = Staging(self.device)
-        self.repository = Repository(DEVICE)
-        self.repository.load()
-        self.lane = Lane(DEVICE, self.repository)
-        self.chooser, self.picked_by = _chooser(self.name)
+        self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=choice)
+        self.device, self.arena = self._parts.device, self._parts.arena
+        self.staging, self.warm = self._parts.place, self._parts.warm
+        self.lane = self._parts.lane
         self.homes: list[Home] = ["host"]
         if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER):
             enable_peer(DEVICE, PEER)
@@ -87,9 +95,6 @@ class Gpu:
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def arena(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8, device=self.device)
-
     def free_bytes(self) -> int:
         """Of HBM; what this process kept for later counts as free."""
         torch.cuda.empty_cache()
@@ -104,9 +109,9 @@ class Gpu:
     def linear(self, kept_bytes: int = 0) -> tuple[Linear, HbmCache | None]:
         """GEMMs, with so much HBM to keep weights in."""
         if not kept_bytes:
-            return Linear(self.lane, self.chooser), None
+            return Linear(self.lane, self._chooser), None
         cache = HbmCache(self.lane, Residency(kept_bytes))
-        return Linear(self.lane, self.chooser, cache), cache
+        return Linear(self.lane, self._chooser, cache), cache
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -149,11 +154,11 @@ class Gpu:
         return 2.0 * m * n * k / seconds
 
 
-def _chooser(gpu: str) -> tuple[Chooser, str]:
+def _profile(gpu: str) -> tuple[Profile, ProfileChoice, str]:
     """What to pick by. Without a profile, known speeds: the results say so."""
     try:
-        found: Profile = load_profile(gpu=gpu)
+        found = load_profile(gpu=gpu)
     except ProfileError as error:
         print(f"{error}: picks are by known speeds of an H200", flush=True)
-        return Chooser(assumed_h200()), "known speeds of an H200; nothing was measured here"
-    return Chooser(found), f"profile of {found.date:%Y-%m-%d %H:%M} UTC"
+        return assumed_h200(), "assumed", "known speeds of an H200; nothing was measured here"
+    return found, "measured", f"profile of {found.date:%Y-%m-%d %H:%M} UTC"

@@ -10,6 +10,7 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
+from c2cserve.engine.models.config import ModelConfig
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
 from c2cserve.kernels.layer import KvLayout
@@ -57,6 +58,7 @@ class FakeMachine:
         self.multiplies: list[PlainMultiply] = []
         self._multiply = multiply
         self._buffers: dict[Home, Tensor] = {}
+        self.arena = torch.zeros(64 << 20, dtype=torch.uint8)
 
     def buffer(self, home: Home, size: int) -> Tensor:
         if home not in self._buffers:
@@ -74,8 +76,7 @@ class FakeMachine:
         links = dict.fromkeys(self.homes, 50e9)
         return {"link_bytes_per_s": links, "hbm_bytes_per_s": 4e12, "matmul_flops": 7e14}
 
-    def arena(self, size: int) -> Tensor:
-        return torch.zeros(64 << 20, dtype=torch.uint8)
+    def warm(self, config: ModelConfig) -> None: ...
 
     def free_bytes(self) -> int:
         return 64 << 30

@@ -10,17 +10,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import gpu_catalogue
 import numpy as np
 import pytest
 from catalogue_client import TOLERANCE, Answer, Compared, Question, phases, question, rms
 from catalogue_files import MIX, STRIDE, pick, write_catalogue
 from catalogue_phases import Phases
 from catalogue_server import sum_samples
-from gpu_catalogue import _check_room
+from gpu_catalogue import _by_profile, _check_room
 from gpu_models import config_of, weight_bytes
 from tokenizers import Tokenizer
 
 from c2cserve.catalog.file import load_catalog
+from c2cserve.core.machine import Gpu
 from c2cserve.engine.models.layout import EMBED, HEAD, plan_layout
 from c2cserve.memory.checkpoint import TensorSource, find_files, open_checkpoint, read_header
 
@@ -228,3 +230,17 @@ def test_test_gpu_goes_on_after_a_failure_and_says_so_in_the_end(tmp_path: Path)
             [script, *wrong], capture_output=True, text=True, timeout=60, check=False
         )
         assert refused.returncode == 2
+
+
+def test_without_a_profile_the_server_is_told_and_the_results_say_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path))
+    results: dict[str, Any] = {}
+    monkeypatch.setattr(gpu_catalogue, "usable_gpus", lambda: (Gpu(0, "uuid", "NVIDIA X", 1),))
+    given = ["--gpu-slices", "16x7"]
+    assert _by_profile(given, results) == [*given, "--gpu-profile", "assumed"]
+    assert "nothing was measured" in results["picked_by"]
+    assert _by_profile(["--gpu-profile", "measured"], results) == ["--gpu-profile", "measured"]
+    monkeypatch.setattr(gpu_catalogue, "usable_gpus", tuple)
+    assert _by_profile([], results) == []

@@ -81,10 +81,10 @@ def test_a_part_that_fails_is_named_and_the_others_run(tmp_path: Path) -> None:
 
 def test_counted_bytes_and_operations_are_the_shapes() -> None:
     machine = FakeMachine()
-    engine = Engine(machine, machine.linear()[0], machine.arena(0))
+    engine = Engine(machine, machine.linear()[0])
     config = config_of("tiny-llama")
     engine.attach("a", config, machine.buffer("host", buffer_bytes(config)))
-    run = Run(machine, "tiny-llama", None, machine.limits(0), ["host"], engine.arena)
+    run = Run(machine, "tiny-llama", None, machine.limits(0))
     prompt = run._counted(engine, engine.talk("a", 20))
     embedding = config.vocab * config.hidden * 2
     norms = (2 * config.layers + 1) * config.hidden * 2
@@ -96,10 +96,10 @@ def test_counted_bytes_and_operations_are_the_shapes() -> None:
 
 def test_of_experts_the_chosen_count() -> None:
     machine = FakeMachine()
-    engine = Engine(machine, machine.linear()[0], machine.arena(0))
+    engine = Engine(machine, machine.linear()[0])
     config = config_of("tiny-moe")
     engine.attach("a", config, machine.buffer("host", buffer_bytes(config)))
-    run = Run(machine, "tiny-moe", None, machine.limits(0), ["host"], engine.arena)
+    run = Run(machine, "tiny-moe", None, machine.limits(0))
     [talk] = engine.talk("a", 20)
     many = run._counted(engine, [talk])
     one = run._counted(engine, [talk])
@@ -114,7 +114,7 @@ def test_of_experts_the_chosen_count() -> None:
 def test_a_decode_batch_continues_what_steps_wrote() -> None:
     """The pass that is captured computes what a step computes: the same blocks, the same token."""
     machine = FakeMachine()
-    engine = Engine(machine, machine.linear()[0], machine.arena(0))
+    engine = Engine(machine, machine.linear()[0])
     config = config_of("tiny-llama")
     decoder = engine.attach("a", config, machine.buffer("host", buffer_bytes(config)))
     talks = engine.talk("a", 18, 2)
