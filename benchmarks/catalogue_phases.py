@@ -24,7 +24,7 @@ from gpu_models import config_of
 
 _LONG_TOKENS, _SWITCH_TOKENS, _KILL_TOKENS = 4, 2, 64
 _KILL_AT = 10
-_BACK_S = 60.0
+_BACK_S = 120.0
 _SWITCH_P50_S, _SWITCH_P99_S = 5e-3, 20e-3
 _GROWN_BYTES_MAX = 512 << 20
 """Of what processes and GPUs hold, from when every model was asked to the end."""

@@ -22,8 +22,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[st
 
 
 def test_every_answer_is_right(tmp_path: Path) -> None:
+    serve = "--slices 1 --threads 1 --gpu-slices none"
     done, results = run(
-        tmp_path, "--serve", "--slices 1 --threads 1 --gpu-slices none", "--long", "40", "--switches", "12", "--kill"
+        tmp_path, "--serve", serve, "--long", "40", "--switches", "12", "--kill"
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert results["failed"] == {}

@@ -151,3 +151,12 @@ def test_unknown_shapes_and_parts_are_refused() -> None:
 def test_memory_that_is_there_is_not_asked_for() -> None:
     assert grow_memory(1 << 20) > 1 << 20
     assert memory_bytes()["MemTotal"] >= memory_bytes()["MemAvailable"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+def test_without_a_gpu_it_says_so() -> None:
+    pytest.importorskip("cuda.bindings")
+    from gpu_machine import Gpu, NoGpu
+
+    with pytest.raises(NoGpu, match="sees no GPU"):
+        Gpu(1 << 20)
