@@ -8,10 +8,13 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
+from c2cserve.cli.worker_house import lodge, open_house
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
 from c2cserve.policy.slice import SlicePolicy
@@ -23,6 +26,9 @@ from c2cserve.runtime.live.slice_world import Quitting, SliceWorld, Usage
 from c2cserve.runtime.live.status_page import StatusPage
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
+
+if TYPE_CHECKING:
+    from c2cserve.cli.worker_engine import WorkerEngine
 
 log = logging.getLogger(__name__)
 
@@ -37,28 +43,67 @@ def worker() -> None:
     """Standard input is its channel, its configuration the first message. Ends with its server."""
     _die_with(os.getppid())
     # Before the configuration is read: a spare process has done the slow part when it is needed.
-    from c2cserve.cli.worker_engine import NoEngine, WorkerEngine
+    from c2cserve.cli.worker_engine import WorkerEngine
 
-    channel = Channel(socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM))
-    config = msgspec.json.decode(channel.next(), type=WorkerConfig)
+    end = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
+    channel = Channel(end)
+    message = channel.next()
+    config = msgspec.json.decode(message, type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
+    if config.slice.kind == "green":
+        _share_gpu(config, message, end)
+    else:
+        _serve(config, channel, partial(WorkerEngine, config.slice))
+
+
+def _share_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
+    """One process computes for all slices that are parts of this one's GPU."""
+    from c2cserve.cli.worker_engine import SharedGpu, WorkerEngine
+
+    share = config.slice.gpu
+    assert share is not None
+    shared = SharedGpu(share)
+
+    def serve(data: bytes, channel: socket.socket) -> None:
+        lodger = msgspec.json.decode(data, type=WorkerConfig)
+        make = partial(WorkerEngine, lodger.slice, shared=shared)
+        _serve(lodger, Channel(channel), make)
+
+    name = f"c2cserve.{os.getppid()}.{share.uuid}"
+    while True:
+        house = open_house(name, serve, lambda: os._exit(1))
+        if house is not None:
+            serve(message, end)
+            house.close()
+            return
+        status = lodge(name, message, end)
+        if status is not None:
+            sys.exit(status)
+
+
+def _serve(
+    config: WorkerConfig, channel: Channel, make: "Callable[[SliceWorld], WorkerEngine]"
+) -> None:
+    """One slice, on the calling thread, until it is told to quit. Ends the process if it fails."""
+    from c2cserve.cli.worker_engine import NoEngine
+
     policy = SlicePolicy(config.slice, _MAX_IN_FLIGHT)
     page = StatusPage(Path(config.status_path), create=False)
     world = SliceWorld(channel, page, _usage(policy), _measured(policy))
     try:
-        engine = WorkerEngine(config.slice, world)
+        engine = make(world)
     except NoEngine as error:
         log.error("slice %s can not start: %s", config.slice.id, error)
-        sys.exit(_NO_ENGINE)
+        os._exit(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # what is there now stays: the collector need not look at it again
     failed = False
     try:
         run(policy, world, world, _recorder(config))
     except Quitting:
-        log.info("done")
+        log.info("slice %s is done", config.slice.id)
     except Exception:
         log.exception("slice %s ends", config.slice.id)
         failed = True

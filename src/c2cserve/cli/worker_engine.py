@@ -1,10 +1,11 @@
 """The worker's engine half. Importing this module imports torch; the server never does."""
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,6 +21,11 @@ from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.live.slice_world import SliceWorld
+
+if TYPE_CHECKING:
+    from c2cserve.devices.partitions import Partition
+    from c2cserve.engine.gpu.segments import PinnedSegments
+    from c2cserve.engine.gpu.setup import GpuParts
 
 _SAMPLER_THREADS = 4
 """Of a GPU slice, for rows that its GPU does not draw itself."""
@@ -62,11 +68,17 @@ class NoEngine(Exception):
 class WorkerEngine:
     """`runtime.live.slice_world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
-    def __init__(self, slice_: Slice, world: SliceWorld) -> None:
+    def __init__(
+        self, slice_: Slice, world: SliceWorld, *, shared: "SharedGpu | None" = None
+    ) -> None:
+        """`shared`: of the slices of one GPU that this process computes for."""
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
-        self._backend = _cpu(slice_, world) if share is None else _gpu(slice_, share, world)
+        if share is None:
+            self._backend = _cpu(slice_, world)
+        else:
+            self._backend = _gpu(slice_, share, world, shared or SharedGpu(share))
         self._executor = self._backend.executor
         self._paths: dict[str, Path] = {}
         self.isa = self._backend.isa
@@ -108,25 +120,48 @@ def _cpu(slice_: Slice, world: SliceWorld) -> _Backend:
     return _Backend(executor, ops.isa, _MappedSegments(), lambda _: None, lambda: None, None)
 
 
-def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld) -> _Backend:
-    # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
-    from c2cserve.devices.binding import BindingError, bind
-    from c2cserve.devices.partitions import PartitionError, split_sms
-    from c2cserve.engine.gpu.segments import PinnedSegments
-    from c2cserve.engine.gpu.setup import FATAL, SETUP_ERRORS, open_gpu
+class SharedGpu:
+    """What a process does once for a GPU, however many slices it has there. Thread-safe."""
 
-    sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-    try:
-        device = bind(share)
-        partition = split_sms(device, share.sms, share.parts)[share.part] if share.parts else None
-        gpu = open_gpu(
-            device, slice_.kv_bytes, sampler.sample, partition=partition, profile=share.profile
-        )
-    except (BindingError, PartitionError, *SETUP_ERRORS) as error:
-        raise NoEngine(str(error)) from error
+    def __init__(self, share: GpuShare) -> None:
+        self._share = share
+        self._lock = threading.Lock()
+        self._device: int | None = None
+        self._partitions: list[Partition] = []
+        self.segments: PinnedSegments | None = None
+
+    def open(self, slice_: Slice, share: GpuShare, sampler: CpuOps) -> "GpuParts":
+        """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
+        # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
+        from c2cserve.devices.binding import BindingError, bind
+        from c2cserve.devices.partitions import PartitionError, split_sms
+        from c2cserve.engine.gpu.segments import PinnedSegments
+        from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
+
+        with self._lock:
+            try:
+                if self._device is None:
+                    self._device = bind(self._share)
+                    self.segments = PinnedSegments()
+                if share.parts and not self._partitions:
+                    self._partitions = split_sms(self._device, share.sms, share.parts)
+                partition = self._partitions[share.part] if share.parts else None
+                return open_gpu(
+                    self._device, slice_.kv_bytes, sampler.sample, partition=partition,
+                    profile=share.profile,
+                )  # fmt: skip
+            except (BindingError, PartitionError, *SETUP_ERRORS) as error:
+                raise NoEngine(str(error)) from error
+
+
+def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld, shared: SharedGpu) -> _Backend:
+    from c2cserve.engine.gpu.setup import FATAL
+
+    gpu = shared.open(slice_, share, CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus))))
+    assert shared.segments is not None
     executor = Executor(
         slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic, place=gpu.place,
         fatal=FATAL,
     )  # fmt: skip
-    isa = f"{torch.cuda.get_device_name(device)}, {gpu.lane.sms} SMs"
-    return _Backend(executor, isa, PinnedSegments(), gpu.warm, gpu.finish, gpu.device)
+    isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
+    return _Backend(executor, isa, shared.segments, gpu.warm, gpu.finish, gpu.device)
