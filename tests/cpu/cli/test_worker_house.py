@@ -8,10 +8,16 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
+from pathlib import Path
 
+import msgspec
 import pytest
 
 from c2cserve.cli.worker_house import lodge, open_house
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.runtime.live.channel import Channel as WorkerChannel
+from c2cserve.runtime.live.messages import WorkerConfig
+from c2cserve.runtime.live.status_page import StatusPage
 
 _NAMES = count()
 LODGER = """
@@ -149,3 +155,23 @@ def test_a_house_that_dies_ends_its_lodgers(
         house.kill()
     assert status.result(10) == 1
     assert lodge(name, b"one", its) is None
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
+    tmp_path: Path, channels: list[Channel]
+) -> None:
+    workers: list[subprocess.Popen[bytes]] = []
+    pages: list[StatusPage] = []
+    for part, (mine, its) in enumerate(channels[:2]):
+        pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
+        share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
+        cpus = tuple(os.sched_getaffinity(0))
+        slice_ = Slice(f"gpu0.{part}", "green", cpus, slab_bytes=16 << 20, gpu=share)
+        config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
+        command = [sys.executable, "-m", "c2cserve.cli.main", "worker"]
+        workers.append(subprocess.Popen(command, stdin=its.fileno(), stderr=subprocess.PIPE))
+        WorkerChannel(mine).send(msgspec.json.encode(config))
+    said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
+    assert sorted(worker.returncode for worker in workers) == [1, 3]
+    assert any("can not start: torch finds no GPU" in text for text in said)
