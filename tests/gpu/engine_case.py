@@ -23,7 +23,7 @@ from c2cserve.memory.segment import Segment
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "engine"))
 from lane import Lane, LateModel
 from tiny import Ours, make_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 __all__ = ["CASES", "Lane", "LateModel", "make", "on_gpu", "ours_at", "shared_folder", "truth"]
 
@@ -56,18 +56,25 @@ def shared_folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-def make(folder: Path, case: str) -> PreTrainedModel:
+def make(folder: Path, case: str) -> Path:
+    """A checkpoint, where it was made."""
     name, overrides = CASES[case]
     seed = sum(map(ord, case))
-    return make_model(folder, name, {**COMMON, **overrides}, seed, torch.bfloat16, spread=0.05)
+    make_model(folder, name, {**COMMON, **overrides}, seed, torch.bfloat16, spread=0.05)
+    return folder
 
 
 @torch.inference_mode()
-def truth(model: PreTrainedModel, tokens: list[int]) -> tuple[Tensor, Tensor]:
-    """transformers' logits [T, V] on the GPU in bfloat16, and in float32, which is the truth."""
+def truth(folder: Path, tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """transformers' logits [T, V] on the GPU in bfloat16, and in float32, which is the truth. Both
+    as loaded: a model that is converted keeps rotary frequencies that were rounded to bfloat16."""
     ids = torch.tensor([tokens], device="cuda")
-    theirs = model.cuda()(ids).logits[0].float().cpu()
-    return theirs, model.float()(ids).logits[0].cpu()
+
+    def logits(dtype: torch.dtype) -> Tensor:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().cuda()
+        return model(ids).logits[0].float().cpu()
+
+    return logits(torch.bfloat16), logits(torch.float32)
 
 
 class _MovedWeights(Weights):
@@ -78,7 +85,11 @@ class _MovedWeights(Weights):
         self._device = device
 
     def tensor(self, name: str) -> Tensor:
-        return super().tensor(name).to(self._device)
+        moved = super().tensor(name).to(self._device)
+        torch.cuda.synchronize(
+            self._device
+        )  # it came on a stream that the slice's knows nothing of
+        return moved
 
 
 def ours_at(folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments) -> Ours:

@@ -58,8 +58,11 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture
-def segments(gpu: GpuParts) -> PinnedSegments:
-    return PinnedSegments()
+def segments(gpu: GpuParts) -> Iterator[PinnedSegments]:
+    held = PinnedSegments()
+    yield held
+    torch.cuda.synchronize()
+    held.close_all()
 
 
 def rms(got: Tensor, want: Tensor) -> float:

@@ -64,10 +64,11 @@ def test_an_open_loop_sees_a_stall_in_every_request_it_delayed(tmp_path: Path) -
     # A quarter of the arrivals fall into the stall and wait half of it on average.
     total = open_loop["results"]["total"]
     assert 150 < total["requests"] < 250
-    assert total["ttft_s"]["p90"] == pytest.approx(0.3, abs=0.12)
-    assert total["ttft_s"]["max"] == pytest.approx(0.5, abs=0.05)
-    assert closed["results"]["total"]["ttft_s"]["p90"] < 0.01
-    assert open_loop["results"]["generator"]["send_lag_s"]["p99"] < 0.02
+    assert total["ttft_s"]["p90"] == pytest.approx(0.3, abs=0.15)
+    assert 0.45 < total["ttft_s"]["max"] < 0.8
+    assert closed["results"]["total"]["ttft_s"]["p90"] < 0.1
+    # Sending did not wait for the stall to end, however busy the machine is.
+    assert open_loop["results"]["generator"]["send_lag_s"]["p99"] < 0.25
 
 
 def test_poisson_rate_and_seed(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_poisson_rate_and_seed(tmp_path: Path) -> None:
         one = bench(tmp_path, url, "--model", "all", "--seed", "1", *args)["results"]
         again = bench(tmp_path, url, "--model", "all", "--seed", "1", *args)["results"]
         other = bench(tmp_path, url, "--model", "a,b", "--seed", "2", *args)["results"]
-    assert one["elapsed_s"] == pytest.approx(1.0, rel=0.25)
+    assert 0.75 < one["elapsed_s"] < 2.5
     assert set(one["per_model"]) == {"a", "b"}
     assert one["total"]["output_tokens"] == again["total"]["output_tokens"]
     assert one["per_model"]["a"]["requests"] == again["per_model"]["a"]["requests"]

@@ -58,3 +58,10 @@ class PinnedSegments:
             if held.users == 0:
                 del self._held[path]
                 held.region.close()
+
+    def close_all(self) -> None:
+        """Whoever uses them: the GPU is done, or lost. A registration that outlives its mapping
+        stands in the way of the next that gets the same addresses."""
+        with self._lock:
+            while self._held:
+                self._held.popitem()[1].region.close()
