@@ -127,7 +127,7 @@ def _run(
         catalog = write_catalogue(files, made)
         _tell(began_s, "checkpoints written")
         arguments = ["--pool-dir", str(pool), "--pool-bytes", str(made.bytes + _POOL_SLACK // 8)]
-        arguments += _by_profile(shlex.split(given.serve), results)
+        arguments += _by_profile(_on_gpus(shlex.split(given.serve)), results)
         with Server(catalog, work / "server.log", arguments) as server:
             try:
                 server.wait_ready(given.ready_s, lambda said: _tell(began_s, said))
@@ -139,6 +139,13 @@ def _run(
                 if given.out is not None:
                     given.out.parent.mkdir(parents=True, exist_ok=True)
                     given.out.with_suffix(".log").write_text(server.last_words())
+
+
+def _on_gpus(arguments: list[str]) -> list[str]:
+    """A slice per GPU, where there are GPUs and the arguments do not say otherwise."""
+    if "--gpu-slices" in arguments or not usable_gpus():
+        return arguments
+    return [*arguments, "--gpu-slices", "whole"]
 
 
 def _by_profile(arguments: list[str], results: dict[str, Any]) -> list[str]:

@@ -161,18 +161,14 @@ def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ..
         slices = plan_all(machine, SliceWishes())
     except SlicePlanError as error:
         return (), (Finding(Level.FAIL, "slices", str(error)),)
-    if machine.gpus:
-        text = (
-            f"{len(slices)}, one per GPU or MIG instance; serve --gpu-slices 16x7 divides each GPU,"
-            " --slices adds CPU slices"
-        )
-        return slices, (Finding(Level.OK, "slices", text),)
     sizes = sorted({len(one.cpus) for one in slices})
     cores = " or ".join(map(str, sizes))
     text = (
         f"{len(slices)} of {cores} core(s): about one per 8 cores, at least two,"
         " none across NUMA nodes, one thread of each core"
     )
+    if machine.gpus:
+        text += "; serve --gpu-slices whole makes one per GPU or MIG instance instead"
     return slices, (Finding(Level.OK, "slices", text),)
 
 

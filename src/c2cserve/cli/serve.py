@@ -67,14 +67,15 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     slices: Annotated[
-        int | None, typer.Option(help="CPU slices; default: by the machine, none where a GPU is.")
+        int | None,
+        typer.Option(help="CPU slices; default: by the machine, none beside GPU slices."),
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads per CPU slice.")] = None,
     kv_bytes: Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")] = None,
     gpu_slices: Annotated[
-        str | None,
-        typer.Option(help="Default: one per GPU. 16x7: of each GPU 7 of 16 SMs. none: no GPU."),
-    ] = None,
+        str,
+        typer.Option(help="none; whole: one per GPU; 16x7: of each GPU 7 of 16 SMs."),
+    ] = NO_GPUS,
     gpu_kv_bytes: Annotated[
         int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
     ] = None,

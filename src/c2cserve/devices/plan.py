@@ -1,5 +1,4 @@
-"""All slices of a machine: its GPUs where there are some, its CPUs where there are none or where
-somebody asks for both."""
+"""All slices of a machine: GPUs where they are asked for, CPUs where they are not or besides."""
 
 from dataclasses import dataclass
 
@@ -7,7 +6,7 @@ from c2cserve.core.machine import Machine, ProfileChoice, Slice
 from c2cserve.devices.gpu_slices import parse_partitioning, plan_gpu_slices
 from c2cserve.devices.slices import SlicePlanError, plan_slices
 
-NO_GPUS = "none"
+NO_GPUS, WHOLE_GPUS = "none", "whole"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +17,9 @@ class SliceWishes:
     cpu_threads: int | None = None
     cpu_kv_bytes: int | None = None
     """Of each CPU slice."""
-    gpu_slices: str | None = None
-    """None: one per GPU. "16x7": of every GPU seven of 16 SMs. "none": GPUs are left alone."""
+    gpu_slices: str = NO_GPUS
+    """"none": GPUs are left alone. "whole": one per GPU or MIG instance. "16x7": of every GPU seven
+    of 16 SMs."""
     gpu_kv_bytes: int | None = None
     """Of each GPU slice."""
     gpu_profile: ProfileChoice = "measured"
@@ -37,7 +37,8 @@ def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
 def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
     if wishes.gpu_slices == NO_GPUS:
         return ()
-    partitioning = None if wishes.gpu_slices is None else parse_partitioning(wishes.gpu_slices)
-    if partitioning is not None and not machine.gpus:
+    whole = wishes.gpu_slices == WHOLE_GPUS
+    partitioning = None if whole else parse_partitioning(wishes.gpu_slices)
+    if not machine.gpus:
         raise SlicePlanError(f"{wishes.gpu_slices} GPU slices: there is no GPU")
     return plan_gpu_slices(machine, partitioning, wishes.gpu_kv_bytes, wishes.gpu_profile)

@@ -60,27 +60,28 @@ def test_partitions_share_memory_alike() -> None:
     assert all(s.kv_bytes % SLAB_BYTES == 0 for s in slices)
 
 
-def test_cpu_slices_where_there_is_no_gpu_or_where_asked_for() -> None:
-    assert {s.kind for s in plan_all(machine(), SliceWishes())} == {"cpu"}
-    assert [s.kind for s in plan_all(machine(H200[0]), SliceWishes())] == ["gpu"]
-    both = plan_all(machine(H200[0]), SliceWishes(cpu_slices=2))
+def test_gpu_slices_where_asked_for_and_cpu_slices_instead_or_besides() -> None:
+    for left_alone in (machine(), machine(H200[0])):
+        assert {s.kind for s in plan_all(left_alone, SliceWishes())} == {"cpu"}
+    whole = plan_all(machine(H200[0]), SliceWishes(gpu_slices="whole"))
+    assert [s.kind for s in whole] == ["gpu"]
+    both = plan_all(machine(H200[0]), SliceWishes(cpu_slices=2, gpu_slices="whole"))
     assert [s.id for s in both] == ["gpu0", "cpu0", "cpu1"]
-    left_alone = plan_all(machine(H200[0]), SliceWishes(gpu_slices="none"))
-    assert {s.kind for s in left_alone} == {"cpu"}
 
 
 @pytest.mark.parametrize(
     ("gpus", "wishes", "says"),
     [
         ([], {"gpu_slices": "16x7"}, "no GPU"),
+        ([], {"gpu_slices": "whole"}, "no GPU"),
         (H200, {"gpu_slices": "7"}, "SMs x slices"),
         (H200, {"gpu_slices": "12x2"}, "multiple of 8"),
         (H200, {"gpu_slices": "16x0"}, "multiple of 8"),
         (H200, {"gpu_slices": "32x5"}, "132 SMs: 5 slices of 32 need 160"),
         (MIG, {"gpu_slices": "8x2"}, "MIG mode"),
-        (H200, {"gpu_kv_bytes": 150 * GIB}, "KV arenas"),
+        (H200, {"gpu_slices": "whole", "gpu_kv_bytes": 150 * GIB}, "KV arenas"),
         (H200, {"gpu_slices": "16x7", "gpu_kv_bytes": 30 * GIB}, "7 KV arenas"),
-        (H200, {"gpu_kv_bytes": 1}, "are the least"),
+        (H200, {"gpu_slices": "whole", "gpu_kv_bytes": 1}, "are the least"),
     ],
 )
 def test_what_does_not_fit_is_refused(
