@@ -163,6 +163,7 @@ def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
 ) -> None:
     workers: list[subprocess.Popen[bytes]] = []
     pages: list[StatusPage] = []
+    told: list[tuple[Channel, bytes]] = []
     for part, (mine, its) in enumerate(channels[:2]):
         pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
         share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
@@ -171,7 +172,9 @@ def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
         config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
         command = [sys.executable, "-m", "c2cserve.cli.main", "worker"]
         workers.append(subprocess.Popen(command, stdin=its.fileno(), stderr=subprocess.PIPE))
-        WorkerChannel(mine).send(msgspec.json.encode(config))
+        told.append((mine, msgspec.json.encode(config)))
+    for mine, config in told:  # once both are there: neither ends before the other has begun
+        WorkerChannel(mine).send(config)
     said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
     assert sorted(worker.returncode for worker in workers) == [1, 3]
     assert any("can not start: torch finds no GPU" in text for text in said)
