@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from gemm_cases import PAPER, PAPER_ROWS, Case, Linear, LinkHome, alphas, label
-from gemm_run import Bench, CaseRun, Step
-from gemm_slices import Slice, capture, partitions, together_s
+from gemm_run import Bench, CaseRun
+from gemm_slices import Slice, graph_of, partitions, together_s
 from gemm_summary import interference, shares
 
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.driver import CudaError
+from c2cserve.kernels.gpu.measure import Step
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
 from c2cserve.kernels.gpu.weight import OperandError
@@ -94,7 +95,7 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
             for own in slices
         ]
         graphs = [
-            capture(own, run.steps(*flow, 4, first=4 * i))
+            graph_of(own, run.steps(*flow, 4, first=4 * i))
             for i, (own, run) in enumerate(zip(slices, runs, strict=True))
         ]
         taken_s = together_s(slices, graphs, at_least_s=0.3)
@@ -147,7 +148,7 @@ def _at_once(
     }  # fmt: skip
     try:
         graphs = [
-            capture(own, run.steps(*flow, count, first=i))
+            graph_of(own, run.steps(*flow, count, first=i))
             for i, (own, run) in enumerate(zip(slices, runs, strict=True))
         ]
     except (OperandError, CudaError, LookupError) as error:
@@ -223,7 +224,7 @@ def _figure_6_row(
         _layer(bench, chooser, home, own, model, rows, kind, first=i)
         for i, (own, model) in enumerate(zip(slices, pair, strict=True))
     ]
-    graphs = [capture(own, steps) for own, steps in zip(slices, layers, strict=True)]
+    graphs = [graph_of(own, steps) for own, steps in zip(slices, layers, strict=True)]
     alone_s = [together_s([own], [graph])[0] for own, graph in zip(slices, graphs, strict=True)]
     both_s = together_s(slices, graphs)
 

@@ -12,7 +12,7 @@ from c2cserve.kernels.gpu.dataflows.staged import resident
 from c2cserve.kernels.gpu.experts import route
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import launch
-from c2cserve.kernels.gpu.measure import WeightStore, chain_s, copy_bytes_per_s
+from c2cserve.kernels.gpu.measure import Step, WeightStore, chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.traffic import Tiles, Traffic, grouped_traffic, traffic
@@ -20,8 +20,6 @@ from c2cserve.kernels.gpu.traffic import Tiles, Traffic, grouped_traffic, traffi
 _COPIED_BYTES = 1 << 30
 _N_MAX, _K_MAX = 57344, 28672
 """Of any linear: what the output and X must hold for each row."""
-
-Step = Callable[[], object]
 
 
 class Bench:

@@ -5,11 +5,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from gemm_run import Bench, Step
+from gemm_run import Bench
 from gemm_summary import seconds_at_once
 
 from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.measure import Step, capture
 
 _GATE_CYCLES = 60_000_000
 """About 30 ms: longer than it takes to enqueue all slices' graphs."""
@@ -46,20 +47,10 @@ def partitions(bench: Bench, sms: int, count: int) -> list[Slice]:
     ]
 
 
-def capture(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
-    """A graph that runs on the slice's SMs wherever it is launched. Steps run once before: memory
-    for slots is taken, cuBLAS chooses."""
+def graph_of(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
+    """A graph that runs on the slice's SMs wherever it is launched."""
     with own.use():
-        for step in steps[:_WARM]:
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=own.stream):
-            own.lane.begin_capture()
-            for step in steps:
-                step()
-            own.lane.end_capture()
-    return graph
+        return capture(own.lane, own.stream, steps, warm=_WARM)
 
 
 def together_s(

@@ -6,7 +6,7 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
-from c2cserve.cli.profile_slices import Slice, Step, Streaming, beside_s, capture, cut_slices
+from c2cserve.cli.profile_slices import Slice, Streaming, beside_s, cut_slices
 from c2cserve.devices.discover import discover
 from c2cserve.devices.partitions import PartitionError
 from c2cserve.kernels.gpu.cost import Question
@@ -15,7 +15,7 @@ from c2cserve.kernels.gpu.driver import CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.experts import route
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import launch
-from c2cserve.kernels.gpu.measure import WeightStore, chain_s, copy_bytes_per_s
+from c2cserve.kernels.gpu.measure import Step, WeightStore, capture, chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.profile import AnyDataflow, Home, LinkHome, MachineFacts
 from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.survey import LARGE_SLICE_SMS, SLICE_SMS, SLICES, Refused
@@ -100,7 +100,7 @@ class GpuBench:
                 with own.use():
                     return chain_s(own.lane, steps)
             crowd = self._crowd(question.home)[: len(others)]
-            return beside_s(own, capture(own, steps), crowd) / chain
+            return beside_s(own, capture(own.lane, own.stream, steps), crowd) / chain
         except (CudaError, ValueError, torch.OutOfMemoryError) as error:
             # A candidate's own failure leaves the GPU fit for the next one; another raises here.
             torch.cuda.synchronize()
@@ -126,7 +126,7 @@ class GpuBench:
                 tiles = Tiles(bx=m)
                 steps = self._steps(own.lane, question, "direct", tiles, _CROWD_CHAIN, place)
                 torch.cuda.synchronize()
-                crowd.append((own, capture(own, steps)))
+                crowd.append((own, capture(own.lane, own.stream, steps)))
             self._crowds[home] = crowd
         return self._crowds[home]
 

@@ -14,9 +14,6 @@ from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.survey import Refused
 
-Step = Callable[[], object]
-
-_WARM_STEPS = 3
 _REPLAYS = 4
 """Of the graph that is timed; the first does not count."""
 _ATTEMPTS = 3
@@ -52,22 +49,6 @@ def cut_slices(repository: Repository, sms: int, count: int) -> list[Slice]:
     must not be in use then. Raises `PartitionError`."""
     cut = split_sms(repository.device, sms, count)
     return [Slice(Lane(repository.device, repository, one.sms), one.stream, one) for one in cut]
-
-
-def capture(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
-    """A graph that runs on the slice's SMs. Steps run before: memory for slots is taken, cuBLAS
-    chooses."""
-    with own.use():
-        for step in steps[:_WARM_STEPS]:
-            step()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=own.stream):
-            own.lane.begin_capture()
-            for step in steps:
-                step()
-            own.lane.end_capture()
-    return graph
 
 
 Streaming = tuple[Slice, torch.cuda.CUDAGraph]

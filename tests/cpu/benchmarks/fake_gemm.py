@@ -109,5 +109,5 @@ def install(patch: pytest.MonkeyPatch, **how: Sequence[str]) -> None:
     patch.setattr(gemm_table, "CaseRun", run)
     patch.setattr(gemm_figures, "CaseRun", run)
     patch.setattr(gemm_figures, "partitions", fake_partitions)
-    patch.setattr(gemm_figures, "capture", lambda own, steps: steps)
+    patch.setattr(gemm_figures, "graph_of", lambda own, steps: steps)
     patch.setattr(gemm_figures, "together_s", together_s)

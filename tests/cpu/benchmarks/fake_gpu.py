@@ -32,7 +32,8 @@ class PlainMultiply:
         if self._refuses:
             raise OperandError("no experts here")
         bounds = pairwise(offsets.tolist())
-        parts = [x[a:b].float() @ one.float().T for one, (a, b) in zip(_owner(w), bounds)]  # noqa: B905
+        experts = zip(_owner(w), bounds, strict=True)
+        parts = [x[a:b].float() @ one.float().T for one, (a, b) in experts]
         return torch.cat(parts).to(x.dtype)
 
 

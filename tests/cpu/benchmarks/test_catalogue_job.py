@@ -162,7 +162,7 @@ def test_phases_of_answers() -> None:
 def test_shuffled_turns_never_ask_the_same_model_twice_in_a_row() -> None:
     given = argparse.Namespace(short=4, long=8, tokens=2, rounds=1)
     made = pick(4, 1 << 30, mix=TINY)
-    asked = Phases(None, made, given, 0.0, {}, lambda: None)  # type: ignore[arg-type]
+    asked = Phases(None, made, given, 0.0, {}, lambda: None)
     questions, turns = asked._questions()[0], list[Question]()
     for _ in range(50):
         turns += asked._shuffled(questions, turns[-1].model if turns else "")

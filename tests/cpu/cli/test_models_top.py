@@ -51,7 +51,7 @@ def test_add_sends_the_catalogues_keys_and_waits(tmp_path: Path, capsys: Any) ->
             "--ttft", "0.5", "--pinned", "--max-context", "100", "--url", admin.url,
         )  # fmt: skip
         assert code == 0
-        assert admin.find("new").state is ModelState.READY  # type: ignore[union-attr]
+        assert admin.find("new").state is ModelState.READY
     assert admin.entries == [
         {
             "id": "new", "path": str(tmp_path), "aliases": ["n", "m"], "ttft_s": 0.5,

@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_refused(
     gpus: list[Gpu], wishes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(SlicePlanError, match=says):
-        plan_all(machine(*gpus), SliceWishes(**wishes))  # type: ignore[arg-type]
+        plan_all(machine(*gpus), SliceWishes(**wishes))
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ class Case:
 
 
 def layout(kv_heads: int, dim: int, dtype: str = "float16") -> KvLayout:
-    return KvLayout(2, kv_heads, dim, dtype)  # type: ignore[arg-type]
+    return KvLayout(2, kv_heads, dim, dtype)
 
 
 @pytest.mark.parametrize("dim", [24, 64, 80, 96, 128, 256])

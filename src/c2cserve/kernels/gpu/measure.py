@@ -16,6 +16,9 @@ from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.variants import Dtype
 from c2cserve.kernels.gpu.weight import ITEM_BYTES, TORCH_DTYPES, Home, WeightHandle
 
+Step = Callable[[], object]
+"""A launch, or several."""
+
 _CHAIN_MAX = 16
 _REPLAYS_MIN = 5
 _ALIGNMENT = 1 << 20
@@ -67,27 +70,35 @@ class WeightStore:
         ]
 
 
-def chain_s(
-    lane: Lane, steps: Sequence[Callable[[], object]], *, at_least_s: float = 0.02
-) -> float:
-    """Seconds of one step, when all run after another: the median over replays of their graph."""
-    stream = torch.cuda.current_stream(lane.device)
-    capture = torch.cuda.Stream(lane.device) if stream.cuda_stream == 0 else stream
-    capture.wait_stream(stream)
-    with torch.cuda.stream(capture):
-        for step in steps[:3]:  # memory for slots is taken, cuBLAS chooses
+def capture(
+    lane: Lane, stream: torch.cuda.Stream, steps: Sequence[Step], *, warm: int = 3
+) -> torch.cuda.CUDAGraph:
+    """Steps in a row as a graph, on the SMs of `stream`. The first `warm` run before: memory for
+    slots is taken, cuBLAS chooses. The graph knows addresses: operands must live as long as it."""
+    with torch.cuda.stream(stream):
+        for step in steps[:warm]:
             step()
         torch.cuda.synchronize(lane.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=capture):
+        with torch.cuda.graph(graph, stream=stream):
             lane.begin_capture()
             for step in steps:
                 step()
             lane.end_capture()
-        _replay_s(graph, capture)
+    return graph
+
+
+def chain_s(lane: Lane, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:
+    """Seconds of one step, when all run after another: the median over replays of their graph."""
+    current = torch.cuda.current_stream(lane.device)
+    stream = torch.cuda.Stream(lane.device) if current.cuda_stream == 0 else current
+    stream.wait_stream(current)
+    graph = capture(lane, stream, steps)
+    with torch.cuda.stream(stream):
+        _replay_s(graph, stream)
         times: list[float] = []
         while len(times) < _REPLAYS_MIN or (sum(times) < at_least_s and len(times) < 200):
-            times.append(_replay_s(graph, capture))
+            times.append(_replay_s(graph, stream))
     return median(times) / len(steps)
 
 
