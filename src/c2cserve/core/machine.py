@@ -43,6 +43,12 @@ class Slice:
     """Models that may hold KV here at the same time."""
     gpu: GpuShare | None = None
     """None: a CPU slice."""
+    hbm_bytes: int = 0
+    """Memory of the slice for weights and KV together; 0: only `kv_bytes` is known."""
+    link: str = ""
+    """Id of the link that weights stream over; slices that share a link name the same one."""
+    link_bytes_per_s: float = 0.0
+    """The slice's share of that link; 0: weights lie in its own memory, as on CPUs."""
 
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 or self.kv_bytes < self.slab_bytes:

@@ -11,6 +11,9 @@ class ModelSpec:
     """Sizes and targets of one catalogue model.
 
     `kv_block_bytes` is one block-first KV block: all layers, K and V, of `BLOCK_TOKENS` tokens.
+    `parameters` counts weights, 0 where nobody has counted. A mixture of experts has `experts` in
+    each layer, of which a token uses `experts_per_token`; `expert_bytes` is one expert of all
+    layers.
     """
 
     id: str
@@ -22,6 +25,18 @@ class ModelSpec:
     priority: int = 0
     pinned: bool = False
     keep_warm_s: float = 0.0
+    parameters: int = 0
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_bytes: int = 0
+
+    def step_bytes(self, tokens: int) -> float:
+        """Weight bytes that a step over so many tokens reads, expected: all of a dense model; of a
+        mixture, what is not experts and those experts that some token chose (chosen evenly)."""
+        if not self.experts:
+            return float(self.weight_bytes)
+        missed = (1.0 - self.experts_per_token / self.experts) ** tokens
+        return self.weight_bytes - self.experts * self.expert_bytes * missed
 
 
 class ModelState(StrEnum):

@@ -1,5 +1,6 @@
 """The only loop. Live and simulated runs differ in the source and the executor alone."""
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from c2cserve.runtime.ports import Executor, Policy, Recorder, Source
@@ -8,15 +9,27 @@ E = TypeVar("E")
 A = TypeVar("A")
 
 
+def tick(
+    policy: Policy[E, A],
+    now: float,
+    events: Sequence[E],
+    executor: Executor[A],
+    record: Recorder[E, A],
+) -> None:
+    """All events of a tick are applied before anything is decided. (The simulator turns many loops
+    in one thread, each tick of which is this one.)"""
+    for event in events:
+        policy.apply(event)
+    actions = policy.decide(now)
+    record(now, events, actions)
+    for action in actions:
+        executor.submit(action)
+
+
 def run(
     policy: Policy[E, A], source: Source[E], executor: Executor[A], record: Recorder[E, A]
 ) -> None:
-    """Until the policy is done. All events of a tick are applied before anything is decided."""
+    """Until the policy is done."""
     while not policy.done:
         now, events = source.wait(policy.wakeup)
-        for event in events:
-            policy.apply(event)
-        actions = policy.decide(now)
-        record(now, events, actions)
-        for action in actions:
-            executor.submit(action)
+        tick(policy, now, events, executor, record)
