@@ -28,7 +28,8 @@ st.register_type_strategy(
     ),
 )  # fmt: skip
 st.register_type_strategy(
-    Slice, st.builds(Slice, kv_bytes=st.integers(4, 9), slab_bytes=st.integers(1, 4))
+    Slice,
+    st.builds(Slice, kind=st.just("cpu"), kv_bytes=st.integers(4, 9), slab_bytes=st.integers(1, 4)),
 )
 ITEM = st.sampled_from(sorted(TYPES)).flatmap(lambda name: st.from_type(TYPES[name]))
 
