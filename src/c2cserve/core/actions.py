@@ -51,6 +51,9 @@ class Evict:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
+    """Make the model an instance of the slice. Where its weights are loaded into the slice's memory
+    first, what is dispatched meanwhile waits there for them (`events.InstanceReady`)."""
+
     model: str
     slice_id: str
 
@@ -62,13 +65,34 @@ class Deactivate:
 
 
 @dataclass(frozen=True, slots=True)
+class ResizeKv:
+    """Give the instance this much memory for KV (only where each has its own, sized in advance).
+    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
+
+    model: str
+    slice_id: str
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Take the request from its slice to place it again: its tokens stay, its KV goes, and it comes
+    back as `events.Recalled` unless it ends first."""
+
+    request_id: str
+    slice_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """The model has drained: unload it everywhere and take it out of the catalogue."""
 
     model: str
 
 
-ClusterAction = Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | Forget
+ClusterAction = (
+    Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
+)
 
 # ---- slice ----------------------------------------------------------------------------------
 

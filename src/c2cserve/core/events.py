@@ -107,13 +107,54 @@ class StepTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Profiled:
+    """Step times measured before serving, for policies to believe in: the same on each of these
+    slices for each of these models."""
+
+    slices: tuple[str, ...]
+    models: tuple[str, ...]
+    prefill: tuple[tuple[int, float], ...]
+    """(Prompt tokens, seconds)."""
+    decode: tuple[tuple[int, int, float], ...]
+    """(Mean tokens per sequence, sequences, seconds of a step)."""
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceReady:
+    """The instance computes from now on. It comes `took_s` after `actions.Activate` where weights
+    are loaded into the slice's memory first, at once where they stream."""
+
+    model: str
+    slice_id: str
+    took_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class KvResized:
+    """An `actions.ResizeKv` is done: the instance has this much memory for KV now."""
+
+    model: str
+    slice_id: str
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recalled:
+    """An `actions.Recall` is done: the request is on no slice any more, to be placed again.
+    `request` has its lengths as of the last token its client has got."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
 class Draining:
     """The server is going down: refuse what is new, finish what is there."""
 
 
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Finished | SliceUp | SliceLost | ModelAdded | ModelUsable
-    | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Draining
+    | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled | InstanceReady
+    | KvResized | Recalled | Draining
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------

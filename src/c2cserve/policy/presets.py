@@ -1,0 +1,116 @@
+"""Which strategies make up a scheduler: ours, and the papers' as baselines in the same code.
+
+A preset is data. `policy.cluster` reads how requests are placed, `policy.slice` what a step is made
+of, and a simulated world what the mechanism underneath can do (whether weights stream).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from c2cserve.core.machine import SliceKind
+
+Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
+"""`c2cserve`: `policy.placement`. `slinfer`: `policy.consolidation`. `limits`: instances take a
+fixed number of requests (`policy.limits`). `scatter`: any slice with a free place, drawn by a hash
+(`policy.limits`)."""
+
+Turn = Literal["headroom", "arrival", "rotation"]
+"""Who runs next on a slice: least headroom first, first come first served, or largest virtual lag
+time first with KV rotated to the host (SuperInfer section 4.2)."""
+
+ANY_SLICE: tuple[SliceKind, ...] = ("gpu", "green", "mig", "cpu")
+GPU_ONLY: tuple[SliceKind, ...] = ("gpu", "green", "mig")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Requests an instance may have at a time, of models up to `weight_bytes`."""
+
+    weight_bytes: int
+    cpu: int
+    gpu: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    name: str
+
+    # ---- read by the controller's policy
+    placing: Placing = "c2cserve"
+    kinds: tuple[SliceKind, ...] = ANY_SLICE
+    """Slices it uses."""
+    limits: tuple[Limit, ...] = ()
+    """By size of model, smallest first; larger models have the last one's. None: no limit."""
+    patience: float | None = None
+    """Replaces `AdmissionSettings.patience`; None leaves what the server was told."""
+    keep_alive_s: float = float("inf")
+    """How long an instance without requests stays on a slice that nobody else wants."""
+    consolidate: bool = True
+    """SLINFER section 8: preempt smaller neighbours, fill the largest batch first."""
+    share: bool = True
+    """Several instances on a slice."""
+    watermark: float = 0.25
+    """SLINFER section 7 B: what is added to the KV memory that is required."""
+    seed: int = 0
+    """Of `scatter`."""
+
+    # ---- read by the slices' policy
+    turn: Turn = "headroom"
+    chunking: bool = True
+    """Prompts are computed in chunks sized by headroom; else a whole prompt is one step."""
+
+    # ---- read by the world
+    streams: bool = True
+    """Weights are read from host memory as steps need them, and cached; else an instance starts
+    with loading all of them."""
+    parts: int = 1
+    """Equal parts that each node is cut into for good (static sharing)."""
+    alpha: bool = True
+    """The split of hybrid GEMMs follows contention on the link (C2CServe section 7)."""
+
+
+C2CSERVE = Preset("c2cserve")
+
+SERVERLESSLLM = Preset(
+    "serverlessllm", "limits", GPU_ONLY,
+    limits=(Limit(8 << 30, 0, 160), Limit(16 << 30, 0, 32), Limit(32 << 30, 0, 16)),
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    alpha=False,
+)  # fmt: skip
+"""ServerlessLLM with the concurrency limits that SLINFER section IX-A tunes for it."""
+
+SLLM_C = Preset(
+    "sllm+c", "limits",
+    limits=(Limit(8 << 30, 59, 160), Limit(16 << 30, 15, 32), Limit(32 << 30, 6, 16)),
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    alpha=False,
+)  # fmt: skip
+"""ServerlessLLM that uses CPUs too, and first (SLINFER section IX-A)."""
+
+SLLM_C_S = Preset(
+    "sllm+c+s", "limits",
+    limits=(Limit(8 << 30, 23, 71), Limit(16 << 30, 4, 12), Limit(32 << 30, 6, 4)),
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    parts=2, alpha=False,
+)  # fmt: skip
+"""The same on halves of nodes (SLINFER section IX-A)."""
+
+SLINFER = Preset(
+    "slinfer", "slinfer", patience=1.0, keep_alive_s=1.0, chunking=False, streams=False, alpha=False
+)
+
+SUPERINFER = Preset("superinfer", "scatter", share=False, turn="rotation", alpha=False)
+"""SuperInfer's slices, with a load balancer in front: it has one model per device and no placing
+of its own."""
+
+FCFS = Preset("fcfs", "scatter", turn="arrival", chunking=False, alpha=False)
+
+C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunking=False, alpha=False)
+"""C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
+
+PRESETS = {
+    preset.name: preset
+    for preset in (
+        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS, C2CSERVE_STATIC,
+    )
+}  # fmt: skip
