@@ -1,0 +1,109 @@
+"""How much of a hybrid GEMM is done output-stationary, by what is saturated (C2CServe section 7).
+
+Larger alpha reads weights over the link more often, smaller alpha writes partial sums to HBM more
+often. Algorithm 2, once per control interval, with smoothed values:
+
+    delta = U_link - U_HBM         |delta| < tau: keep alpha
+    alpha <- clip(alpha - eta * sign(delta), 0, 1)     eta: fast if L > L_budget, else slow
+
+A fixed eta steps back and forth over a balance that is narrower than eta, and smoothed values lag
+behind what the last step did. So (ours) a step is halved each time the direction turns, and doubled
+again, up to eta, from the third step in one direction on (a balance between the last two alphas is
+found in two); and after a step nothing is decided until the smoothed values have forgotten what was
+before it. Then alpha converges for every plant whose delta grows with alpha, however steep, and at
+the balance a GEMM takes at most 1 / (1 - tau) of the least time any alpha could give it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, log
+
+VARIANTS = 32
+"""Alpha takes effect in steps of 1 / VARIANTS: kernels are prebuilt, and less is not worth it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlphaSettings:
+    tau: float = 0.1
+    """Dead band of the difference of two utilizations."""
+    fast: float = 0.125
+    """Step while the GEMM misses its budget, the largest there is."""
+    slow: float = 0.03125
+    weight: float = 0.5
+    """Of the newest sample in the exponential averages, 0..1."""
+
+    @property
+    def settling(self) -> int:
+        """Samples until what was before a step weighs less than a tenth of the dead band."""
+        if self.weight >= 1.0:
+            return 1
+        return ceil(log(0.1 * self.tau) / log(1.0 - self.weight))
+
+
+@dataclass(frozen=True, slots=True)
+class GemmSample:
+    """What was measured of a GEMM (or a layer's GEMMs) since the last sample. Utilizations are
+    shares of what the slice has of its HBM's and its link's bandwidth, 0..1 (section 7.2)."""
+
+    latency_s: float
+    hbm_utilization: float
+    link_utilization: float
+
+
+def latency_budgets(profiled_s: Mapping[str, float], target_s: float) -> dict[str, float]:
+    """A step's target (TTFT share or TPOT) dealt out to its GEMMs in proportion to the time each
+    takes in the profile (section 7.2). ValueError if no GEMM takes any time."""
+    whole_s = sum(profiled_s.values())
+    if whole_s <= 0.0:
+        raise ValueError("the profile says that no GEMM takes any time")
+    return {gemm: target_s * took_s / whole_s for gemm, took_s in profiled_s.items()}
+
+
+class AlphaControl:
+    """Alpha of one model's GEMMs on one slice. It begins at 0, the dataflow that is frugal with the
+    link others share (section 6.4). `sample` is to be called between layers or requests, never
+    inside a kernel: what it returns is for the next one."""
+
+    __slots__ = ("_average", "_direction", "_run", "_settings", "_step", "_unsettled", "alpha")
+
+    def __init__(self, settings: AlphaSettings | None = None) -> None:
+        self._settings = settings or AlphaSettings()
+        self.alpha = 0.0
+        self._average: GemmSample | None = None
+        self._direction = self._run = 0
+        self._step = self._settings.fast
+        self._unsettled = 0
+
+    @property
+    def variant(self) -> float:
+        """Alpha as kernels are built for it."""
+        return round(self.alpha * VARIANTS) / VARIANTS
+
+    def sample(self, new: GemmSample, budget_s: float) -> float:
+        """One control interval: alpha from now on (Algorithm 2)."""
+        old, weight = self._average or new, self._settings.weight
+        self._average = average = GemmSample(
+            old.latency_s + weight * (new.latency_s - old.latency_s),
+            old.hbm_utilization + weight * (new.hbm_utilization - old.hbm_utilization),
+            old.link_utilization + weight * (new.link_utilization - old.link_utilization),
+        )
+        if self._unsettled:
+            self._unsettled -= 1
+            return self.alpha
+        delta = average.link_utilization - average.hbm_utilization
+        if abs(delta) >= self._settings.tau:
+            self._move(-1 if delta > 0 else 1, average.latency_s > budget_s)
+        return self.alpha
+
+    def _move(self, direction: int, late: bool) -> None:
+        self._run = self._run + 1 if direction == self._direction else 1
+        if direction == -self._direction:
+            self._step /= 2
+        elif self._run > 2:
+            self._step *= 2
+        self._direction = direction
+        self._step = min(self._step, self._settings.fast if late else self._settings.slow)
+        before = self.alpha
+        self.alpha = min(1.0, max(0.0, before + direction * self._step))
+        if self.alpha != before:
+            self._unsettled = self._settings.settling

@@ -1,0 +1,63 @@
+"""How many prompt tokens go into one prefill step of a model on a slice (C2CServe section 6.3).
+
+Every step streams all weights once, so the largest chunk is the fastest for its own request; but it
+keeps the link, the slice and its HBM busy longest, and whoever shares them waits. The *smallest*
+chunk that still meets the target disturbs least. For each candidate, with `S_X`, `S_O` the bytes of
+its activations and outputs and `gamma` how often the dataflow moves them,
+
+    BW_HBM = (gamma_X * S_X + gamma_O * S_O) / TTFT
+
+has to stay within the slice's bandwidth. The paper's TTFT is the time of one chunk; a prompt of `n`
+chunks leaves TTFT / n to each.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """O[M, n] = X[M, k] @ W[k, n], `count` times per step. `gamma_x`, `gamma_o`: how often X is
+    read and O read or written in HBM under the dataflow used, calibrated by a profile."""
+
+    n: int
+    k: int
+    count: int
+    gamma_x: float
+    gamma_o: float
+
+    def hbm_bytes(self, tokens: int, element_bytes: int = 2) -> float:
+        """gamma_X * S_X + gamma_O * S_O of a step with a chunk of `tokens`."""
+        moved = self.gamma_x * self.k + self.gamma_o * self.n
+        return self.count * tokens * element_bytes * moved
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCost:
+    """One line of the profile of a model on one size of slice: what a step of `tokens` prompt
+    tokens takes when it is alone (`step_s`), and of that what it needs of HBM and of compute."""
+
+    tokens: int
+    step_s: float
+    hbm_bytes: float
+    compute_s: float
+
+
+def hbm_demand(cost: ChunkCost, chunk_s: float) -> float:
+    """Bytes per second of HBM the chunk needs to be done in `chunk_s` (section 6.3's formula)."""
+    return cost.hbm_bytes / chunk_s
+
+
+def smallest_chunk(
+    profile: Iterable[ChunkCost], prompt_tokens: int, ttft_s: float, hbm_bytes_per_s: float
+) -> int | None:
+    """The smallest chunk with which a prompt gets its first token within `ttft_s`, without asking
+    more of the slice than its HBM's bandwidth and its compute; None: no chunk does. `ttft_s` is the
+    time that is left for it, `profile` that of this model on this size of slice, in any order."""
+    for cost in sorted(profile, key=lambda line: line.tokens):
+        chunks = -(-prompt_tokens // cost.tokens)
+        chunk_s = ttft_s / chunks
+        fits = cost.step_s <= chunk_s and cost.compute_s <= chunk_s
+        if chunk_s > 0.0 and fits and hbm_demand(cost, chunk_s) <= hbm_bytes_per_s:
+            return cost.tokens
+    return None

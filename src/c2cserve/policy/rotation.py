@@ -1,0 +1,182 @@
+"""Which requests have their KV in HBM, and which wait with it in host memory (SuperInfer 4.2, 4.3).
+
+*Virtual lag time* says how far a request is behind or ahead (section 4.2.2, three cases):
+
+    rotary    alpha * max(0, now - t_last - beta_B * TPOT_SLO)
+    waiting           max(0, now - t_arr  - beta_F * TTFT_SLO)
+    running         -(now - t_run)
+
+(The paper's text calls S_B the TTFT and S_F the TBT target; its formula, its figures and its advice
+on beta only make sense the other way round.) `rotate` is its Algorithm 1, largest lag first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from c2cserve.core.request import Slo
+
+
+@dataclass(frozen=True, slots=True)
+class RotationSettings:
+    """Section 4.2.2's weights, and B_xfer: KV that may change places per iteration. The paper's
+    values (section 5.2); its B_xfer of 2400 blocks of 4 MiB is what its link moves in 55 ms."""
+
+    alpha: float = 3.0
+    beta_b: float = 0.0
+    beta_f: float = 0.5
+    transfer_bytes: int = 2400 * (4 << 20)
+
+
+class KvState(Enum):
+    RUNNING = "running"
+    WAITING = "waiting"
+    """Not started: has no KV."""
+    ROTARY = "rotary"
+    """Paused, its KV in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """A request that holds HBM or wants to. `kv_bytes`: what it holds (running) or needs to go on.
+    `since_s`: t_run, when it began to run; t_arr, its arrival; or t_last, its last token."""
+
+    id: str
+    state: KvState
+    kv_bytes: int
+    since_s: float
+    slo: Slo
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Who leaves HBM and who comes in, in order: the longest run first, the largest lag first."""
+
+    preempted: tuple[str, ...]
+    prioritized: tuple[str, ...]
+
+
+def lag_s(tenant: Tenant, settings: RotationSettings, now: float) -> float:
+    """Virtual lag time, seconds."""
+    passed_s = now - tenant.since_s
+    match tenant.state:
+        case KvState.RUNNING:
+            return -passed_s
+        case KvState.WAITING:
+            return max(0.0, passed_s - settings.beta_f * tenant.slo.ttft_s)
+        case KvState.ROTARY:
+            return settings.alpha * max(0.0, passed_s - settings.beta_b * tenant.slo.tpot_s)
+
+
+def rotate(
+    tenants: Iterable[Tenant], free_bytes: int, settings: RotationSettings, now: float
+) -> Rotation:
+    """SuperInfer Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention everybody
+    comes in, first come first served. Two things the paper leaves open: a request that began to run
+    in this very moment (lag 0) is neither prioritized again nor preempted, and B_xfer counts only
+    as far as there is somebody to preempt, so that whoever is prioritized has room for sure:
+    sum of kv_bytes of `prioritized` <= free_bytes + that of `preempted`. Ties go to the smaller id.
+    """
+    everybody = list(tenants)
+    running = [t for t in everybody if t.state is KvState.RUNNING]
+    wanting = [t for t in everybody if t.state is not KvState.RUNNING]
+    if sum(t.kv_bytes for t in wanting) <= free_bytes:  # step 1: no contention
+        wanting.sort(key=lambda t: (t.since_s, t.id))
+        return Rotation((), tuple(t.id for t in wanting))
+    lags = {t.id: lag_s(t, settings, now) for t in everybody}  # step 2
+    leavers = [t for t in running if lags[t.id] < 0.0]
+    leavers.sort(key=lambda t: (lags[t.id], t.id))
+    wanting.sort(key=lambda t: (-lags[t.id], t.since_s, t.id))
+    left = free_bytes + min(settings.transfer_bytes, sum(t.kv_bytes for t in leavers))
+    prioritized: list[str] = []  # step 3
+    extra = -free_bytes
+    for tenant in wanting:
+        if tenant.kv_bytes <= left:
+            prioritized.append(tenant.id)
+            left -= tenant.kv_bytes
+            extra += tenant.kv_bytes
+    preempted: list[str] = []  # step 4
+    for tenant in leavers:
+        if extra <= 0:
+            break
+        preempted.append(tenant.id)
+        extra -= tenant.kv_bytes
+    return Rotation(tuple(preempted), tuple(prioritized))
+
+
+@dataclass(slots=True)
+class _Copies:
+    full: int = 0
+    """Blocks that are written to their end. They do not change any more."""
+    synced: int = 0
+    """Of these, from the first on, those with a copy in host memory."""
+    moving: int = 0
+    """Blocks after the synced ones that are on their way there."""
+
+
+class EagerCopies:
+    """Which blocks of which request have a copy in host memory (section 4.3.2, eager block
+    rotation), as accounting of counts: KV fills block by block, so copies are a prefix of it.
+
+    Full blocks are copied in the background before anybody needs their place. A request that is
+    rotated out then moves only what is *dirty*, and the *synced* ones' HBM is free at once; so what
+    comes in never waits for what goes out, and both directions of the link are in use.
+    """
+
+    __slots__ = ("_copies", "capacity_bytes", "used_bytes")
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0
+        self._copies: dict[str, _Copies] = {}
+
+    def synced(self, request_id: str) -> int:
+        return self._copies[request_id].synced if request_id in self._copies else 0
+
+    def filled(self, request_id: str, blocks: int) -> None:
+        """The request's first `blocks` blocks are full now."""
+        self._copies.setdefault(request_id, _Copies()).full = blocks
+
+    def start(self, request_id: str, block_bytes: int, most: int) -> tuple[int, int]:
+        """Copy full blocks in the background: (first, count) of those to move now, at most `most`
+        and no more than host memory has room for; count 0 if one move of it is under way or there
+        is nothing to do."""
+        copies = self._copies.get(request_id)
+        if copies is None or copies.moving:
+            return 0, 0
+        room = (self.capacity_bytes - self.used_bytes) // block_bytes
+        copies.moving = max(0, min(copies.full - copies.synced, most, room))
+        self.used_bytes += copies.moving * block_bytes
+        return copies.synced, copies.moving
+
+    def rotate_out(self, request_id: str, held: int, block_bytes: int) -> tuple[int, int] | None:
+        """The request leaves HBM: (first, count) of the blocks still to be moved, the dirty ones of
+        `held`; None: host memory has no room for them, or a move of it is under way."""
+        copies = self._copies.setdefault(request_id, _Copies())
+        dirty = held - copies.synced
+        if copies.moving or self.used_bytes + dirty * block_bytes > self.capacity_bytes:
+            return None
+        copies.moving = dirty
+        self.used_bytes += dirty * block_bytes
+        return copies.synced, dirty
+
+    def moved(self, request_id: str) -> None:
+        """What `start` or `rotate_out` gave has arrived in host memory."""
+        copies = self._copies.get(request_id)
+        if copies is not None:
+            copies.synced += copies.moving
+            copies.moving = 0
+
+    def resumed(self, request_id: str, block_bytes: int) -> None:
+        """Its KV is in HBM again and grows: copies of full blocks stay valid, that of the last,
+        partly filled one will not."""
+        copies = self._copies[request_id]
+        stale = max(0, copies.synced - copies.full)
+        copies.synced -= stale
+        self.used_bytes -= stale * block_bytes
+
+    def forget(self, request_id: str, block_bytes: int) -> None:
+        """The request ended, or its KV is not wanted any more."""
+        copies = self._copies.pop(request_id, None)
+        if copies is not None:
+            self.used_bytes -= (copies.synced + copies.moving) * block_bytes
