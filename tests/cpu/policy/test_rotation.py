@@ -25,7 +25,7 @@ def tenant(name: str, state: KvState, size: int, since_s: float) -> Tenant:
 
 
 populations = st.lists(
-    st.tuples(st.sampled_from(KvState), st.integers(1, 40), st.floats(0, 20)), max_size=20
+    st.tuples(st.sampled_from(KvState), st.integers(1, 40), st.integers(0, 20)), max_size=20
 ).map(lambda drawn: [tenant(f"r{i:02}", *one) for i, one in enumerate(drawn)])
 tunings = st.builds(
     RotationSettings, st.floats(0, 10), st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 200)
