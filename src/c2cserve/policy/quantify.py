@@ -29,9 +29,7 @@ class Line:
         self._ys = [y for _, y in points]
         if not points or len(set(self._xs)) < len(points):
             raise ValueError("interpolation needs samples, one for each x")
-        self._slopes = [
-            max(0.0, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in pairwise(points)
-        ]
+        self._slopes = [max(0.0, (y1 - y0) / (x1 - x0)) for (x0, y0), (x1, y1) in pairwise(points)]
         self._slopes.append(self._slopes[-1] if self._slopes else 0.0)
 
     def at(self, x: float) -> float:
