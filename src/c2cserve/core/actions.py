@@ -1,6 +1,7 @@
 """Everything policies can ask for."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from c2cserve.core.step import Step
 
@@ -96,6 +97,9 @@ ClusterAction = (
 
 # ---- slice ----------------------------------------------------------------------------------
 
+Direction = Literal["in", "out"]
+"""Of KV, as seen from the slice."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
@@ -119,6 +123,29 @@ class Truncate:
     request_id: str
 
 
-SliceAction = RunStep | Drop | Truncate
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Copy KV of a request between the slice's arena and host memory: the blocks `first`,
+    `first + 1` ... of its block table, which lie (or will lie) at the arena offsets `blocks`. Both
+    directions may be under way at once. What goes `out` also stays in the arena until it is given
+    to somebody else, and what comes `in` is also still on the host: it goes from there with `Drop`
+    or the request's end. `events.MoveDone` follows."""
+
+    request_id: str
+    direction: Direction
+    first: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAlpha:
+    """From the model's next step on, hybrid GEMMs do this share of their columns
+    output-stationary (0..1)."""
+
+    model: str
+    alpha: float
+
+
+SliceAction = RunStep | Drop | Truncate | Move | SetAlpha
 
 Action = ClusterAction | SliceAction

@@ -6,6 +6,7 @@ Two loops run the same waist: the controller's (`policy.cluster`) and each slice
 
 from dataclasses import dataclass
 
+from c2cserve.core.actions import Direction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
@@ -177,6 +178,9 @@ class Deactivated:
 @dataclass(frozen=True, slots=True)
 class Submitted:
     request: Request
+    chained: bool = False
+    """Its tokens are drawn where its next step reads them: that step may be planned, and started,
+    before anybody knows them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +215,28 @@ class StepParked:
     step_id: int
 
 
-SliceEvent = Activated | Deactivated | Submitted | Withdrawn | StepDone | StepParked
+@dataclass(frozen=True, slots=True)
+class MoveDone:
+    """An `actions.Move` of the request has arrived; also when the request ended meanwhile."""
+
+    request_id: str
+    direction: Direction
+
+
+@dataclass(frozen=True, slots=True)
+class GemmsMeasured:
+    """The hybrid GEMMs of a model's last step: the seconds they took, and what of the slice's HBM
+    and link bandwidth was in use meanwhile (0..1, the link by all who share it)."""
+
+    model: str
+    latency_s: float
+    hbm_utilization: float
+    link_utilization: float
+
+
+SliceEvent = (
+    Activated | Deactivated | Submitted | Withdrawn | StepDone | StepParked | MoveDone
+    | GemmsMeasured
+)  # fmt: skip
 
 Event = ClusterEvent | SliceEvent

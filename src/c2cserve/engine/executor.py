@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction, Truncate
 from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
@@ -105,6 +105,8 @@ class Executor:
                     self._seqs.pop(request_id, None)
             case Truncate(request_id):
                 self._truncate(self._seqs.pop(request_id))
+            case Move() | SetAlpha():
+                raise TypeError(f"no live slice rotates KV or splits GEMMs: {action}")
 
     @property
     def parked(self) -> bool:

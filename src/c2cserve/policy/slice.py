@@ -87,6 +87,8 @@ class SlicePolicy:
                 flight = self._flights[step_id]
                 self._flying -= not flight.parked
                 flight.parked = True
+            case ev.MoveDone() | ev.GemmsMeasured():
+                pass
 
     def _activate(self, spec: ModelSpec) -> None:
         if spec.id not in self._models:
