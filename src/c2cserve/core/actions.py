@@ -97,8 +97,8 @@ ClusterAction = (
 
 # ---- slice ----------------------------------------------------------------------------------
 
-Direction = Literal["in", "out"]
-"""Of KV, as seen from the slice."""
+Direction = Literal["copy", "out", "in"]
+"""Of KV: to host memory while the request goes on, or because it leaves the slice; and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +126,15 @@ class Truncate:
 @dataclass(frozen=True, slots=True)
 class Move:
     """Copy KV of a request between the slice's arena and host memory: the blocks `first`,
-    `first + 1` ... of its block table, which lie (or will lie) at the arena offsets `blocks`. Both
-    directions may be under way at once. What goes `out` also stays in the arena until it is given
-    to somebody else, and what comes `in` is also still on the host: it goes from there with `Drop`
-    or the request's end. `events.MoveDone` follows."""
+    `first + 1` ... of its block table. All directions may be under way at once, one move of a
+    request at a time; `events.MoveDone` follows, for an empty `blocks` too.
+
+    `copy`: these blocks get a copy on the host, nothing else changes. `out`: these too, and all
+    that follow hold nothing; with the move the request's table is cleared, and whoever gets a block
+    that is not among `blocks` may write to it at once. `in`: from the host's copies to these
+    offsets; a `fresh` step that starts where the request was tells its new table. The host's copies
+    go with the request, or with `Drop`.
+    """
 
     request_id: str
     direction: Direction
