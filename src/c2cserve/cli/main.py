@@ -49,6 +49,7 @@ COMMANDS = {
         "c2cserve.cli.profile", "profile", "Measure this machine: links, memory, GEMMs."
     ),
     "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
+    "simulate": Lazy("c2cserve.cli.simulate", "simulate", "Simulate machines, models, traces."),
     "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
     "version": Lazy("c2cserve.cli.main", "version", "Print the version."),
 }

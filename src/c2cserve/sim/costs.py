@@ -1,0 +1,107 @@
+"""What a step costs on a slice: seconds that no link can shorten, and bytes that come over it.
+
+Roofline where nothing is measured:
+
+    compute = (2 * active parameters * tokens + attention) / flops
+    memory  = (weights kept in the slice's memory + KV read and written + activations) / bandwidth
+    floor   = max(compute, memory) + fixed cost
+
+Attention takes 4 * layers * heads * head_dim FLOP for every pair of a token and one before it.
+Weights that are not kept stream by in the meantime and are read once in a step, whatever its
+tokens (docs/kernels.md): the step ends when both the floor is over and the last of them is here.
+Where a table was measured on the device it replaces compute and memory.
+"""
+
+from dataclasses import dataclass
+
+from c2cserve.core.step import Step
+from c2cserve.sim.hardware import Lane
+from c2cserve.sim.shapes import SimModel
+from c2cserve.sim.tables import StepTable, Tables
+
+_ACTIVATION_FACTOR = 24
+"""Bytes an activation of one token moves in memory per layer, in units of the hidden size: inputs
+and outputs of seven GEMMs and the norms between them, 16 bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    floor_s: float
+    weight_bytes: float
+    """Weights the step reads, kept or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """A model on a lane, with everything divided that can be."""
+
+    token_s: float
+    pair_s: float
+    """Of attention: a token with one before it."""
+    activation_s: float
+    kv_token_s: float
+    """Reading or writing one token's KV."""
+    byte_s: float
+    fixed_s: float
+    table: StepTable | None
+
+
+class Costs:
+    """`Lane` decides how fast, `SimModel` how much."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._terms: dict[tuple[str, str], _Terms] = {}
+
+    def step(self, step: Step, model: SimModel, lane: Lane, kept: float) -> StepCost:
+        """`kept`: the share of the model's weights that is in the slice's memory."""
+        key = (model.shape.name, lane.slice.id)
+        terms = self._terms.get(key)
+        if terms is None:
+            terms = self._terms[key] = self._prepare(model, lane)
+        if terms.table is not None:
+            return StepCost(_from_table(step, terms.table), model.spec.weight_bytes)
+        tokens = pairs = context = 0
+        for part in step.seqs:
+            end = part.start + part.tokens
+            tokens += part.tokens
+            pairs += part.tokens * (part.start + end + 1) // 2
+            context += end + part.tokens
+        weights = model.spec.step_bytes(tokens)
+        compute_s = terms.token_s * tokens + terms.pair_s * pairs
+        memory_s = (
+            terms.byte_s * weights * kept + terms.kv_token_s * context + terms.activation_s * tokens
+        )
+        return StepCost(max(compute_s, memory_s) + terms.fixed_s, weights)
+
+    def _prepare(self, model: SimModel, lane: Lane) -> _Terms:
+        shape = model.shape
+        hidden = shape.heads * shape.head_dim
+        return _Terms(
+            token_s=2.0 * shape.active_parameters / lane.flops,
+            pair_s=4.0 * shape.layers * hidden / lane.flops,
+            activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / lane.hbm_bytes_per_s,
+            kv_token_s=shape.kv_token_bytes / lane.hbm_bytes_per_s,
+            byte_s=1.0 / lane.hbm_bytes_per_s,
+            fixed_s=lane.step_s,
+            table=self._tables.get(shape.table, lane.table),
+        )
+
+
+def _from_table(step: Step, table: StepTable) -> float:
+    """Decodes as one batch; prefills one after another. What a step costs however little is in it
+    is paid once."""
+    prefill_s = 0.0
+    prefills = decodes = length = 0
+    for part in step.seqs:
+        if part.tokens == 1 and part.start:
+            decodes += 1
+            length += part.start
+        else:
+            prefills += 1
+            prefill_s += table.prefill_s(part.start, part.tokens)
+    total_s = prefill_s
+    if decodes:
+        total_s += table.decode_s(decodes, length / decodes)
+        prefills += 1
+    return total_s - table.base_s * max(0, prefills - 1)

@@ -1,0 +1,162 @@
+"""What a simulation came to: latencies, attainment of targets, and what was used for it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from c2cserve.sim.jobs import Job
+
+if TYPE_CHECKING:
+    from c2cserve.sim.world import Simulation
+
+_QUANTILES = (0.5, 0.9, 0.95, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p95: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinkUse:
+    moved_bytes: float
+    busy_share: float
+    mean_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUse:
+    """Shares of the time from the first arrival to the end."""
+
+    busy: float
+    """A step ran."""
+    used: float
+    """It had requests."""
+    held: float
+    """It had instances."""
+    steps: int
+    tokens: int
+    switches: int
+    loads: int
+    streamed_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    requests: int
+    finished: int
+    rejected: int
+    truncated: int
+    duration_s: float
+    ttft: Latency
+    """Of requests that got a first token."""
+    tpot: Latency
+    """Mean time per token after the first, of requests with two tokens or more."""
+    ttft_attainment: float
+    """Share of all requests whose first token was in time; a refused one's was not."""
+    tpot_attainment: float
+    """Of requests with two tokens or more, those whose mean time per token was within target."""
+    slo_met: int
+    """Requests that finished with both."""
+    slo_attainment: float
+    every_token_attainment: float
+    """Share of requests that finished with every token in time (SLINFER equation 1), loading of
+    weights excused as that paper does (section IX-A)."""
+    nodes_used: Mapping[str, float]
+    """Kind of slice -> slices that had requests, mean over time."""
+    nodes_held: Mapping[str, float]
+    """Likewise those that had instances."""
+    nodes: Mapping[str, NodeUse]
+    links: Mapping[str, LinkUse]
+    preempted: int
+    resumed: int
+    ticks: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def in_time(job: Job) -> bool:
+    return job.first_s >= 0 and job.ttft_s <= job.request.slo.ttft_s
+
+
+def on_pace(job: Job) -> bool:
+    return job.drawn > 0 and job.tpot_s <= job.request.slo.tpot_s
+
+
+def every_token_in_time(job: Job) -> bool:
+    return job.ending == "finished" and job.late_s <= job.grace_s
+
+
+def latency(values: Sequence[float]) -> Latency:
+    if not values:
+        return Latency(0.0, 0.0, 0.0, 0.0, 0.0)
+    ordered = sorted(values)
+    picked = [ordered[min(len(ordered) - 1, int(q * len(ordered)))] for q in _QUANTILES]
+    return Latency(sum(ordered) / len(ordered), *picked)
+
+
+def report(simulation: "Simulation") -> Report:
+    jobs = simulation.jobs.ended
+    total = max(1, len(jobs))
+    long = [job for job in jobs if job.drawn > 1]
+    met = sum(job.ending == "finished" and in_time(job) and on_pace(job) for job in jobs)
+    first_s = min((job.request.arrival_s for job in jobs), default=0.0)
+    duration_s = max(simulation.timeline.now - first_s, 1e-9)
+    nodes = _nodes(simulation, duration_s)
+    kinds = {lane.slice.id: lane.slice.kind for lane in simulation.machine.lanes}
+    return Report(
+        requests=len(jobs),
+        finished=sum(job.ending == "finished" for job in jobs),
+        rejected=sum(job.ending == "rejected" for job in jobs),
+        truncated=sum(job.ending == "truncated" for job in jobs),
+        duration_s=duration_s,
+        ttft=latency([job.ttft_s for job in jobs if job.drawn]),
+        tpot=latency([job.tpot_s for job in long]),
+        ttft_attainment=sum(map(in_time, jobs)) / total,
+        tpot_attainment=sum(map(on_pace, long)) / max(1, len(long)),
+        slo_met=met,
+        slo_attainment=met / total,
+        every_token_attainment=sum(map(every_token_in_time, jobs)) / total,
+        nodes_used=_by_kind(kinds, {name: node.used for name, node in nodes.items()}),
+        nodes_held=_by_kind(kinds, {name: node.held for name, node in nodes.items()}),
+        nodes=nodes,
+        links={
+            name: LinkUse(link.moved_bytes, link.busy_s / duration_s, link.moved_bytes / duration_s)
+            for name, link in simulation.network.links.items()
+        },
+        preempted=sum(job.preempted for job in jobs),
+        resumed=sum(job.resumed for job in jobs),
+        ticks=simulation.turns.ticks,
+    )
+
+
+def _by_kind(kinds: Mapping[str, str], shares: Mapping[str, float]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for name, share in shares.items():
+        sums[kinds[name]] = sums.get(kinds[name], 0.0) + share
+    return sums
+
+
+def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
+    nodes: dict[str, NodeUse] = {}
+    lives = [*simulation.lost, *simulation.slices.values()]
+    for lane in simulation.machine.lanes:
+        uses = [life.use for life in lives if life.lane is lane]
+        nodes[lane.slice.id] = NodeUse(
+            busy=sum(use.busy_s for use in uses) / duration_s,
+            used=sum(use.used_s for use in uses) / duration_s,
+            held=sum(use.held_s for use in uses) / duration_s,
+            steps=sum(use.steps for use in uses),
+            tokens=sum(use.tokens for use in uses),
+            switches=sum(use.switches for use in uses),
+            loads=sum(use.loads for use in uses),
+            streamed_bytes=sum(use.streamed_bytes for use in uses),
+        )
+    return nodes

@@ -1,0 +1,80 @@
+"""One simulation from plain settings: what the command line and the studies call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from c2cserve.core.request import Slo
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.presets import PRESETS
+from c2cserve.sim.faults import Fault
+from c2cserve.sim.hardware import SliceSettings, build
+from c2cserve.sim.jobs import SimRequest, SloRule
+from c2cserve.sim.report import Report, report
+from c2cserve.sim.shapes import SimModel, catalogue, interleaved
+from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world import Settings, Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything a run depends on; two runs of equal scenarios are equal."""
+
+    hardware: str
+    catalog: str
+    workload: WorkloadSettings
+    slo: str = "1,0.1"
+    policy: str = "c2cserve"
+    slices: SliceSettings = SliceSettings()
+    patience: float = 20.0
+    seed: int = 0
+    noise: float = 0.05
+    cold_pool: bool = False
+    faults: tuple[Fault, ...] = field(default=())
+
+
+def slo_rule(text: str) -> SloRule:
+    """`TTFT,TPOT` in seconds for all, or `slinfer`: TTFT min(max(0.5, prompt / 512), 8), TPOT 0.25
+    (SLINFER section IX-A). Raises ValueError."""
+    if text == "slinfer":
+        return lambda prompt: Slo(min(max(0.5, prompt / 512), 8.0), 0.25)
+    try:
+        ttft_s, tpot_s = (float(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"the SLO {text!r} is not TTFT,TPOT in seconds, nor slinfer") from error
+    if ttft_s <= 0 or tpot_s <= 0:
+        raise ValueError(f"targets must be greater than 0: {text}")
+    slo = Slo(ttft_s, tpot_s)
+    return lambda prompt: slo
+
+
+def prepare(
+    scenario: Scenario,
+    models: Sequence[SimModel] | None = None,
+    requests: Sequence[SimRequest] | None = None,
+) -> Simulation:
+    """The simulation, not yet run; `models` and `requests` replace what the scenario names. Raises
+    ValueError (and its kinds), OSError."""
+    if scenario.policy not in PRESETS:
+        raise ValueError(f"no policy {scenario.policy!r}; there are: {', '.join(PRESETS)}")
+    preset = PRESETS[scenario.policy]
+    if models is None:
+        models = interleaved(catalogue(scenario.catalog))
+    if requests is None:
+        requests = workload(scenario.workload, models)
+    settings = Settings(
+        preset=preset,
+        admission=AdmissionSettings(max_waiting=1_000_000, patience=scenario.patience),
+        seed=scenario.seed,
+        noise=scenario.noise,
+        cold_pool=scenario.cold_pool,
+        faults=scenario.faults,
+    )
+    machine = build(scenario.hardware, scenario.slices, preset)
+    return Simulation(machine, models, requests, slo_rule(scenario.slo), settings)
+
+
+def simulate(scenario: Scenario) -> Report:
+    """Raises ValueError (and its kinds), OSError; AssertionError if an invariant breaks."""
+    simulation = prepare(scenario)
+    simulation.run()
+    return report(simulation)

@@ -1,0 +1,90 @@
+"""Measured step times: what a prefill of so many tokens and a decode of such a batch took."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_LENGTH_STEP = 32
+"""Average lengths are looked up in steps of so many tokens, so that answers can be kept."""
+
+Points = Sequence[tuple[float, float]]
+
+
+def interpolate(points: Points, x: float) -> float:
+    """Piecewise linear through points of rising x; beyond the last, the last piece goes on; before
+    the first, its value."""
+    if x <= points[0][0] or len(points) == 1:
+        return points[0][1]
+    upper = min(bisect_right(points, x, key=lambda point: point[0]), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    return y0 + (x - x0) * (y1 - y0) / (x1 - x0)
+
+
+@dataclass(slots=True)
+class StepTable:
+    """One model on one device, seconds."""
+
+    prefill: Points
+    """(prompt tokens, seconds)."""
+    decode: Sequence[tuple[float, Points]]
+    """(average length, [(batch, seconds)])."""
+    _prefills: dict[int, float] = field(default_factory=dict[int, float])
+    _decodes: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
+
+    def prefill_s(self, start: int, tokens: int) -> float:
+        """Tokens after `start` cached ones: what the longer prompt takes more than the shorter,
+        but no less than the tokens alone."""
+        alone = self._prompt_s(tokens)
+        if not start:
+            return alone
+        return max(alone, self._prompt_s(start + tokens) - self._prompt_s(start))
+
+    def _prompt_s(self, tokens: int) -> float:
+        known = self._prefills.get(tokens)
+        if known is None:
+            known = self._prefills[tokens] = interpolate(self.prefill, tokens)
+        return known
+
+    def decode_s(self, batch: int, mean_length: float) -> float:
+        key = (batch, int(mean_length) // _LENGTH_STEP)
+        known = self._decodes.get(key)
+        if known is None:
+            length = (key[1] + 0.5) * _LENGTH_STEP
+            by_length = [(at, interpolate(points, batch)) for at, points in self.decode]
+            known = self._decodes[key] = interpolate(by_length, length)
+        return known
+
+    @property
+    def base_s(self) -> float:
+        """The least a step takes: one token."""
+        return self.prefill[0][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """By model, then device."""
+
+    steps: Mapping[str, Mapping[str, StepTable]]
+
+    def get(self, model: str, device: str) -> StepTable | None:
+        return self.steps.get(model, {}).get(device)
+
+
+def read_tables(raw: Mapping[str, Any]) -> Tables:
+    """From the form of `data/tables`, milliseconds. Raises KeyError, ValueError."""
+    return Tables(
+        {
+            model: {device: _table(row) for device, row in devices.items()}
+            for model, devices in raw["models"].items()
+        }
+    )
+
+
+def _table(row: Mapping[str, Any]) -> StepTable:
+    prefill = sorted((float(tokens), ms / 1e3) for tokens, ms in row["prefill_ms"])
+    decode = sorted(
+        (float(length), sorted((float(batch), ms / 1e3) for batch, ms in points))
+        for length, points in row["decode_ms"].items()
+    )
+    return StepTable(prefill, decode)

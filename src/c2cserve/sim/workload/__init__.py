@@ -1,0 +1,1 @@
+"""What is asked of a simulated machine: traces, real and synthetic, mapped onto its catalogue."""

@@ -1,0 +1,101 @@
+"""From a trace to the requests of a simulation: when, of which model, how long."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.sim.jobs import SimRequest
+from c2cserve.sim.shapes import SimModel
+from c2cserve.sim.workload.catalogue import find_lengths, find_path, find_rows
+from c2cserve.sim.workload.rates import draw, has_rates
+from c2cserve.sim.workload.rows import Row
+from c2cserve.sim.workload.synthetic import synthetic
+
+_SHARED_SEED = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadSettings:
+    trace: str
+    """A packaged trace, a file, or `synthetic:...` (`workload.synthetic`)."""
+    seed: int = 0
+    time_scale: float = 1.0
+    """The trace runs so many times as fast."""
+    start_s: float = 0.0
+    duration_s: float = float("inf")
+    """Of the trace's own time."""
+    limit: int | None = None
+    """At most so many requests."""
+    lengths: str = "azure-conv"
+    """For traces without lengths."""
+    mapping: str = "order"
+    """How sources become models: `order` (by their numbers), `shuffle` (at random); requests of
+    traces without sources are spread by `zipf`."""
+    zipf: float = 1.0
+    """Exponent of the popularity of models where the trace has no sources."""
+    where: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def workload(settings: WorkloadSettings, models: Sequence[SimModel]) -> list[SimRequest]:
+    """Raises OSError, `rows.TraceError`, ValueError."""
+    rows = _rows(settings)
+    end_s = settings.start_s + settings.duration_s
+    rows = [row for row in rows if settings.start_s <= row.t_s < end_s][: settings.limit]
+    names = _model_names(rows, settings, [model.spec.id for model in models])
+    lengths = None
+    random = Random(f"{settings.seed}/lengths")
+    requests: list[SimRequest] = []
+    for number, (row, name) in enumerate(zip(rows, names, strict=True)):
+        prompt, output = row.prompt, row.output
+        if not prompt:
+            lengths = lengths or find_lengths(settings.lengths)
+            prompt, output = lengths(random)
+        arrival_s = (row.t_s - settings.start_s) / settings.time_scale
+        hashes = _prefix(name, prompt, row.seen, number) if row.seen else ()
+        requests.append(SimRequest(arrival_s, name, prompt, max(1, output), hashes))
+    return requests
+
+
+def _rows(settings: WorkloadSettings) -> list[Row]:
+    if settings.trace.startswith("synthetic:"):
+        return synthetic(settings.trace.removeprefix("synthetic:"), settings.seed)
+    path = find_path(settings.trace)
+    if has_rates(path):
+        duration_s = min(settings.duration_s, 1e9)
+        return draw(path, settings.seed, settings.start_s, duration_s, settings.where)
+    return find_rows(settings.trace, settings.where)
+
+
+def _model_names(
+    rows: Sequence[Row], settings: WorkloadSettings, models: Sequence[str]
+) -> list[str]:
+    if settings.mapping not in {"order", "shuffle"}:
+        raise ValueError(f"mapping is order or shuffle, not {settings.mapping!r}")
+    random = Random(f"{settings.seed}/mapping")
+    if not any(row.source for row in rows):
+        weights = [1 / (rank + 1) ** settings.zipf for rank in range(len(models))]
+        return random.choices(models, weights, k=len(rows))
+    sources = sorted({row.source for row in rows}, key=_by_number)
+    if settings.mapping == "shuffle":
+        random.shuffle(sources)
+    names = {source: models[index % len(models)] for index, source in enumerate(sources)}
+    return [names[row.source] for row in rows]
+
+
+def _by_number(source: str) -> tuple[int, str]:
+    digits = "".join(char for char in source if char.isdigit())
+    return int(digits or 0), source
+
+
+def _prefix(model: str, prompt: int, seen: int, number: int) -> tuple[int, ...]:
+    """Block hashes of a prompt that begins as earlier ones of its model do, for `seen` tokens, and
+    goes on like no other. (Which earlier one, such traces do not say: one prefix per model.)"""
+    shared = Random(f"prefix/{model}").getrandbits(32)
+    blocks = prompt // BLOCK_TOKENS
+    common = min(blocks, seen // BLOCK_TOKENS)
+    own = _SHARED_SEED + (number << 20)
+    return (
+        *((shared << 20) + index for index in range(common)),
+        *(own + index for index in range(blocks - common)),
+    )

@@ -1,0 +1,105 @@
+"""Traces that give rates instead of requests: arrivals are drawn from them, deterministic by seed.
+
+ServeGen   client, t_s, rate_rps, iat_cv, dist, p1, p2: gaps within a window of 600 s follow a Gamma
+           or Weibull distribution of the given shape, scaled to the window's rate
+per minute func, m1, m2, ...: so many requests in each minute, at uniform times
+means      model, rps_...: one Poisson process per model
+"""
+
+from collections.abc import Iterator, Mapping
+from math import gamma
+from pathlib import Path
+from random import Random
+
+from c2cserve.sim.workload.rows import Fields, Row, TraceError, fields
+
+_WINDOW_S = 600.0
+
+
+def draw(
+    path: Path, seed: int, start_s: float, duration_s: float, where: Mapping[str, str]
+) -> list[Row]:
+    """Requests between `start_s` and `start_s + duration_s` of the trace, times from its start. For
+    means, `where` names the column: `{"rates": "rps_condense500"}`. Raises OSError, TraceError."""
+    lines = list(fields(path))
+    if not lines:
+        raise TraceError(f"{path.name} is empty")
+    columns = lines[0].keys()
+    end_s = start_s + duration_s
+    if {"client", "t_s", "rate_rps", "dist", "p1"} <= columns:
+        rows = _windows(lines, seed, start_s, end_s)
+    elif {"func", "m1"} <= columns:
+        rows = _minutes(lines, seed, start_s, end_s)
+    elif "model" in columns and any(column.startswith("rps") for column in columns):
+        known = [column for column in columns if column.startswith("rps")]
+        column = where.get("rates", known[0])
+        if column not in known:
+            raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
+        rows = _means(lines, column, seed, start_s, end_s)
+    else:
+        raise TraceError(f"{path.name} has columns nobody can read: {', '.join(columns)}")
+    return sorted(rows, key=lambda row: row.t_s)
+
+
+def has_rates(path: Path) -> bool:
+    """Whether `draw` is for this file, not `rows.read`. Raises OSError, TraceError."""
+    columns = next(fields(path), {}).keys()
+    return {"client", "rate_rps"} <= columns or "m1" in columns or (
+        "model" in columns and any(column.startswith("rps") for column in columns)
+    )  # fmt: skip
+
+
+def _windows(lines: list[Fields], seed: int, start_s: float, end_s: float) -> Iterator[Row]:
+    for line in lines:
+        begin_s, rate = float(line["t_s"]), float(line["rate_rps"])
+        if rate <= 0 or begin_s + _WINDOW_S <= start_s or begin_s >= end_s:
+            continue
+        client = line["client"]
+        random = Random(f"{seed}/{client}/{begin_s}")
+        shape = float(line["p1"])
+        for t_s in _renewal(random, line["dist"], shape, rate, begin_s, begin_s + _WINDOW_S):
+            if start_s <= t_s < end_s:
+                yield Row(t_s, client)
+
+
+def _renewal(
+    random: Random, dist: str, shape: float, rate: float, begin_s: float, end_s: float
+) -> Iterator[float]:
+    """Arrivals with gaps of mean 1 / rate. The first gap is cut at random, as at any moment of a
+    process that has been going on."""
+    scale = 1 / (rate * shape) if dist == "G" else 1 / (rate * gamma(1 + 1 / shape))
+    t_s, first = begin_s, True
+    while True:
+        if dist == "G":
+            gap_s = random.gammavariate(shape, scale)
+        else:
+            gap_s = random.weibullvariate(scale, shape)
+        t_s += gap_s * (random.random() if first else 1.0)
+        first = False
+        if t_s >= end_s:
+            return
+        yield t_s
+
+
+def _minutes(lines: list[Fields], seed: int, start_s: float, end_s: float) -> Iterator[Row]:
+    for line in lines:
+        random = Random(f"{seed}/{line['func']}")
+        minute = 1
+        while (asked := line.get(f"m{minute}")) is not None:
+            begin_s = 60.0 * (minute - 1)
+            for _ in range(int(asked)):
+                t_s = begin_s + 60.0 * random.random()
+                if start_s <= t_s < end_s:
+                    yield Row(t_s, line["func"])
+            minute += 1
+
+
+def _means(
+    lines: list[Fields], column: str, seed: int, start_s: float, end_s: float
+) -> Iterator[Row]:
+    for line in lines:
+        random = Random(f"{seed}/{line['model']}")
+        rate = float(line[column])
+        t_s = start_s
+        while rate > 0 and (t_s := t_s + random.expovariate(rate)) < end_s:
+            yield Row(t_s, line["model"])

@@ -1,0 +1,100 @@
+"""Traces as they are in their files: rows of time, source and lengths."""
+
+import csv
+import gzip
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+
+PREFIX_BLOCK_TOKENS = 512
+"""Of Mooncake's traces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request. `source`: the function, tenant or model it belongs to, "" where the trace does
+    not say; lengths are 0 where it does not. `seen`: prompt tokens that an earlier prompt began
+    with."""
+
+    t_s: float
+    source: str
+    prompt: int = 0
+    output: int = 0
+    seen: int = 0
+
+
+class TraceError(ValueError):
+    """The file is not a trace that can be read; one line that says why."""
+
+
+Fields = Mapping[str, str]
+
+
+def fields(path: Path) -> Iterator[Fields]:
+    """Rows of a CSV file, plain or gzip. Raises OSError, TraceError."""
+    with path.open("rb") as raw:
+        binary = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        try:
+            yield from csv.DictReader(TextIOWrapper(binary, encoding="utf-8", newline=""))  # pyright: ignore[reportArgumentType]
+        except (gzip.BadGzipFile, UnicodeDecodeError, csv.Error, EOFError) as error:
+            raise TraceError(f"{path.name} is not CSV: {error}") from error
+
+
+def _function(row: Fields) -> Row:
+    return Row(float(row["t_s"]), row["func"], int(row["input_tokens"]), int(row["output_tokens"]))
+
+
+def _single(row: Fields) -> Row:
+    return Row(float(row["t_s"]), "", int(row["input_tokens"]), int(row["output_tokens"]))
+
+
+def _model(row: Fields) -> Row:
+    return Row(float(row["t_s"]), row["model"])
+
+
+def _blocks(row: Fields) -> Row:
+    seen = int(row["prefix_blocks_seen"]) * PREFIX_BLOCK_TOKENS
+    prompt = int(row["input_tokens"])
+    return Row(
+        float(row["t_ms"]) / 1e3, "", prompt, int(row["output_tokens"]), min(seen, prompt - 1)
+    )
+
+
+READERS: tuple[tuple[frozenset[str], Callable[[Fields], Row]], ...] = (
+    (frozenset({"t_s", "func", "input_tokens", "output_tokens"}), _function),
+    (frozenset({"t_s", "input_tokens", "output_tokens"}), _single),
+    (frozenset({"t_s", "model"}), _model),
+    (frozenset({"t_ms", "input_tokens", "output_tokens", "prefix_blocks_seen"}), _blocks),
+)
+"""By the columns a file must have; the first that fits reads it."""
+
+
+def read(path: Path, where: Mapping[str, str] | None = None) -> list[Row]:
+    """All requests of a trace with one line per request, by time. `where`: keep only lines with
+    these values. Raises OSError, TraceError."""
+    rows: list[Row] = []
+    reader: Callable[[Fields], Row] | None = None
+    wanted = dict(where or {})
+    for number, line in enumerate(fields(path), 2):
+        if reader is None:
+            reader = _reader(path, line, wanted)
+        if any(line[column] != value for column, value in wanted.items()):
+            continue
+        try:
+            rows.append(reader(line))
+        except (ValueError, TypeError) as error:
+            raise TraceError(f"{path.name}:{number}: {error}") from error
+    if not rows:
+        raise TraceError(f"{path.name} has no requests" + (" like these" if wanted else ""))
+    return sorted(rows, key=lambda row: row.t_s)
+
+
+def _reader(path: Path, line: Fields, where: Iterable[str]) -> Callable[[Fields], Row]:
+    for column in where:
+        if column not in line:
+            raise TraceError(f"{path.name} has no column {column!r}; it has {', '.join(line)}")
+    for columns, reader in READERS:
+        if columns <= line.keys():
+            return reader
+    raise TraceError(f"{path.name} has columns nobody can read: {', '.join(line)}")
