@@ -17,6 +17,8 @@ class AdmissionSettings:
     whoever asked has given up by then. 1: as soon as the target can not be met. 0: never."""
     no_slice_grace_s: float = 30.0
     """How long requests wait while no slice is up (one is being restarted), before 503."""
+    foresee: bool = True
+    """Refuse as soon as the expected wait is too long; else only once somebody waited so long."""
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ def refusal(
     if settings.patience <= 0.0:
         return None
     waited_s = now - request.arrival_s
-    expected_s = waited_s + throughput.wait_s(ahead)
+    expected_s = waited_s + throughput.wait_s(ahead) * settings.foresee
     if expected_s <= settings.patience * request.slo.ttft_s:
         return None
     reason = (

@@ -1,6 +1,7 @@
 """The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
 from c2cserve.core import actions as act
@@ -8,26 +9,43 @@ from c2cserve.core import events as ev
 from c2cserve.core.request import Request
 from c2cserve.policy import residence
 from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
-from c2cserve.policy.placement import Placement, SliceLoad, active_if_full, place
+from c2cserve.policy.consolidation import Placer
+from c2cserve.policy.instances import Instances
+from c2cserve.policy.limits import place_by_limits, scatter
+from c2cserve.policy.load import Placement, SliceLoad
+from c2cserve.policy.placement import active_if_full, place
+from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook
 
 _RECHECK_S = 0.25
 """How often waiting requests are looked at again when nothing else happens."""
+_OUTPUT_WEIGHT = 0.05
+_OUTPUT_UNKNOWN = 256.0
+"""Tokens expected of a model's first requests."""
 
 
 class ClusterPolicy:
     """`runtime.ports.Policy[ClusterEvent, ClusterAction]`."""
 
-    def __init__(self, settings: AdmissionSettings | None = None) -> None:
-        self._settings = settings or AdmissionSettings()
+    def __init__(
+        self, settings: AdmissionSettings | None = None, preset: Preset = C2CSERVE
+    ) -> None:
+        settings = settings or AdmissionSettings()
+        if preset.patience is not None:
+            settings = replace(settings, patience=preset.patience, foresee=False)
+        self._settings = settings
+        self._preset = preset
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
-        self._slices: dict[str, SliceLoad] = {}
         self._queue = WaitingQueue()
-        self._where: dict[str, tuple[str, str]] = {}
-        """Dispatched request -> model, slice."""
         self._actions: list[act.ClusterAction] = []
+        self._placer = Placer(preset, self._mean_output)
+        self._instances = Instances(preset, self._placer, self._actions)
+        self._slices = self._instances.slices
+        self._where = self._instances.where
+        self._outputs: dict[str, float] = {}
+        """Model -> mean output of its requests lately, tokens."""
         self._arrived: list[Request] = []
         self._failed: list[str] = []
         self._broken: set[str] = set()
@@ -42,11 +60,13 @@ class ClusterPolicy:
 
     @property
     def done(self) -> bool:
-        return self._draining and not self._where and not self._queue and not self._arrived
+        busy = self._where or self._instances.recalled or self._queue or self._arrived
+        return self._draining and not busy
 
     @property
     def wakeup(self) -> float | None:
-        return self._recheck_s if self._queue else None
+        waits = (self._recheck_s if self._queue else None, self._instances.wakeup)
+        return min((at for at in waits if at is not None), default=None)
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -56,26 +76,41 @@ class ClusterPolicy:
                 self._arrived.append(request)
             case ev.Cancelled(request_id):
                 self._cancelled(request_id)
-            case ev.FirstToken(request_id):
-                if request_id in self._where:
-                    model, slice_id = self._where[request_id]
-                    self._slices[slice_id].first_token(model, request_id)
-            case ev.Finished(request_id):
+            case ev.FirstToken(request_id, ttft_s):
+                self._instances.first_token(request_id, ttft_s)
+            case ev.Finished(request_id, output_len):
                 self._throughput.finished()
-                self._left(request_id)
+                self._finished(request_id, output_len)
             case ev.SliceUp(slice_):
-                self._slices[slice_.id] = SliceLoad(slice_)
+                self._instances.slice_up(slice_)
                 self._room_changed = True
             case ev.SliceLost(slice_id, displaced):
                 self._slice_lost(slice_id, displaced)
-            case ev.StepTimes(slice_id, model, decode_step_s, prefill_token_s):
-                if slice_id in self._slices:
-                    self._slices[slice_id].decode_s[model] = decode_step_s
-                    self._slices[slice_id].prefill_token_s[model] = prefill_token_s
             case ev.Draining():
                 self._draining = True
+            case ev.StepTimes() | ev.Profiled() | ev.InstanceReady() | ev.KvResized():
+                self._apply_instance(event)
+            case ev.Recalled(request):
+                if self._instances.recalled.pop(request.id, None) is not None:
+                    self._models[request.model].running -= 1
+                    self._queue.push(request, displaced=True)
+                    self._room_changed = True
             case _:
                 self._apply_model(event)
+
+    def _apply_instance(
+        self, event: ev.StepTimes | ev.Profiled | ev.InstanceReady | ev.KvResized
+    ) -> None:
+        match event:
+            case ev.StepTimes():
+                self._instances.measured(event)
+            case ev.Profiled():
+                self._instances.profiled(event)
+            case ev.InstanceReady():
+                self._instances.ready(event)
+            case ev.KvResized():
+                self._instances.resized(event)
+        self._room_changed |= not isinstance(event, ev.StepTimes)
 
     def _apply_model(self, event: ev.ClusterEvent) -> None:
         self._pool_changed = self._room_changed = True
@@ -103,25 +138,34 @@ class ClusterPolicy:
         if self._queue.remove(request_id) is not None:
             self._pool_changed = True
         elif request_id in self._where:
-            self._actions.append(act.Withdraw(request_id, self._where[request_id][1]))
+            self._instances.undispatch(request_id)
+            self._left(request_id)
+        elif request_id in self._instances.recalled:
             self._left(request_id)
         else:
             self._arrived = [r for r in self._arrived if r.id != request_id]
 
-    def _left(self, request_id: str) -> None:
-        """It is on no slice any more."""
-        if request_id in self._where:
-            name, slice_id = self._where.pop(request_id)
-            self._slices[slice_id].remove(name, request_id)
+    def _finished(self, request_id: str, output_len: int) -> None:
+        model = self._left(request_id)
+        if model is not None:
+            mean = self._outputs.get(model, float(output_len))
+            self._outputs[model] = mean + _OUTPUT_WEIGHT * (output_len - mean)
+
+    def _mean_output(self, model: str) -> float:
+        return self._outputs.get(model, _OUTPUT_UNKNOWN)
+
+    def _left(self, request_id: str) -> str | None:
+        """It is on no slice any more, nor on its way from one; the model it was of."""
+        name = self._instances.left(request_id)
+        if name is not None:
             self._models[name].running -= 1
             self._room_changed = True
             self._pool_changed |= not self._models[name].running
+        return name
 
     def _slice_lost(self, slice_id: str, displaced: Iterable[Request]) -> None:
-        for instance in self._slices[slice_id].active.values():
-            for request_id in list(instance.running):
-                self._left(request_id)
-        del self._slices[slice_id]
+        for name in self._instances.slice_lost(slice_id):
+            self._models[name].running -= 1
         for request in displaced:
             self._queue.push(request, displaced=True)
         self._room_changed = self._pool_changed = True
@@ -129,6 +173,7 @@ class ClusterPolicy:
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[act.ClusterAction]:
+        self._room_changed |= self._instances.settle(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
@@ -140,7 +185,8 @@ class ClusterPolicy:
         self._forget()
         usable = bool(self._slices) and any(self._models[m].usable for m in self._queue.models())
         self._throughput.look(now, saturated=usable)
-        actions, self._actions = self._actions, []
+        actions = self._actions.copy()
+        self._actions.clear()
         return actions
 
     def _admit(self, request: Request) -> None:
@@ -165,7 +211,7 @@ class ClusterPolicy:
                 model.failed(now)
             reason = f"{name} can not be loaded: {model.error}"
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
-                self._actions.append(act.Withdraw(request_id, self._where[request_id][1]))
+                self._instances.undispatch(request_id)
                 self._actions.append(act.Reject(request_id, 500, reason, 5.0))
                 self._left(request_id)
             self._leave_pool(model)
@@ -219,9 +265,8 @@ class ClusterPolicy:
     def _leave_pool(self, model: ModelBook) -> None:
         """Take it from every slice and out of the pool's books."""
         name = model.spec.id
-        for slice_id, load in self._slices.items():
-            if load.deactivate(name):
-                self._actions.append(act.Deactivate(name, slice_id))
+        for load in self._slices.values():
+            self._instances.deactivate(load, name)
         model.in_pool = model.usable = model.loaded = False
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
@@ -230,8 +275,8 @@ class ClusterPolicy:
         if not self._room_changed:
             names = {request.model for request in arrived}  # the others could not be placed before
         self._room_changed = False
-        loads = [load for load in self._slices.values() if load.open]
-        welcome = active_if_full(loads)
+        loads = self._open()
+        welcome = self._welcome(loads)
         heads = [
             (head[0], name) for name in (names if welcome is None else names & welcome)
             if (head := self._queue.head(name)) and self._models[name].usable
@@ -242,13 +287,31 @@ class ClusterPolicy:
             head = self._queue.head(name)
             if head is None or (welcome is not None and name not in welcome):
                 continue
-            placement = place(head[1], loads, self._value, now)
+            placement = self._place(head[1], loads, now)
             if placement is not None:
                 self._send(head[1], placement, now)
-                loads = [load for load in loads if load.open]
-                welcome = active_if_full(loads)
+                loads = self._open()
+                welcome = self._welcome(loads)
                 if (head := self._queue.head(name)) is not None:
                     heappush(heads, (head[0], name))
+
+    def _open(self) -> list[SliceLoad]:
+        return [load for load in self._slices.values() if load.open]
+
+    def _welcome(self, loads: Sequence[SliceLoad]) -> set[str] | None:
+        return active_if_full(loads) if self._preset.placing == "c2cserve" else None
+
+    def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
+        spec, preset = self._models[request.model].spec, self._preset
+        match preset.placing:
+            case "c2cserve":
+                return place(request, loads, self._value, now)
+            case "slinfer":
+                return self._placer.place(request, spec, loads, now)
+            case "limits":
+                return place_by_limits(request, spec, loads, preset.limits)
+            case "scatter":
+                return scatter(request, loads, preset.seed, preset.share)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
@@ -257,20 +320,11 @@ class ClusterPolicy:
         return wanted, model.spec.pinned, model.spec.priority, model.warm_until_s
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
-        name, slice_id = request.model, placement.slice_id
-        load, model = self._slices[slice_id], self._models[name]
-        if placement.deactivate is not None:
-            load.deactivate(placement.deactivate)
-            self._actions.append(act.Deactivate(placement.deactivate, slice_id))
-        if placement.activate:
-            load.activate(name)
-            self._actions.append(act.Activate(name, slice_id))
+        model = self._models[request.model]
         self._queue.remove(request.id)
-        load.add(request)
-        self._where[request.id] = (name, slice_id)
+        self._instances.send(request, model.spec, placement)
         model.running += 1
         model.last_used_s = now
-        self._actions.append(act.Dispatch(request.id, slice_id))
 
     def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
         """Look at newcomers that could not be placed, and at everybody once in a while."""

@@ -7,7 +7,7 @@ Slices that hand slabs of one arena from model to model (`policy.kv`) need none 
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -76,6 +76,13 @@ class MemoryBooks(Generic[T]):
             return False
         self.tracked_bytes += size
         return True
+
+    def cancel(self, unwanted: Callable[[T], bool]) -> int:
+        """Forget waiting operations; the bytes they asked for are in the budget no more."""
+        size = sum(size for size, operation in self._station if unwanted(operation))
+        self._station = deque(one for one in self._station if not unwanted(one[1]))
+        self.budget_bytes -= size
+        return size
 
     def down(self, size: int) -> None:
         """Begin to give bytes back, at once in the budget; `freed` when that is done."""

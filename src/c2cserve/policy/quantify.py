@@ -57,7 +57,7 @@ class StepTable:
         self._rows = [Line(rows[length]) for length in self._lengths]
 
     def prefill_s(self, tokens: int) -> float:
-        return self._prefill.at(tokens)
+        return self._prefill.at(tokens) if tokens else 0.0
 
     def decode_s(self, batch: int, length: float) -> float:
         """A step of `batch` sequences of `length` tokens on average."""

@@ -1,0 +1,164 @@
+"""What the controller's policies keep of a slice: its instances, their requests, and what is
+believed about their speed."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from c2cserve.core.actions import Activate, ClusterAction, ResizeKv
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.policy.memory import MemoryBooks
+from c2cserve.policy.quantify import UNKNOWN, Times
+
+_NEVER_S = float("inf")
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request dispatched to an instance."""
+
+    request: Request
+    first_s: float | None = None
+    """When it got its first token here."""
+
+    @property
+    def due_s(self) -> float:
+        """Of the first token it gets here (equation 1 of SLINFER with those sent before)."""
+        request = self.request
+        return request.first_token_due_s + request.slo.tpot_s * request.sent
+
+    def out(self, now: float, round_s: float) -> int:
+        """Tokens out here, by the time a round of all instances takes: the controller is not told
+        of each token."""
+        if self.first_s is None:
+            return 0
+        since = 1.0 + (now - self.first_s) / max(round_s, 1e-3)
+        return int(min(since, self.request.max_new_tokens))
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """A model active on a slice."""
+
+    spec: ModelSpec
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    pending_tokens: int = 0
+    """Of prompts still to be computed."""
+    prompt_tokens: int = 0
+    """Of all its requests."""
+    tpot_s: float = _NEVER_S
+    """The strictest of its requests' targets since it was last empty."""
+    times: Times = UNKNOWN
+    ready: bool = True
+    """Its weights need not be loaded first, or they are."""
+    kv_bytes: int = 0
+    """Memory it has for KV, where that is sized in advance."""
+    shrinking: int = 0
+    """Bytes it is giving back; it has, when it is told of being resized to `shrunk_to`."""
+    shrunk_to: int = 0
+    held: list[ClusterAction] | None = None
+    """It waits for memory to be started: what is to be done then."""
+    used: int = 0
+    """Requests it ever had. Tells one idle time from the next."""
+
+    def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
+        """A decode step with so many more requests."""
+        batch = len(self.jobs) + more
+        tokens = self.prompt_tokens + more_tokens
+        return self.times.decode_s(batch, tokens / batch) if batch else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class SliceLoad:
+    slice: Slice
+    active: dict[str, Instance] = field(default_factory=dict[str, Instance])
+    requests: int = 0
+    unused: int = 0
+    """Active models without requests."""
+    profiled: dict[str, Times] = field(default_factory=dict[str, Times])
+    memory: MemoryBooks[Activate | ResizeKv] | None = None
+    """Where every instance has weights and KV of its own."""
+
+    @property
+    def open(self) -> bool:
+        """More requests can be dispatched here. What waits at the controller can still go to any
+        slice, so a slice gets no more than keeps it busy."""
+        return self.requests < 2 * self.slice.max_batch
+
+    @property
+    def instance_limit(self) -> int:
+        """A full batch and what follows at once; the rest of the slice is for other models."""
+        return self.slice.max_batch + self.slice.max_batch // 4
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.slice.kind == "cpu"
+
+    def busy(self) -> Iterator[Instance]:
+        return (one for one in self.active.values() if one.jobs)
+
+    def round_s(self) -> float:
+        """One decode step of every instance."""
+        return sum(one.decode_s() for one in self.active.values() if one.jobs)
+
+    def times(self, model: str) -> Times:
+        if model in self.active:
+            return self.active[model].times
+        return self.profiled.get(model, UNKNOWN)
+
+    def activate(self, spec: ModelSpec, *, ready: bool = True) -> Instance:
+        times = self.profiled.get(spec.id, UNKNOWN)
+        instance = self.active[spec.id] = Instance(spec, times=times, ready=ready)
+        self.unused += 1
+        return instance
+
+    def deactivate(self, model: str) -> bool:
+        """A model without requests; False if it is not active here."""
+        if model not in self.active:
+            return False
+        assert not self.active.pop(model).jobs
+        self.unused -= 1
+        return True
+
+    def add(self, request: Request) -> None:
+        instance = self.active[request.model]
+        self.unused -= not instance.jobs
+        instance.jobs[request.id] = Job(request)
+        instance.used += 1
+        instance.pending_tokens += request.prompt_len
+        instance.prompt_tokens += request.prompt_len
+        instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
+        self.requests += 1
+
+    def first_token(self, model: str, request_id: str, ttft_s: float) -> None:
+        instance = self.active[model]
+        job = instance.jobs[request_id]
+        if job.first_s is None:
+            instance.pending_tokens -= job.request.prompt_len
+            job.first_s = job.request.arrival_s + ttft_s
+
+    def remove(self, model: str, request_id: str) -> None:
+        self.first_token(model, request_id, 0.0)
+        instance = self.active[model]
+        instance.prompt_tokens -= instance.jobs.pop(request_id).request.prompt_len
+        self.requests -= 1
+        if not instance.jobs:
+            instance.tpot_s = _NEVER_S
+            self.unused += 1
+
+
+def kv_token_bytes(spec: ModelSpec) -> float:
+    return spec.kv_block_bytes / BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    slice_id: str
+    activate: bool = False
+    deactivate: str | None = None
+    """A model without requests that leaves the slice for it."""
+    preempt: str | None = None
+    """A model whose requests are recalled, and which leaves the slice for it."""
+    kv_bytes: int = 0
+    """What the instance's KV memory is raised to, where that is sized in advance."""
