@@ -1,0 +1,1 @@
+"""The papers' figures, simulated: `c2cserve simulate --study NAME`."""

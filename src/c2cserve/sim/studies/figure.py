@@ -1,0 +1,26 @@
+"""A figure of a study: our numbers, and beside them those a paper has printed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+Points = Sequence[tuple[float | str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """`series` are lines or bars of (x, y) by name; x of bars is a word. `published` are numbers
+    that the paper's text gives for the same: drawn beside the series of the same name."""
+
+    name: str
+    """Of its files."""
+    title: str
+    x: str
+    y: str
+    series: Mapping[str, Points]
+    published: Mapping[str, Points] = field(default_factory=dict[str, Points])
+    kind: Literal["lines", "bars"] = "lines"
+    log: Literal["", "x", "y"] = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
