@@ -84,12 +84,17 @@ def figures(bench: Bench, chooser: Chooser, *, quick: bool) -> dict[str, Any]:
 def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[dict[str, Any]]:
     """Each of seven slices streams few rows' weights: what the link gives to each."""
     found: list[dict[str, Any]] = []
-    flows: list[tuple[int, Flow]] = [
-        (16, ("direct", Tiles(bx=16))),
-        (64, ("direct", Tiles(bx=64))),
-        (16, ("prefetch", Tiles(panel_rows=4096, panel_growth=1))),
+    flows: list[tuple[int, Flow, bool]] = [
+        (16, ("direct", Tiles(bx=16)), False),
+        (16, ("direct", Tiles(bx=16)), True),
+        (64, ("direct", Tiles(bx=64)), True),
+        (16, ("prefetch", Tiles(panel_rows=4096, panel_growth=1)), False),
     ]
-    for rows, flow in flows:
+    for rows, flow, held in flows:
+        limit = bench.link_bytes_per_s[home] / len(slices) if held else 0.0
+        for own in slices:
+            with own.use():
+                own.lane.limit_link(limit)
         runs = [
             CaseRun(bench, Case(PAPER, rows, home, own.lane.sms), own.lane, own=True)
             for own in slices
@@ -101,8 +106,12 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
         taken_s = together_s(slices, graphs, at_least_s=0.3)
         speeds = [4 * PAPER.bytes / seconds for seconds in taken_s]
         share = shares(speeds, bench.link_bytes_per_s[home])
-        found.append({"dataflow": label(*flow, PAPER.n), "m": rows, **share})
-        print(f"fair share, {home}, M={rows}, {label(*flow, PAPER.n)}: {_shown(share)}", flush=True)
+        name = label(*flow, PAPER.n) + (", held to its share" if held else "")
+        found.append({"dataflow": name, "m": rows, **share})
+        print(f"fair share, {home}, M={rows}, {name}: {_shown(share)}", flush=True)
+    for own in slices:
+        with own.use():
+            own.lane.limit_link(0.0)
     return found
 
 

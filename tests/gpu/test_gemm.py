@@ -1,18 +1,24 @@
 """Every dataflow against float64, over odd shapes, from every home."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
 import torch
-from gemm_case import HOMES, make_case
+from gemm_case import HOMES, at_home, make_case
+from torch import Tensor
 
-from c2cserve.kernels.gpu.dataflows.direct import direct, split
+from c2cserve.kernels.gpu.dataflows.direct import direct, split, weight_map
 from c2cserve.kernels.gpu.dataflows.published import hybrid
 from c2cserve.kernels.gpu.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.lane import Lane
+from c2cserve.kernels.gpu.measure import capture
+from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.traffic import Tiles
 from c2cserve.kernels.gpu.variants import VARIANTS
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
 
 pytestmark = pytest.mark.gpu
 
@@ -112,6 +118,68 @@ def test_weights_in_a_row_do_not_overtake_each_other(lane: Lane) -> None:
                 case.check()
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) -> None:
+    """One graph, several weights: only the map in GPU memory changes."""
+    cases = [make_case(5, 1000, 520, home=home) for _ in range(3)]
+    for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=4))):
+        place = torch.zeros(MAP_BYTES, dtype=torch.uint8, device="cuda")
+        first = cases[0]
+        anywhere = replace(first.w, pointer=0, owner=None, map_pointer=place.data_ptr())
+        x, out = first.x.clone(), torch.empty_like(first.out)
+
+        def step(flow=flow, x=x, w=anywhere, out=out, tiles=tiles) -> None:
+            flow(lane, x, w, None, out, tiles)
+
+        place.copy_(_as_tensor(weight_map(first.w)))
+        graph = capture(lane, torch.cuda.Stream(), [step, step])
+        for case in cases:
+            place.copy_(_as_tensor(weight_map(case.w)))
+            x.copy_(case.x)
+            out.fill_(torch.nan)
+            torch.cuda.synchronize()
+            graph.replay()
+            case.out.copy_(out)
+            case.check()
+
+
+def test_a_map_in_memory_is_of_whole_boxes(lane: Lane) -> None:
+    case = make_case(400, 256, 64)
+    w = replace(case.w, map_pointer=case.frame.data_ptr())
+    with pytest.raises(OperandError, match="clusters"):
+        direct(lane, case.x, w, None, case.out, Tiles(bx=192, cluster=2))
+
+
+@pytest.mark.parametrize("home", HOMES[1:])
+def test_a_lane_holds_to_its_share_of_the_link(repository: Repository, home: str) -> None:
+    """Graphs too, without being captured again; and without a limit it is as fast as before."""
+    lane, stream = Lane(0, repository), torch.cuda.Stream()
+    w = at_home(torch.randn(16384, 4096, device="cuda").bfloat16(), home)
+    x = torch.randn(16, 4096, device="cuda").bfloat16()
+    out = torch.empty(16, 16384, device="cuda", dtype=torch.bfloat16)
+    with torch.cuda.stream(stream):
+        lane.limit_link(1e12)
+    for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=2))):
+        graph = capture(lane, stream, [partial(flow, lane, x, w, None, out, tiles)] * 4)
+
+        def taken_s(graph: torch.cuda.CUDAGraph, limit: float) -> float:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            with torch.cuda.stream(stream):
+                lane.limit_link(limit)
+                graph.replay()
+                begin.record()
+                graph.replay()
+                end.record()
+            end.synchronize()
+            return begin.elapsed_time(end) / 4e3
+
+        alone = taken_s(graph, 0.0)
+        for part in (2, 7):
+            limit = w.bytes / alone / part
+            assert taken_s(graph, limit) * limit / w.bytes == pytest.approx(1.0, abs=0.06)
+        assert taken_s(graph, 0.0) < 1.2 * alone
+
+
 def test_resident_is_torch(lane: Lane) -> None:
     case = make_case(33, 200, 96, bias=True)
     weight = case.w.owner
@@ -138,3 +206,7 @@ def test_handles_know_their_home() -> None:
     case = make_case(4, 16, 16, home="host")
     assert isinstance(case.w, WeightHandle)
     assert (case.w.home, case.w.n, case.w.k, case.w.bytes) == ("host", 16, 16, 512)
+
+
+def _as_tensor(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -44,14 +44,15 @@ def test_local_memory_is_faster_than_any_link(bench: GpuBench) -> None:
 
 
 def test_neighbours_take_their_share(bench: GpuBench) -> None:
-    """A slice that streams beside k others that do gets about 1 / (k + 1) of a full link."""
+    """A slice that streams beside k others that do gets 1 / (k + 1) of what SMs read of a link,
+    not what the chip's arbiters would give it (between 0.8 and 1.4 of that)."""
     if bench.slices < 2:
         pytest.skip("one slice has no neighbours")
     crowd, sms = bench.slices - 1, bench.sms[-1]
     for home in bench.homes:
         whole = bench.seconds(streaming(home, bench.sms[0]), "direct", DIRECT, 4)
         beside = bench.seconds(streaming(home, sms, crowd), "direct", DIRECT, 4)
-        assert 0.75 * bench.slices < beside / whole < 1.35 * bench.slices
+        assert 0.9 * bench.slices < beside / whole < 1.15 * bench.slices
 
 
 def test_experts_are_measured_too(bench: GpuBench) -> None:

@@ -1,5 +1,7 @@
 """The measuring side of `c2cserve profile`: GEMMs on this machine's first GPU, timed in chains."""
 
+import contextlib
+from collections.abc import Generator
 from functools import partial
 from itertools import cycle, islice
 
@@ -49,6 +51,7 @@ class GpuBench:
         }
         self._buffers: dict[str, Tensor] = {}
         self._crowds: dict[Home, list[Streaming]] = {}
+        self._link_bytes_per_s: dict[Home, float] = {}
         self._whole = Slice(Lane(DEVICE, self._repository), torch.cuda.Stream(DEVICE))
         self.notes: list[str] = []
         # The large slice shares SMs with the small ones: they never run together.
@@ -99,12 +102,25 @@ class GpuBench:
             if not others:
                 with own.use():
                     return chain_s(own.lane, steps)
-            crowd = self._crowd(question.home)[: len(others)]
-            return beside_s(own, capture(own.lane, own.stream, steps), crowd) / chain
+            with self._shared(question.home, [own, *others]):
+                crowd = self._crowd(question.home)[: len(others)]
+                return beside_s(own, capture(own.lane, own.stream, steps), crowd) / chain
         except (CudaError, ValueError, torch.OutOfMemoryError) as error:
             # A candidate's own failure leaves the GPU fit for the next one; another raises here.
             torch.cuda.synchronize()
             raise Refused(str(error)) from error
+
+    @contextlib.contextmanager
+    def _shared(self, home: Home, slices: list[Slice]) -> Generator[None]:
+        """Slices that stream at once hold to equal shares of the link, as they do when serving."""
+        assert home != "hbm", "slices share a link"
+        if home not in self._link_bytes_per_s:
+            self._link_bytes_per_s[home] = self.copies(home)[0]
+        _limit(slices, self._link_bytes_per_s[home] / len(slices))
+        try:
+            yield
+        finally:
+            _limit(slices, 0.0)
 
     def _places(self, sms: int, neighbours: int) -> tuple[Slice, list[Slice]]:
         """Where a question is measured, and who else is at work. Few CTAs without SMs of their own
@@ -158,6 +174,12 @@ class GpuBench:
             made = torch.empty(rows * columns, dtype=_DTYPE, device=f"cuda:{DEVICE}")
             kept = self._buffers[name] = made.normal_(std=0.25)
         return kept[: rows * columns].view(rows, columns)
+
+
+def _limit(slices: list[Slice], bytes_per_s: float) -> None:
+    for one in slices:
+        with one.use():
+            one.lane.limit_link(bytes_per_s)
 
 
 def _offsets(q: Question) -> Tensor:

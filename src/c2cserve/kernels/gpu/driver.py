@@ -109,6 +109,15 @@ def launch(
     checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
+def new_stream(device: int) -> torch.cuda.Stream:
+    """A stream of the device that nobody else has, for as long as the process lives."""
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device)  # the context is there
+        flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
+        stream = checked("cuStreamCreate", cu.cuStreamCreate(int(flags)))
+    return torch.cuda.ExternalStream(int(stream), device=device)
+
+
 def copy_async(target: int, source: int, size: int, stream: int) -> None:
     """`size` bytes by a copy engine, whatever the two memories are."""
     checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))

@@ -42,16 +42,36 @@ class Lane:
         self.repository = repository
         whole = torch.cuda.get_device_properties(device).multi_processor_count
         self.sms = min(sms or whole, whole)
-        self.copies = torch.cuda.Stream(device)
-        """Where copy engines work, beside the kernels."""
+        self.copies = driver.new_stream(device)
+        """Where copy engines work, beside the kernels. Its own: torch's streams come from a pool
+        of 32, and the one that launches kernels could be the same."""
         self._slots = [Slot(device) for _ in range(_SLOTS)]
         self._turn = 0
         self._scratch: dict[str, Tensor] = {}
         self._clusters: dict[Variant, int] = {}
+        self._share: Tensor | None = None
+        self._share_bytes_per_s = 0.0
 
     @property
     def stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream
+
+    def limit_link(self, bytes_per_s: float) -> None:
+        """The share of the link that kernels stream weights at from here on in stream order, also
+        those in graphs; 0: as fast as weights come. Arbiters on the chip are not fair to slices
+        that share a link: 80 of 395 GB/s for one, 47 for others. Copy engines are."""
+        if self._share is None:
+            if bytes_per_s == 0.0:
+                return
+            self._share = torch.zeros(1, dtype=torch.float32, device=f"cuda:{self.device}")
+        if bytes_per_s != self._share_bytes_per_s:
+            self._share.fill_(1e9 / bytes_per_s if bytes_per_s else 0.0)
+            self._share_bytes_per_s = bytes_per_s
+
+    @property
+    def share_pointer(self) -> int:
+        """Nanoseconds per byte of that share, float32 in GPU memory; 0: there was never a limit."""
+        return 0 if self._share is None else self._share.data_ptr()
 
     def begin_capture(self) -> None:
         """First thing in the capture of a CUDA graph: copies become part of it."""

@@ -39,7 +39,7 @@ class Linear:
         self._chooser = chooser
         self._kept = kept
         self.neighbours = 0
-        """Other slices that stream over the same link now."""
+        """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
         """By dataflow, for `/metrics`."""
 
@@ -62,6 +62,7 @@ class Linear:
                 self.launched["prefetch"] += 1
                 prefetch(self.lane, x, w, bias, out, _WHOLE, place)
                 return out
+        self._share_link(w)
         choice = self.choose(x.shape[0], w)
         self.launched[choice.dataflow] += 1
         launch(self.lane, choice.dataflow, choice.tiles, x, w, bias, out)
@@ -72,10 +73,17 @@ class Linear:
         -> [M top_k, N]. Raises as `__call__`."""
         out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
         if x.shape[0]:
+            self._share_link(w)
             choice = self.choose(-(-x.shape[0] // top_k), w, top_k)
             self.launched[choice.dataflow] += 1
             grouped(self.lane, x, w, offsets, out, choice.tiles)
         return out
+
+    def _share_link(self, w: WeightHandle) -> None:
+        if w.home != "hbm":
+            alone = self.neighbours == 0
+            whole = 0.0 if alone else self._chooser.link_bytes_per_s(w.home)
+            self.lane.limit_link(whole / (1 + self.neighbours))
 
     def choose(self, m: int, w: WeightHandle, top_k: int = 0) -> Choice:
         """What a call with `m` rows (tokens, where there are experts) would launch."""

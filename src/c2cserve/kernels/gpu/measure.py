@@ -5,7 +5,9 @@ CUDA graph, replayed; its time is the chain's over its length. So it is in a mod
 what they cost there, and no weight is in a cache because it was just read.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from statistics import median
 
 import torch
@@ -80,12 +82,24 @@ def capture(
             step()
         torch.cuda.synchronize(lane.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream), no_collection():
             lane.begin_capture()
             for step in steps:
                 step()
             lane.end_capture()
     return graph
+
+
+@contextmanager
+def no_collection() -> Generator[None]:
+    """An old graph that is collected during a capture makes it invalid."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def chain_s(lane: Lane, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:

@@ -23,6 +23,12 @@ class OutputParams(ctypes.Structure):
     )
 
 
+class FeedParams(ctypes.Structure):
+    """`Feed` of pipeline.cuh: addresses in GPU memory, or 0."""
+
+    _fields_ = (("map", ctypes.c_uint64), ("ns_per_byte", ctypes.c_uint64))
+
+
 def check(
     x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, *, grouped: bool = False
 ) -> None:
@@ -70,9 +76,9 @@ def output(out: Tensor, bias: Tensor | None) -> OutputParams:
     )
 
 
-def parameters(**fields: bytes | int | OutputParams) -> ctypes.Structure:
-    """A kernel's parameter struct: tensor maps (128 bytes), `Output`, pointers (names that end in
-    `_ptr`, 8 bytes) and ints (4 bytes), laid out as C++ does."""
+def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Structure:
+    """A kernel's parameter struct: tensor maps (128 bytes), `Output`, `Feed`, pointers (names that
+    end in `_ptr`, 8 bytes) and ints (4 bytes), laid out as C++ does."""
     layout = tuple((name, _c_type(name, value)) for name, value in fields.items())
     values = {
         name: layout_type.from_buffer_copy(value) if isinstance(value, bytes) else value
@@ -81,11 +87,11 @@ def parameters(**fields: bytes | int | OutputParams) -> ctypes.Structure:
     return _struct(layout)(**values)
 
 
-def _c_type(name: str, value: bytes | int | OutputParams) -> Any:
+def _c_type(name: str, value: bytes | int | OutputParams | FeedParams) -> Any:
     if isinstance(value, bytes):
         return ctypes.c_byte * len(value)
-    if isinstance(value, OutputParams):
-        return OutputParams
+    if isinstance(value, ctypes.Structure):
+        return type(value)
     return ctypes.c_uint64 if name.endswith("_ptr") else ctypes.c_int32
 
 

@@ -33,6 +33,9 @@ class WeightHandle:
     dtype: Dtype
     home: Home
     owner: object = field(default=None, compare=False, repr=False)
+    map_pointer: int = 0
+    """Where in GPU memory the weight's tensor map is (`dataflows.direct.weight_map`), for launches
+    that are replayed with another weight in its place: they go by the map alone. 0: nowhere."""
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:

@@ -7,6 +7,7 @@
 struct DirectParams {
   CUtensorMap x, w, slot;  // boxes of BX, 128 / CLUSTER and 128 / CLUSTER rows of 64 elements
   Output out;
+  Feed feed;
   int m, n, k;
 };
 
@@ -33,7 +34,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (threadIdx.x == 0) {
     stream.init();
-    ptx::prefetch_map(&p.w);
+    if (p.feed.map == nullptr) ptx::prefetch_map(&p.w);
     ptx::prefetch_map(&p.x);
   }
   start_together<CLUSTER>();
@@ -43,28 +44,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<40>();
     if (threadIdx.x == 0) {
-      // Weights don't depend on earlier kernels: the first stages of W are on their way before those
-      // have ended, X only after.
-      int ahead = 0;
-      if (find_work(p, first, stream.rank, work)) {
-        const Cursor<STAGES> begin = stream.cursor;
-        for (; ahead < STAGES && ahead * kBlockK < p.k; ++ahead) {
-          stream.load_w(&p.w, work, ahead * kBlockK);
-          stream.cursor.advance();
-        }
-        stream.cursor = begin;
-      }
-      ptx::wait_for_earlier_kernels();
-      for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
-        for (int column = 0; column < p.k; column += kBlockK) {
-          if (ahead == 0) {
-            stream.load_w(&p.w, work, column);
-          } else {
-            --ahead;
-          }
-          stream.load_x(&p.x, work, column);
-        }
-      }
+      const CUtensorMap* map_w = stream.begin(p.feed, &p.w);
+      stream.produce(map_w, &p.x, 0, tiles_of(p.k, kBlockK), first, step,
+                     [&](int tile, Work& found) { return find_work(p, tile, stream.rank, found); });
     } else if (TEE && threadIdx.x == 32) {
       ptx::wait_for_earlier_kernels();  // they may read the slot
       for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {

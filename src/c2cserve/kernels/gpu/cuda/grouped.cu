@@ -8,6 +8,7 @@
 struct GroupedParams {
   CUtensorMap x, w;  // w: [experts, n, k]
   Output out;
+  Feed feed;
   const int* offsets;  // [experts + 1]
   int experts, n, k;
 };
@@ -81,7 +82,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
   if (threadIdx.x == 0) {
     stream.init();
-    ptx::prefetch_map(&p.w);
+    if (p.feed.map == nullptr) ptx::prefetch_map(&p.w);
     ptx::prefetch_map(&p.x);
   }
   ptx::wait_for_earlier_kernels();  // the router is one
@@ -94,8 +95,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<40>();
     if (threadIdx.x == 0) {
+      const CUtensorMap* map_w = stream.begin(p.feed, &p.w);
       for (int tile = first; find_work(p, tables, tile, stream.rank, work); tile += step) {
-        stream.load_tile(&p.w, &p.x, work, 0, p.k);
+        stream.load_tile(map_w, &p.x, work, 0, p.k);
       }
     }
   } else {

@@ -74,6 +74,29 @@ struct Output {
   int columns;
 };
 
+// How W is fed to a launch. Both may be null; what they point to is written before the launch, so one
+// that is replayed can be given another weight and another share of the link.
+struct Feed {
+  const CUtensorMap* map;    // W's; null: it is among the parameters
+  const float* ns_per_byte;  // of this lane's share of the link; null or 0: as fast as W comes
+};
+
+// Holds a producer to a rate, so that slices which share a link get what they are due and not what
+// the chip's arbiters give them. Who was held up may catch up by a few stages.
+struct Pace {
+  static constexpr int kCatchUp = 4;
+  uint32_t stage_ns = 0;
+  uint64_t due = 0;
+
+  __device__ __forceinline__ void wait() {
+    if (stage_ns == 0) return;
+    uint64_t now = ptx::global_ns();
+    for (; now < due; now = ptx::global_ns()) __nanosleep(static_cast<uint32_t>(due - now));
+    const uint64_t earliest = now - kCatchUp * stage_ns;
+    due = (due > earliest ? due : earliest) + stage_ns;
+  }
+};
+
 // Shared memory: [stages of W | stages of X | staging of O | barriers].
 template <class T, int kBX, int kCluster, int kStages, int kReleases = 0>
 struct Pipeline {
@@ -89,6 +112,7 @@ struct Pipeline {
   uint8_t* base;
   uint32_t rank;
   Cursor<kStages> cursor;
+  Pace pace;
 
   __device__ explicit Pipeline(uint8_t* shared)
       : base(shared), rank(kCluster > 1 ? ptx::cluster_rank() : 0) {}
@@ -115,8 +139,20 @@ struct Pipeline {
 
   // ---- producer: one thread ----------------------------------------------------------------------
 
+  // The map to load W by, and the pace to load it at, from here on. All CTAs stream alike.
+  __device__ __forceinline__ const CUtensorMap* begin(const Feed& feed, const CUtensorMap* own) {
+    if (feed.ns_per_byte != nullptr) {
+      const uint32_t bytes = kBytesW / kCluster * gridDim.x;
+      pace = {static_cast<uint32_t>(*feed.ns_per_byte * bytes), ptx::global_ns()};
+    }
+    if (feed.map == nullptr) return own;
+    ptx::acquire_map(feed.map);
+    return feed.map;
+  }
+
   // Opens the next stage and asks for W; X of the stage must follow.
   __device__ __forceinline__ void load_w(const CUtensorMap* map, const Work& work, int column) {
+    pace.wait();
     ptx::wait(empty(cursor.stage), cursor.parity ^ 1);
     uint8_t* slice = w(cursor.stage) + rank * kSliceW * kBlockK * 2;
     ptx::arrive_expect(full(cursor.stage), kBytesW + kBytesX);
@@ -138,6 +174,34 @@ struct Pipeline {
     for (int column = k_from; column < k_to; column += kBlockK) {
       load_w(map_w, work, column);
       load_x(map_x, work, column);
+    }
+  }
+
+  // k steps [from, to) of every tile that `find(tile, work)` finds. Weights don't depend on earlier
+  // kernels: the first stages of W are on their way before those have ended, X only after.
+  template <class Find>
+  __device__ __forceinline__ void produce(const CUtensorMap* map_w, const CUtensorMap* map_x,
+                                          int from, int to, int first, int step, Find find) {
+    Work work;
+    int ahead = 0;
+    if (find(first, work)) {
+      const Cursor<kStages> start = cursor;
+      for (; ahead < kStages && from + ahead < to; ++ahead) {
+        load_w(map_w, work, (from + ahead) * kBlockK);
+        cursor.advance();
+      }
+      cursor = start;
+    }
+    ptx::wait_for_earlier_kernels();
+    for (int tile = first; find(tile, work); tile += step) {
+      for (int k = from; k < to; ++k) {
+        if (ahead == 0) {
+          load_w(map_w, work, k * kBlockK);
+        } else {
+          --ahead;
+        }
+        load_x(map_x, work, k * kBlockK);
+      }
     }
   }
 

@@ -24,6 +24,13 @@ __device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
   return mapped;
 }
 
+// Nanoseconds, of one clock for the whole GPU.
+__device__ __forceinline__ uint64_t global_ns() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
 // Orders execution, not memory: barriers are made visible by `barrier_init_fence`.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -124,6 +131,11 @@ __device__ __forceinline__ void wait_acquire(uint64_t* barrier, uint32_t parity)
 }
 
 // ---- the tensor copy engine (TMA) ----------------------------------------------------------------
+
+// For a map in global memory that was written by a copy: makes what was written the engine's.
+__device__ __forceinline__ void acquire_map(const CUtensorMap* map) {
+  asm volatile("fence.proxy.tensormap::generic.acquire.sys [%0], 128;" ::"l"(map) : "memory");
+}
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

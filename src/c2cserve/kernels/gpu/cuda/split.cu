@@ -8,6 +8,7 @@
 struct SplitParams {
   CUtensorMap x, w;  // boxes of BX and 128 rows of 64 elements
   Output out;
+  Feed feed;
   int m, n, k;
 };
 
@@ -84,26 +85,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
   if (threadIdx.x < kWarpgroup) {
     ptx::give_registers<40>();
     if (threadIdx.x == 0) {
-      int ahead = 0;
-      if (find_work(p, first, work)) {
-        const Cursor<STAGES> begin = stream.cursor;
-        for (; ahead < STAGES && from + ahead < to; ++ahead) {
-          stream.load_w(&p.w, work, (from + ahead) * kBlockK);
-          stream.cursor.advance();
-        }
-        stream.cursor = begin;
-      }
-      ptx::wait_for_earlier_kernels();
-      for (int tile = first; find_work(p, tile, work); tile += step) {
-        for (int k = from; k < to; ++k) {
-          if (ahead == 0) {
-            stream.load_w(&p.w, work, k * kBlockK);
-          } else {
-            --ahead;
-          }
-          stream.load_x(&p.x, work, k * kBlockK);
-        }
-      }
+      const CUtensorMap* map_w = stream.begin(p.feed, &p.w);
+      stream.produce(map_w, &p.x, from, to, first, step,
+                     [&](int tile, Work& found) { return find_work(p, tile, found); });
     }
   } else {
     ptx::take_registers<232>();

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from c2cserve.kernels.gpu.driver import stack_map, tensor_map
+from c2cserve.kernels.gpu.driver import MAP_BYTES, stack_map, tensor_map
 from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.operands import check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.operands import FeedParams, check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.traffic import BW, Tiles
 from c2cserve.kernels.gpu.variants import Variant
 from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
@@ -31,7 +31,7 @@ def launch_direct(
     check_boxes(x, w)
     variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None)
     m, share = x.shape[0], BW // tiles.cluster
-    map_w = stack_map(w.pointer, 1, w.n, w.k, share, w.dtype)
+    map_w = _weight_map(w, share)
     kept = map_w if slot is None else _slot_map(slot, w, share)
     work = -(-w.n // BW) * -(-m // tiles.block_rows)
     lane.launch(
@@ -39,9 +39,9 @@ def launch_direct(
         min(work, lane.clusters(variant)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
-            out=output(out, bias), m=m, n=w.n, k=w.k,
+            out=output(out, bias), feed=_feed(lane, w), m=m, n=w.n, k=w.k,
         ),
-        early=w.home != "hbm",
+        early=_early(w),
     )  # fmt: skip
 
 
@@ -61,10 +61,10 @@ def split(
         variant,
         min(work, lane.clusters(variant)),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=stack_map(w.pointer, 1, w.n, w.k, BW, w.dtype),
-            out=output(out, bias), m=m, n=w.n, k=w.k,
+            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW),
+            out=output(out, bias), feed=_feed(lane, w), m=m, n=w.n, k=w.k,
         ),
-        early=w.home != "hbm",
+        early=_early(w),
     )  # fmt: skip
 
 
@@ -87,17 +87,41 @@ def grouped(
     if offsets.device != x.device or not offsets.is_contiguous():
         raise OperandError("offsets must be contiguous and on x's GPU")
     variant = Variant("grouped", w.dtype, tiles.bx, tiles.cluster)
-    map_w = stack_map(w.pointer, w.experts, w.n, w.k, BW // tiles.cluster, w.dtype)
+    map_w = _weight_map(w, BW // tiles.cluster)
     # How many tiles there are is only known on the GPU.
     most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
     lane.launch(
         variant,
         min(most, lane.clusters(variant)),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None),
+            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(lane, w),
             offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
         ),
     )  # fmt: skip
+
+
+def weight_map(w: WeightHandle) -> bytes:
+    """What is to lie at `map_pointer` for `w` to be read, whole boxes of 128 rows: `split`, and
+    `direct` and `grouped` without clusters, go by it. Raises `CudaError`."""
+    return stack_map(w.pointer, max(1, w.experts), w.n, w.k, BW, w.dtype)
+
+
+def _weight_map(w: WeightHandle, box_rows: int) -> bytes:
+    if not w.map_pointer:
+        return stack_map(w.pointer, max(1, w.experts), w.n, w.k, box_rows, w.dtype)
+    if box_rows != BW:
+        raise OperandError("clusters that share W need its map in the launch, not in memory")
+    return bytes(MAP_BYTES)
+
+
+def _feed(lane: Lane, w: WeightHandle) -> FeedParams:
+    return FeedParams(w.map_pointer, 0 if w.home == "hbm" else lane.share_pointer)
+
+
+def _early(w: WeightHandle) -> bool:
+    """Whether W is sure to be there before earlier kernels have ended: not if they compute it.
+    Weights that have a map in memory are never computed."""
+    return w.home != "hbm" or w.map_pointer != 0
 
 
 def _rows_map(x: Tensor, box_rows: int, w: WeightHandle) -> bytes:
