@@ -49,6 +49,8 @@ class Slice:
     """Id of the link that weights stream over; slices that share a link name the same one."""
     link_bytes_per_s: float = 0.0
     """The slice's share of that link; 0: weights lie in its own memory, as on CPUs."""
+    host_kv_bytes: int = 0
+    """Host memory for KV of requests that are paused here; 0: nothing is rotated."""
 
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 or self.kv_bytes < self.slab_bytes:

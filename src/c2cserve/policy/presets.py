@@ -8,15 +8,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from c2cserve.core.machine import SliceKind
+from c2cserve.policy.rotation import RotationSettings
 
 Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
 """`c2cserve`: `policy.placement`. `slinfer`: `policy.consolidation`. `limits`: instances take a
 fixed number of requests (`policy.limits`). `scatter`: any slice with a free place, drawn by a hash
 (`policy.limits`)."""
 
-Turn = Literal["headroom", "arrival", "rotation"]
-"""Who runs next on a slice: least headroom first, first come first served, or largest virtual lag
-time first with KV rotated to the host (SuperInfer section 4.2)."""
+Turn = Literal["headroom", "arrival"]
+"""Which model and which of its requests run next on a slice: least headroom first, or first come
+first served."""
+Chunks = Literal["headroom", "smallest", "whole"]
+"""Prompts are computed in chunks as large as headroom allows, in the smallest ones that are in time
+(C2CServe section 6.3), or in steps as large as the slice takes."""
 
 ANY_SLICE: tuple[SliceKind, ...] = ("gpu", "green", "mig", "cpu")
 GPU_ONLY: tuple[SliceKind, ...] = ("gpu", "green", "mig")
@@ -56,8 +60,12 @@ class Preset:
 
     # ---- read by the slices' policy
     turn: Turn = "headroom"
-    chunking: bool = True
-    """Prompts are computed in chunks sized by headroom; else a whole prompt is one step."""
+    chunks: Chunks = "headroom"
+    rotation: RotationSettings | None = None
+    """Largest virtual lag time first, KV rotated to the host where a slice has memory there
+    (SuperInfer section 4.2)."""
+    alpha: bool = True
+    """The split of hybrid GEMMs follows contention on the link (C2CServe section 7)."""
 
     # ---- read by the world
     streams: bool = True
@@ -65,16 +73,14 @@ class Preset:
     with loading all of them."""
     parts: int = 1
     """Equal parts that each node is cut into for good (static sharing)."""
-    alpha: bool = True
-    """The split of hybrid GEMMs follows contention on the link (C2CServe section 7)."""
 
 
-C2CSERVE = Preset("c2cserve")
+C2CSERVE = Preset("c2cserve", rotation=RotationSettings())
 
 SERVERLESSLLM = Preset(
     "serverlessllm", "limits", GPU_ONLY,
     limits=(Limit(8 << 30, 0, 160), Limit(16 << 30, 0, 32), Limit(32 << 30, 0, 16)),
-    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunks="whole", streams=False,
     alpha=False,
 )  # fmt: skip
 """ServerlessLLM with the concurrency limits that SLINFER section IX-A tunes for it."""
@@ -82,7 +88,7 @@ SERVERLESSLLM = Preset(
 SLLM_C = Preset(
     "sllm+c", "limits",
     limits=(Limit(8 << 30, 59, 160), Limit(16 << 30, 15, 32), Limit(32 << 30, 6, 16)),
-    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunks="whole", streams=False,
     alpha=False,
 )  # fmt: skip
 """ServerlessLLM that uses CPUs too, and first (SLINFER section IX-A)."""
@@ -90,22 +96,24 @@ SLLM_C = Preset(
 SLLM_C_S = Preset(
     "sllm+c+s", "limits",
     limits=(Limit(8 << 30, 23, 71), Limit(16 << 30, 4, 12), Limit(32 << 30, 6, 4)),
-    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunking=False, streams=False,
+    patience=1.0, keep_alive_s=1.0, share=False, turn="arrival", chunks="whole", streams=False,
     parts=2, alpha=False,
 )  # fmt: skip
 """The same on halves of nodes (SLINFER section IX-A)."""
 
 SLINFER = Preset(
-    "slinfer", "slinfer", patience=1.0, keep_alive_s=1.0, chunking=False, streams=False, alpha=False
+    "slinfer", "slinfer", patience=1.0, keep_alive_s=1.0, chunks="whole", streams=False, alpha=False
 )
 
-SUPERINFER = Preset("superinfer", "scatter", share=False, turn="rotation", alpha=False)
+SUPERINFER = Preset(
+    "superinfer", "scatter", share=False, turn="arrival", rotation=RotationSettings(), alpha=False
+)
 """SuperInfer's slices, with a load balancer in front: it has one model per device and no placing
 of its own."""
 
-FCFS = Preset("fcfs", "scatter", turn="arrival", chunking=False, alpha=False)
+FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="whole", alpha=False)
 
-C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunking=False, alpha=False)
+C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="whole", alpha=False)
 """C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
 
 PRESETS = {
