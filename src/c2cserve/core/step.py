@@ -11,7 +11,8 @@ class SeqStep:
     KV cache. `new_blocks` are byte offsets into the slice's arena, appended to the sequence's
     block table; `fresh` first clears that table (first step, or restart after preemption, when
     `new_blocks` begins with any blocks reused from the prefix cache). `emits` is true when the
-    step reaches the sequence's last known token and so draws the next one.
+    step reaches the sequence's last token (known, or being drawn by a step in flight) and so draws
+    the next one.
     """
 
     request_id: str

@@ -16,31 +16,49 @@ class Seq:
 
     request: Request
     model: "ActiveModel"
+    chained: bool
+    """`events.Submitted.chained`."""
     length: int
     """Known tokens: prompt and drawn."""
     due_s: float
+    """When the next token that no step is drawing yet is late."""
+    drawing: int = 0
+    """Tokens that steps in flight will draw."""
     computed: int = 0
     issued: int = 0
+    flights: int = 0
+    """Steps in flight that it has a part in."""
     blocks: list[int] = field(default_factory=list[int])
     told: int = 0
     """Blocks that the executor has been told of; none before the first step since (re)start."""
     started: bool = False
     withdrawn: bool = False
+    ended: bool = False
+    """The executor has forgotten it. What is withdrawn or ended while in flight holds its blocks
+    until it has landed."""
 
     @property
-    def in_flight(self) -> bool:
-        return self.issued != self.computed
-
-    def drew(self, tokens: int) -> None:
-        self.length += tokens
-        self.due_s += tokens * self.request.slo.tpot_s
+    def expected(self) -> int:
+        """Its length once the steps in flight are done."""
+        return self.length + self.drawing
 
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
         start, told, has = self.issued, self.told, len(self.blocks)
         self.issued, self.told = start + tokens, has
+        self.flights += 1
+        emits = self.issued == self.expected
+        if emits:
+            self.drawing += 1
+            self.due_s += self.request.slo.tpot_s
         new = tuple(self.blocks[told:]) if told < has else ()
-        return SeqStep(self.request.id, start, tokens, new, told == 0, self.issued == self.length)
+        return SeqStep(self.request.id, start, tokens, new, told == 0, emits)
+
+    def land(self, part: SeqStep, drawn: int) -> None:
+        """A step that it had `part` in is done, and drew so many tokens for it."""
+        self.computed = part.start + part.tokens
+        self.drawing -= part.emits
+        self.length += drawn
 
     def restart(self) -> None:
         """Its KV is gone; its tokens are not."""
@@ -59,20 +77,18 @@ class ActiveModel:
     key: str
     time: StepTime
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
-    in_flight: int | None = None
-    """Id of its step under way; at most one, because a decode needs the token before."""
     last_step: int = 0
     started: int = 0
     ttft_s: float = float("inf")
     tpot_s: float = float("inf")
     """The strictest of its requests' targets since it last had none."""
 
-    def add(self, request: Request) -> Seq:
+    def add(self, request: Request, chained: bool) -> Seq:
         if not self.seqs:
             self.ttft_s = self.tpot_s = float("inf")
         self.ttft_s = min(self.ttft_s, request.slo.ttft_s)
         self.tpot_s = min(self.tpot_s, request.slo.tpot_s)
-        seq = Seq(request, self, request.prompt_len, due_s(request, request.sent))
+        seq = Seq(request, self, chained, request.prompt_len, due_s(request, request.sent))
         self.seqs[request.id] = seq
         return seq
 
@@ -80,18 +96,19 @@ class ActiveModel:
         return min(map(_DUE, self.seqs.values()))
 
     def line_up(self) -> tuple[list[Seq], list[Seq]]:
-        """Its requests while no step of it is in flight, by urgency: those that are ready for their
-        next single token, and those with more tokens to be computed, started ones first."""
+        """Its requests by urgency: those that are ready for their next single token, be it that a
+        step in flight draws the one before, and those with more tokens to be computed, started
+        ones first. A request whose last token is being drawn is in neither."""
         decodes: list[Seq] = []
         started: list[Seq] = []
         waiting: list[Seq] = []
         for seq in sorted(self.seqs.values(), key=_DUE):
             if not seq.started:
                 waiting.append(seq)
-            elif seq.issued == seq.length - 1:
-                decodes.append(seq)
-            else:
+            elif seq.issued < seq.expected - 1:
                 started.append(seq)
+            elif seq.expected < seq.request.prompt_len + seq.request.max_new_tokens:
+                decodes.append(seq)
         return decodes, started + waiting
 
 
@@ -107,8 +124,9 @@ def chunk_tokens(
     newcomer like those who are there would still have half of its time for the first token."""
     allowed_s = float("inf")
     for model in models:
-        if model.seqs:
-            allowed_s = min(allowed_s, model.ttft_s / 2)
+        if not model.seqs:
+            continue
+        allowed_s = min(allowed_s, model.ttft_s / 2)
         if model.started:
             headroom_s = model.most_urgent_due_s() - now
             allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))

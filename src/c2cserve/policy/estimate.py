@@ -51,11 +51,16 @@ class StepTime:
             rest_s = max(0.0, took_s - self.decode_step_s(max(1, decodes)))
             self.prefill_token_s = _blend(self.prefill_token_s, rest_s / prefill_tokens)
 
+    def step_s(self, decodes: int, prefill_tokens: int) -> float:
+        return self.decode_step_s(max(1, decodes)) + self.prefill_token_s * prefill_tokens
+
     def chunk(self, decodes: int, allowed_s: float, least: int, most: int) -> int:
         """Prefill tokens that fit into a step of `allowed_s` beside the decodes."""
         if self.prefill_token_s <= 0.0:
             return min(most, least if decodes else _FIRST_CHUNK)
         rest_s = allowed_s - self.decode_step_s(decodes)
+        if rest_s <= 0.0:
+            return least
         return max(least, int(min(most, rest_s / self.prefill_token_s)))
 
 

@@ -1,7 +1,9 @@
 """The fast loop: which model runs next on a slice, which of its requests, and where their KV lies.
 
 Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6) and
-batches all its running decodes with prefill chunks in order of urgency.
+batches all its running decodes with prefill chunks in order of urgency. Where steps may overlap,
+the next one is planned shortly before the last one ends, of the same sequences if their tokens are
+drawn where the next step reads them.
 """
 
 from collections.abc import Sequence
@@ -19,15 +21,30 @@ from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.kv import KvArena
 
+_LEAD_S = 0.02
+"""How long before the end of a step the next one is planned. It hides the planning and launching
+of a step, and the word that the last one is done; but who comes after it waits for a step more."""
+
 
 @dataclass(slots=True)
 class _Flight:
+    step: Step
     model: ActiveModel
     seqs: list[Seq]
     """In the step's order: the decodes first."""
     decodes: int
     prefill_tokens: int
+    expected_s: float
+    """How long it will take, 0 if nobody knows."""
+    since_s: float | None = None
+    """When all steps before it were done."""
     parked: bool = False
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the model's next step can not be planned before this one is done."""
+        parts = zip(self.step.seqs, self.seqs, strict=True)
+        return self.parked or any(part.emits and not seq.chained for part, seq in parts)
 
 
 class SlicePolicy:
@@ -37,7 +54,8 @@ class SlicePolicy:
     wakeup: float | None = None
 
     def __init__(self, slice_: Slice, max_in_flight: int = 1) -> None:
-        """`max_in_flight`: un-parked steps at a time (of different models)."""
+        """`max_in_flight`: steps at a time that are not parked. They run in the order of their
+        launch; more than one or two only make newcomers wait."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
         self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes)
@@ -54,6 +72,8 @@ class SlicePolicy:
         self._late_ran = False
         self._first_in_line: Seq | None = None
         """The most urgent request that waits for memory."""
+        self._short_of_room = False
+        """A running request found no block for its next token."""
         self._actions: list[SliceAction] = []
         self.running = 0
         """Requests that have started (and so hold KV)."""
@@ -62,7 +82,7 @@ class SlicePolicy:
 
     @property
     def waiting(self) -> int:
-        return len(self._seqs) - self.running
+        return sum(not seq.started for seq in self._seqs.values())
 
     def step_times(self) -> dict[str, StepTime]:
         return {name: model.time for name, model in self._models.items()}
@@ -77,8 +97,8 @@ class SlicePolicy:
                 model = self._models.pop(name)
                 self._leaving.append(model)
                 self._retire(model)
-            case ev.Submitted(request):
-                self._seqs[request.id] = self._models[request.model].add(request)
+            case ev.Submitted(request, chained):
+                self._seqs[request.id] = self._models[request.model].add(request, chained)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.StepDone():
@@ -99,26 +119,32 @@ class SlicePolicy:
 
     def _retire(self, model: ActiveModel) -> None:
         """A deactivated model's memory goes with its last request and step."""
-        if model in self._leaving and not model.seqs and model.in_flight is None:
+        if model in self._leaving and not model.seqs and not self._flights_of(model):
             self._leaving.remove(model)
             self.arena.remove_model(model.key)
 
+    def _flights_of(self, model: ActiveModel) -> list[_Flight]:
+        return [flight for flight in self._flights.values() if flight.model is model]
+
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
-        if seq is None:
-            return  # it ended by itself while the word was on its way
-        if seq.in_flight:
-            seq.withdrawn = True  # its blocks are being written: they go when the step is done
-        else:
-            self._actions.append(Drop(request_id))
-            self._remove(seq)
+        if seq is not None:  # else it ended by itself while the word was on its way
+            seq.withdrawn = True
+            self._leave(seq)
 
-    def _remove(self, seq: Seq) -> None:
-        self._stop(seq)
+    def _leave(self, seq: Seq) -> None:
+        """No more steps of it; its memory goes at once, or when nothing writes to it any more."""
         if self._first_in_line is seq:
             self._first_in_line = None
         del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
-        self._retire(seq.model)
+        if not seq.flights:
+            self._forget(seq)
+            self._retire(seq.model)
+
+    def _forget(self, seq: Seq) -> None:
+        if seq.withdrawn and not seq.ended:
+            self._actions.append(Drop(seq.request.id))
+        self._stop(seq)
 
     def _stop(self, seq: Seq) -> None:
         """Take its memory away."""
@@ -131,42 +157,45 @@ class SlicePolicy:
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.pop(event.step_id)
         self._flying -= not flight.parked
-        model = flight.model
-        model.in_flight = None
-        model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s)
+        flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
-        for seq in flight.seqs:
-            self._confirm(seq, outcomes.get(seq.request.id))
-        self._retire(model)
+        for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
+            self._land(seq, part, outcomes.get(part.request_id))
+        self._retire(flight.model)
 
-    def _confirm(self, seq: Seq, outcome: ev.SeqOutcome | None) -> None:
-        if outcome is not None and outcome.failed:
-            self._remove(seq)
-            return
-        # What the step filled of its prompt's blocks can be reused from now on.
-        first, hashes = seq.computed // BLOCK_TOKENS, seq.request.prefix_hashes
-        if first < len(hashes):
-            for index in range(first, min(seq.issued // BLOCK_TOKENS, len(hashes))):
-                self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
-        seq.computed = seq.issued
-        if outcome is not None:
-            seq.drew(outcome.drawn)
-        if outcome is not None and outcome.finished:
-            self._remove(seq)
-        elif seq.withdrawn:
-            self._actions.append(Drop(seq.request.id))
-            self._remove(seq)
+    def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None) -> None:
+        seq.flights -= 1
+        if not seq.ended:
+            if outcome is None or not outcome.failed:
+                self._seal(seq, part)
+            seq.land(part, 0 if outcome is None else outcome.drawn)
+            seq.ended = outcome is not None and outcome.finished
+            if seq.ended and not seq.withdrawn:
+                self._leave(seq)
+                return
+        if not seq.flights and (seq.ended or seq.withdrawn):
+            self._forget(seq)
+
+    def _seal(self, seq: Seq, part: SeqStep) -> None:
+        """What the step filled of its prompt's blocks can be reused from now on."""
+        hashes = seq.request.prefix_hashes
+        end = min((part.start + part.tokens) // BLOCK_TOKENS, len(hashes))
+        for index in range(part.start // BLOCK_TOKENS, end):
+            self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[SliceAction]:
+        self.wakeup = None
+        self._short_of_room = False
         tried: set[str] = set()
-        while self._flying < self._max_in_flight:
+        while self._flying < self._max_in_flight and self._is_time(now):
             candidates = (
                 (model.most_urgent_due_s(), model.last_step, name)
                 for name, model in self._models.items()
-                if model.seqs and model.in_flight is None and name not in tried
-            )
+                if model.seqs and name not in tried
+                and not any(flight.holds_up for flight in self._flights_of(model))
+            )  # fmt: skip
             turn = next_turn(candidates, now, self._late_ran)
             if turn is None:
                 break
@@ -174,15 +203,36 @@ class SlicePolicy:
             freed = len(self._actions)
             if self._launch(self._models[name], now):
                 self._late_ran = late
-            elif len(self._actions) > freed:
+                continue
+            if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: others may have room now
             tried.add(name)
+            if self._flying and self._short_of_room:
+                break  # who could be preempted has to land first
         actions, self._actions = self._actions, []
         return actions
+
+    def _is_time(self, now: float) -> bool:
+        """Whether the next step is due to be planned: nothing runs, or what runs is about to end.
+        Until then, who comes can still have a part in it. While nobody knows how long steps take,
+        there is nothing to hide either."""
+        ahead = next((flight for flight in self._flights.values() if not flight.parked), None)
+        if ahead is None:
+            return True
+        if ahead.since_s is None:
+            ahead.since_s = now
+        if not ahead.expected_s:
+            return False
+        begin_s = ahead.since_s + ahead.expected_s - _LEAD_S
+        if now < begin_s:
+            self.wakeup = begin_s
+        return now >= begin_s
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
         decodes, prefills = model.line_up()
+        if self._flights_of(model) and self._lacks_room(model, decodes):
+            return False
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
@@ -199,18 +249,27 @@ class SlicePolicy:
             if left <= 0 or len(parts) == self._slice.max_batch:
                 break
             if seq.started or self._admit(seq):
-                tokens = min(left, seq.length - seq.issued)
+                tokens = min(left, seq.expected - seq.issued)
                 seqs.append(seq)
                 parts.append(seq.issue(tokens))
                 left -= tokens
         if not parts:
             return False
         step = Step(next(self._step_ids), model.name, tuple(parts))
-        self._flights[step.id] = _Flight(model, seqs, decoding, budget - left)
+        expected_s = model.time.step_s(decoding, budget - left)
+        self._flights[step.id] = _Flight(step, model, seqs, decoding, budget - left, expected_s)
         self._flying += 1
-        model.in_flight = model.last_step = step.id
+        model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
+
+    def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
+        """Whether decodes of a model with a step in flight need more blocks than there are. They
+        wait then until it has landed: nobody could be preempted for them before."""
+        needed = sum(seq.issued == len(seq.blocks) * BLOCK_TOKENS for seq in decodes)
+        short = needed > 0 and self.arena.available(model.key) < needed
+        self._short_of_room |= short
+        return short
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -247,7 +306,7 @@ class SlicePolicy:
         return True
 
     def _parked(self, model: ActiveModel) -> bool:
-        return model.in_flight is not None and self._flights[model.in_flight].parked
+        return any(flight.parked for flight in self._flights_of(model))
 
     def _make_room(self, seq: Seq) -> bool:
         """A block for the next token, if it needs one, preempting others if need be."""
@@ -260,6 +319,7 @@ class SlicePolicy:
                 self.preemptions += 1
                 self._actions.append(Drop(victim.request.id, requeued=True))
             elif self.running > 1:
+                self._short_of_room = True
                 return False  # the others are more urgent, or in flight: it waits for them
             else:
                 self._truncate(seq)
@@ -273,7 +333,7 @@ class SlicePolicy:
         urgent than `seq`, so that two never preempt each other in turn."""
         candidates = [
             other for other in self._seqs.values()
-            if other.started and not other.in_flight and other.due_s >= seq.due_s
+            if other.started and not other.flights and other.due_s >= seq.due_s
             and other is not seq
         ]  # fmt: skip
         return max(
@@ -285,4 +345,4 @@ class SlicePolicy:
     def _truncate(self, seq: Seq) -> None:
         """Not even the whole arena would hold its next token."""
         self._actions.append(Truncate(seq.request.id))
-        self._remove(seq)
+        self._leave(seq)

@@ -33,11 +33,16 @@ class Job:
     stop_after: int
     """Tokens it draws before it stops by itself."""
     length: int
+    chained: bool = False
     blocks: list[int] = field(default_factory=list)
+    issued: int = 0
+    """Tokens with KV, reused ones and those of steps in flight included."""
     computed: int = 0
-    """Tokens with KV, reused ones included."""
+    """Those of steps that are done."""
     drawn: int = 0
-    in_step: bool = False
+    flights: int = 0
+    drawing: int = 0
+    """Tokens that steps in flight draw."""
     ended: str = ""
     recomputed: int = 0
 
@@ -47,7 +52,8 @@ class Job:
 
 
 class SliceTestWorld:
-    """`runtime.ports.Source` and `Executor`. Steps take random times and sometimes park first."""
+    """`runtime.ports.Source` and `Executor`. Steps run one after the other, take random times and
+    sometimes park first."""
 
     def __init__(
         self,
@@ -65,23 +71,33 @@ class SliceTestWorld:
         self.max_in_flight = max_in_flight
         self.park, self.fail = park, fail
         self.now = 0.0
+        self.pace = self.random.choice([1.0, 10.0])
+        self.told: list[SliceEvent] = []
         self.jobs: dict[str, Job] = {}
         self.flying: dict[int, Step] = {}
-        self.parked: set[int] = set()
+        self.parked: dict[int, float] = {}
+        """Steps that wait for weights, and when they will be done."""
         self.contents: dict[int, tuple[str, int]] = {}
         """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
         self.log: list[Tick] = []
         self.steps: list[tuple[float, Step]] = []
-        self._heap: list[tuple[float, int, SliceEvent]] = []
+        self.surplus = 0
+        """Parts of steps for requests that had ended when the step was done."""
+        self._heap: list[tuple[float, int, SliceEvent | None]] = []
         self._order = count()
+        self._free_s = 0.0
+        """When all steps that are not parked will be done."""
 
-    def at(self, when: float, event: SliceEvent) -> None:
+    def at(self, when: float, event: SliceEvent | None) -> None:
+        """None: nothing happens but that the policy is asked."""
         heapq.heappush(self._heap, (when, next(self._order), event))
 
-    def submit_at(self, when: float, request: Request, stop_after: int | None = None) -> None:
+    def submit_at(
+        self, when: float, request: Request, stop_after: int | None = None, chained: bool = False
+    ) -> None:
         owed = request.max_new_tokens if stop_after is None else stop_after
-        self.jobs[request.id] = Job(request, owed, request.prompt_len)
-        self.at(when, Submitted(request))
+        self.jobs[request.id] = Job(request, owed, request.prompt_len, chained)
+        self.at(when, Submitted(request, chained))
 
     def run(self, until: float = 1e6, max_ticks: int = 200_000) -> None:
         for _ in range(max_ticks):
@@ -93,7 +109,9 @@ class SliceTestWorld:
                 event = heapq.heappop(self._heap)[2]
                 if isinstance(event, StepDone):
                     event = self._done(event)
-                events.append(event)
+                if event is not None:
+                    events.append(event)
+            self.told += events
             for event in events:
                 self.policy.apply(event)
             actions = list(self.policy.decide(self.now))
@@ -101,6 +119,11 @@ class SliceTestWorld:
             for action in actions:
                 self._act(action)
             self.check_memory()
+            wakeup = self.policy.wakeup
+            if wakeup is not None:
+                assert wakeup > self.now, "asks to be asked without end"
+                if self._heap and wakeup < self._heap[0][0]:
+                    self.at(wakeup, None)
         raise AssertionError("the world does not come to an end")
 
     # ---- executor -------------------------------------------------------------------------------
@@ -111,14 +134,14 @@ class SliceTestWorld:
                 self._start(step)
             case Drop(request_id, requeued):
                 job = self.jobs[request_id]
-                assert not job.in_step
+                assert not job.flights
                 assert not job.ended
-                job.blocks, job.computed = [], 0
+                job.blocks, job.issued, job.computed = [], 0, 0
                 if not requeued:
                     job.ended = "dropped"
             case Truncate(request_id):
                 job = self.jobs[request_id]
-                assert not job.in_step
+                assert not job.flights
                 assert not job.ended
                 job.ended = "truncated"
 
@@ -127,7 +150,8 @@ class SliceTestWorld:
         assert len(step.seqs) <= self.slice.max_batch
         flying = [s for i, s in self.flying.items() if i not in self.parked]
         assert len(flying) < self.max_in_flight
-        assert all(other.model != step.model for other in self.flying.values())
+        told = {event.step_id for event in self.told if isinstance(event, StepParked)}
+        assert all(self.flying[i].model != step.model for i in self.parked if i in told)
         prefill = sum(part.tokens for part in step.seqs if part.tokens > 1)
         assert prefill <= self.slice.max_step_tokens
         written: set[int] = set()
@@ -135,36 +159,47 @@ class SliceTestWorld:
             job = self.jobs[part.request_id]
             assert job.request.model == step.model
             assert not job.ended
-            assert not job.in_step
+            assert not job.drawing or job.chained, "a token is read that nobody knows"
             if part.fresh:
+                assert not job.flights
                 job.blocks = []
-                job.recomputed += job.computed
-                job.computed = part.start
+                job.recomputed += job.issued
+                job.issued = job.computed = part.start
                 self._check_reuse(job, part.new_blocks[: part.start // BLOCK_TOKENS], part.start)
             job.blocks += part.new_blocks
             assert part.tokens >= 1
-            assert part.start == job.computed, "a token is skipped or repeated"
+            assert part.start == job.issued, "a token is skipped or repeated"
             end = part.start + part.tokens
-            assert end <= job.length
+            assert end <= job.length + job.drawing
+            assert end <= job.request.max_len
             assert end <= len(job.blocks) * BLOCK_TOKENS
-            assert part.emits == (end == job.length)
+            assert part.emits == (end == job.length + job.drawing)
             own = {
                 job.blocks[i]
                 for i in range(part.start // BLOCK_TOKENS, (end - 1) // BLOCK_TOKENS + 1)
             }
             assert not own & written, "two sequences write one block"
             written |= own
-            job.in_step = True
+            job.flights += 1
+            job.issued = end
+            job.drawing += part.emits
+            assert job.drawn + job.drawing <= job.request.max_new_tokens, "a step for nothing"
         for offset in written:
             self.contents.pop(offset, None)
+        names = [part.request_id for part in step.seqs]
         self.flying[step.id] = step
         self.steps.append((self.now, step))
-        took = self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
-        done = self.now + took
-        if self.random.random() < self.park:
-            self.at(done, StepParked(step.id))
-            self.parked.add(step.id)
-            done += self.random.uniform(0.0, 0.2)
+        took = self.pace * self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
+        after = [
+            done for i, done in self.parked.items()
+            if {part.request_id for part in self.flying[i].seqs} & set(names)
+        ]  # fmt: skip
+        if after or self.random.random() < self.park:
+            done = max([self.now, *after]) + took + self.random.uniform(0.0, 0.2)
+            self.at(self.now, StepParked(step.id))
+            self.parked[step.id] = done
+        else:
+            done = self._free_s = max(self.now, self._free_s) + took
         outcomes = ()  # drawn when it is done
         self.at(done, StepDone(step.id, outcomes, took))
 
@@ -176,12 +211,16 @@ class SliceTestWorld:
 
     def _done(self, event: StepDone) -> StepDone:
         step = self.flying.pop(event.step_id)
-        self.parked.discard(event.step_id)
+        self.parked.pop(event.step_id, None)
         outcomes: list[SeqOutcome] = []
         failing = self.random.random() < self.fail
         for part in step.seqs:
             job = self.jobs[part.request_id]
-            job.in_step = False
+            job.flights -= 1
+            job.drawing -= part.emits
+            if job.ended:
+                self.surplus += 1
+                continue
             if failing:
                 job.ended = "failed"
                 outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
@@ -209,7 +248,7 @@ class SliceTestWorld:
         owners: dict[int, tuple[str, int, int | None]] = {}
         intervals: dict[int, int] = {}
         for job in self.jobs.values():
-            if job.ended:
+            if job.ended and not job.flights:
                 continue
             size = self.specs[job.request.model].kv_block_bytes
             for index, offset in enumerate(job.blocks):
@@ -228,6 +267,8 @@ class SliceTestWorld:
         for (a, size), (b, _) in pairwise(spans):
             assert a + size <= b, "blocks overlap"
         assert self.policy.arena.held_bytes >= sum(intervals.values())
+        for name, seq in self.policy._seqs.items():
+            assert seq.length == self.jobs[name].length, "a drawn token is lost or counted twice"
 
     def activate(self, when: float = 0.0) -> None:
         for spec in self.specs.values():

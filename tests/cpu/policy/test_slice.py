@@ -40,7 +40,7 @@ requests = st.lists(
     st.tuples(
         st.sampled_from("abc"), st.integers(1, 200), st.integers(1, 40), st.floats(0, 2),
         st.integers(0, 2), st.integers(0, 12), st.integers(1, 60), st.none() | st.floats(0, 3),
-        st.sampled_from(SLOS),
+        st.sampled_from(SLOS), st.booleans(),
     ),
     min_size=1, max_size=40,
 )  # fmt: skip
@@ -53,9 +53,9 @@ def world_of(
     specs = [spec(name, block) for name, block in zip("abc", blocks, strict=True)]
     world = SliceTestWorld(small_slice(slabs), seed, specs, in_flight, park, fail)
     world.activate()
-    for i, (model, prompt, new, at, family, shared, stop, cancel, slo) in enumerate(drawn):
+    for i, (model, prompt, new, at, family, shared, stop, cancel, slo, chained) in enumerate(drawn):
         one = request(f"r{i}", model, prompt, new, at, family, slo, shared)
-        world.submit_at(at, one, stop)
+        world.submit_at(at, one, stop, chained)
         if cancel is not None:
             world.withdraw(at + cancel, one.id)
     return world

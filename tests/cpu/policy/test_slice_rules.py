@@ -191,16 +191,6 @@ def test_a_parked_step_leaves_the_slice_to_others() -> None:
     assert hand.step(hand.done(step)).model == "a"
 
 
-def test_two_steps_may_be_in_flight() -> None:
-    hand = Hand("a", "b", "c", max_in_flight=2)
-    tell = [Submitted(request(f"r{m}", m)) for m in "abc"]
-    first, second = hand.tell(*tell)
-    assert isinstance(first, RunStep)
-    assert isinstance(second, RunStep)
-    assert {first.step.model, second.step.model} == {"a", "b"}
-    assert hand.step(hand.done(second.step)).model == "c"
-
-
 def test_a_prompt_that_can_never_fit_is_cut_off_and_holds_nobody_up() -> None:
     hand = Hand(slabs=1)  # 8 blocks
     truncate, run = hand.tell(
@@ -297,6 +287,7 @@ def test_a_crowded_slice_finishes_everything(seed: int) -> None:
             random.choice("abc"), random.randint(1, 200), random.randint(1, 40), random.random(),
             random.randint(0, 2), random.randint(0, 12), random.randint(1, 60),
             random.choice([None, None, random.random()]), random.choice(SLOS),
+            random.random() < 0.8,
         )
         for _ in range(40)
     ]  # fmt: skip

@@ -23,6 +23,7 @@ def crowded(seed: int) -> SliceTestWorld:
             random.choice("abc"), random.randint(1, 200), random.randint(1, 30), random.random(),
             random.randint(0, 2), random.randint(0, 12), random.randint(1, 40),
             random.choice([None, random.random()]), random.choice(SLOS),
+            random.random() < 0.8,
         )
         for _ in range(30)
     ]  # fmt: skip
