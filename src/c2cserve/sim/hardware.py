@@ -163,6 +163,8 @@ class SliceSettings:
     max_batch: int = 64
     max_step_tokens: int = 2048
     max_active: int = 8
+    host_kv_bytes: int = 0
+    """Host memory for paused KV, of each slice that has memory of its own."""
 
 
 def build(
@@ -233,6 +235,7 @@ def _lanes(
             hbm_bytes=hbm_bytes,
             link=routes["h2d"][0] if streams else "",
             link_bytes_per_s=link_share / (layout.slices * parts) if streams else 0.0,
+            host_kv_bytes=settings.host_kv_bytes if streams else 0,
         )
         lane = Lane(
             slice=slice_,
