@@ -3,89 +3,96 @@ exist."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from c2cserve.cli.output import CliError, console, print_json, show_bytes, show_seconds
+from c2cserve.cli.output import CliError, console, print_json
 
 if TYPE_CHECKING:
-    from c2cserve.sim.report import Report
     from c2cserve.sim.run import Scenario
+
+Hardware = Annotated[str, typer.Option(help="MACHINE, MACHINE:LAYOUT, or a TOML file.")]
+Catalog = Annotated[str, typer.Option(help="SHAPE*COUNT,... e.g. llama-3.1-8b*64.")]
+Trace = Annotated[str, typer.Option(help="A packaged trace, a CSV file, or synthetic:rate=5,...")]
+Policy = Annotated[str, typer.Option(help="A preset of policies.")]
+SloText = Annotated[str, typer.Option(help="TTFT,TPOT in seconds, or slinfer.")]
+Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
+TimeScale = Annotated[float, typer.Option(min=1e-6, help="Run the trace so many times as fast.")]
+Start = Annotated[float, typer.Option(min=0, help="Skip so many seconds of the trace.")]
+Duration = Annotated[float | None, typer.Option(min=0, help="Use so many seconds of it.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Use at most so many requests.")]
+Lengths = Annotated[str, typer.Option(help="Lengths for traces that have none.")]
+Mapping = Annotated[str, typer.Option(help="Sources to models: order or shuffle.")]
+Where = Annotated[
+    list[str] | None, typer.Option(help="COLUMN=VALUE: only these lines of the trace.")
+]
+KvShare = Annotated[float, typer.Option(min=0.05, max=1, help="Of a slice's memory, for KV.")]
+MaxActive = Annotated[int, typer.Option(min=1, help="Models with KV on a slice at a time.")]
+Noise = Annotated[float, typer.Option(min=0, help="Spread of step times.")]
+Patience = Annotated[float, typer.Option(min=0, help="Refuse after so many TTFT targets; 0: never")]
+Faults = Annotated[
+    list[str] | None,
+    typer.Option("--fault", help="slice:ID@AT+FOR or link:ID@AT+FOR*SHARE, in seconds."),
+]
+Hybrid = Annotated[bool, typer.Option(help="C2CServe's hybrid GEMMs instead of ours.")]
+Out = Annotated[Path | None, typer.Option("--json", help="Write the report here; - for stdout.")]
+Study = Annotated[str, typer.Option(help="Run a study instead; `list` names them.")]
+Plots = Annotated[Path | None, typer.Option(help="Write the study's plots to this folder.")]
+Quick = Annotated[bool, typer.Option(help="A small part of the study.")]
 
 
 def simulate(
-    hardware: Annotated[
-        str, typer.Option(help="Machine, or MACHINE:LAYOUT, or a TOML file.")
-    ] = "h200-x1",
-    catalog: Annotated[
-        str, typer.Option(help="SHAPE*COUNT,... e.g. llama-3.1-8b*64.")
-    ] = "llama-3.1-8b*64",
-    trace: Annotated[
-        str, typer.Option(help="A packaged trace, a CSV file, or synthetic:rate=5,...")
-    ] = "slinfer64",
-    policy: Annotated[str, typer.Option(help="A preset of policies.")] = "c2cserve",
-    slo: Annotated[str, typer.Option(help="TTFT,TPOT in seconds, or slinfer.")] = "1,0.1",
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
-    time_scale: Annotated[float, typer.Option(min=1e-6, help="Run the trace so much faster.")] = 1,
-    start_s: Annotated[float, typer.Option(min=0, help="Skip so much of the trace.")] = 0,
-    duration_s: Annotated[float | None, typer.Option(min=0, help="Use so much of it.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most so many requests.")] = None,
-    lengths: Annotated[str, typer.Option(help="Lengths for traces that have none.")] = "azure-conv",
-    mapping: Annotated[str, typer.Option(help="Sources to models: order or shuffle.")] = "order",
-    where: Annotated[
-        list[str] | None, typer.Option(help="COLUMN=VALUE: only these lines of the trace.")
-    ] = None,
-    kv_share: Annotated[
-        float, typer.Option(min=0.05, max=1, help="Of a slice's memory, for KV.")
-    ] = 0.5,
-    max_active: Annotated[int, typer.Option(min=1, help="Models with KV on a slice.")] = 8,
-    noise: Annotated[float, typer.Option(min=0, help="Spread of step times.")] = 0.05,
-    patience: Annotated[
-        float, typer.Option(min=0, help="Refuse after so many TTFT targets; 0: never.")
-    ] = 20,
-    fault: Annotated[
-        list[str] | None,
-        typer.Option(help="slice:ID@AT+FOR or link:ID@AT+FOR*SHARE, in seconds."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    hardware: Hardware = "h200-x1",
+    catalog: Catalog = "llama-3.1-8b*64",
+    trace: Trace = "",
+    policy: Policy = "c2cserve",
+    slo: SloText = "1,0.1",
+    seed: Seed = 0,
+    time_scale: TimeScale = 1,
+    start_s: Start = 0,
+    duration_s: Duration = None,
+    limit: Limit = None,
+    lengths: Lengths = "azure-conv",
+    mapping: Mapping = "order",
+    where: Where = None,
+    kv_share: KvShare = 0.5,
+    max_active: MaxActive = 8,
+    noise: Noise = 0.05,
+    patience: Patience = 20,
+    faults: Faults = None,
+    hybrid: Hybrid = False,
+    out: Out = None,
+    study: Study = "",
+    plots: Plots = None,
+    quick: Quick = False,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
     from c2cserve.sim.faults import parse_fault
     from c2cserve.sim.hardware import SliceSettings
     from c2cserve.sim.run import Scenario
-    from c2cserve.sim.run import simulate as run
     from c2cserve.sim.workload.build import WorkloadSettings
 
     try:
-        scenario = Scenario(
-            hardware=hardware,
-            catalog=catalog,
-            workload=WorkloadSettings(
-                trace=trace, seed=seed, time_scale=time_scale, start_s=start_s,
-                duration_s=float("inf") if duration_s is None else duration_s, limit=limit,
-                lengths=lengths, mapping=mapping, where=dict(map(_pair, where or [])),
-            ),
-            slo=slo,
-            policy=policy,
-            slices=SliceSettings(kv_share=kv_share, max_active=max_active),
-            patience=patience,
-            seed=seed,
-            noise=noise,
-            faults=tuple(map(parse_fault, fault or [])),
+        if study:
+            _study(study, trace, seed, quick, out, plots)
+            return
+        workload = WorkloadSettings(
+            trace=trace or "slinfer64", seed=seed, time_scale=time_scale, start_s=start_s,
+            duration_s=float("inf") if duration_s is None else duration_s, limit=limit,
+            lengths=lengths, mapping=mapping, where=dict(map(_pair, where or [])),
         )  # fmt: skip
-        result = run(scenario)
+        scenario = Scenario(
+            hardware, catalog, workload, slo, policy,
+            slices=SliceSettings(kv_share=kv_share, max_active=max_active),
+            patience=patience, seed=seed, noise=noise, hybrid=hybrid,
+            faults=tuple(map(parse_fault, faults or [])),
+        )  # fmt: skip
+        _scenario(scenario, out)
     except OSError as error:
         raise CliError(f"{error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise CliError(str(error), 2) from error
-    if out is None:
-        show(scenario, result)
-    elif str(out) == "-":
-        print_json(result.as_json())
-    else:
-        out.write_text(json.dumps(result.as_json(), indent=1) + "\n")
-        show(scenario, result)
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -95,47 +102,41 @@ def _pair(text: str) -> tuple[str, str]:
     return column, value
 
 
-def show(scenario: "Scenario", result: "Report") -> None:
-    from rich.table import Table
+def _scenario(scenario: "Scenario", out: Path | None) -> None:
+    from c2cserve.cli.simulate_show import show
+    from c2cserve.sim.run import simulate as run
 
-    table = Table(title=f"{scenario.policy} on {scenario.hardware}: {scenario.catalog}")
-    for head in ("", "mean", "p50", "p90", "p95", "p99", "within target"):
-        table.add_column(head, justify="right" if head else "left")
-    for name, one, met in (
-        ("TTFT", result.ttft, result.ttft_attainment),
-        ("TPOT", result.tpot, result.tpot_attainment),
-    ):
-        figures = [show_seconds(v) for v in (one.mean, one.p50, one.p90, one.p95, one.p99)]
-        table.add_row(name, *figures, f"{met:.1%}")
-    out = console()
-    out.print(table)
-    out.print(
-        f"{result.requests} requests in {result.duration_s:.0f} s: {result.slo_met} "
-        f"({result.slo_attainment:.1%}) met both targets, {result.rejected} were refused, "
-        f"{result.truncated} cut short; {result.preempted} preemptions, {result.resumed} resumed"
-    )
-    _show_machine(result)
+    result = run(scenario)
+    if _write(out, result.as_json()):
+        show(scenario, result)
 
 
-def _show_machine(result: "Report") -> None:
-    from rich.table import Table
+def _study(
+    name: str, trace: str, seed: int, quick: bool, out: Path | None, plots: Path | None
+) -> None:
+    from c2cserve.cli.simulate_show import show_studies, show_study
+    from c2cserve.sim.studies.registry import STUDIES, StudyOptions, run
 
-    out = console()
-    slices = Table(title="Slices (shares of the time)")
-    heads = ("slice", "computing", "in use", "held", "steps", "switches", "loads", "streamed")
-    for head in heads:
-        slices.add_column(head, justify="left" if head == "slice" else "right")
-    for name, node in result.nodes.items():
-        shares = (f"{share:.0%}" for share in (node.busy, node.used, node.held))
-        counts = (str(node.steps), str(node.switches), str(node.loads))
-        slices.add_row(name, *shares, *counts, show_bytes(node.streamed_bytes))
-    out.print(slices)
-    links = Table(title="Links")
-    for head in ("link", "moved", "mean rate", "busy"):
-        links.add_column(head, justify="left" if head == "link" else "right")
-    for name, link in result.links.items():
-        if link.moved_bytes > 0 and not name.endswith("compute"):
-            rate = f"{link.mean_bytes_per_s / 1e9:.1f} GB/s"
-            links.add_row(name, show_bytes(link.moved_bytes), rate, f"{link.busy_share:.0%}")
-    if links.row_count:
-        out.print(links)
+    if name == "list":
+        show_studies(STUDIES)
+        return
+    result = run(name, StudyOptions(seed, trace, quick))
+    if plots is not None:
+        try:
+            from c2cserve.sim.studies.plot import save
+        except ModuleNotFoundError as error:
+            raise CliError("plots need matplotlib: pip install 'c2cserve[plots]'") from error
+        for path in save(result.figures, plots):
+            console().print(f"wrote {path}")
+    if _write(out, result.as_json()):
+        show_study(result)
+
+
+def _write(out: Path | None, value: dict[str, Any]) -> bool:
+    """False: it went to stdout, where nothing else may go."""
+    if out is not None and str(out) == "-":
+        print_json(value)
+        return False
+    if out is not None:
+        out.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n")
+    return True

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from c2cserve.core.actions import Move
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -19,6 +20,13 @@ class SeqState:
     """Known tokens: prompt and drawn."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
+    leaving: list[int] = field(default_factory=list[int])
+    """Blocks whose KV is on its way to the host."""
+    coming: list[int] = field(default_factory=list[int])
+    """Blocks whose KV is on its way, or has come, from the host, to be told by a fresh step."""
+    on_host: int = 0
+    """Tokens whose KV is in host memory, while the request is rotated out."""
+    moving: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -35,13 +43,17 @@ class BlockBook:
 
     def begin(self, seq: SeqState, part: SeqStep) -> None:
         """A step is about to compute `part` of the sequence."""
-        if part.fresh:
+        shared = 0
+        if part.fresh and seq.coming:
+            assert not seq.moving, f"{part.request_id}: runs while its KV is on its way"
+            assert part.start == seq.on_host, f"{part.request_id}: it did not stop here"
+            self._give(seq, seq.coming)
+            seq.computed, seq.coming, seq.on_host = part.start, [], 0
+        elif part.fresh:
             self.release(seq)
             seq.computed = part.start
             assert part.start % BLOCK_TOKENS == 0, "a prefix ends inside a block"
             shared = part.start // BLOCK_TOKENS
-        else:
-            shared = 0
         for index, offset in enumerate(part.new_blocks):
             self._take(seq, offset, shared=index < shared)
         end = part.start + part.tokens
@@ -50,12 +62,15 @@ class BlockBook:
         assert end <= len(seq.blocks) * BLOCK_TOKENS, f"{name}: no block for its KV"
 
     def _take(self, seq: SeqState, offset: int, *, shared: bool) -> None:
+        self._claim(seq, offset, shared=shared)
+        seq.blocks.append(offset)
+
+    def _claim(self, seq: SeqState, offset: int, *, shared: bool) -> None:
         size = seq.spec.kv_block_bytes
         assert 0 <= offset <= self.slice.kv_bytes - size, "a block lies outside of the arena"
         count = self.holders.get(offset, 0)
         assert not count or shared, "a block has two owners"
         self.holders[offset] = count + 1
-        seq.blocks.append(offset)
         if not count:
             self.held_bytes += size
             slab = offset // self.slice.slab_bytes
@@ -64,20 +79,50 @@ class BlockBook:
             self.slabs[slab] = (model, blocks + 1)
             assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
 
-    def release(self, seq: SeqState) -> None:
-        """Its KV is gone."""
-        for offset in seq.blocks:
-            count = self.holders[offset] - 1
+    def _give(self, seq: SeqState, offsets: list[int]) -> None:
+        size, slab_bytes, holders = seq.spec.kv_block_bytes, self.slice.slab_bytes, self.holders
+        for offset in offsets:
+            count = holders[offset] - 1
             if count:
-                self.holders[offset] = count
+                holders[offset] = count
                 continue
-            del self.holders[offset]
-            self.held_bytes -= seq.spec.kv_block_bytes
-            slab = offset // self.slice.slab_bytes
+            del holders[offset]
+            self.held_bytes -= size
+            slab = offset // slab_bytes
             model, blocks = self.slabs[slab]
             if blocks == 1:
                 del self.slabs[slab]
             else:
                 self.slabs[slab] = (model, blocks - 1)
-        seq.blocks = []
-        seq.computed = 0
+
+    def release(self, seq: SeqState) -> None:
+        """Its KV is gone, on the host too."""
+        self._give(seq, seq.blocks)
+        self._give(seq, seq.coming)
+        seq.blocks, seq.coming = [], []
+        seq.computed = seq.on_host = 0
+
+    def move(self, seq: SeqState, move: Move) -> None:
+        """A move begins: what leaves is held until it has arrived, what follows it is free."""
+        name = move.request_id
+        assert not seq.moving, f"{name}: two moves at a time"
+        seq.moving = True
+        blocks = list(move.blocks)
+        if move.direction == "in":
+            assert seq.on_host, f"{name}: nothing of it is on the host"
+            assert not seq.blocks, f"{name}: it is still here"
+            for offset in blocks:
+                self._claim(seq, offset, shared=False)
+            seq.coming = blocks
+            return
+        assert blocks == seq.blocks[move.first : move.first + len(blocks)], f"{name}: not its KV"
+        if move.direction == "out":
+            seq.leaving = blocks
+            seq.on_host = seq.computed
+            self._give(seq, [offset for offset in seq.blocks if offset not in set(blocks)])
+            seq.blocks = []
+
+    def moved(self, seq: SeqState) -> None:
+        """Its move has arrived."""
+        self._give(seq, seq.leaving)
+        seq.leaving, seq.moving = [], False

@@ -7,18 +7,28 @@ Roofline where nothing is measured:
     floor   = max(compute, memory) + fixed cost
 
 Attention takes 4 * layers * heads * head_dim FLOP for every pair of a token and one before it.
-Weights that are not kept stream by in the meantime and are read once in a step, whatever its
-tokens (docs/kernels.md): the step ends when both the floor is over and the last of them is here.
-Where a table was measured on the device it replaces compute and memory.
+Weights that are not kept stream by in the meantime: the step ends when both the floor is over and
+the last of them is here. Our own dataflows read them once, whatever the step's tokens
+(docs/kernels.md). C2CServe's hybrid GEMMs do a share alpha of their columns output-stationary,
+which reads weights again for every 128 tokens, and the rest weight-stationary, which reads and
+writes 16-bit partial sums in memory once for every 128 of the inner dimension:
+
+    link   = weights * (alpha * ceil(tokens / 128) + 1 - alpha)
+    memory + (1 - alpha) * 4 * tokens * active parameters / 128
+
+(their section 5; within 10 % of what prototypes of both took on an H200.) Where a table was
+measured on the device it replaces compute and memory.
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 from c2cserve.core.step import Step
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.tables import StepTable, Tables
 
+_TILE = 128
 _ACTIVATION_FACTOR = 24
 """Bytes an activation of one token moves in memory per layer, in units of the hidden size: inputs
 and outputs of seven GEMMs and the norms between them, 16 bit."""
@@ -27,8 +37,10 @@ and outputs of seven GEMMs and the norms between them, 16 bit."""
 @dataclass(frozen=True, slots=True)
 class StepCost:
     floor_s: float
-    weight_bytes: float
-    """Weights the step reads, kept or not."""
+    link_bytes: float
+    """Of weights that are not kept."""
+    memory_bytes: float = 0.0
+    """Read and written in the slice's own memory, as far as a roofline says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,8 @@ class _Terms:
     kv_token_s: float
     """Reading or writing one token's KV."""
     byte_s: float
+    partial_token_s: float
+    """Partial sums of weight-stationary GEMMs, of one token."""
     fixed_s: float
     table: StepTable | None
 
@@ -53,14 +67,17 @@ class Costs:
         self._tables = tables
         self._terms: dict[tuple[str, str], _Terms] = {}
 
-    def step(self, step: Step, model: SimModel, lane: Lane, kept: float) -> StepCost:
-        """`kept`: the share of the model's weights that is in the slice's memory."""
+    def step(
+        self, step: Step, model: SimModel, lane: Lane, kept: float, alpha: float | None = None
+    ) -> StepCost:
+        """`kept`: the share of the model's weights that is in the slice's memory. `alpha`: of
+        hybrid GEMMs; None: our own dataflows."""
         key = (model.shape.name, lane.slice.id)
         terms = self._terms.get(key)
         if terms is None:
             terms = self._terms[key] = self._prepare(model, lane)
         if terms.table is not None:
-            return StepCost(_from_table(step, terms.table), model.spec.weight_bytes)
+            return StepCost(_from_table(step, terms.table), model.spec.weight_bytes * (1.0 - kept))
         tokens = pairs = context = 0
         for part in step.seqs:
             end = part.start + part.tokens
@@ -68,11 +85,16 @@ class Costs:
             pairs += part.tokens * (part.start + end + 1) // 2
             context += end + part.tokens
         weights = model.spec.step_bytes(tokens)
+        streamed = weights * (1.0 - kept)
         compute_s = terms.token_s * tokens + terms.pair_s * pairs
         memory_s = (
             terms.byte_s * weights * kept + terms.kv_token_s * context + terms.activation_s * tokens
         )
-        return StepCost(max(compute_s, memory_s) + terms.fixed_s, weights)
+        if alpha is not None:
+            memory_s += (1.0 - kept) * (1.0 - alpha) * terms.partial_token_s * tokens
+            streamed *= alpha * ceil(tokens / _TILE) + 1.0 - alpha
+        floor_s = max(compute_s, memory_s) + terms.fixed_s
+        return StepCost(floor_s, streamed, memory_s * lane.hbm_bytes_per_s)
 
     def _prepare(self, model: SimModel, lane: Lane) -> _Terms:
         shape = model.shape
@@ -83,6 +105,7 @@ class Costs:
             activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / lane.hbm_bytes_per_s,
             kv_token_s=shape.kv_token_bytes / lane.hbm_bytes_per_s,
             byte_s=1.0 / lane.hbm_bytes_per_s,
+            partial_token_s=4.0 * shape.active_parameters / _TILE / lane.hbm_bytes_per_s,
             fixed_s=lane.step_s,
             table=self._tables.get(shape.table, lane.table),
         )

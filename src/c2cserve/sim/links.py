@@ -87,6 +87,13 @@ class Network:
         link.bytes_per_s = bytes_per_s
         self._share((link,))
 
+    def moved_bytes(self, link_id: str) -> float:
+        """What the link has carried up to now."""
+        link = self.links[link_id]
+        for flow in link.flows:
+            self._account(flow)
+        return link.moved_bytes
+
     def settle(self) -> None:
         """Bring `moved_bytes` and `busy_s` up to now."""
         now = self._timeline.now

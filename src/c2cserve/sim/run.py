@@ -29,6 +29,7 @@ class Scenario:
     seed: int = 0
     noise: float = 0.05
     cold_pool: bool = False
+    hybrid: bool = False
     faults: tuple[Fault, ...] = field(default=())
 
 
@@ -68,6 +69,7 @@ def prepare(
         noise=scenario.noise,
         cold_pool=scenario.cold_pool,
         faults=scenario.faults,
+        hybrid=scenario.hybrid,
     )
     machine = build(scenario.hardware, scenario.slices, preset)
     return Simulation(machine, models, requests, slo_rule(scenario.slo), settings)

@@ -1,13 +1,15 @@
 """A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from random import Random
 from typing import Protocol, cast
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction
 from c2cserve.core.step import Step
 from c2cserve.policy.residency import Residency
 from c2cserve.policy.slice import SlicePolicy
@@ -50,6 +52,8 @@ class World:
     random: Random
     noise: float
     """Standard deviation of the logarithm of a step's time."""
+    hybrid: bool
+    """GEMMs are C2CServe's (`sim.costs`), with the alpha their policy asks for."""
     streams: bool
     """Weights stream in each step and are cached; else they are loaded before the first one."""
 
@@ -69,6 +73,8 @@ class Use:
     switches: int = 0
     loads: int = 0
     streamed_bytes: float = 0.0
+    moved_bytes: int = 0
+    """Of KV, between the slice and the host."""
 
 
 class SimSlice:
@@ -97,6 +103,11 @@ class SimSlice:
         """Steps to be computed, the first of them now."""
         self._started_s = 0.0
         self._flow: Flow | None = None
+        self._alphas: dict[str, float] = {}
+        self._memory_bytes = 0.0
+        """What the running step moves in the slice's memory."""
+        self._moved_before = 0.0
+        """Bytes the slice's link had carried when it began."""
         self._loading: dict[str, float] = {}
         """Model whose weights are on their way -> since when."""
         self._paused: dict[str, int] = {}
@@ -117,7 +128,7 @@ class SimSlice:
             self._held_since_s = self._world.timeline.now
         self.active[name] = model
         self._tell(ev.Activated(model.spec))
-        if not self._world.streams:
+        if self.lane.h2d and not self._world.streams:
             self._load(model)
 
     def deactivate(self, name: str) -> None:
@@ -177,7 +188,7 @@ class SimSlice:
     def _tell(self, event: ev.SliceEvent) -> None:
         self._world.turns.tell(self.loop, event)
 
-    # ---- loading, for systems that load ---------------------------------------------------------
+    # ---- loading, for systems that load (CPUs read weights where they lie) ----------------------
 
     def _load(self, model: SimModel) -> None:
         world, name, size = self._world, model.spec.id, model.spec.weight_bytes
@@ -185,11 +196,8 @@ class SimSlice:
         now = self._loading[name] = world.timeline.now
         used = sum(other.spec.weight_bytes for other in self.active.values())
         assert used <= self.lane.slice.hbm_bytes, f"{self.lane.slice.id}: weights exceed its memory"
-        done = _Bound(self._loaded, name, now)
-        if self.lane.h2d:
-            world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
-        else:
-            world.timeline.at(now + size / self.lane.load_bytes_per_s, done)
+        done = partial(self._loaded, name, now)
+        world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
 
     def _loaded(self, name: str, since_s: float) -> None:
         if self._dead or self._loading.get(name) != since_s:
@@ -229,12 +237,33 @@ class SimSlice:
             else:
                 self._leave(seq)
                 self._world.controller.dropped(seq.job)
+        elif isinstance(action, Move):
+            self._move(action)
+        elif isinstance(action, SetAlpha):
+            self._alphas[action.model] = action.alpha
         else:
-            assert isinstance(action, Truncate)
             seq = self.seqs[action.request_id]
             self.book.release(seq)
             self._leave(seq)
             self._world.controller.truncated(seq.job)
+
+    def _move(self, move: Move) -> None:
+        """KV takes the same links as weights, the other way out."""
+        seq = self.seqs[move.request_id]
+        self.book.move(seq, move)
+        size = len(move.blocks) * seq.spec.kv_block_bytes
+        route = self.lane.h2d if move.direction == "in" else self.lane.d2h
+        done = partial(self._moved, seq, move)
+        self.use.moved_bytes += size
+        if size and route:
+            self._world.network.start(route, size, inf, done)
+        else:
+            self._world.timeline.at(self._world.timeline.now, done)
+
+    def _moved(self, seq: SeqState, move: Move) -> None:
+        if not self._dead:
+            self.book.moved(seq)
+            self._tell(ev.MoveDone(move.request_id, move.direction))
 
     def _enqueue(self, step: Step) -> None:
         self._line.append(step)
@@ -254,12 +283,16 @@ class SimSlice:
             self.use.switches += bool(self._last_model)
             self._last_model = step.model
         kept = 1.0 if self._cache is None else self._keep(self._cache, model, now)
-        cost = world.costs.step(step, model, lane, kept)
+        alpha = self._alphas.get(step.model, 0.0) if world.hybrid else None
+        cost = world.costs.step(step, model, lane, kept, alpha)
         floor_s = cost.floor_s
         if world.noise:
             floor_s *= world.random.lognormvariate(0.0, world.noise)
-        streamed = cost.weight_bytes * (1.0 - kept)
+        streamed = cost.link_bytes if lane.h2d and world.streams else 0.0
         self.use.streamed_bytes += streamed
+        if alpha is not None and lane.h2d:
+            self._memory_bytes = cost.memory_bytes
+            self._moved_before = world.network.moved_bytes(lane.h2d[0])
         if lane.compute:
             self._flow = world.network.start((lane.compute,), floor_s, 1.0, self._done)
         elif streamed > 0:
@@ -315,10 +348,19 @@ class SimSlice:
                 self._leave(seq)
                 world.controller.finished(job)
         self._tell(ev.StepDone(step.id, tuple(outcomes), took_s))
+        if world.hybrid and self.lane.h2d:
+            self._measure_gemms(step, took_s)
         if now - self._reported_s >= _REPORT_S:
             self._report(now)
         if self._line:
             self._start()
+
+    def _measure_gemms(self, step: Step, took_s: float) -> None:
+        network, link = self._world.network, self.lane.h2d[0]
+        moved = network.moved_bytes(link) - self._moved_before
+        memory = self._memory_bytes / (took_s * self.lane.hbm_bytes_per_s)
+        use = moved / (took_s * network.links[link].bytes_per_s)
+        self._tell(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))
 
     def _leave(self, seq: SeqState) -> None:
         del self.seqs[seq.job.request.id]
@@ -332,13 +374,3 @@ class SimSlice:
                 self._world.controller.tell(
                     ev.StepTimes(self.lane.slice.id, name, time.decode_s, time.prefill_token_s)
                 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    call: Callable[[str, float], None]
-    name: str
-    since_s: float
-
-    def __call__(self) -> None:
-        self.call(self.name, self.since_s)

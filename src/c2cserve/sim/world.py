@@ -44,6 +44,8 @@ class Settings:
     """Models come from disk when the first request has arrived; else they are in the pool, as far
     as they fit, before it does."""
     faults: tuple[Fault, ...] = ()
+    hybrid: bool = False
+    """GEMMs are C2CServe's hybrid ones instead of ours (`sim.costs`)."""
 
 
 class Simulation:
@@ -77,11 +79,12 @@ class Simulation:
         """Model -> number of its latest load."""
         self._loads = 0
         self._recalled: set[str] = set()
-        policy = ClusterPolicy(settings.admission)
+        policy = ClusterPolicy(settings.admission, settings.preset)
         self.loop: Loop[ev.ClusterEvent, act.ClusterAction] = Loop(policy, self, no_record)
         self._world = World(
             self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
-            self, Random(settings.seed), settings.noise, settings.preset.streams,
+            self, Random(settings.seed), settings.noise, settings.hybrid,
+            settings.preset.streams,
         )  # fmt: skip
 
     def run(self) -> None:
