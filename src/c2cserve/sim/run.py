@@ -7,7 +7,7 @@ from c2cserve.core.request import Slo
 from c2cserve.policy.admission import AdmissionSettings
 from c2cserve.policy.presets import PRESETS
 from c2cserve.sim.faults import Fault
-from c2cserve.sim.hardware import SliceSettings, build
+from c2cserve.sim.hardware import SimMachine, SliceSettings, build
 from c2cserve.sim.jobs import SimRequest, SloRule
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.shapes import SimModel, catalogue, interleaved
@@ -72,7 +72,19 @@ def prepare(
         hybrid=scenario.hybrid,
     )
     machine = build(scenario.hardware, scenario.slices, preset)
+    if not preset.streams:
+        _check_fit(machine, models, scenario)
     return Simulation(machine, models, requests, slo_rule(scenario.slo), settings)
+
+
+def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
+    least = min(lane.slice.hbm_bytes for lane in machine.lanes)
+    for model in models:
+        if model.spec.weight_bytes > least:
+            raise ValueError(
+                f"{scenario.policy} loads weights into slices: {model.spec.id} does not fit into "
+                f"{least / 1e9:.0f} GB on {scenario.hardware}"
+            )
 
 
 def simulate(scenario: Scenario) -> Report:

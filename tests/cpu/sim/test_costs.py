@@ -1,0 +1,108 @@
+"""Costs against arithmetic by hand."""
+
+import pytest
+
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.sim.costs import Costs
+from c2cserve.sim.hardware import build
+from c2cserve.sim.shapes import SimModel, shape_of
+from c2cserve.sim.tables import Tables, interpolate, read_tables
+
+GPU = build("h200-x1").lanes[0]
+
+
+def model(name: str) -> SimModel:
+    return SimModel(shape_of(name).spec(name), shape_of(name))
+
+
+def step(*parts: tuple[int, int]) -> Step:
+    return Step(
+        1, "m", tuple(SeqStep(f"r{i}", s, n, (), s == 0, True) for i, (s, n) in enumerate(parts))
+    )
+
+
+def test_a_long_prefill_is_bound_by_compute() -> None:
+    shape = shape_of("llama-3.1-8b")
+    cost = Costs(Tables({})).step(step((0, 4096)), model("llama-3.1-8b"), GPU, 1.0)
+    flops = 2 * shape.parameters * 4096 + 4 * 32 * 4096 * (4096 * 4097 / 2)
+    assert cost.floor_s == pytest.approx(flops / GPU.flops + GPU.step_s, rel=1e-3)
+    assert cost.link_bytes == 0.0
+
+
+def test_a_decode_is_bound_by_weights_and_kv_in_memory() -> None:
+    shape = shape_of("llama-3.1-8b")
+    cost = Costs(Tables({})).step(step(*[(1000, 1)] * 8), model("llama-3.1-8b"), GPU, 1.0)
+    activations = 24 * 32 * 4096 * 8
+    read = shape.weight_bytes + 8 * 1002 * shape.kv_token_bytes + activations
+    assert cost.floor_s == pytest.approx(read / GPU.hbm_bytes_per_s + GPU.step_s, rel=1e-6)
+
+
+def test_weights_that_are_not_kept_come_over_the_link_once() -> None:
+    llama = model("llama-3.1-8b")
+    costs = Costs(Tables({}))
+    assert costs.step(step((0, 4096)), llama, GPU, 0.0).link_bytes == llama.spec.weight_bytes
+    half = costs.step(step((9, 1)), llama, GPU, 0.5).link_bytes
+    assert half == llama.spec.weight_bytes / 2
+
+
+def test_hybrid_gemms_trade_the_link_for_memory() -> None:
+    llama = model("llama-3.1-8b")
+    costs = Costs(Tables({}))
+    stationary = costs.step(step((0, 1024)), llama, GPU, 0.0, alpha=0.0)
+    symmetric = costs.step(step((0, 1024)), llama, GPU, 0.0, alpha=1.0)
+    assert stationary.link_bytes == llama.spec.weight_bytes
+    assert symmetric.link_bytes == pytest.approx(8 * llama.spec.weight_bytes)
+    partial = 4 * 1024 * llama.shape.parameters / 128
+    assert stationary.memory_bytes - symmetric.memory_bytes == pytest.approx(partial)
+
+
+def test_a_mixture_reads_the_experts_its_tokens_choose() -> None:
+    spec = model("qwen3-30b-a3b").spec
+    rest = spec.weight_bytes - spec.experts * spec.expert_bytes
+    assert spec.step_bytes(1) == pytest.approx(rest + 8 * spec.expert_bytes)
+    assert spec.step_bytes(10_000) == pytest.approx(spec.weight_bytes)
+    active = shape_of("qwen3-30b-a3b").active_parameters
+    assert 3.0e9 < active < 3.6e9
+
+
+RAW = {
+    "models": {
+        "m": {
+            "d": {
+                "prefill_ms": [[1, 20], [100, 30], [200, 50]],
+                "decode_ms": {"512": [[1, 20], [4, 26]], "1024": [[1, 22], [4, 34]]},
+            }
+        }
+    }
+}
+
+
+def test_tables_answer_with_what_was_measured_and_lines_between() -> None:
+    table = read_tables(RAW).get("m", "d")
+    assert table is not None
+    assert table.prefill_s(0, 100) == pytest.approx(0.030)
+    assert table.prefill_s(0, 150) == pytest.approx(0.040)
+    assert table.prefill_s(0, 300) == pytest.approx(0.070)  # the last line goes on
+    assert table.prefill_s(100, 100) == pytest.approx(0.030)  # no less than 100 tokens alone
+    assert table.decode_s(4, 528) == pytest.approx(0.026 + 0.008 * 16 / 512, rel=1e-3)
+    assert table.decode_s(2, 100) == pytest.approx(0.022)
+    assert read_tables(RAW).get("m", "other") is None
+
+
+def test_interpolation_before_the_first_and_of_one_point() -> None:
+    assert interpolate([(5.0, 2.0), (6.0, 4.0)], 1.0) == 2.0
+    assert interpolate([(5.0, 2.0)], 9.0) == 2.0
+
+
+def test_published_tables_are_used_for_published_machines() -> None:
+    machine = build("a100x4+xeon6462cx4")
+    costs = Costs(machine.hardware.tables)
+    lanes = {lane.slice.id: lane for lane in machine.lanes}
+    seven = model("llama-2-7b")
+    # SLINFER section IV-A2: 567 ms to the first token of 1024 on the CPU, then 71 ms each.
+    assert costs.step(step((0, 1024)), seven, lanes["cpu0"], 1.0).floor_s == pytest.approx(0.567)
+    one = costs.step(step((1024, 1)), seven, lanes["cpu0"], 1.0).floor_s
+    assert one == pytest.approx(0.071, abs=0.003)
+    both = costs.step(step((1024, 1), (0, 1024)), seven, lanes["cpu0"], 1.0).floor_s
+    base = machine.hardware.tables.steps["llama-2-7b"]["cpu:cpu"].base_s
+    assert both == pytest.approx(0.567 + one - base)

@@ -1,0 +1,92 @@
+"""Small random worlds: every kind of machine, preset, trouble and request, drawn from one seed."""
+
+from random import Random
+
+from c2cserve.core.request import Slo
+from c2cserve.policy.presets import PRESETS
+from c2cserve.sim.faults import Fault, LinkFault, SliceFault
+from c2cserve.sim.hardware import SliceSettings, build
+from c2cserve.sim.jobs import SimRequest
+from c2cserve.sim.shapes import SimModel, catalogue, interleaved
+from c2cserve.sim.world import Settings, Simulation
+
+MACHINES = ("a100x4+xeon6462cx4", "h200-x1", "h200-x2:green2", "gh200:mig7", "gh200:mig3")
+SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b")
+
+
+def requests(random: Random, models: list[SimModel], count: int, rate: float) -> list[SimRequest]:
+    now = 0.0
+    made: list[SimRequest] = []
+    for number in range(count):
+        now += random.expovariate(rate)
+        model = random.choice(models).spec.id
+        prompt = random.choice((1, 16, 33, 500, 3000))
+        shared = random.randrange(prompt // 16 + 1)
+        hashes = (*range(shared), *range(10**6 * (number + 1), 10**6 * (number + 1) + prompt // 16))
+        made.append(SimRequest(now, model, prompt, random.randint(1, 60), hashes[: prompt // 16]))
+    return made
+
+
+def faults(random: Random, slices: list[str], links: list[str]) -> tuple[Fault, ...]:
+    drawn: list[Fault] = []
+    if random.random() < 0.5:
+        drawn.append(SliceFault(random.choice(slices), random.uniform(0, 8), random.uniform(0, 4)))
+    if random.random() < 0.5:
+        drawn.append(LinkFault(random.choice(links), random.uniform(0, 8), 3.0, 0.25))
+    return tuple(drawn)
+
+
+def world(seed: int, preset: str | None = None) -> Simulation:
+    random = Random(seed)
+    chosen = PRESETS[preset or random.choice(sorted(PRESETS))]
+    small = random.random() < 0.3
+    settings = SliceSettings(
+        kv_share=0.02 if small else random.choice((0.3, 0.5)),
+        max_batch=random.choice((1, 4, 64)),
+        max_step_tokens=random.choice((16, 256, 2048)),
+        max_active=random.choice((1, 2, 8)),
+    )
+    machines = MACHINES if chosen.streams else MACHINES[:3]  # small parts cannot hold the weights
+    machine = build(random.choice(machines), settings, chosen)
+    terms = (f"{random.choice(SHAPES)}*{random.randint(1, 5)}" for _ in range(2))
+    models = interleaved(catalogue(",".join(terms)))
+    count, rate = random.randint(1, 60), random.choice((1.0, 10.0))
+    return Simulation(
+        machine,
+        models,
+        requests(random, models, count, rate),
+        lambda prompt: Slo(random.choice((0.5, 2.0)), 0.1),
+        Settings(
+            preset=chosen,
+            seed=seed,
+            noise=random.choice((0.0, 0.1)),
+            cold_pool=random.random() < 0.3,
+            hybrid=random.random() < 0.3,
+            faults=faults(
+                random, [lane.slice.id for lane in machine.lanes], [i for i, _ in machine.links]
+            ),
+        ),
+    )
+
+
+def check_end(simulation: Simulation) -> None:
+    """What must be so when all is over."""
+    ended = simulation.jobs.ended
+    assert len(ended) == simulation.arrived
+    assert len({job.request.id for job in ended}) == len(ended)
+    assert not simulation.jobs.live
+    for job in ended:
+        assert job.ending
+        if job.ending == "finished":
+            assert job.drawn == job.owed
+            assert job.request.arrival_s <= job.first_s <= job.last_s
+        else:
+            assert job.drawn < job.owed
+    for one in simulation.slices.values():
+        assert not one.seqs
+        assert one.book.held_bytes == 0
+        assert not one.book.holders
+        assert not one.book.slabs
+        assert one.policy.arena.held_bytes == 0
+    for link in simulation.network.links.values():
+        assert link.moved_bytes <= link.nominal_bytes_per_s * simulation.timeline.now * (1 + 1e-6)
