@@ -204,7 +204,9 @@ class StepDone:
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
     compute_s: float
-    """Without time parked."""
+    """Without time parked. Of all rounds."""
+    rounds: int = 1
+    """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
 
 
 @dataclass(frozen=True, slots=True)

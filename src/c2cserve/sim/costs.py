@@ -68,21 +68,30 @@ class Costs:
         self._terms: dict[tuple[str, str], _Terms] = {}
 
     def step(
-        self, step: Step, model: SimModel, lane: Lane, kept: float, alpha: float | None = None
+        self,
+        step: Step,
+        model: SimModel,
+        lane: Lane,
+        kept: float,
+        alpha: float | None = None,
+        ahead: int = 0,
     ) -> StepCost:
         """`kept`: the share of the model's weights that is in the slice's memory. `alpha`: of
-        hybrid GEMMs; None: our own dataflows."""
+        hybrid GEMMs; None: our own dataflows. `ahead`: tokens that every sequence is further than
+        the step says."""
         key = (model.shape.name, lane.slice.id)
         terms = self._terms.get(key)
         if terms is None:
             terms = self._terms[key] = self._prepare(model, lane)
         if terms.table is not None:
-            return StepCost(_from_table(step, terms.table), model.spec.weight_bytes * (1.0 - kept))
+            floor_s = _from_table(step, terms.table, ahead)
+            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept))
         tokens = pairs = context = 0
         for part in step.seqs:
-            end = part.start + part.tokens
+            start = part.start + ahead
+            end = start + part.tokens
             tokens += part.tokens
-            pairs += part.tokens * (part.start + end + 1) // 2
+            pairs += part.tokens * (start + end + 1) // 2
             context += end + part.tokens
         weights = model.spec.step_bytes(tokens)
         streamed = weights * (1.0 - kept)
@@ -111,7 +120,7 @@ class Costs:
         )
 
 
-def _from_table(step: Step, table: StepTable) -> float:
+def _from_table(step: Step, table: StepTable, ahead: int) -> float:
     """Decodes as one batch; prefills one after another. What a step costs however little is in it
     is paid once."""
     prefill_s = 0.0
@@ -119,7 +128,7 @@ def _from_table(step: Step, table: StepTable) -> float:
     for part in step.seqs:
         if part.tokens == 1 and part.start:
             decodes += 1
-            length += part.start
+            length += part.start + ahead
         else:
             prefills += 1
             prefill_s += table.prefill_s(part.start, part.tokens)

@@ -81,6 +81,18 @@ class Network:
         self._account(flow)
         self._leave(flow)
 
+    def left(self, flow: Flow) -> float:
+        """Bytes it still has to move."""
+        self._account(flow)
+        return flow.left
+
+    def shorten(self, flow: Flow, left: float) -> None:
+        """It has only so many bytes to move from now on."""
+        self._account(flow)
+        flow.left = left
+        flow.plan += 1
+        self._timeline.at(self._timeline.now + left / flow.rate, self._end, flow, flow.plan)
+
     def set_speed(self, link_id: str, bytes_per_s: float) -> None:
         """A link has become slower, or well again."""
         link = self.links[link_id]

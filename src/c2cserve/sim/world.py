@@ -20,7 +20,8 @@ from c2cserve.sim.links import Network
 from c2cserve.sim.loop import Loop, Turns
 from c2cserve.sim.profiled import profiled
 from c2cserve.sim.shapes import SimModel
-from c2cserve.sim.slice_world import SimSlice, World
+from c2cserve.sim.shared import World
+from c2cserve.sim.slice_world import SimSlice
 from c2cserve.sim.timeline import Timeline
 
 _OUTPUT_LIMIT = 1024
