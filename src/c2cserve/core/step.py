@@ -28,6 +28,9 @@ class Step:
     id: int
     model: str
     seqs: tuple[SeqStep, ...]
+    kv_end_bytes: int | None = None
+    """All KV in the slice's arena lies below this offset, that of steps in flight too: what is
+    beyond may hold weights meanwhile. None: nobody knows."""
 
     @property
     def tokens(self) -> int:

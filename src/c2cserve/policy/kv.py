@@ -55,7 +55,11 @@ class _ModelKv:
 
 
 class KvArena:
-    def __init__(self, kv_bytes: int, slab_bytes: int) -> None:
+    def __init__(self, kv_bytes: int, slab_bytes: int, cached_bytes: int | None = None) -> None:
+        """`cached_bytes`: what is cached makes way before the arena's used part grows beyond so
+        many bytes, because weights may lie there that are worth more. None: only when it is full.
+        """
+        self._roomy_slabs = kv_bytes if cached_bytes is None else cached_bytes // slab_bytes
         self.slab_bytes = slab_bytes
         self.slabs = kv_bytes // slab_bytes
         self._taken = bytearray(self.slabs)
@@ -63,6 +67,11 @@ class KvArena:
         """Slabs in which something is held: what eviction can not free."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0
+
+    @property
+    def end_bytes(self) -> int:
+        """Below it lies all that is held or cached: slabs are taken from the front."""
+        return (self._taken.rfind(1) + 1) * self.slab_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -209,7 +218,7 @@ class KvArena:
         else:
             free = (p for p in self._places(kv) if not any(self._taken[p : p + kv.span_slabs]))
             first = next(free, -1)
-        if first < 0:
+        if first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
             return False
         base = first * self.slab_bytes
         last = base + (kv.per_span - 1) * kv.block_bytes
@@ -218,6 +227,9 @@ class KvArena:
         kv.spans[first] = kv.roomy[first] = span
         kv.free += kv.per_span
         return True
+
+    def _can_evict(self, kv: _ModelKv) -> bool:
+        return bool(kv.cached) or any(one.idle for one in self._models.values() if one is not kv)
 
     def _evict_oldest(self, kv: _ModelKv) -> None:
         """Forget the model's own oldest cached block, or another's oldest idle span: whichever was

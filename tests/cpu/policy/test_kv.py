@@ -45,6 +45,30 @@ def test_a_slab_belongs_to_one_model_and_blocks_are_byte_offsets() -> None:
     assert kv.held_bytes == 3 * 300 + 2 * 512
 
 
+def test_the_arena_is_used_from_its_front_and_says_how_far() -> None:
+    kv = arena(4, a=512)
+    assert kv.end_bytes == 0
+    first, second = take(kv, "a", 2), take(kv, "a", 2)
+    assert kv.end_bytes == 2 * SLAB
+    kv.release("a", first)
+    assert kv.end_bytes == 2 * SLAB, "what is behind a gap is still there"
+    kv.release("a", second)
+    assert kv.end_bytes == 0
+
+
+def test_what_is_cached_makes_way_before_the_arena_grows_beyond_its_part() -> None:
+    kv = KvArena(4 * SLAB, SLAB, cached_bytes=2 * SLAB)
+    for name in ("a", "b"):
+        kv.add_model(name, 512)
+    cache(kv, "a", [1, 2, 3, 4])
+    held = take(kv, "b", 2)
+    assert kv.end_bytes == 2 * SLAB
+    assert kv.match("a", [3, 4]) == [], "the oldest went"
+    held += take(kv, "b", 6)
+    assert kv.end_bytes == 4 * SLAB, "what is held may take all of it"
+    assert len(set(held)) == 8
+
+
 def test_an_empty_slab_changes_hands_without_being_asked_for() -> None:
     kv = arena(1, a=512, b=256)
     blocks = take(kv, "a", 2)
