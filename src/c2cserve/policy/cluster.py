@@ -12,7 +12,7 @@ from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
 from c2cserve.policy.consolidation import Placer
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.limits import place_by_limits, scatter
-from c2cserve.policy.load import Placement, SliceLoad
+from c2cserve.policy.load import Placement, SliceLoad, expected_kv_bytes
 from c2cserve.policy.placement import active_if_full, place
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
@@ -305,7 +305,8 @@ class ClusterPolicy:
         spec, preset = self._models[request.model].spec, self._preset
         match preset.placing:
             case "c2cserve":
-                return place(request, loads, self._value, now)
+                kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
+                return place(request, spec, kv_bytes, loads, self._value, now)
             case "slinfer":
                 return self._placer.place(request, spec, loads, now)
             case "limits":

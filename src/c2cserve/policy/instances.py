@@ -8,7 +8,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.consolidation import Placer, footprint
-from c2cserve.policy.load import Instance, Placement, SliceLoad
+from c2cserve.policy.load import Instance, Placement, SliceLoad, expected_kv_bytes
 from c2cserve.policy.memory import MemoryBooks, lowered
 from c2cserve.policy.presets import Preset
 from c2cserve.policy.quantify import Learned, StepTable, Times
@@ -93,15 +93,16 @@ class Instances:
 
     def send(self, request: Request, spec: ModelSpec, placement: Placement) -> None:
         load = self.slices[placement.slice_id]
-        if placement.deactivate is not None:
-            self.deactivate(load, placement.deactivate)
+        for leaving in placement.deactivate:
+            self.deactivate(load, leaving)
         if placement.preempt is not None:
             self._preempt(load, placement.preempt)
         if placement.activate:
             self._activate(load, spec, placement.kv_bytes)
         elif load.memory is not None:
             self._resize(load, load.active[spec.id], placement.kv_bytes)
-        load.add(request)
+        mean = self._placer.mean_output(spec.id)
+        load.add(request, expected_kv_bytes(request, spec, mean))
         self.where[request.id] = (spec.id, load.slice.id)
         dispatch = act.Dispatch(request.id, load.slice.id)
         held = load.active[spec.id].held

@@ -54,5 +54,5 @@ def scatter(
             moves.append(Placement(load.slice.id, activate=True))
         elif load.unused:
             leaving = min(name for name, one in load.active.items() if not one.jobs)
-            moves.append(Placement(load.slice.id, activate=True, deactivate=leaving))
+            moves.append(Placement(load.slice.id, activate=True, deactivate=(leaving,)))
     return moves[crc32(f"{seed} {request.id}".encode()) % len(moves)] if moves else None

@@ -19,6 +19,8 @@ class Job:
     """A request dispatched to an instance."""
 
     request: Request
+    kv_bytes: float = 0.0
+    """What it is expected to take of the slice's memory in the end."""
     first_s: float | None = None
     """When it got its first token here."""
 
@@ -77,6 +79,10 @@ class SliceLoad:
     unused: int = 0
     """Active models without requests."""
     profiled: dict[str, Times] = field(default_factory=dict[str, Times])
+    weight_bytes: int = 0
+    """Of its active models."""
+    kv_bytes: float = 0.0
+    """Expected of all its requests."""
     memory: MemoryBooks[Activate | ResizeKv] | None = None
     """Where every instance has weights and KV of its own."""
 
@@ -111,20 +117,24 @@ class SliceLoad:
         times = self.profiled.get(spec.id, UNKNOWN)
         instance = self.active[spec.id] = Instance(spec, times=times, ready=ready)
         self.unused += 1
+        self.weight_bytes += spec.weight_bytes
         return instance
 
     def deactivate(self, model: str) -> bool:
         """A model without requests; False if it is not active here."""
         if model not in self.active:
             return False
-        assert not self.active.pop(model).jobs
+        instance = self.active.pop(model)
+        assert not instance.jobs
         self.unused -= 1
+        self.weight_bytes -= instance.spec.weight_bytes
         return True
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, kv_bytes: float = 0.0) -> None:
         instance = self.active[request.model]
         self.unused -= not instance.jobs
-        instance.jobs[request.id] = Job(request)
+        instance.jobs[request.id] = Job(request, kv_bytes)
+        self.kv_bytes += kv_bytes
         instance.used += 1
         instance.pending_tokens += request.prompt_len
         instance.prompt_tokens += request.prompt_len
@@ -141,11 +151,19 @@ class SliceLoad:
     def remove(self, model: str, request_id: str) -> None:
         self.first_token(model, request_id, 0.0)
         instance = self.active[model]
-        instance.prompt_tokens -= instance.jobs.pop(request_id).request.prompt_len
+        job = instance.jobs.pop(request_id)
+        instance.prompt_tokens -= job.request.prompt_len
+        self.kv_bytes = self.kv_bytes - job.kv_bytes if self.requests > 1 else 0.0
         self.requests -= 1
         if not instance.jobs:
             instance.tpot_s = _NEVER_S
             self.unused += 1
+
+
+def expected_kv_bytes(request: Request, spec: ModelSpec, mean_output: float) -> float:
+    """Of the request at its end, if its answer is as long as its model's are on average."""
+    tokens = request.prompt_len + min(mean_output, request.max_new_tokens)
+    return tokens * kv_token_bytes(spec)
 
 
 def kv_token_bytes(spec: ModelSpec) -> float:
@@ -156,8 +174,8 @@ def kv_token_bytes(spec: ModelSpec) -> float:
 class Placement:
     slice_id: str
     activate: bool = False
-    deactivate: str | None = None
-    """A model without requests that leaves the slice for it."""
+    deactivate: tuple[str, ...] = ()
+    """Models without requests that leave the slice for it."""
     preempt: str | None = None
     """A model whose requests are recalled, and which leaves the slice for it."""
     kv_bytes: int = 0

@@ -1,13 +1,15 @@
 """Which slice takes a request: an active instance with room, else an idle slice, else wherever it
-can still be in time, making the least valuable model leave a slice that is full of them.
+can still be in time, making the least valuable models leave a slice that is full of them.
 
 C2CServe sections 6.1 and 6.2, with the shadow validation of SLINFER section 6 C in closed form:
 chunks of a prompt are sized so that nobody waits for a whole one (`policy.batching`), so what
-matters is the sum of what there is to do.
+matters is the sum of what there is to do. A slice's budgets are the time of everybody's tokens,
+memory (weights that are kept, and KV), and the link its weights come over.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
+from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.load import Placement, SliceLoad
 from c2cserve.policy.shadow import OVERESTIMATE
@@ -19,12 +21,16 @@ Above, an idle slice serves sooner, and what is believed about time is rough."""
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
 
+Move = tuple[SliceLoad, tuple[str, ...], tuple[float, ...]]
+"""A slice that could take one more model, who leaves for it, and what that costs."""
+
 
 def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool:
     """Would the request get its first token within `share` of the time it has left, and would
     a decode step of every model here stay within that share of everybody's TPOT? (SLINFER
     figure 15: cases 1, and 2 with 3.) False if some time is not known yet."""
-    if not load.requests:
+    fresh = request.model not in load.active
+    if not load.requests and not fresh:
         return True
     first_s = round_s = 0.0
     tpot_s = request.slo.tpot_s
@@ -36,6 +42,10 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
         first_s += instance.times.prefill_s(instance.pending_tokens + more)
         round_s += instance.decode_s(joins, more)
         tpot_s = min(tpot_s, instance.tpot_s)
+    if fresh:
+        times = load.times(request.model)
+        first_s += times.prefill_s(request.prompt_len)
+        round_s += times.decode_s(1, request.prompt_len)
     left_s = request.first_token_due_s - now
     return (
         OVERESTIMATE * (first_s + round_s) <= share * left_s
@@ -51,10 +61,15 @@ def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
 
 
 def place(
-    request: Request, loads: Iterable[SliceLoad], value: Value, now: float
+    request: Request,
+    spec: ModelSpec,
+    kv_bytes: float,
+    loads: Iterable[SliceLoad],
+    value: Value,
+    now: float,
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
-    slice is never made to leave it."""
+    slice is never made to leave it. `kv_bytes`: what the request will take of memory."""
     model = request.model
     here: list[SliceLoad] = []
     others: list[SliceLoad] = []
@@ -62,14 +77,14 @@ def place(
         instance = load.active.get(model)
         if instance is None:
             others.append(load)
-        elif len(instance.jobs) < load.instance_limit:
+        elif len(instance.jobs) < load.instance_limit and _holds(load, kv_bytes):
             here.append(load)
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
     here.sort(key=lambda x: (-len(x.active[model].jobs), x.requests, x.slice.id))
     roomy = next((load for load in here if in_time(load, request, now, _ROOMY)), None)
     if roomy is not None:
         return Placement(roomy.slice.id)
-    moves = [move for load in others if (move := _activation(load, value)) is not None]
+    moves = [m for load in others if (m := _activation(load, spec, kv_bytes, value)) is not None]
     idle = [move for move in moves if not move[0].requests]
     if idle:
         load, leaving, _ = min(idle, key=lambda m: (m[2], len(m[0].active), m[0].slice.id))
@@ -77,23 +92,56 @@ def place(
     able = next((load for load in here if in_time(load, request, now, 1.0)), None)
     if able is not None:
         return Placement(able.slice.id)
-    # Busy everywhere, or late already: wherever least is to be done.
-    choices = [(load.requests, False, (), load.slice.id, None) for load in here]
-    choices += [(load.requests, True, cost, load.slice.id, out) for load, out, cost in moves]
+    return _busy(request, here, moves, now)
+
+
+def _busy(
+    request: Request, here: Sequence[SliceLoad], moves: Sequence[Move], now: float
+) -> Placement | None:
+    """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
+    known), a request that could not be in time waits for somebody to leave; else it goes wherever
+    least is to be done."""
+    bounded = [move for move in moves if move[0].slice.hbm_bytes]
+    fitting = [move for move in bounded if in_time(move[0], request, now, 1.0)]
+    if fitting:
+        load, leaving, _ = min(
+            fitting, key=lambda m: (not m[0].is_cpu, m[2], m[0].requests, m[0].slice.id)
+        )
+        return Placement(load.slice.id, True, leaving)
+    choices = [
+        (load.requests, False, (), load.slice.id, ()) for load in here if not load.slice.hbm_bytes
+    ]
+    choices += [
+        (load.requests, True, cost, load.slice.id, out)
+        for load, out, cost in moves if not load.slice.hbm_bytes
+    ]  # fmt: skip
     if not choices:
         return None
     _, activate, _, slice_id, leaving = min(choices, key=lambda c: c[:4])
     return Placement(slice_id, activate, leaving)
 
 
-def _activation(
-    load: SliceLoad, value: Value
-) -> tuple[SliceLoad, str | None, tuple[float, ...]] | None:
-    """One more model on the slice: who leaves for it, and what that costs."""
-    if len(load.active) < load.slice.max_active:
-        return load, None, ()
+def _holds(load: SliceLoad, more: float) -> bool:
+    """Is there memory for so much more, beside the weights and the KV of everybody?"""
+    size = load.slice.hbm_bytes
+    return not size or load.weight_bytes + load.kv_bytes + more <= size
+
+
+def _activation(load: SliceLoad, spec: ModelSpec, kv_bytes: float, value: Value) -> Move | None:
+    """One more model on the slice: who leaves for it, and what that costs. None: somebody with
+    requests would have to."""
+    more = spec.weight_bytes + kv_bytes
+    places = load.slice.max_active - len(load.active)
+    if places > 0 and _holds(load, more):
+        return load, (), ()
     if not load.unused:
         return None
+    leaving: list[str] = []
     unused = [name for name, instance in load.active.items() if not instance.jobs]
-    victim = min(unused, key=lambda name: (value(name), name))
-    return load, victim, value(victim)
+    unused.sort(key=lambda name: (value(name), name))
+    for name in unused:
+        leaving.append(name)
+        more -= load.active[name].spec.weight_bytes
+        if places + len(leaving) > 0 and _holds(load, more):
+            return load, tuple(leaving), value(leaving[-1])
+    return None
