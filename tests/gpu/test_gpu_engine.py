@@ -173,7 +173,7 @@ def test_a_cold_model_answers_as_it_arrives(
             while lane.executor.parked:
                 model.load(model.wanted)
                 lane.executor.poll()
-            lane.note(lane.events[-1])
+            lane.land()
             model.load_all()
         else:
             model.load_all()

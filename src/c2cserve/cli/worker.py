@@ -17,6 +17,7 @@ import msgspec
 from c2cserve.cli.worker_house import lodge, open_house
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
+from c2cserve.core.machine import Slice
 from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.live.channel import Channel
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = 1
+_MAX_IN_FLIGHT = 2
+"""Steps of a GPU slice: the next one is launched while one runs. A CPU slice computes them on the
+thread that plans them."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
 _NO_ENGINE = 3
@@ -89,7 +92,7 @@ def _serve(
     """One slice, on the calling thread, until it is told to quit. Ends the process if it fails."""
     from c2cserve.cli.worker_engine import NoEngine
 
-    policy = SlicePolicy(config.slice, _MAX_IN_FLIGHT)
+    policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
     world = SliceWorld(channel, page, _usage(policy), _measured(policy))
     try:
@@ -113,6 +116,10 @@ def _serve(
         os._exit(1)  # a GPU that failed can keep destructors waiting for ever
 
 
+def _max_in_flight(slice_: Slice) -> int:
+    return 1 if slice_.gpu is None else _MAX_IN_FLIGHT
+
+
 def _die_with(parent: int) -> None:
     """Be killed when the server's controller ends, however it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -124,7 +131,7 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     if config.record_path is None:
         return no_record
     stream = f"{config.slice.id}/{config.epoch}"
-    arguments = {"slice": config.slice, "max_in_flight": _MAX_IN_FLIGHT}
+    arguments = {"slice": config.slice, "max_in_flight": _max_in_flight(config.slice)}
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 

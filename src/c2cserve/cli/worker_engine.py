@@ -99,8 +99,8 @@ class WorkerEngine:
             self._backend.finish()
             self._backend.segments.close(path)
 
-    def add(self, job: Job) -> None:
-        self._executor.add(job)
+    def add(self, job: Job) -> bool:
+        return self._executor.add(job)
 
     def submit(self, action: SliceAction) -> None:
         self._executor.submit(action)
@@ -130,7 +130,9 @@ class SharedGpu:
         self._partitions: list[Partition] = []
         self.segments: PinnedSegments | None = None
 
-    def open(self, slice_: Slice, share: GpuShare, sampler: CpuOps) -> "GpuParts":
+    def open(
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, ring: Callable[[], None]
+    ) -> "GpuParts":
         """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
         from c2cserve.devices.binding import BindingError, bind
@@ -148,7 +150,7 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile,
+                    profile=share.profile, ring=ring,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
@@ -157,7 +159,8 @@ class SharedGpu:
 def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld, shared: SharedGpu) -> _Backend:
     from c2cserve.engine.gpu.setup import FATAL
 
-    gpu = shared.open(slice_, share, CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus))))
+    sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
+    gpu = shared.open(slice_, share, sampler, world.ring)
     assert shared.segments is not None
     executor = Executor(
         slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic, place=gpu.place,

@@ -1,13 +1,18 @@
 """Running steps on a slice: sequences, arena, sampling, parked steps.
 
 The policy decides which sequences run and where their KV lies; the executor knows tokens. What
-computes is given to it: operators, and an arena in memory they reach. A step runs inline in
-`submit`; one that meets weights still loading is parked and resumed by `poll`.
+computes is given to it: operators, and an arena in memory they reach. `submit` launches a step: it
+is over at once where operators compute inline, else `poll` collects what it drew when that is
+known. One that meets weights still loading is parked, and resumed by `poll`.
+
+    launched   [ step 7 | step 8 ]      collected in this order; step 8 may read what step 7 draws
+    parked     [ step 5 | step 6 ]      step 6 has requests of step 5 and can not start before it
 """
 
 import logging
+from collections import deque
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +22,8 @@ from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
-from c2cserve.engine.sequences import Sequence, build_batch
-from c2cserve.kernels.ops import Drawn, Ops
+from c2cserve.engine.sequences import Sequence, build_batch, chained
+from c2cserve.kernels.ops import Draw, Drawn, Ops
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +31,8 @@ _SCORED_ROWS = 32
 """Prompt positions whose log-probabilities are computed at once: a row is a whole vocabulary."""
 
 
-_Work = Generator[list[int], None, Drawn]
-"""A step from building its batch to drawing its tokens; yields when weights are missing."""
+_Work = Generator[list[int], None, Draw]
+"""A step from building its batch to the launch of drawing; yields when weights are missing."""
 
 
 @dataclass(slots=True)
@@ -35,14 +40,24 @@ class _Run:
     """A step under way."""
 
     step: Step
-    seqs: list[Sequence]
     picked_s: float
     switched: bool
+    parts: list[SeqStep] = field(default_factory=list[SeqStep])
+    """Of the requests that are still here when it starts."""
+    seqs: list[Sequence] = field(default_factory=list[Sequence])
     drawing: list[Sequence] = field(default_factory=list[Sequence])
-    """Those whose tokens were drawn, in the order of the rows."""
+    """Those whose tokens are drawn, in the order of the rows."""
+    scored: list[tuple[SeqStep, Sequence, Tensor]] = field(
+        default_factory=list[tuple[SeqStep, Sequence, Tensor]]
+    )
+    """Parts whose prompt tokens' log-probabilities are wanted, and their logits."""
+    draw: Draw | None = None
     compute_s: float = 0.0
+    launched_s: float = 0.0
+    """When its last part began to be launched."""
     parked_since_s: float | None = None
     failed: str = ""
+    """Why it could not be launched, or collected."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
     deltas: list[Delta] = field(default_factory=list[Delta])
 
@@ -66,6 +81,8 @@ class Executor:
         to where the operators read it (None: that is the host). A `fatal` exception is not a
         step's own: it is raised out of `submit` or `poll`, and the executor is not to be used
         again."""
+        self._launched: deque[_Run] = deque()
+        self._collected_s = 0.0
         self._slice_id = slice_id
         self._place = place
         self._fatal = fatal
@@ -87,8 +104,12 @@ class Executor:
     def detach(self, model: str) -> None:
         self._models.pop(model, None)
 
-    def add(self, job: Job) -> None:
-        self._seqs[job.request.id] = Sequence.of(job, self._clock())
+    def add(self, job: Job) -> bool:
+        """Whether the request's next step may be submitted before its last one is done. (What is
+        asked for its first row is the most that is: tokens are banned only at the beginning.)"""
+        seq = self._seqs[job.request.id] = Sequence.of(job, self._clock())
+        seq.chained = self._ops.chains(seq.row_sampling())
+        return seq.chained
 
     def __len__(self) -> int:
         """Requests held."""
@@ -113,42 +134,86 @@ class Executor:
         return bool(self._parked)
 
     def poll(self) -> None:
-        """Resume parked steps; those that still wait park again."""
+        """Collect what is done, and resume parked steps; those that still wait park again."""
+        self._collect()
         waiting, self._parked = self._parked, []
         for run, work in waiting:
-            self._advance(run, work)
+            if self._behind_parked(run):
+                self._parked.append((run, work))
+            else:
+                self._advance(run, work)
 
     def _start(self, step: Step) -> None:
-        picked_s = self._clock()
-        seqs = [self._seqs[part.request_id] for part in step.seqs]
-        for part, seq in zip(step.seqs, seqs, strict=True):
-            seq.take(part)
         switched = bool(self._last_model) and self._last_model != step.model
         self._last_model = step.model
-        run = _Run(step, seqs, picked_s, switched)
-        self._advance(run, self._work(run))
+        run = _Run(step, self._clock(), switched)
+        if self._behind_parked(run):
+            self._park(run, self._work(run))
+        else:
+            self._advance(run, self._work(run))
+
+    def _behind_parked(self, run: _Run) -> bool:
+        """Whether a request of it has its step before this one parked."""
+        ids = {part.request_id for part in run.step.seqs}
+        return any(part.request_id in ids for other, _ in self._parked for part in other.step.seqs)
+
+    def _park(self, run: _Run, work: _Work) -> None:
+        self._parked.append((run, work))
+        if run.parked_since_s is None:
+            self._emit(StepParked(run.step.id))
+        run.parked_since_s = self._clock()
 
     def _work(self, run: _Run) -> _Work:
         """All of a step that can fail: whatever it raises fails the step's sequences alone."""
-        step, seqs = run.step, run.seqs
-        decoder = self._models.get(step.model)
+        source = self._take_parts(run)
+        if not run.parts:
+            return Drawn([], [])
+        decoder = self._models.get(run.step.model)
         if decoder is None:
-            raise RuntimeError(f"{step.model} is not attached to this slice")
-        batch = build_batch(step, seqs)
+            raise RuntimeError(f"{run.step.model} is not attached to this slice")
+        batch = build_batch(run.parts, run.seqs)
         if self._place is not None:
             batch = self._place(batch)
+        if source is not None:
+            batch = replace(batch, ids=chained(batch.ids, source))
         started_s = self._clock()
-        for seq in seqs:
+        for seq in run.seqs:
             if seq.clock.started_s is None:
                 seq.clock.started_s = run.picked_s
                 seq.clock.switched = run.switched
                 seq.clock.switch_s = started_s - run.picked_s
         logits = yield from decoder.forward(batch, self._ops, self._arena)
+        return self._draw(run, logits)
+
+    def _take_parts(self, run: _Run) -> Tensor | None:
+        """Bring the sequences up to date with the policy. Returns what their unknown tokens are to
+        be read from (None: all are known), and if that is not one draw, waits for it."""
+        unknown = [
+            seq
+            for part in run.step.seqs
+            if (seq := self._seqs.get(part.request_id)) is not None
+            and part.start + part.tokens > seq.length
+        ]
+        draw = unknown[0].draw if unknown else None
+        source = None if draw is None else draw.chain
+        if any(not seq.chained or seq.draw is not draw for seq in unknown):
+            source = None
+            self._collect(wait=True)
+        for part in run.step.seqs:
+            # One that failed in a step of which the policy had not heard is left out.
+            seq = self._seqs.get(part.request_id)
+            if seq is not None:
+                seq.take(part)
+                run.parts.append(part)
+                run.seqs.append(seq)
+        return source
+
+    def _draw(self, run: _Run, logits: Tensor) -> Draw:
         rows: list[int] = []
         row = 0
-        for part, seq in zip(step.seqs, seqs, strict=True):
+        for part, seq in zip(run.parts, run.seqs, strict=True):
             if seq.scores_prompt(part):
-                self._note_prompt(part, seq, logits[row : row + part.tokens])
+                run.scored.append((part, seq, logits[row : row + part.tokens]))
                 row += part.tokens
             elif part.emits:
                 row += 1
@@ -156,40 +221,70 @@ class Executor:
                 run.drawing.append(seq)
                 rows.append(row - 1)
         picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        return self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
+        draw = self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
+        for row, seq in enumerate(run.drawing):
+            seq.drawing += 1
+            seq.draw, seq.row = draw, row
+        return draw
 
     def _advance(self, run: _Run, work: _Work) -> None:
-        """Run until the end or until weights are missing."""
+        """Launch the step, or what of it has its weights."""
         started_s = self._clock()
-        first_time = run.parked_since_s is None
         if run.parked_since_s is not None:
             for seq in run.seqs:
                 seq.clock.parked_s += started_s - run.parked_since_s
-        drawn: Drawn | None = None
         try:
             next(work)
         except StopIteration as end:
-            drawn = end.value
+            run.draw = end.value
         except self._fatal:
             raise
         except Exception as fault:
             # Whatever a step does wrong, it fails its own sequences and not the slice.
             log.exception("step %d of %s failed", run.step.id, run.step.model)
             run.failed = f"{type(fault).__name__}: {fault}"
-        now = self._clock()
-        run.compute_s += now - started_s
-        if drawn is None and not run.failed:
-            run.parked_since_s = now
-            self._parked.append((run, work))
-            if first_time:
-                self._emit(StepParked(run.step.id))
+        else:
+            run.compute_s += self._clock() - started_s
+            self._park(run, work)
             return
-        self._complete(run, drawn)
+        run.launched_s = started_s
+        self._launched.append(run)
+        self._collect()
 
-    def _complete(self, run: _Run, drawn: Drawn | None) -> None:
-        if drawn is None:
+    # ---- what came of it ------------------------------------------------------------------------
+
+    def _collect(self, *, wait: bool = False) -> None:
+        """Complete the steps that are done, in their order; all that are launched if `wait`."""
+        while self._launched:
+            run = self._launched[0]
+            if not (wait or run.draw is None or run.draw.done):
+                return
+            self._launched.popleft()
+            self._complete(run)
+
+    def _complete(self, run: _Run) -> None:
+        drawn: Drawn | None = None
+        try:
+            if run.draw is not None:
+                drawn = run.draw.collect()
+                for part, seq, logits in run.scored:
+                    self._note_prompt(part, seq, logits)
+        except self._fatal:
+            raise
+        except Exception as fault:
+            log.exception("what step %d of %s drew is lost", run.step.id, run.step.model)
+            run.failed = f"{type(fault).__name__}: {fault}"
+        now = self._clock()
+        # It ran from its launch on, or from the end of what was launched before.
+        run.compute_s += now - max(run.launched_s, self._collected_s)
+        self._collected_s = now
+        if run.draw is not None:
+            for seq in run.drawing:
+                seq.drawing -= 1
+        if drawn is None or run.failed:
             for seq in run.seqs:
-                self._fail(run, seq, run.failed)
+                if self._holds(seq):
+                    self._fail(run, seq, run.failed)
         else:
             for seq in run.seqs:
                 seq.clock.compute_s += run.compute_s
@@ -197,6 +292,10 @@ class Executor:
         if run.deltas:
             self._deliver(run.deltas)
         self._emit(StepDone(run.step.id, tuple(run.outcomes), run.compute_s))
+
+    def _holds(self, seq: Sequence) -> bool:
+        """Whether it has not ended: it may have, in the step before one under way."""
+        return self._seqs.get(seq.job.request.id) is seq
 
     def _fail(self, run: _Run, seq: Sequence, reason: str) -> None:
         request_id = seq.job.request.id
@@ -217,6 +316,8 @@ class Executor:
 
     def _record(self, run: _Run, drawn: Drawn) -> None:
         for i, (seq, token) in enumerate(zip(run.drawing, drawn.ids, strict=True)):
+            if not self._holds(seq):
+                continue
             if token < 0:
                 self._fail(run, seq, "the model computed values that are not numbers")
                 continue

@@ -8,9 +8,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from c2cserve.core.request import BLOCK_TOKENS, Job, TokenLogprob
-from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
-from c2cserve.kernels.ops import RowSampling
+from c2cserve.kernels.ops import Draw, RowSampling
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Clockwork:
     compute_s: float = 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     job: Job
     tokens: NDArray[np.int32]
@@ -38,6 +38,13 @@ class Sequence:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     delivered: bool = False
+    chained: bool = False
+    """Its rows are such that `Ops.chains`."""
+    drawing: int = 0
+    """Tokens being drawn by steps that are not collected yet."""
+    draw: Draw | None = None
+    """Of the last of them, in its row `row`."""
+    row: int = 0
 
     @classmethod
     def of(cls, job: Job, now: float) -> "Sequence":
@@ -55,8 +62,8 @@ class Sequence:
 
     @property
     def position(self) -> int:
-        """Index of the next output token, those sent before a resume included."""
-        return self.job.request.sent + self.drawn
+        """Index of the next output token to be drawn, those sent before a resume included."""
+        return self.job.request.sent + self.drawn + self.drawing
 
     def scores_prompt(self, part: SeqStep) -> bool:
         """Whether the logits of all the step's positions are wanted: log-probabilities of prompt
@@ -117,8 +124,9 @@ class Sequence:
         )
 
 
-def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
-    """The step's tokens of all its sequences, concatenated."""
+def build_batch(parts: list[SeqStep], seqs: list[Sequence]) -> ForwardBatch:
+    """The tokens of a step's parts, concatenated. One that is still being drawn is `-1 - row`, to
+    be read from its draw by `chained`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -126,10 +134,12 @@ def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
     context: list[int] = []
     rows: list[int] = []
     table = np.zeros((len(seqs), max(seq.block_count for seq in seqs)), np.int64)
-    for part, seq, blocks in zip(step.seqs, seqs, table, strict=True):
+    for part, seq, blocks in zip(parts, seqs, table, strict=True):
         first, stop = part.start, part.start + part.tokens
         begin, end = starts[-1], starts[-1] + part.tokens
-        ids += seq.tokens[first:stop].tolist()
+        ids += seq.tokens[first : min(stop, seq.length)].tolist()
+        if stop > seq.length:
+            ids.append(-1 - seq.row)
         positions += range(first, stop)
         slots += seq.slots(first, stop)
         starts.append(end)
@@ -149,6 +159,12 @@ def build_batch(step: Step, seqs: list[Sequence]) -> ForwardBatch:
         logit_rows=_longs(rows),
         longest=max(context),
     )
+
+
+def chained(ids: Tensor, drawn: Tensor) -> Tensor:
+    """int32[T]: `ids` with every -1 - row replaced by `drawn[row]`, on their device."""
+    rows = (-1 - ids).clamp_(min=0)
+    return torch.where(ids < 0, drawn.index_select(0, rows), ids)
 
 
 def _ints(values: list[int]) -> Tensor:

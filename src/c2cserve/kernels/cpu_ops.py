@@ -287,6 +287,10 @@ class CpuOps:
             raise ValueError(f"sample: row {bad} names token ids that are not in [0, {vocab})")
         return drawn_of(rows, vocab, stride, ids, logprobs, top_ids, top_values)
 
+    def chains(self, row: RowSampling) -> bool:
+        """Its tokens are known before a next step could begin."""
+        return False
+
     # ---- ceilings, for benchmarks ---------------------------------------------------------------
 
     def read(self, data: Tensor) -> None:

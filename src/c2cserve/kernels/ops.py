@@ -38,11 +38,40 @@ class RowSampling:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Lists, one entry per row. `ids[i]` is -1 when row i holds a NaN or an infinity."""
+    """Lists, one entry per row. `ids[i]` is -1 when row i holds a NaN or an infinity. It is a
+    `Draw` too, a finished one."""
 
     ids: list[int]
     logprobs: list[float]
     top: list[list[tuple[int, float]]] = field(default_factory=list[list[tuple[int, float]]])
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    @property
+    def chain(self) -> Tensor | None:
+        return None
+
+    def collect(self) -> "Drawn":
+        return self
+
+
+class Draw(Protocol):
+    """A token per row, drawn or about to be. Draws of one `Ops` are done in order."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `collect` returns at once."""
+        ...
+
+    @property
+    def chain(self) -> Tensor | None:
+        """int32[R], where the operators read them once everything before is done: the tokens of
+        the rows that `Ops.chains`. None when there are none."""
+        ...
+
+    def collect(self) -> Drawn: ...
 
 
 class Ops(Protocol):
@@ -141,4 +170,8 @@ class Ops(Protocol):
         with, the norm of hidden."""
         ...
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn: ...
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw: ...
+
+    def chains(self, row: RowSampling) -> bool:
+        """Whether such a row's token can be read from `Draw.chain`."""
+        ...

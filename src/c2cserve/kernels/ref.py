@@ -160,3 +160,6 @@ class RefOps:
             for row, p in zip(scores, rows, strict=True)
         ]
         return Drawn(ids.tolist(), chosen.tolist(), top)
+
+    def chains(self, row: RowSampling) -> bool:
+        return False

@@ -123,12 +123,23 @@ class Lane:
         step = Step(next(self._steps), model, tuple(self._part(*part) for part in parts))
         before = len(self.events)
         self.executor.submit(RunStep(step))
+        while len(self.events) == before:  # a GPU takes its time
+            self.executor.poll()
         (event,) = self.events[before:]
         assert isinstance(event, StepDone | StepParked)
         assert event.step_id == step.id
         if isinstance(event, StepDone):
             self.note(event)
         return event
+
+    def land(self) -> StepDone:
+        """What comes of a step that was parked, once all its weights are there."""
+        while not isinstance(self.events[-1], StepDone):
+            self.executor.poll()
+        done = self.events[-1]
+        assert isinstance(done, StepDone)
+        self.note(done)
+        return done
 
     def _part(self, name: str, start: int, tokens: int) -> SeqStep:
         blocks = self._blocks[name]

@@ -192,11 +192,19 @@ def test_which_rows_the_cpu_draws() -> None:
         RowSampling(seed=0, position=0, temperature=0.0, banned=torch.tensor([1]).int()),
         RowSampling(seed=0, position=0, temperature=0.0, top_logprobs=2),
     ]
-    drawn = Sampler(host)(logits, rows)
+    draw = Sampler(host)(logits, rows)
+    assert draw.chain is not None
+    assert int(draw.chain[0]) == int(logits[0].argmax())
+    assert not asked, "it waits for nothing"
+    drawn = draw.collect()
     want = CpuOps(1).sample(logits.float(), rows)
     assert drawn.ids == want.ids
     assert [len(top) for top in drawn.top] == [0, 0, 0, 2]
     assert asked == [rows[1:]]
-    assert Sampler(host)(logits, [plain] * 4).ids == logits.argmax(-1).tolist()
+    assert Sampler(host)(logits, [plain] * 4).collect().ids == logits.argmax(-1).tolist()
     assert len(asked) == 1
-    assert Sampler(host)(logits[:0], []) == Drawn([], [])
+    assert Sampler(host)(logits[:0], []).collect() == Drawn([], [])
+    drawn = Sampler(host)(logits, [rows[1]] * 4)
+    assert drawn.chain is None
+    assert drawn.collect().ids == CpuOps(1).sample(logits.float(), [rows[1]] * 4).ids
+    assert [gpu_ops().chains(row) for row in rows] == [True, False, False, False]

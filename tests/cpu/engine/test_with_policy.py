@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import LateModel
+from late import LateOps
 from tiny import make_checkpoint
 
 from c2cserve.core.events import Activated, SliceEvent, Submitted, Withdrawn
@@ -26,7 +27,11 @@ SHARED = [17, 23, 42, 5] * 8
 class World:
     """The policy's loop around the executor, one tick at a time."""
 
-    def __init__(self, models: dict[str, LateModel], blocks: int, max_step_tokens: int) -> None:
+    def __init__(
+        self, models: dict[str, LateModel], blocks: int, max_step_tokens: int,
+        late: LateOps | None = None,
+    ) -> None:  # fmt: skip
+        """`late`: steps overlap, and are done when it says so."""
         specs = {
             name: ModelSpec(name, 1, model.config.layers, model.config.kv_block_bytes, 256)
             for name, model in models.items()
@@ -35,12 +40,12 @@ class World:
         slice_ = Slice(
             "s", "cpu", kv_bytes=blocks * slab, slab_bytes=slab, max_step_tokens=max_step_tokens
         )
-        self.policy = SlicePolicy(slice_)
+        self.policy = SlicePolicy(slice_, 1 if late is None else 2)
         self.deltas: list[Delta] = []
         self._events: list[SliceEvent] = []
         self.executor = Executor(
-            "s", CpuOps(1), make_arena(slice_.kv_bytes), self._events.append, self.deltas.extend,
-            lambda: self._now,
+            "s", late or CpuOps(1), make_arena(slice_.kv_bytes), self._events.append,
+            self.deltas.extend, lambda: self._now,
         )  # fmt: skip
         self._now = 0.0
         for name, model in models.items():
@@ -48,14 +53,15 @@ class World:
             self._events.append(Activated(specs[name]))
 
     def submit(self, job: Job) -> None:
-        self.executor.add(job)
-        self._events.append(Submitted(job.request))
+        chained = self.executor.add(job)
+        self._events.append(Submitted(job.request, chained))
 
     def withdraw(self, name: str) -> None:
         self._events.append(Withdrawn(name))
 
     def tick(self) -> None:
         self._now += 0.01
+        self.executor.poll()
         events, self._events[:] = list(self._events), []
         for event in events:
             self.policy.apply(event)

@@ -4,20 +4,22 @@ Weights stay at their home and are read there by every step: activations are the
 always on the GPU. They have the weights' dtype.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from c2cserve.engine.gpu.graphs import Cached, DecodeGraphs
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
-from c2cserve.engine.gpu.sampling import HostSampler, Sampler
+from c2cserve.engine.gpu.sampling import HostSampler, Marked, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import attention
 from c2cserve.kernels.gpu.experts import Routing, by_expert, choose, gather
 from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import Draw, RowSampling
 
 
 class Multiply(Protocol):
@@ -29,16 +31,25 @@ class Multiply(Protocol):
 
 
 class GpuOps:
-    """Launches go to the current stream of the thread that calls; nothing waits but `sample`.
+    """Launches go to the current stream of the thread that calls; nothing waits but `collect` of
+    what `sample` returns.
 
     What a kernel can not check it trusts: slots and block tables are the policy's. Raises as
     `kernels.gpu.linear.Linear` does.
     """
 
-    def __init__(self, multiply: Multiply, device: torch.device, host_sampler: HostSampler) -> None:
+    def __init__(
+        self,
+        multiply: Multiply,
+        device: torch.device,
+        host_sampler: HostSampler,
+        marked: Marked | None = None,
+    ) -> None:
+        """`marked`: see `Sampler`."""
         self._multiply = multiply
         self._device = device
-        self._sampler = Sampler(host_sampler)
+        self._sampler = Sampler(host_sampler, marked)
+        self.graphs: DecodeGraphs | None = None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return elementwise.embed(table, ids, self._device)
@@ -114,14 +125,29 @@ class GpuOps:
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> None:
+        mine = [_gpu_layer(layer) for layer in layers]
+        if self.graphs is None or not self.graphs(hidden, mine, rows, rope, arena):
+            self._launch_layers(hidden, mine, rows, rope, arena)
+
+    def _launch_layers(
+        self,
+        hidden: Tensor,
+        layers: Sequence[GpuLayer],
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
+        arena: Tensor,
+    ) -> None:
         branch: Tensor | None = None
         """Of the layer before: added to `hidden` where the next norm reads it."""
         for layer in layers:
-            mine = _gpu_layer(layer)
-            x = self._first_half(hidden, branch, mine, rows, rope, arena)
-            branch = self._second_half(x, mine)
+            x = self._first_half(hidden, branch, layer, rows, rope, arena)
+            branch = self._second_half(x, layer)
         if branch is not None:
             hidden += branch
+
+    def capture_decoding(self, launched: Counter[str], cached: Cached | None) -> None:
+        """Steps of one new token a sequence run as graphs from now on."""
+        self.graphs = DecodeGraphs(self._launch_layers, launched, cached)
 
     def run_attention(
         self,
@@ -169,8 +195,11 @@ class GpuOps:
                 chosen = choose(logits, per_token, renormalize=renormalize)
                 return self._experts(x, by_expert(*chosen, w13.experts), w13, w2)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw:
         return self._sampler(logits, rows)
+
+    def chains(self, row: RowSampling) -> bool:
+        return is_plain(row)
 
 
 def _gpu_layer(layer: Layer) -> GpuLayer:

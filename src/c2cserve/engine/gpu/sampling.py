@@ -1,8 +1,9 @@
 """Drawing tokens of a GPU slice.
 
-Plain greedy rows are decided on the GPU, and two numbers of each are read back. All others go to
-the CPU's sampler, which knows every parameter and draws the same token for the same (seed,
-position) wherever it runs; their logits are copied whole.
+Plain greedy rows are decided on the GPU: the next step may read their ids there, and two numbers of
+each are copied to pinned memory. All others go to the CPU's sampler, which knows every parameter
+and draws the same token for the same (seed, position) wherever it runs; their logits are copied
+whole. Nothing waits but `collect`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.gpu.greedy import greedy, greedy_of
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import Draw, Drawn, RowSampling
 
-HostSampler = Callable[[Tensor, Sequence[RowSampling]], Drawn]
+HostSampler = Callable[[Tensor, Sequence[RowSampling]], Draw]
 """`Ops.sample` of the CPU: float32 logits on the host."""
+
+Marked = Callable[[torch.cuda.Event], None]
+"""Is told of the event at a step's end."""
 
 
 def is_plain(row: RowSampling) -> bool:
@@ -28,39 +32,72 @@ def is_plain(row: RowSampling) -> bool:
     )
 
 
-class Sampler:
-    """One per slice: it belongs to the slice's thread."""
+class GpuDraw:
+    """`kernels.ops.Draw` of a step that is on its way through the current stream."""
 
-    def __init__(self, host: HostSampler) -> None:
-        self._host = host
+    def __init__(self, host: HostSampler, logits: Tensor, rows: Sequence[RowSampling]) -> None:
+        """A token per row of logits [R, V]."""
+        self._sampler = host
+        self._rows = rows
+        self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
+        self._found: Tensor | None = None
+        if len(self._others) < len(rows):
+            found = greedy(logits)
+            self.chain: Tensor | None = found[0]
+            self._found = _to_host(found)
+        else:
+            self.chain = None
+        # Whoever is not plain alone needs no gathering.
+        picked = logits if self._found is None else logits[self._others]
+        self._logits = _to_host(picked) if self._others else None
+        self.end: torch.cuda.Event | None = None
+        """After all of the step; None where nothing runs by itself."""
+        if logits.device.type == "cuda":
+            self.end = torch.cuda.Event(blocking=True)
+            self.end.record()
 
-    def __call__(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
-        """A token per row of logits [R, V]. The step is over when this returns."""
-        others = [i for i, row in enumerate(rows) if not is_plain(row)]
-        if not rows:
-            _finish(logits.device)
+    @property
+    def done(self) -> bool:
+        return self.end is None or self.end.query()
+
+    def collect(self) -> Drawn:
+        if self.end is not None:
+            self.end.synchronize()
+        if self._found is None and self._logits is None:
             return Drawn([], [])
-        if len(others) == len(rows):
-            return self._host(_on_host(logits), rows)
-        ids, logprobs = greedy_of(greedy(logits).cpu())
-        if not others:
-            return Drawn(ids, logprobs)
-        drawn = self._host(_on_host(logits[others]), [rows[i] for i in others])
-        top: list[list[tuple[int, float]]] = [[] for _ in rows]
-        for at, i in enumerate(others):
+        if self._logits is None:
+            assert self._found is not None
+            return Drawn(*greedy_of(self._found))
+        others = [self._rows[i] for i in self._others]
+        drawn = self._sampler(self._logits.float(), others).collect()
+        return drawn if self._found is None else self._merged(*greedy_of(self._found), drawn)
+
+    def _merged(self, ids: list[int], logprobs: list[float], drawn: Drawn) -> Drawn:
+        top: list[list[tuple[int, float]]] = [[] for _ in ids]
+        for at, i in enumerate(self._others):
             ids[i], logprobs[i] = drawn.ids[at], drawn.logprobs[at]
             top[i] = drawn.top[at] if drawn.top else []
         return Drawn(ids, logprobs, top)
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+class Sampler:
+    """One per slice: it belongs to the slice's thread."""
+
+    def __init__(self, host: HostSampler, marked: Marked | None = None) -> None:
+        self._host = host
+        self._marked = marked
+
+    def __call__(self, logits: Tensor, rows: Sequence[RowSampling]) -> GpuDraw:
+        """Launch the drawing of a token per row of logits [R, V], the end of a step."""
+        draw = GpuDraw(self._host, logits, rows)
+        if self._marked is not None and draw.end is not None:
+            self._marked(draw.end)
+        return draw
 
 
-def _on_host(logits: Tensor) -> Tensor:
-    """Copied as they are, at the link's speed, and widened there."""
-    if logits.device.type != "cuda":
-        return logits.float()
-    host = torch.empty(logits.shape, dtype=logits.dtype, pin_memory=True)
-    return host.copy_(logits).float()
+def _to_host(tensor: Tensor) -> Tensor:
+    """As it is, at the link's speed; to be read once the step is over."""
+    if tensor.device.type != "cuda":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

@@ -4,6 +4,7 @@ Everything that can fail or take long is done here, before the slice says it is 
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
 from c2cserve.devices.partitions import Partition
+from c2cserve.engine.gpu.bell import Bell
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.models.config import ModelConfig
+from c2cserve.engine.sequences import chained
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
@@ -82,9 +85,11 @@ def open_gpu(
     partition: Partition | None = None,
     profile: ProfileChoice = "measured",
     kernels: Path | None = None,
+    ring: Callable[[], None] | None = None,
 ) -> GpuParts:
     """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
-    on, which runs on `partition`'s SMs, or on all of the GPU `device`.
+    on, which runs on `partition`'s SMs, or on all of the GPU `device`. `ring` is called, from
+    another thread, when a step is over.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`
     and `CudaError`.
@@ -100,7 +105,8 @@ def open_gpu(
     lane = Lane(device, repository, None if partition is None else partition.sms)
     linear = Linear(lane, Chooser(_profile(device, profile)))
     where = torch.device("cuda", device)
-    ops = GpuOps(linear, where, host_sampler)
+    marked = None if ring is None else Bell(where, ring).after
+    ops = GpuOps(linear, where, host_sampler, marked)
     parts = GpuParts(where, stream, lane, linear, ops, _arena(where, kv_bytes), Staging(where))
     for sizes in _COMMON:
         warm(sizes, where)
@@ -160,3 +166,5 @@ def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
         routing = by_expert(*choose(x, min(2, sizes.top_k), renormalize=True), 16)
         x.index_select(0, routing.tokens)
     x[torch.tensor([1], device=device)].float().cpu()
+    ids = torch.tensor([3, -1], dtype=torch.int32, device=device)
+    chained(ids, ids)

@@ -100,10 +100,13 @@ class Channel:
                 self.wait(None)
         return self._messages.popleft()
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Until something can be received, or sent that was kept, or the time is over."""
+    def wait(self, timeout_s: float | None, also: int | None = None) -> None:
+        """Until something can be received, or sent that was kept, or read from the file `also`, or
+        the time is over."""
         poller = select.poll()
         poller.register(self, self.interest)
+        if also is not None:
+            poller.register(also, select.POLLIN)
         poller.poll(None if timeout_s is None else max(1, int(timeout_s * 1000)))
         self.flush()
 

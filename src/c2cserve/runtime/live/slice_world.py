@@ -1,10 +1,13 @@
 """A worker's world when it is real: the controller's messages, the engine, the clock.
 
 `SliceWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
-runs inline in `submit`; a thread of its own only keeps the status page's clock going.
+runs inline in `submit`, or is launched there and its end rung by the engine, which wakes `wait`; a
+thread of its own only keeps the status page's clock going.
 """
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +15,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from c2cserve.core.actions import RunStep, SliceAction
-from c2cserve.core.events import Activated, Deactivated, SliceEvent, Submitted, Withdrawn
+from c2cserve.core.events import (
+    Activated,
+    Deactivated,
+    SliceEvent,
+    StepDone,
+    StepParked,
+    Submitted,
+    Withdrawn,
+)
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, Job
 from c2cserve.runtime.live import messages as msg
@@ -27,8 +38,9 @@ _PARKED_POLL_S = 0.001
 
 
 class SliceEngine(Protocol):
-    """What the slice's loop needs of the engine; `engine.cpu` implements it. Outcomes of steps come
-    through the `emit` and `deliver` callbacks it was made with."""
+    """What the slice's loop needs of the engine; `cli.worker_engine` implements it. Outcomes of
+    steps come through the `emit` and `deliver` callbacks it was made with, out of `submit` or
+    `poll`; who computes elsewhere calls `ring` when there is something to be polled."""
 
     def attach(
         self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str
@@ -36,7 +48,9 @@ class SliceEngine(Protocol):
 
     def detach(self, model: str) -> None: ...
 
-    def add(self, job: Job) -> None: ...
+    def add(self, job: Job) -> bool:
+        """Take a request; whether it is `events.Submitted.chained`."""
+        ...
 
     def submit(self, action: SliceAction) -> None: ...
 
@@ -80,6 +94,9 @@ class SliceWorld:
         self._attaches = 0
         self._events: list[SliceEvent] = []
         self._last_model = ""
+        self._under_way: set[int] = set()
+        """Steps that are not parked."""
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reported_s = 0.0
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -110,6 +127,16 @@ class SliceWorld:
 
     def emit(self, event: SliceEvent) -> None:
         self._events.append(event)
+        if isinstance(event, StepDone | StepParked):
+            self._under_way.discard(event.step_id)
+            self._page[Field.STEP_STARTED_S] = time.monotonic() if self._under_way else 0.0
+        if isinstance(event, StepDone):
+            self._page.add(Field.BUSY_S, event.compute_s)
+            self._page.add(Field.STEPS, 1.0)
+
+    def ring(self) -> None:
+        """The engine has something to be polled. Callable from any thread."""
+        os.eventfd_write(self._doorbell, 1)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
@@ -121,15 +148,15 @@ class SliceWorld:
         self._report()
         while True:
             self._take_messages()
-            parked = self.engine.parked
-            if parked:
-                self.engine.poll()
+            self.engine.poll()
             now = time.monotonic()
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._channel.wait(_PARKED_POLL_S if parked else timeout_s)
+            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._doorbell)
+            with contextlib.suppress(BlockingIOError):  # nobody rang
+                os.eventfd_read(self._doorbell)
 
     def _take_messages(self) -> None:
         for data in self._channel.receive():
@@ -141,8 +168,7 @@ class SliceWorld:
         match message:
             case msg.Submit(job):
                 self._page.add(Field.PROMPT_TOKENS, job.request.prompt_len - job.request.sent)
-                self.engine.add(job)
-                self.emit(Submitted(job.request))
+                self.emit(Submitted(job.request, self.engine.add(job)))
             case msg.Withdraw(request_id):
                 self.emit(Withdrawn(request_id))
             case msg.Switch(model, active):
@@ -192,8 +218,7 @@ class SliceWorld:
             page.add(Field.SWITCHES, 1.0 if self._last_model else 0.0)
             self._last_model = model
             page[Field.LAST_MODEL] = self._attach_order[model]
-        started = page[Field.STEP_STARTED_S] = time.monotonic()
+        if not self._under_way:
+            page[Field.STEP_STARTED_S] = time.monotonic()
+        self._under_way.add(action.step.id)
         self.engine.submit(action)
-        page[Field.STEP_STARTED_S] = 0.0
-        page.add(Field.BUSY_S, time.monotonic() - started)
-        page.add(Field.STEPS, 1.0)

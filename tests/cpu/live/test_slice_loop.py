@@ -1,0 +1,134 @@
+"""A worker's loop where steps end by themselves: it sleeps until the bell, and the page tells."""
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from c2cserve.core.actions import RunStep, SliceAction
+from c2cserve.core.events import SliceEvent, StepDone, StepParked, Submitted
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Job, Request, Sampling
+from c2cserve.core.step import Step
+from c2cserve.runtime.live import messages as msg
+from c2cserve.runtime.live.channel import Channel
+from c2cserve.runtime.live.slice_world import SliceWorld, Usage
+from c2cserve.runtime.live.status_page import Field, StatusPage
+
+SPEC = ModelSpec("m", 1, 1, 512, 64)
+
+
+class Engine:
+    """Steps are over when `finish` is called, from any thread."""
+
+    parked = False
+
+    def __init__(self, world: SliceWorld) -> None:
+        self._world = world
+        self._steps: deque[int] = deque()
+        self._over: deque[SliceEvent] = deque()
+        self.polls = 0
+
+    def attach(self, *_: object) -> None: ...
+
+    def detach(self, model: str) -> None: ...
+
+    def add(self, job: Job) -> bool:
+        return job.sampling.temperature == 0.0
+
+    def submit(self, action: SliceAction) -> None:
+        assert isinstance(action, RunStep)
+        self._steps.append(action.step.id)
+
+    def poll(self) -> None:
+        self.polls += 1
+        while self._over:
+            self._world.emit(self._over.popleft())
+
+    def finish(self) -> None:
+        self._over.append(StepDone(self._steps.popleft(), (), 0.25))
+        self._world.ring()
+
+    def park(self) -> None:
+        self._over.append(StepParked(self._steps[-1]))
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        ends = socket.socketpair()
+        self.controller, self.channel = map(Channel, ends)
+        self.page = StatusPage(folder / "page", create=True)
+        self.world = SliceWorld(self.channel, self.page, lambda: Usage(0, 0, 0, 0, 0), list)
+        self.engine = Engine(self.world)
+        self.world.start(self.engine, "", 1)
+        self.controller.send(msg.encode(msg.Attach(SPEC, "", {}, "")))
+
+    def run(self, step: int) -> None:
+        self.world.submit(RunStep(Step(step, "m", ())))
+
+    def wait(self, limit_s: float = 10.0) -> list[SliceEvent]:
+        return list(self.world.wait(time.monotonic() + limit_s)[1])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    assert bench.wait(0.05) == []
+    yield bench
+    bench.world.stop()
+    bench.controller.close()
+    bench.channel.close()
+
+
+def test_it_sleeps_until_a_step_is_over(bench: Bench) -> None:
+    bench.run(1)
+    polls = bench.engine.polls
+    threading.Timer(0.2, bench.engine.finish).start()
+    begin_s = time.monotonic()
+    assert bench.wait() == [StepDone(1, (), 0.25)]
+    assert 0.15 < time.monotonic() - begin_s < 5.0
+    assert bench.engine.polls - polls <= 3, "it was not asked over and over"
+
+
+def test_a_step_that_is_over_before_it_sleeps_is_not_missed(bench: Bench) -> None:
+    bench.run(1)
+    bench.engine.finish()
+    assert bench.wait() == [StepDone(1, (), 0.25)]
+    bench.run(2)
+    bench.engine.finish()
+    assert bench.wait() == [StepDone(2, (), 0.25)]
+
+
+def test_the_page_tells_what_computes(bench: Bench) -> None:
+    page = bench.page
+    assert page[Field.STEP_STARTED_S] == 0.0
+    bench.run(1)
+    first_s = page[Field.STEP_STARTED_S]
+    assert first_s > 0.0
+    bench.run(2)
+    assert page[Field.STEP_STARTED_S] == first_s
+    bench.engine.finish()
+    bench.wait()
+    assert page[Field.STEP_STARTED_S] > first_s, "the second one computes since then"
+    bench.engine.park()
+    bench.wait()
+    assert page[Field.STEP_STARTED_S] == 0.0, "a parked step does not"
+    bench.engine.finish()
+    bench.wait()
+    assert (page[Field.STEPS], page[Field.BUSY_S]) == (2.0, 0.5)
+
+
+def test_the_engine_says_whose_tokens_are_chained(bench: Bench) -> None:
+    for name, temperature in (("a", 0.0), ("b", 1.0)):
+        job = Job(Request(name, "m", 1, 1, 0.0), (1,), Sampling(0, temperature))
+        bench.controller.send(msg.encode(msg.Submit(job)))
+    events: list[SliceEvent] = []
+    while len(events) < 2:
+        events += bench.wait()
+    assert [(e.request.id, e.chained) for e in events if isinstance(e, Submitted)] == [
+        ("a", True), ("b", False),
+    ]  # fmt: skip

@@ -1,0 +1,157 @@
+"""Overlapped steps on a real GPU: the next is launched while one runs; nobody's text changes."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_case import LateModel, make, no_sampler, on_gpu
+from test_gpu_engine import OTHER, PROMPT, folder, gpu, segments
+
+from c2cserve.core.actions import RunStep
+from c2cserve.core.events import Activated, SliceEvent, StepDone, Submitted, Withdrawn
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Delta, Job, Request, Sampling, Slo
+from c2cserve.engine.executor import Executor
+from c2cserve.engine.gpu.segments import PinnedSegments
+from c2cserve.engine.gpu.setup import GpuParts, open_gpu
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.policy.slice import SlicePolicy
+
+__all__ = ["folder", "gpu", "segments"]
+
+pytestmark = pytest.mark.gpu
+
+GREEDY = Sampling(seed=0, temperature=0.0)
+
+
+class _Loop:
+    """A slice as the worker runs it: its policy, its executor, two steps at a time or one."""
+
+    def __init__(self, gpu: GpuParts, model: LateModel, max_in_flight: int) -> None:
+        layout = model.decoder.kv
+        slice_ = Slice("s", "gpu", kv_bytes=512 << 20, gpu=GpuShare("GPU", 0))
+        self.policy = SlicePolicy(slice_, max_in_flight)
+        self.events: list[SliceEvent] = []
+        self.deltas: list[Delta] = []
+        self.executor = Executor(
+            "s", gpu.ops, gpu.arena, self.events.append, self.deltas.extend, time.monotonic,
+            place=gpu.place,
+        )  # fmt: skip
+        self.executor.attach("m", model.decoder)
+        self.events.append(
+            Activated(ModelSpec("m", 1, model.config.layers, layout.block_bytes, 1024))
+        )
+        self.ahead = 0
+        """Steps that were launched while one ran."""
+
+    def submit(self, name: str, prompt: list[int], new: int, sampling: Sampling = GREEDY) -> None:
+        request = Request(name, "m", len(prompt), new, time.monotonic(), Slo(60.0, 60.0))
+        chained = self.executor.add(Job(request, tuple(prompt), sampling))
+        self.events.append(Submitted(request, chained))
+
+    def tick(self) -> None:
+        self.executor.poll()
+        events, self.events[:] = list(self.events), []
+        for event in events:
+            self.policy.apply(event)
+        for action in self.policy.decide(time.monotonic()):
+            flying = self.policy._flying
+            self.executor.submit(action)
+            self.ahead += isinstance(action, RunStep) and flying > 1
+
+    def finish(self, *names: str) -> None:
+        end_s = time.monotonic() + 60
+        while not set(names) <= {delta.request_id for delta in self.deltas if delta.finish}:
+            self.tick()
+            assert time.monotonic() < end_s
+        while self.policy._flights:
+            self.tick()
+
+    def tokens(self, name: str) -> list[int]:
+        return [t for delta in self.deltas if delta.request_id == name for t in delta.tokens]
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
+def test_overlap_changes_no_answer(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path, case: str
+) -> None:
+    """Of greedy requests one after the other; then beside each other, with one that stops a step
+    late, one that goes away in flight and one that the CPU draws."""
+    make(folder, case)
+    model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
+    texts: list[list[int]] = []
+    for at_a_time in (1, 2):
+        loop = _Loop(gpu, model, at_a_time)
+        loop.submit("a", PROMPT[:40], 64)
+        loop.finish("a")
+        texts.append(loop.tokens("a"))
+        assert (loop.ahead > 20) == (at_a_time == 2)
+        assert loop.policy.arena.held_bytes == 0
+    assert texts[0] == texts[1]
+    assert len(texts[0]) == 64
+    loop = _Loop(gpu, model, 2)
+    stop = max(i for i, token in enumerate(texts[0][:40]) if texts[0].index(token) == i)
+    loop.submit(
+        "stops", PROMPT[:40], 64, Sampling(0, temperature=0.0, stop_token_ids=(texts[0][stop],))
+    )
+    loop.finish("stops")
+    assert loop.tokens("stops") == texts[0][: stop + 1]
+    loop.submit("goes", OTHER[:50], 500)
+    loop.submit("stays", OTHER[:20], 40)
+    while len(loop.tokens("goes")) < 10:
+        loop.tick()
+    loop.events.append(Withdrawn("goes"))
+    loop.finish("stays")
+    assert len(loop.tokens("stays")) == 40
+    assert len(loop.executor) == 0
+    assert loop.policy.arena.held_bytes == 0
+    gpu.finish()
+    segments.close(model.path)
+
+
+def test_drawn_requests_beside_chained_ones(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    """Rows whose tokens come from the CPU are waited for; both kinds say what they say alone, as
+    far as the batch has a say in the last bit: here the steps are the same."""
+    make(folder, "llama")
+    model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
+    parts = open_gpu(0, 512 << 20, CpuOps(2).sample, profile="assumed")
+    answers: list[list[list[int]]] = []
+    try:
+        for at_a_time in (1, 2):
+            loop = _Loop(parts, model, at_a_time)
+            loop.submit("greedy", PROMPT[:16], 20)
+            loop.submit("drawn", PROMPT[16:48], 20, Sampling(seed=3, temperature=0.8, top_k=5))
+            loop.finish("greedy", "drawn")
+            answers.append([loop.tokens("greedy"), loop.tokens("drawn")])
+        parts.finish()
+    finally:
+        torch.cuda.set_stream(gpu.stream)
+    assert answers[0] == answers[1]
+    assert {len(tokens) for tokens in answers[0]} == {20}
+    segments.close(model.path)
+
+
+def test_the_bell_rings_when_a_step_is_over(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    make(folder, "llama")
+    model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
+    rung = threading.Semaphore(0)
+    parts = open_gpu(0, 64 << 20, no_sampler, profile="assumed", ring=rung.release)
+    try:
+        lane = on_gpu(parts)
+        lane.attach("m", model.decoder)
+        lane.add("a", "m", PROMPT[:40], 2)
+        done = lane.step(("a", 0, 40))
+        assert isinstance(done, StepDone)
+        assert rung.acquire(timeout=10)
+        assert not rung.acquire(timeout=0.05)
+        parts.finish()
+    finally:
+        torch.cuda.set_stream(gpu.stream)
+    segments.close(model.path)
