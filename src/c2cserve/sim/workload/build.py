@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from random import Random
 
 from c2cserve.core.request import BLOCK_TOKENS
@@ -13,6 +14,8 @@ from c2cserve.sim.workload.rows import Row
 from c2cserve.sim.workload.synthetic import synthetic
 
 _SHARED_SEED = 1 << 62
+_RATES_S = 3600.0
+"""What is used of a trace of rates if nobody says: some are two weeks long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class WorkloadSettings:
     """The trace runs so many times as fast."""
     start_s: float = 0.0
     duration_s: float = float("inf")
-    """Of the trace's own time."""
+    """Of the trace's own time; infinite: all of it (an hour of a trace of rates)."""
     limit: int | None = None
     """At most so many requests."""
     lengths: str = "azure-conv"
@@ -62,7 +65,7 @@ def _rows(settings: WorkloadSettings) -> list[Row]:
         return synthetic(settings.trace.removeprefix("synthetic:"), settings.seed)
     path = find_path(settings.trace)
     if has_rates(path):
-        duration_s = min(settings.duration_s, 1e9)
+        duration_s = settings.duration_s if isfinite(settings.duration_s) else _RATES_S
         return draw(path, settings.seed, settings.start_s, duration_s, settings.where)
     return find_rows(settings.trace, settings.where)
 

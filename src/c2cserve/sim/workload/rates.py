@@ -11,7 +11,7 @@ from math import gamma
 from pathlib import Path
 from random import Random
 
-from c2cserve.sim.workload.rows import Fields, Row, TraceError, fields
+from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
 
 _WINDOW_S = 600.0
 
@@ -24,28 +24,28 @@ def draw(
     lines = list(fields(path))
     if not lines:
         raise TraceError(f"{path.name} is empty")
-    columns = lines[0].keys()
+    found = lines[0].keys()
     end_s = start_s + duration_s
-    if {"client", "t_s", "rate_rps", "dist", "p1"} <= columns:
+    if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
         rows = _windows(lines, seed, start_s, end_s)
-    elif {"func", "m1"} <= columns:
+    elif {"func", "m1"} <= found:
         rows = _minutes(lines, seed, start_s, end_s)
-    elif "model" in columns and any(column.startswith("rps") for column in columns):
-        known = [column for column in columns if column.startswith("rps")]
+    elif "model" in found and any(column.startswith("rps") for column in found):
+        known = [column for column in found if column.startswith("rps")]
         column = where.get("rates", known[0])
         if column not in known:
             raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
         rows = _means(lines, column, seed, start_s, end_s)
     else:
-        raise TraceError(f"{path.name} has columns nobody can read: {', '.join(columns)}")
+        raise TraceError(f"{path.name} has columns nobody can read: {', '.join(found)}")
     return sorted(rows, key=lambda row: row.t_s)
 
 
 def has_rates(path: Path) -> bool:
     """Whether `draw` is for this file, not `rows.read`. Raises OSError, TraceError."""
-    columns = next(fields(path), {}).keys()
-    return {"client", "rate_rps"} <= columns or "m1" in columns or (
-        "model" in columns and any(column.startswith("rps") for column in columns)
+    found = columns(path)
+    return {"client", "rate_rps"} <= found or "m1" in found or (
+        "model" in found and any(column.startswith("rps") for column in found)
     )  # fmt: skip
 
 

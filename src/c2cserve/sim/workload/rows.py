@@ -4,8 +4,8 @@ import csv
 import gzip
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from io import TextIOWrapper
 from pathlib import Path
+from typing import IO
 
 PREFIX_BLOCK_TOKENS = 512
 """Of Mooncake's traces."""
@@ -31,12 +31,26 @@ class TraceError(ValueError):
 Fields = Mapping[str, str]
 
 
+def _open(path: Path) -> IO[str]:
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8", newline="")
+    return path.open(encoding="utf-8", newline="")
+
+
 def fields(path: Path) -> Iterator[Fields]:
     """Rows of a CSV file, plain or gzip. Raises OSError, TraceError."""
-    with path.open("rb") as raw:
-        binary = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+    with _open(path) as file:
         try:
-            yield from csv.DictReader(TextIOWrapper(binary, encoding="utf-8", newline=""))  # pyright: ignore[reportArgumentType]
+            yield from csv.DictReader(file)
+        except (gzip.BadGzipFile, UnicodeDecodeError, csv.Error, EOFError) as error:
+            raise TraceError(f"{path.name} is not CSV: {error}") from error
+
+
+def columns(path: Path) -> frozenset[str]:
+    """Of a CSV file. Raises OSError, TraceError."""
+    with _open(path) as file:
+        try:
+            return frozenset(csv.DictReader(file).fieldnames or ())
         except (gzip.BadGzipFile, UnicodeDecodeError, csv.Error, EOFError) as error:
             raise TraceError(f"{path.name} is not CSV: {error}") from error
 

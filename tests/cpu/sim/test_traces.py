@@ -1,0 +1,162 @@
+"""Traces: every packaged one, every form of file, and how they become requests."""
+
+import gzip
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+from c2cserve.sim.jobs import SimRequest
+from c2cserve.sim.shapes import catalogue, interleaved
+from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.workload.catalogue import LENGTHS, TRACES, find_lengths, find_rows
+from c2cserve.sim.workload.rates import draw
+from c2cserve.sim.workload.rows import TraceError, read
+
+MODELS = interleaved(catalogue("llama-2-7b*6,llama-2-13b*2"))
+
+
+def asked(trace: str, **settings: object) -> list[SimRequest]:
+    return workload(WorkloadSettings(trace=trace, **settings), MODELS)  # pyright: ignore[reportArgumentType]
+
+
+def test_azure_functions_as_slinfer_samples_them() -> None:
+    rows = find_rows("slinfer128", {})
+    assert len(rows) == 9266
+    assert len({row.source for row in rows}) == 128
+    assert rows[-1].t_s < 1800.0
+    assert {len({row.source for row in find_rows(f"slinfer{n}", {})}) for n in (32, 64)} == {32, 64}
+
+
+def test_azure_conversations() -> None:
+    rows = find_rows("azure-conv", {})
+    assert len(rows) == 19366
+    prompts = sorted(row.prompt for row in rows)
+    assert prompts[len(prompts) // 2] == 1020
+
+
+def test_mooncake_says_what_was_seen_before() -> None:
+    requests = asked("mooncake", limit=200)
+    shared = {len(set(a.prefix_hashes) & set(b.prefix_hashes)) for a in requests for b in requests}
+    assert max(shared) > 100
+    assert all(len(r.prefix_hashes) <= r.prompt // 16 for r in requests)
+
+
+@pytest.mark.parametrize("trace", sorted(TRACES))
+def test_packaged_traces_become_requests_of_the_catalogue(trace: str) -> None:
+    requests = asked(trace, limit=300)
+    names = {model.spec.id for model in MODELS}
+    assert len(requests) == 300
+    assert {request.model for request in requests} <= names
+    assert all(request.prompt >= 1 and request.owed >= 1 for request in requests)
+    times = [request.arrival_s for request in requests]
+    assert times == sorted(times)
+    assert requests == asked(trace, limit=300)
+
+
+@pytest.mark.parametrize("name", sorted(LENGTHS))
+def test_packaged_lengths(name: str) -> None:
+    from random import Random
+
+    draw_one = find_lengths(name)
+    pairs = [draw_one(Random(seed)) for seed in range(100)]
+    assert all(prompt >= 1 and output >= 1 for prompt, output in pairs)
+    assert len(set(pairs)) > 20
+
+
+def test_time_is_compressed_and_cut() -> None:
+    whole = asked("slinfer128")
+    part = asked("slinfer128", time_scale=10.0, start_s=60.0, duration_s=120.0)
+    inside = [r for r in whole if 60.0 <= r.arrival_s < 180.0]
+    assert [r.prompt for r in part] == [r.prompt for r in inside]
+    assert part[0].arrival_s == pytest.approx((inside[0].arrival_s - 60.0) / 10.0)
+
+
+def write(path: Path, text: str) -> str:
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+    return str(path)
+
+
+def test_sources_map_to_models_by_number_and_wrap(tmp_path: Path) -> None:
+    lines = "".join(f"{i}.0,{func},9,9\n" for i, func in enumerate((10, 2, 10, 0)))
+    trace = write(tmp_path / "t.csv", "t_s,func,input_tokens,output_tokens\n" + lines)
+    names = [model.spec.id for model in MODELS]
+    assert [r.model for r in asked(trace)] == [names[2], names[1], names[2], names[0]]
+    shuffled = {tuple(r.model for r in asked(trace, mapping="shuffle", seed=s)) for s in range(9)}
+    assert len(shuffled) > 1
+
+
+def test_models_without_lengths_get_them_and_filters_apply(tmp_path: Path) -> None:
+    text = "t_s,model,status\n5,M1,OK\n1,M0,OK\n3,M0,FAILED\n"
+    trace = write(tmp_path / "t.csv.gz", text)
+    requests = asked(trace, where={"status": "OK"}, lengths="sharegpt")
+    assert [r.arrival_s for r in requests] == [1.0, 5.0]
+    loads = "load_rps,t_s,func,input_tokens,output_tokens\n1,2.0,4,8,9\n2,1.0,4,6,7\n"
+    [one] = asked(write(tmp_path / "b.csv", loads), where={"load_rps": "2"})
+    assert (one.prompt, one.owed) == (6, 7)
+
+
+def test_rates_are_met_and_gaps_vary_as_they_say(tmp_path: Path) -> None:
+    head = "client,t_s,rate_rps,iat_cv,dist,p1,p2\n"
+    text = head + "".join(
+        f"7,{600 * i},2.0,2,G,0.25,2\n8,{600 * i},1.0,1,W,1.0,1\n" for i in range(9)
+    )
+    path = Path(write(tmp_path / "s.csv", text))
+    rows = draw(path, 1, 0.0, 5400.0, {})
+    bursty = [row.t_s for row in rows if row.source == "7"]
+    steady = [row.t_s for row in rows if row.source == "8"]
+    assert len(bursty) == pytest.approx(2.0 * 5400, rel=0.1)
+    assert len(steady) == pytest.approx(5400, rel=0.1)
+    for times, variation in ((bursty, 2.0), (steady, 1.0)):
+        gaps = [b - a for a, b in pairwise(times)]
+        assert stdev(gaps) / mean(gaps) == pytest.approx(variation, rel=0.15)
+    assert draw(path, 1, 600.0, 600.0, {}) == [r for r in rows if 600.0 <= r.t_s < 1200.0]
+
+
+def test_requests_per_minute_and_mean_rates(tmp_path: Path) -> None:
+    minutes = Path(write(tmp_path / "m.csv", "func,m1,m2\n0,5,0\n1,0,7\n"))
+    rows = draw(minutes, 0, 0.0, 1e9, {})
+    assert [sum(60 * m <= row.t_s < 60 * (m + 1) for row in rows) for m in (0, 1)] == [5, 7]
+    means = Path(write(tmp_path / "r.csv", "model,size,rps_low,rps_high\na,7b,1,10\n"))
+    assert len(draw(means, 0, 0.0, 1000.0, {})) == pytest.approx(1000, rel=0.15)
+    assert len(draw(means, 0, 0.0, 1000.0, {"rates": "rps_high"})) == pytest.approx(1e4, rel=0.1)
+    with pytest.raises(TraceError, match="rps_low"):
+        draw(means, 0, 0.0, 1.0, {"rates": "none"})
+
+
+def test_synthetic_workloads_follow_their_numbers() -> None:
+    requests = asked("synthetic:rate=20,duration=500,sources=8,zipf=1,prompt=100,output=50")
+    assert len(requests) == pytest.approx(10_000, rel=0.05)
+    assert mean(r.prompt for r in requests) == pytest.approx(100, rel=0.05)
+    counts = [sum(r.model == model.spec.id for r in requests) for model in MODELS]
+    assert counts[0] == pytest.approx(2 * counts[1], rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("trace", "message"),
+    [
+        ("nowhere.csv", "slinfer128"),
+        ("synthetic:rate=-1", "greater than 0"),
+        ("synthetic:speed=1", "speed"),
+        ("synthetic:rate", "KEY=NUMBER"),
+    ],
+)
+def test_mistakes_are_named(trace: str, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        asked(trace)
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="columns nobody can read"):
+        read(Path(write(tmp_path / "a.csv", "x,y\n1,2\n")))
+    with pytest.raises(TraceError, match="no requests"):
+        read(Path(write(tmp_path / "b.csv", "t_s,model\n")))
+    with pytest.raises(TraceError, match=r"c\.csv:3"):
+        read(Path(write(tmp_path / "c.csv", "t_s,model\n1,a\nx,b\n")))
+    (tmp_path / "d.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(TraceError, match="not CSV"):
+        read(tmp_path / "d.csv.gz")
