@@ -21,6 +21,7 @@ Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
 TimeScale = Annotated[float, typer.Option(min=1e-6, help="Run the trace so many times as fast.")]
 Start = Annotated[float, typer.Option(min=0, help="Skip so many seconds of the trace.")]
 Duration = Annotated[float | None, typer.Option(min=0, help="Use so many seconds of it.")]
+RateScale = Annotated[float, typer.Option(min=1e-6, help="Times the trace's requests.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Use at most so many requests.")]
 Lengths = Annotated[str, typer.Option(help="Lengths for traces that have none.")]
 Mapping = Annotated[str, typer.Option(help="Sources to models: order or shuffle.")]
@@ -52,6 +53,7 @@ def simulate(
     time_scale: TimeScale = 1,
     start_s: Start = 0,
     duration_s: Duration = None,
+    rate_scale: RateScale = 1,
     limit: Limit = None,
     lengths: Lengths = "azure-conv",
     mapping: Mapping = "order",
@@ -80,6 +82,7 @@ def simulate(
         workload = WorkloadSettings(
             trace=trace or "slinfer64", seed=seed, time_scale=time_scale, start_s=start_s,
             duration_s=float("inf") if duration_s is None else duration_s, limit=limit,
+            rate_scale=rate_scale,
             lengths=lengths, mapping=mapping, where=dict(map(_pair, where or [])),
         )  # fmt: skip
         scenario = Scenario(

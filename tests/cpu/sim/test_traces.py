@@ -45,14 +45,17 @@ def test_mooncake_says_what_was_seen_before() -> None:
 
 @pytest.mark.parametrize("trace", sorted(TRACES))
 def test_packaged_traces_become_requests_of_the_catalogue(trace: str) -> None:
-    requests = asked(trace, limit=300)
+    few: dict[str, object] = {"limit": 300, "duration_s": 3000.0}
+    if trace == "servegen":  # 800 requests a second, whole
+        few["rate_scale"] = 0.01
+    requests = asked(trace, **few)
     names = {model.spec.id for model in MODELS}
     assert len(requests) == 300
     assert {request.model for request in requests} <= names
     assert all(request.prompt >= 1 and request.owed >= 1 for request in requests)
     times = [request.arrival_s for request in requests]
     assert times == sorted(times)
-    assert requests == asked(trace, limit=300)
+    assert requests == asked(trace, **few)
 
 
 @pytest.mark.parametrize("name", sorted(LENGTHS))
@@ -71,6 +74,12 @@ def test_time_is_compressed_and_cut() -> None:
     inside = [r for r in whole if 60.0 <= r.arrival_s < 180.0]
     assert [r.prompt for r in part] == [r.prompt for r in inside]
     assert part[0].arrival_s == pytest.approx((inside[0].arrival_s - 60.0) / 10.0)
+
+
+def test_a_share_of_the_requests() -> None:
+    assert len(asked("slinfer128", rate_scale=0.25)) == pytest.approx(9266 / 4, rel=0.1)
+    with pytest.raises(ValueError, match="no more"):
+        asked("slinfer128", rate_scale=2.0)
 
 
 def write(path: Path, text: str) -> str:

@@ -28,6 +28,8 @@ class WorkloadSettings:
     start_s: float = 0.0
     duration_s: float = float("inf")
     """Of the trace's own time; infinite: all of it (an hour of a trace of rates)."""
+    rate_scale: float = 1.0
+    """So many times the requests of a trace of rates; of other traces that share, at random."""
     limit: int | None = None
     """At most so many requests."""
     lengths: str = "azure-conv"
@@ -66,8 +68,16 @@ def _rows(settings: WorkloadSettings) -> list[Row]:
     path = find_path(settings.trace)
     if has_rates(path):
         duration_s = settings.duration_s if isfinite(settings.duration_s) else _RATES_S
-        return draw(path, settings.seed, settings.start_s, duration_s, settings.where)
-    return find_rows(settings.trace, settings.where)
+        return draw(
+            path, settings.seed, settings.start_s, duration_s, settings.where, settings.rate_scale
+        )
+    rows = find_rows(settings.trace, settings.where)
+    if settings.rate_scale == 1.0:
+        return rows
+    if settings.rate_scale > 1.0:
+        raise ValueError("a trace of requests has no more of them: rate_scale is at most 1 here")
+    random = Random(f"{settings.seed}/share")
+    return [row for row in rows if random.random() < settings.rate_scale]
 
 
 def _model_names(

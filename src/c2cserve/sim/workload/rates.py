@@ -17,9 +17,14 @@ _WINDOW_S = 600.0
 
 
 def draw(
-    path: Path, seed: int, start_s: float, duration_s: float, where: Mapping[str, str]
+    path: Path,
+    seed: int,
+    start_s: float,
+    duration_s: float,
+    where: Mapping[str, str],
+    scale: float = 1.0,
 ) -> list[Row]:
-    """Requests between `start_s` and `start_s + duration_s` of the trace, times from its start. For
+    """Requests, `scale` times as many as the trace says, between `start_s` and `start_s + duration_s` of the trace, times from its start. For
     means, `where` names the column: `{"rates": "rps_condense500"}`. Raises OSError, TraceError."""
     lines = list(fields(path))
     if not lines:
@@ -27,15 +32,15 @@ def draw(
     found = lines[0].keys()
     end_s = start_s + duration_s
     if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
-        rows = _windows(lines, seed, start_s, end_s)
+        rows = _windows(lines, seed, start_s, end_s, scale)
     elif {"func", "m1"} <= found:
-        rows = _minutes(lines, seed, start_s, end_s)
+        rows = _minutes(lines, seed, start_s, end_s, scale)
     elif "model" in found and any(column.startswith("rps") for column in found):
         known = [column for column in found if column.startswith("rps")]
         column = where.get("rates", known[0])
         if column not in known:
             raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
-        rows = _means(lines, column, seed, start_s, end_s)
+        rows = _means(lines, column, seed, start_s, end_s, scale)
     else:
         raise TraceError(f"{path.name} has columns nobody can read: {', '.join(found)}")
     return sorted(rows, key=lambda row: row.t_s)
@@ -49,9 +54,11 @@ def has_rates(path: Path) -> bool:
     )  # fmt: skip
 
 
-def _windows(lines: list[Fields], seed: int, start_s: float, end_s: float) -> Iterator[Row]:
+def _windows(
+    lines: list[Fields], seed: int, start_s: float, end_s: float, scale: float
+) -> Iterator[Row]:
     for line in lines:
-        begin_s, rate = float(line["t_s"]), float(line["rate_rps"])
+        begin_s, rate = float(line["t_s"]), scale * float(line["rate_rps"])
         if rate <= 0 or begin_s + _WINDOW_S <= start_s or begin_s >= end_s:
             continue
         client = line["client"]
@@ -81,13 +88,15 @@ def _renewal(
         yield t_s
 
 
-def _minutes(lines: list[Fields], seed: int, start_s: float, end_s: float) -> Iterator[Row]:
+def _minutes(
+    lines: list[Fields], seed: int, start_s: float, end_s: float, scale: float
+) -> Iterator[Row]:
     for line in lines:
         random = Random(f"{seed}/{line['func']}")
         minute = 1
         while (asked := line.get(f"m{minute}")) is not None:
             begin_s = 60.0 * (minute - 1)
-            for _ in range(int(asked)):
+            for _ in range(round(scale * int(asked))):
                 t_s = begin_s + 60.0 * random.random()
                 if start_s <= t_s < end_s:
                     yield Row(t_s, line["func"])
@@ -95,11 +104,11 @@ def _minutes(lines: list[Fields], seed: int, start_s: float, end_s: float) -> It
 
 
 def _means(
-    lines: list[Fields], column: str, seed: int, start_s: float, end_s: float
+    lines: list[Fields], column: str, seed: int, start_s: float, end_s: float, scale: float
 ) -> Iterator[Row]:
     for line in lines:
         random = Random(f"{seed}/{line['model']}")
-        rate = float(line[column])
+        rate = scale * float(line[column])
         t_s = start_s
         while rate > 0 and (t_s := t_s + random.expovariate(rate)) < end_s:
             yield Row(t_s, line["model"])
