@@ -18,6 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log
 
+from c2cserve.core.actions import SetAlpha
+from c2cserve.core.events import GemmsMeasured
+
 VARIANTS = 32
 """Alpha takes effect in steps of 1 / VARIANTS: kernels are prebuilt, and less is not worth it."""
 
@@ -107,3 +110,20 @@ class AlphaControl:
         self.alpha = min(1.0, max(0.0, before + direction * self._step))
         if self.alpha != before:
             self._unsettled = self._settings.settling
+
+
+class AlphaBank:
+    """The controls of all models of a slice. A step's budget is that of all its GEMMs together, so
+    one control stands for all of a model's."""
+
+    def __init__(self, settings: AlphaSettings | None = None) -> None:
+        self._settings = settings
+        self._controls: dict[str, AlphaControl] = {}
+
+    def sample(self, event: GemmsMeasured, budget_s: float) -> list[SetAlpha]:
+        """What to set from now on, if anything, after a step that should take `budget_s`."""
+        control = self._controls.setdefault(event.model, AlphaControl(self._settings))
+        before = control.variant
+        use = GemmSample(event.latency_s, event.hbm_utilization, event.link_utilization)
+        control.sample(use, budget_s)
+        return [SetAlpha(event.model, control.variant)] if control.variant != before else []

@@ -1,11 +1,12 @@
 """A slice's requests, and the step that is made of one model's: all decodes plus prefill chunks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
 
 from c2cserve.core.request import Request
-from c2cserve.core.step import SeqStep
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.policy.chunking import ChunkCost, smallest_chunk
 from c2cserve.policy.estimate import StepTime, allowed_step_s
 from c2cserve.policy.headroom import due_s
 
@@ -28,6 +29,12 @@ class Seq:
     issued: int = 0
     flights: int = 0
     """Steps in flight that it has a part in."""
+    moves: int = 0
+    """Moves of its KV under way."""
+    paused: bool = False
+    """Its KV is in host memory, or on its way there or back (`policy.rotary`)."""
+    since_s: float = 0.0
+    """When it began to run or was paused, whichever was later. Only where KV is rotated."""
     blocks: list[int] = field(default_factory=list[int])
     told: int = 0
     """Blocks that the executor has been told of; none before the first step since (re)start."""
@@ -36,6 +43,11 @@ class Seq:
     ended: bool = False
     """The executor has forgotten it. What is withdrawn or ended while in flight holds its blocks
     until it has landed."""
+
+    @property
+    def busy(self) -> bool:
+        """Its blocks are being read or written."""
+        return self.flights > 0 or self.moves > 0
 
     @property
     def expected(self) -> int:
@@ -64,7 +76,7 @@ class Seq:
         """Its KV is gone; its tokens are not."""
         self.blocks = []
         self.computed = self.issued = self.told = 0
-        self.started = False
+        self.started = self.paused = False
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +87,10 @@ class ActiveModel:
 
     name: str
     key: str
+    block_bytes: int
     time: StepTime
+    rank: "Callable[[Seq], float]"
+    """Orders its requests, first come or least headroom first."""
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
     last_step: int = 0
     started: int = 0
@@ -92,17 +107,23 @@ class ActiveModel:
         self.seqs[request.id] = seq
         return seq
 
+    def first(self) -> float:
+        """Rank of the request that should go first."""
+        return min(map(self.rank, self.seqs.values()))
+
     def most_urgent_due_s(self) -> float:
-        return min(map(_DUE, self.seqs.values()))
+        return min(map(BY_HEADROOM, self.seqs.values()))
 
     def line_up(self) -> tuple[list[Seq], list[Seq]]:
-        """Its requests by urgency: those that are ready for their next single token, be it that a
+        """Its requests by rank: those that are ready for their next single token, be it that a
         step in flight draws the one before, and those with more tokens to be computed, started
-        ones first. A request whose last token is being drawn is in neither."""
+        ones first. A request whose last token is being drawn, or that is paused, is in neither."""
         decodes: list[Seq] = []
         started: list[Seq] = []
         waiting: list[Seq] = []
-        for seq in sorted(self.seqs.values(), key=_DUE):
+        for seq in sorted(self.seqs.values(), key=self.rank):
+            if seq.paused:
+                continue
             if not seq.started:
                 waiting.append(seq)
             elif seq.issued < seq.expected - 1:
@@ -112,7 +133,31 @@ class ActiveModel:
         return decodes, started + waiting
 
 
-_DUE = attrgetter("due_s")
+@dataclass(slots=True)
+class Flight:
+    """A step from its launch to its `events.StepDone`."""
+
+    step: Step
+    model: ActiveModel
+    seqs: list[Seq]
+    """In the step's order: the decodes first."""
+    decodes: int
+    prefill_tokens: int
+    expected_s: float
+    """How long it will take, 0 if nobody knows."""
+    since_s: float | None = None
+    """When all steps before it were done."""
+    parked: bool = False
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the model's next step can not be planned before this one is done."""
+        parts = zip(self.step.seqs, self.seqs, strict=True)
+        return self.parked or any(part.emits and not seq.chained for part, seq in parts)
+
+
+BY_HEADROOM = attrgetter("due_s")
+BY_ARRIVAL = attrgetter("request.arrival_s")
 _CHUNK_MIN = 16
 
 
@@ -131,3 +176,19 @@ def chunk_tokens(
             headroom_s = model.most_urgent_due_s() - now
             allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
+
+
+def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, most: int) -> int:
+    """C2CServe section 6.3 with what steps were measured to take: the smallest chunk by which the
+    request has its first token in time; the largest if there is none, or nothing is known. (What
+    its HBM permits is in the measured times.)"""
+    if time.prefill_token_s <= 0.0:
+        return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
+    profile = [
+        ChunkCost(size, time.step_s(decodes, size), 0.0, time.prefill_token_s * size)
+        for size in (most >> power for power in range(most.bit_length()))
+        if size >= _CHUNK_MIN
+    ]
+    left_s = max(0.0, seq.request.first_token_due_s - now)
+    tokens = seq.expected - seq.issued
+    return smallest_chunk(profile, tokens, left_s, float("inf")) or most

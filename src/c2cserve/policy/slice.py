@@ -3,11 +3,11 @@
 Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6) and
 batches all its running decodes with prefill chunks in order of urgency. Where steps may overlap,
 the next one is planned shortly before the last one ends, of the same sequences if their tokens are
-drawn where the next step reads them.
+drawn where the next step reads them. Where a slice has host memory for KV, requests rotate through
+its own (`policy.rotary`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 
 from c2cserve.core import events as ev
@@ -16,35 +16,25 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.policy.batching import ActiveModel, Seq, chunk_tokens
+from c2cserve.policy.alpha import AlphaBank
+from c2cserve.policy.batching import (
+    BY_ARRIVAL,
+    BY_HEADROOM,
+    ActiveModel,
+    Flight,
+    Seq,
+    chunk_tokens,
+    smallest_chunk_tokens,
+)
 from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.kv import KvArena
+from c2cserve.policy.presets import C2CSERVE, Preset
+from c2cserve.policy.rotary import Rotary
 
 _LEAD_S = 0.02
 """How long before the end of a step the next one is planned. It hides the planning and launching
 of a step, and the word that the last one is done; but who comes after it waits for a step more."""
-
-
-@dataclass(slots=True)
-class _Flight:
-    step: Step
-    model: ActiveModel
-    seqs: list[Seq]
-    """In the step's order: the decodes first."""
-    decodes: int
-    prefill_tokens: int
-    expected_s: float
-    """How long it will take, 0 if nobody knows."""
-    since_s: float | None = None
-    """When all steps before it were done."""
-    parked: bool = False
-
-    @property
-    def holds_up(self) -> bool:
-        """Whether the model's next step can not be planned before this one is done."""
-        parts = zip(self.step.seqs, self.seqs, strict=True)
-        return self.parked or any(part.emits and not seq.chained for part, seq in parts)
 
 
 class SlicePolicy:
@@ -53,16 +43,23 @@ class SlicePolicy:
     done = False
     wakeup: float | None = None
 
-    def __init__(self, slice_: Slice, max_in_flight: int = 1) -> None:
+    def __init__(self, slice_: Slice, max_in_flight: int = 1, preset: Preset = C2CSERVE) -> None:
         """`max_in_flight`: steps at a time that are not parked. They run in the order of their
         launch; more than one or two only make newcomers wait."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
-        self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes)
+        self._preset = preset
+        # On GPUs what KV leaves of the arena is a cache of weights.
+        cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
+        self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
+        self._rotary: Rotary | None = None
+        if preset.rotation is not None and slice_.host_kv_bytes:
+            self._rotary = Rotary(self.arena, slice_, preset.rotation)
+        self._alphas = AlphaBank() if preset.alpha else None
         self._models: dict[str, ActiveModel] = {}
         self._leaving: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._flying = 0
         """Flights that are not parked."""
         self._times: dict[str, StepTime] = {}
@@ -72,11 +69,12 @@ class SlicePolicy:
         self._late_ran = False
         self._first_in_line: Seq | None = None
         """The most urgent request that waits for memory."""
+        self._now = 0.0
         self._short_of_room = False
         """A running request found no block for its next token."""
         self._actions: list[SliceAction] = []
         self.running = 0
-        """Requests that have started (and so hold KV)."""
+        """Requests that have started (and so hold KV, here or on the host)."""
         self.cached_tokens = 0
         self.preemptions = 0
 
@@ -107,23 +105,30 @@ class SlicePolicy:
                 flight = self._flights[step_id]
                 self._flying -= not flight.parked
                 flight.parked = True
-            case ev.MoveDone() | ev.GemmsMeasured():
+            case ev.MoveDone(request_id):
+                self._moved(request_id)
+            case ev.GemmsMeasured(name) if self._alphas is not None and name in self._models:
+                self._actions += self._alphas.sample(event, self._models[name].tpot_s)
+            case ev.GemmsMeasured():
                 pass
 
     def _activate(self, spec: ModelSpec) -> None:
         if spec.id not in self._models:
             time = self._times.setdefault(spec.id, StepTime())
-            model = ActiveModel(spec.id, f"{spec.id}#{next(self._keys)}", time)
+            key = f"{spec.id}#{next(self._keys)}"
+            rank = BY_ARRIVAL if self._preset.turn == "arrival" else BY_HEADROOM
+            model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, rank)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
 
     def _retire(self, model: ActiveModel) -> None:
         """A deactivated model's memory goes with its last request and step."""
-        if model in self._leaving and not model.seqs and not self._flights_of(model):
+        moving = self._rotary is not None and self._rotary.moving(model)
+        if model in self._leaving and not model.seqs and not self._flights_of(model) and not moving:
             self._leaving.remove(model)
             self.arena.remove_model(model.key)
 
-    def _flights_of(self, model: ActiveModel) -> list[_Flight]:
+    def _flights_of(self, model: ActiveModel) -> list[Flight]:
         return [flight for flight in self._flights.values() if flight.model is model]
 
     def _withdraw(self, request_id: str) -> None:
@@ -137,7 +142,7 @@ class SlicePolicy:
         if self._first_in_line is seq:
             self._first_in_line = None
         del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
-        if not seq.flights:
+        if not seq.busy:
             self._forget(seq)
             self._retire(seq.model)
 
@@ -148,6 +153,8 @@ class SlicePolicy:
 
     def _stop(self, seq: Seq) -> None:
         """Take its memory away."""
+        if self._rotary is not None:
+            self._rotary.forget(seq)
         if seq.started:
             seq.model.started -= 1
             self.running -= 1
@@ -173,8 +180,15 @@ class SlicePolicy:
             if seq.ended and not seq.withdrawn:
                 self._leave(seq)
                 return
-        if not seq.flights and (seq.ended or seq.withdrawn):
+        if not seq.busy and (seq.ended or seq.withdrawn):
             self._forget(seq)
+
+    def _moved(self, request_id: str) -> None:
+        assert self._rotary is not None
+        seq = self._rotary.moved(request_id)
+        if not seq.busy and (seq.ended or seq.withdrawn):
+            self._forget(seq)
+            self._retire(seq.model)
 
     def _seal(self, seq: Seq, part: SeqStep) -> None:
         """What the step filled of its prompt's blocks can be reused from now on."""
@@ -188,10 +202,13 @@ class SlicePolicy:
     def decide(self, now: float) -> Sequence[SliceAction]:
         self.wakeup = None
         self._short_of_room = False
+        self._now = now
         tried: set[str] = set()
+        if self._rotary is not None and self._flying < self._max_in_flight and self._is_time(now):
+            self._actions += self._rotary.plan(self._seqs.values(), now)
         while self._flying < self._max_in_flight and self._is_time(now):
             candidates = (
-                (model.most_urgent_due_s(), model.last_step, name)
+                (model.first(), model.last_step, name)
                 for name, model in self._models.items()
                 if model.seqs and name not in tried
                 and not any(flight.holds_up for flight in self._flights_of(model))
@@ -237,9 +254,8 @@ class SlicePolicy:
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
-            most = self._slice.max_step_tokens
-            budget = chunk_tokens(model.time, len(decodes), self._models.values(), now, most)
-        for seq in decodes:
+            budget = self._budget(model, len(decodes), prefills[0], now)
+        for seq in decodes[: self._slice.max_batch]:
             # Not started any more: one of those before it has preempted it.
             if seq.started and self._make_room(seq):
                 seqs.append(seq)
@@ -255,13 +271,24 @@ class SlicePolicy:
                 left -= tokens
         if not parts:
             return False
-        step = Step(next(self._step_ids), model.name, tuple(parts))
+        step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes)
         expected_s = model.time.step_s(decoding, budget - left)
-        self._flights[step.id] = _Flight(step, model, seqs, decoding, budget - left, expected_s)
+        self._flights[step.id] = Flight(step, model, seqs, decoding, budget - left, expected_s)
         self._flying += 1
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
+
+    def _budget(self, model: ActiveModel, decodes: int, first: Seq, now: float) -> int:
+        """Prefill tokens that go into a step beside so many decodes."""
+        most = self._slice.max_step_tokens
+        match self._preset.chunks:
+            case "headroom":
+                return chunk_tokens(model.time, decodes, self._models.values(), now, most)
+            case "smallest":
+                return smallest_chunk_tokens(model.time, decodes, first, now, most)
+            case "whole":
+                return most
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
@@ -278,21 +305,18 @@ class SlicePolicy:
         (never its last token: that one draws the next). One block for each running request stays
         free, so that they can go on for a while; and nobody overtakes a more urgent request that
         waits for memory, however little he needs himself."""
-        model, first = seq.model, self._first_in_line
+        model = seq.model
         needed = -(-seq.length // BLOCK_TOKENS)
         if needed > self.arena.capacity(model.key):
             self._truncate(seq)
             return False
-        if model.started == self._slice.max_batch:
+        if self._rotary is not None:
+            if seq.request.id not in self._rotary.welcome:
+                return False
+            if self.arena.available(model.key) < needed:
+                return False
+        elif not self._may_start(seq, needed):
             return False
-        if first is not None and first.due_s < seq.due_s and not self._parked(first.model):
-            return False
-        if self.running and self.arena.available(model.key) < needed + self.running:
-            if first is None or seq.due_s < first.due_s:
-                self._first_in_line = seq
-            return False
-        if first is seq:
-            self._first_in_line = None
         reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
         seq.blocks = self.arena.match(model.key, reusable)
         seq.computed = seq.issued = len(seq.blocks) * BLOCK_TOKENS
@@ -305,6 +329,20 @@ class SlicePolicy:
         self.cached_tokens += seq.issued
         return True
 
+    def _may_start(self, seq: Seq, needed: int) -> bool:
+        model, first, rank = seq.model, self._first_in_line, seq.model.rank
+        if model.started == self._slice.max_batch:
+            return False
+        if first is not None and rank(first) < rank(seq) and not self._parked(first.model):
+            return False
+        if self.running and self.arena.available(model.key) < needed + self.running:
+            if first is None or rank(seq) < rank(first):
+                self._first_in_line = seq
+            return False
+        if first is seq:
+            self._first_in_line = None
+        return True
+
     def _parked(self, model: ActiveModel) -> bool:
         return any(flight.parked for flight in self._flights_of(model))
 
@@ -314,31 +352,40 @@ class SlicePolicy:
             return True
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
             victim = self._victim(seq)
-            if victim is not None:
-                self._stop(victim)
-                self.preemptions += 1
-                self._actions.append(Drop(victim.request.id, requeued=True))
-            elif self.running > 1:
-                self._short_of_room = True
-                return False  # the others are more urgent, or in flight: it waits for them
-            else:
+            if victim is None and self.running == 1:
                 self._truncate(seq)
                 return False
+            if victim is None or not self._put_aside(victim):
+                self._short_of_room = True
+                return False  # the others are more urgent, or in flight: it waits for them
         seq.blocks += block
         return True
+
+    def _put_aside(self, victim: Seq) -> bool:
+        """Preempt it. False: what it held is free only when it has been moved."""
+        self.preemptions += 1
+        held = len(victim.blocks)
+        move = None if self._rotary is None else self._rotary.pause(victim, self._now)
+        if move is None:
+            self._stop(victim)
+            self._actions.append(Drop(victim.request.id, requeued=True))
+            return True
+        self._actions.append(move)
+        return len(move.blocks) < held
 
     def _victim(self, seq: Seq) -> Seq | None:
         """The running request with most headroom (SLINFER section 7 D), of the same model if there
         is one, because a block of another model seldom empties a slab. Never one that is more
         urgent than `seq`, so that two never preempt each other in turn."""
+        rank = seq.model.rank
         candidates = [
             other for other in self._seqs.values()
-            if other.started and not other.flights and other.due_s >= seq.due_s
-            and other is not seq
+            if other.started and not other.busy and not other.paused
+            and rank(other) >= rank(seq) and other is not seq
         ]  # fmt: skip
         return max(
             candidates,
-            key=lambda other: (other.model is seq.model, other.due_s, other.request.id),
+            key=lambda other: (other.model is seq.model, rank(other), other.request.id),
             default=None,
         )
 

@@ -240,7 +240,7 @@ class Simulation:
     # ---- slices come and go ---------------------------------------------------------------------
 
     def _up(self, lane: Lane) -> None:
-        policy = SlicePolicy(lane.slice)
+        policy = SlicePolicy(lane.slice, preset=self.settings.preset)
         self.slices[lane.slice.id] = SimSlice(lane, self._world, policy, no_record)
         self.tell(ev.SliceUp(lane.slice))
 
