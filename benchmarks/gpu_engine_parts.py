@@ -12,7 +12,7 @@ from gpu_models import attention_flops, config_of
 from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig
-from c2cserve.engine.models.decoder import Decoder, run_to_end
+from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.kernels.gpu.weight import Home
 from c2cserve.memory.segment import place_tensors
@@ -24,6 +24,8 @@ BARS = {"ttft": 1.15, "stream": 1.1, "resident": 1.15, "prefill": 0.6, "p50": 5e
 _ALIGNMENT = 2 << 20
 _SWITCH_MODELS, _SWITCH_LAYERS, _SWITCHES = 24, 2, 240
 _HBM_SPARE = 8 << 30
+_WARM = 4
+"""Steps of a batch before those that count: the first loads, the second is captured."""
 
 
 class Run:
@@ -102,8 +104,8 @@ class Run:
         engine = self._engine()
         buffer = self._buffer(home)
         names = ("a", "b")
-        decoders = [engine.attach(n, self.config, buffer, i * _ALIGNMENT)
-                    for i, n in enumerate(names)]  # fmt: skip
+        for i, name in enumerate(names):
+            engine.attach(name, self.config, buffer, i * _ALIGNMENT)
         first = [self._first_token(engine, name) for name in names]
         counted = self._counted(engine, engine.talk("a", PROMPT))
         times = [self._first_token(engine, names[i % 2]) for i in range(1, self._repeats + 1)]
@@ -113,35 +115,35 @@ class Run:
             BARS["ttft"], times_s=times, first_use_s=first, bytes=counted.bytes,
             model_bytes_ratio=median(times) / (self.bytes / link),
         )  # fmt: skip
-        [talk] = engine.talk("a", PROMPT)
-        engine.step([talk])
-        counted = self._counted(engine, [talk])
-        times = [engine.step([talk]) for _ in range(2 * self._repeats)]
-        engine.end()
-        graph_s = self._graph_s(engine, decoders[0], 1)
-        self.figure(
-            f"decode at batch 1, streamed from {home}", median(times), counted.bytes / link,
-            BARS["stream"], times_s=times, graph_s=graph_s, bytes=counted.bytes,
-        )  # fmt: skip
+        for rows in ROWS:
+            talks = self._talk(engine, rows)
+            counted = self._counted(engine, talks)
+            times = engine.decode(talks, 2 * self._repeats + _WARM)[_WARM:]
+            engine.end()
+            self.figure(
+                f"decode at batch {rows}, streamed from {home}", median(times),
+                counted.bytes / link, BARS["stream"], times_s=times, bytes=counted.bytes,
+            )  # fmt: skip
 
     def _resident(self, rows: int) -> None:
-        engine = self._engine()
-        decoder = engine.attach("a", self.config, self._buffer("hbm"))
-        talks = engine.talk("a", CONTEXT, rows)
-        for start in range(0, rows, 8):
-            engine.step(talks[start : start + 8])
-        counted = self._counted(engine, talks)
-        times = [engine.step(talks) for _ in range(4 * self._repeats)]
-        engine.end()
-        attention_s = self._attention_s(engine, decoder, rows)
-        floor_s = counted.bytes / self.limits["hbm_bytes_per_s"] + attention_s
-        graph_s = self._graph_s(engine, decoder, rows)
         what = f"decode at batch {rows}, weights in HBM"
-        self.figure(
-            what, median(times), floor_s, BARS["resident"], times_s=times, bytes=counted.bytes,
-            attention_s=attention_s,
-        )  # fmt: skip
-        self.figure(f"{what}, in a graph", graph_s, floor_s)
+        for graphs in (True, False):
+            engine = Engine(self.machine, self.machine.linear()[0], graphs=graphs)
+            decoder = engine.attach("a", self.config, self._buffer("hbm"))
+            talks = self._talk(engine, rows)
+            counted = self._counted(engine, talks)
+            times = engine.decode(talks, 4 * self._repeats + _WARM)[_WARM:]
+            alone = [engine.step(talks) for _ in range(self._repeats)]
+            engine.end()
+            attention_s = self._attention_s(engine, decoder, rows)
+            floor_s = counted.bytes / self.limits["hbm_bytes_per_s"] + attention_s
+            if graphs:
+                self.figure(
+                    what, median(times), floor_s, BARS["resident"], times_s=times,
+                    bytes=counted.bytes, attention_s=attention_s, one_at_a_time_s=median(alone),
+                )  # fmt: skip
+            else:
+                self.figure(f"{what}, kernels launched one by one", median(times), floor_s)
 
     def _prefill(self, tokens: int) -> None:
         engine = self._engine()
@@ -206,21 +208,16 @@ class Run:
     def _cache(self, home: Home, kept: float) -> None:
         budget = min(int(kept * self.bytes), self.machine.free_bytes() - _HBM_SPARE)
         linear, cache = self.machine.linear(budget)
-        engine = Engine(self.machine, linear)
+        engine = Engine(self.machine, linear, cache)
         engine.attach("a", self.config, self._buffer(home))
         [talk] = engine.talk("a", PROMPT)
-        times: list[float] = []
-        resident: list[int] = []
-        for _ in range(3 + self._repeats):
-            cache.begin_step("a", time.monotonic())
-            times.append(engine.step([talk]))
-            resident.append(cache.bytes)
+        first_s = engine.step([talk])
+        times = engine.decode([talk], _WARM + 2 * self._repeats)
         engine.end()
         self.figure(
-            f"decode from {home}, warmed up, HBM keeps {kept:.0%}", median(times[3:]),
-            times_s=times, resident_bytes=resident, budget_bytes=budget,
+            f"decode from {home}, warmed up, HBM keeps {kept:.0%}", median(times[_WARM:]),
+            times_s=times, first_step_s=first_s, resident_bytes=cache.bytes, budget_bytes=budget,
         )  # fmt: skip
-        cache.shrink(0)
 
     # ---- what parts are made of -----------------------------------------------------------------
 
@@ -246,19 +243,20 @@ class Run:
         engine.step(talks)
         return self.machine.elapsed_s(asked, engine.watch.first)
 
+    def _talk(self, engine: Engine, rows: int) -> list[str]:
+        """So many requests whose prompts are computed."""
+        talks = engine.talk("a", CONTEXT, rows)
+        for start in range(0, rows, 8):
+            engine.step(talks[start : start + 8])
+        return talks
+
     def _counted(self, engine: Engine, talks: list[str]) -> Counted:
+        """In a step whose kernels are launched one by one."""
+        graphs, engine.ops.graphs = engine.ops.graphs, None
         engine.watch.begin_count()
         engine.step(talks)
+        engine.ops.graphs = graphs
         return engine.watch.end_count()
-
-    def _graph_s(self, engine: Engine, decoder: Decoder, rows: int) -> float:
-        """A decode step's forward pass, captured."""
-        batch = decode_batch(decoder.kv, rows, CONTEXT + 1, self.machine.device)
-
-        def forward() -> None:
-            run_to_end(decoder.forward(batch, engine.ops, engine.arena))
-
-        return self.machine.chain_s([forward])
 
     def _attention_s(self, engine: Engine, decoder: Decoder, rows: int) -> float:
         """Of all layers, alone in a graph."""

@@ -44,6 +44,8 @@ class Machine(Protocol):
 
     def elapsed_s(self, begin: Any, end: Any) -> float: ...
 
+    def capture_decoding(self, ops: GpuOps, linear: Any, cache: Any) -> None: ...
+
 
 class BufferWeights:
     """`engine.weights.Weights`, all of it loaded, as a piece of a buffer laid out like a segment.
@@ -152,10 +154,16 @@ class _Talk:
 class Engine:
     """Steps are timed from asking to their last token being on the host."""
 
-    def __init__(self, machine: Machine, multiply: Multiply) -> None:
+    def __init__(
+        self, machine: Machine, multiply: Multiply, cache: Any = None, *, graphs: bool = True
+    ) -> None:
+        """`cache`: what `multiply` keeps weights in; without `graphs` every kernel is launched."""
         self.machine = machine
         self.watch = Watched(multiply, machine)
         self.ops = GpuOps(self.watch, machine.device, machine.host_sampler)
+        self._cache = cache
+        if graphs:
+            machine.capture_decoding(self.ops, multiply, cache)
         self.arena = machine.arena
         self._events: list[SliceEvent] = []
         self._deltas: list[Delta] = []
@@ -171,10 +179,14 @@ class Engine:
         self._random = random.Random(7)
 
     def attach(self, model: str, config: ModelConfig, buffer: Tensor, offset: int = 0) -> Decoder:
-        weights = cast("Weights", BufferWeights(config, buffer, offset))
-        decoder = Decoder(config, weights, config.max_position, self.machine.device)
+        weights = BufferWeights(config, buffer, offset)
+        decoder = Decoder(
+            config, cast("Weights", weights), config.max_position, self.machine.device
+        )
         self.executor.attach(model, decoder)
         self._kv[model], self._vocab[model] = decoder.kv, config.vocab
+        if self._cache is not None:
+            self._cache.add(model, buffer.data_ptr() + offset, weights.bytes)
         return decoder
 
     def detach(self, model: str) -> None:
@@ -196,21 +208,47 @@ class Engine:
     def step(self, names: Sequence[str]) -> float:
         """Seconds of one step of all: their prompts, or one token each. Raises RuntimeError if it
         fails."""
-        parts = tuple(self._part(name) for name in names)
-        self._steps += 1
-        step = Step(self._steps, self._talks[names[0]].model, parts)
+        self._begin()
+        begin_s = time.perf_counter()
+        self._submit(names)
+        self._until_done(1)
+        return time.perf_counter() - begin_s
+
+    def decode(self, names: Sequence[str], steps: int) -> list[float]:
+        """Seconds from step to step, the next one planned and launched while this one runs, as a
+        slice does it. All prompts are computed."""
+        self._begin()
+        self._submit(names)
+        times: list[float] = []
+        begin_s = time.perf_counter()
+        for done in range(1, steps + 1):
+            self._submit(names)
+            self._until_done(done)
+            end_s = time.perf_counter()
+            times.append(end_s - begin_s)
+            begin_s = end_s
+        self._until_done(steps + 1)
+        return times
+
+    def _begin(self) -> None:
         self._events.clear()
         self._deltas.clear()
-        begin_s = time.perf_counter()
-        self.executor.submit(RunStep(step))
-        while not any(isinstance(event, StepDone) for event in self._events):
-            self.executor.poll()
-        took_s = time.perf_counter() - begin_s
-        if errors := [delta.error for delta in self._deltas if delta.error]:
-            raise RuntimeError(f"a step of {step.model} failed: {errors[0]}")
+
+    def _submit(self, names: Sequence[str]) -> None:
+        parts = tuple(self._part(name) for name in names)
+        self._steps += 1
+        model = self._talks[names[0]].model
+        if self._cache is not None:
+            self._cache.begin_step(model, time.monotonic(), 0)
+        self.executor.submit(RunStep(Step(self._steps, model, parts)))
         for name in names:
             self._talks[name].known += 1
-        return took_s
+
+    def _until_done(self, count: int) -> None:
+        while sum(isinstance(event, StepDone) for event in self._events) < count:
+            self.executor.poll()
+        if errors := [delta.error for delta in self._deltas if delta.error]:
+            raise RuntimeError(f"a step failed: {errors[0]}")
 
     def _part(self, name: str) -> SeqStep:
         talk = self._talks[name]

@@ -11,6 +11,7 @@ from host_memory import grow_memory
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.setup import SETUP_ERRORS as OPENING_ERRORS
 from c2cserve.engine.gpu.setup import open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -110,8 +111,12 @@ class Gpu:
         """GEMMs, with so much HBM to keep weights in."""
         if not kept_bytes:
             return Linear(self.lane, self._chooser), None
-        cache = HbmCache(self.lane, Residency(kept_bytes))
+        room = torch.empty(kept_bytes, dtype=torch.uint8, device=self.device)
+        cache = HbmCache(room, Residency(kept_bytes))
         return Linear(self.lane, self._chooser, cache), cache
+
+    def capture_decoding(self, ops: GpuOps, linear: Linear, cache: HbmCache | None) -> None:
+        ops.capture_decoding(linear.launched, cache)
 
     # ---- time -----------------------------------------------------------------------------------
 

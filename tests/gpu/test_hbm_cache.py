@@ -16,10 +16,11 @@ pytestmark = pytest.mark.gpu
 
 def test_a_model_warms_up_by_being_used(lane: Lane) -> None:
     cases = [make_case(m, 1024, 768, home="host", bias=m == 3) for m in (1, 3, 70, 300)]
-    cache = HbmCache(lane, Residency(3 * cases[0].w.bytes))
+    cache = cache_of(3 * cases[0].w.bytes)
     linear = Linear(lane, Chooser(assumed_h200()), cache)
+    cache.add("a", 0, 1 << 62)
     for step in range(4):
-        cache.begin_step("a", float(step))
+        cache.begin_step("a", float(step), 0)
         for case in cases:
             linear(case.x, case.w, case.bias, case.out)
         for case in cases:
@@ -27,22 +28,42 @@ def test_a_model_warms_up_by_being_used(lane: Lane) -> None:
     size = cases[0].w.bytes
     assert cache.bytes == 3 * size
     assert (cache.counts.streamed_bytes, cache.counts.hit_bytes) == (7 * size, 9 * size)
-    assert linear.launched["resident"] == 9
+    assert linear.launched["prefetch"] == 1 + 4, "one of more rows is kept, the other never"
+    assert linear.launched["resident"] == 3
 
 
 def test_dropping_while_work_is_enqueued(lane: Lane) -> None:
     """A hotter model takes the room; what reads the old weights has not run yet."""
     cases = [make_case(64, 4096, 4096, home="host") for _ in range(4)]
-    cache = HbmCache(lane, Residency(2 * cases[0].w.bytes))
+    size = cases[0].w.bytes
+    cache = cache_of(2 * size + 4096)
     linear = Linear(lane, Chooser(assumed_h200()), cache)
+    for place, case in enumerate(cases):
+        cache.add("old" if place < 2 else "new", case.w.pointer, size)
     for turn in range(30):
         mine = cases[:2] if turn < 3 else cases[2:]
-        cache.begin_step("old" if turn < 3 else "new", 0.0)
+        cache.begin_step("old" if turn < 3 else "new", 0.0, 0)
         for case in mine:
             linear(case.x, case.w, None, case.out)
-    assert cache.counts.dropped_bytes == 2 * cases[0].w.bytes
+    assert cache.counts.dropped_bytes == 2 * size
     for case in cases:
         case.check()
-    cache.shrink(0)
-    assert cache.bytes == 0
-    torch.cuda.synchronize()
+
+
+def test_kv_overwrites_what_is_still_being_read(lane: Lane) -> None:
+    """It takes the place at once; the GEMM that reads it is enqueued before."""
+    case = make_case(64, 4096, 4096, home="host")
+    cache = cache_of(case.w.bytes)
+    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    cache.add("a", case.w.pointer, case.w.bytes)
+    for _ in range(3):
+        cache.begin_step("a", 0.0, 0)
+        linear(case.x, case.w, None, case.out)
+        cache.begin_step("a", 0.0, cache._arena.numel())
+        cache._arena.fill_(255)
+        assert cache.bytes == 0
+        case.check()
+
+
+def cache_of(size: int) -> HbmCache:
+    return HbmCache(torch.empty(size, dtype=torch.uint8, device="cuda"), Residency(size))

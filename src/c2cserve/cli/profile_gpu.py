@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Generator
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
 
@@ -12,8 +13,8 @@ from c2cserve.cli.profile_slices import Slice, Streaming, beside_s, cut_slices
 from c2cserve.devices.discover import discover
 from c2cserve.devices.partitions import PartitionError
 from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.dataflows.direct import grouped
-from c2cserve.kernels.gpu.driver import CudaError, checked, copy_async, cu
+from c2cserve.kernels.gpu.dataflows.direct import grouped, weight_map
+from c2cserve.kernels.gpu.driver import MAP_BYTES, CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.experts import route
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import launch
@@ -22,7 +23,7 @@ from c2cserve.kernels.gpu.profile import AnyDataflow, Home, LinkHome, MachineFac
 from c2cserve.kernels.gpu.repository import Repository
 from c2cserve.kernels.gpu.survey import LARGE_SLICE_SMS, SLICE_SMS, SLICES, Refused
 from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import ITEM_BYTES
+from c2cserve.kernels.gpu.weight import ITEM_BYTES, WeightHandle
 
 DEVICE, PEER = 0, 1
 _DTYPE = torch.bfloat16
@@ -50,6 +51,7 @@ class GpuBench:
             for home in (*self.homes, "hbm")
         }
         self._buffers: dict[str, Tensor] = {}
+        self._maps: dict[tuple[int, ...], Tensor] = {}
         self._crowds: dict[Home, list[Streaming]] = {}
         self._link_bytes_per_s: dict[Home, float] = {}
         self._whole = Slice(Lane(DEVICE, self._repository), torch.cuda.Stream(DEVICE))
@@ -153,7 +155,7 @@ class GpuBench:
         """GEMMs over the weights in turn. `place`: of several that run at once, so that none
         writes where another does."""
         shape = (q.experts, q.n, q.k) if q.experts else (q.n, q.k)
-        weights = self._stores[q.home].weights(shape)
+        weights = self._weights(q.home, shape)
         rows = q.m * max(1, q.top_k)
         x, out = self._matrix(f"x{place}", rows, q.k), self._matrix(f"out{place}", rows, q.n)
         # Another way to the experts for each weight, as a router of no preference sends rows.
@@ -166,6 +168,17 @@ class GpuBench:
                 launch(lane, dataflow, tiles, x, weights[i], None, out)
 
         return [partial(step, i) for i in islice(cycle(range(len(weights))), place, place + chain)]
+
+    def _weights(self, home: Home, shape: tuple[int, ...]) -> list[WeightHandle]:
+        """Those in HBM have their maps in memory, as where graphs of decoding read them."""
+        weights = self._stores[home].weights(shape)
+        if home != "hbm":
+            return weights
+        if shape not in self._maps:
+            maps = b"".join(weight_map(w) for w in weights)
+            self._maps[shape] = torch.frombuffer(bytearray(maps), dtype=torch.uint8).to(DEVICE)
+        base = self._maps[shape].data_ptr()
+        return [replace(w, map_pointer=base + i * MAP_BYTES) for i, w in enumerate(weights)]
 
     def _matrix(self, name: str, rows: int, columns: int) -> Tensor:
         """[rows, columns] of random numbers, a view of the one buffer of that name."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from c2cserve.core.actions import SliceAction
+from c2cserve.core.actions import RunStep, SliceAction
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
@@ -20,12 +20,14 @@ from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
+from c2cserve.policy.residency import Residency
 from c2cserve.runtime.live.slice_world import SliceWorld
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
+    from c2cserve.memory.hbm_cache import HbmCache
 
 _SAMPLER_THREADS = 4
 """Of a GPU slice, for rows that its GPU does not draw itself."""
@@ -59,6 +61,8 @@ class _Backend:
     warm: Callable[[ModelConfig], None]
     finish: Callable[[], None]
     device: torch.device | None
+    cache: "HbmCache | None" = None
+    """Weights kept near; None where they are near anyway."""
 
 
 class NoEngine(Exception):
@@ -87,8 +91,11 @@ class WorkerEngine:
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
-        weights = Weights(self._backend.segments.open(path))
+        opened = self._backend.segments.open(path)
         self._paths[spec.id] = path
+        if self._backend.cache is not None:
+            self._backend.cache.add(spec.id, opened.data.ctypes.data, opened.data.nbytes)
+        weights = Weights(opened)
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._executor.attach(spec.id, decoder)
 
@@ -97,12 +104,17 @@ class WorkerEngine:
         path = self._paths.pop(model, None)
         if path is not None:
             self._backend.finish()
+            if self._backend.cache is not None:
+                self._backend.cache.forget(model)
             self._backend.segments.close(path)
 
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
     def submit(self, action: SliceAction) -> None:
+        cache = self._backend.cache
+        if cache is not None and isinstance(action, RunStep):
+            cache.begin_step(action.step.model, time.monotonic(), action.step.kv_end_bytes)
         self._executor.submit(action)
 
     def poll(self) -> None:
@@ -150,7 +162,7 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, ring=ring,
+                    profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
@@ -167,4 +179,4 @@ def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld, shared: SharedGpu) -
         fatal=FATAL,
     )  # fmt: skip
     isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
-    return _Backend(executor, isa, shared.segments, gpu.warm, gpu.finish, gpu.device)
+    return _Backend(executor, isa, shared.segments, gpu.warm, gpu.finish, gpu.device, gpu.cache)

@@ -103,15 +103,15 @@ Direction = Literal["copy", "out", "in"]
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """With `rounds` > 1 (which a policy only asks for where it was told that it may): run `step`,
-    then those in `then`, and again from the first, each sequence one token further each time, up to
-    so many rounds. Stop after the step in which a sequence ends, and at the end of the step under
-    way when the policy has been told anything else. All are decodes, of different models, with
-    blocks for all rounds; each gets its `events.StepDone` at the end of it all."""
+    """With an `order` (which a policy only gives where it was told that it may): run the steps
+    numbered in it one after another, 0 being `step` and the others those in `then`, each time its
+    sequences one token further. Stop after the step in which a sequence ends, and at the end of the
+    step under way when the policy has been told anything else. All are decodes, of different
+    models, with blocks for all tokens; each gets one `events.StepDone`, at the end of it all."""
 
     step: Step
     then: tuple[Step, ...] = ()
-    rounds: int = 1
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -204,8 +204,8 @@ class StepDone:
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
     compute_s: float
-    """Without time parked. Of all rounds."""
-    rounds: int = 1
+    """Without time parked. Of all times it ran."""
+    times: int = 1
     """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
 
 

@@ -74,7 +74,7 @@ class LayerShape:
     """Of attention scores."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Layer:
     """A layer as `Ops.prepare` made it; to be run by operators of the same kind."""
 

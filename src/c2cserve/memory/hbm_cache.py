@@ -1,19 +1,24 @@
-"""Weights kept in a slice's HBM as they stream by ("tee").
+"""Weights kept in a slice's HBM as they stream by ("tee"), in the part of its arena that KV leaves.
 
-What stays is decided elsewhere (`Keeper`, in the product `policy.residency`); this holds the
-memory. A weight that is let go may still be read by work that is enqueued: torch's allocator hands
-its memory on in stream order, so nothing waits.
+    arena  [ KV slabs ......... | free | weights | weights | free | weights ]
+             from the front      ^ the KV's end           from the back
+
+KV always wins, at once and without waiting: a step says up to where its KV may lie, and what is
+kept below goes, in no time, because nothing has to be written back. Work that still reads it is
+enqueued before whatever writes there next. What stays is decided elsewhere (`Keeper`, in the
+product `policy.residency`).
 """
 
+from bisect import bisect_right, insort
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.weight import TORCH_DTYPES, WeightHandle
+from c2cserve.kernels.gpu.weight import WeightHandle
+
+_ALIGNMENT = 256
 
 
 class Keeper(Protocol):
@@ -23,75 +28,150 @@ class Keeper(Protocol):
 
     def admit(self, model: str, key: Hashable, size: int, now: float) -> list[Hashable] | None: ...
 
+    def would_admit(
+        self, model: str, key: Hashable, size: int, now: float
+    ) -> list[Hashable] | None: ...
+
     def shrink(self, budget_bytes: int) -> list[Hashable]: ...
+
+    def drop(self, key: Hashable) -> None: ...
 
     def forget(self, model: str) -> list[Hashable]: ...
 
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Bytes, since the start: for `/metrics`."""
+    """Bytes of weights, since the start: for `/metrics`."""
 
     hit_bytes: int = 0
     """Read from HBM that would have crossed the link."""
     streamed_bytes: int = 0
-    """That crossed the link."""
+    """Read from their home (of experts: all that could have been chosen)."""
     kept_bytes: int = 0
     dropped_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    start: int
+    stop: int
+    handle: WeightHandle
 
 
 class HbmCache:
     """`kernels.gpu.linear.Kept`. One per lane; not thread-safe, as a lane is not."""
 
-    def __init__(self, lane: Lane, keeper: Keeper) -> None:
-        self._lane = lane
+    def __init__(self, arena: Tensor, keeper: Keeper) -> None:
+        """`arena`: uint8, shared with KV, whose part is `kv_end` bytes from its front."""
+        self._arena = arena
         self._keeper = keeper
-        self._kept: dict[int, Tensor] = {}
-        self._model, self._now = "", 0.0
+        self._kept: dict[int, _Place] = {}
+        self._starts: list[tuple[int, int]] = []
+        """(start, key) of all places, in order."""
+        self._models: list[tuple[int, int, str]] = []
+        """(address, bytes, model) of weights at home, in order."""
+        self._now = 0.0
+        self._kv_end = 0
+        self.changes = 0
+        """Raised whenever something came or went: what was looked up before may be elsewhere."""
         self.counts = CacheCounts()
 
-    def begin_step(self, model: str, now: float, priority: int = 0) -> None:
-        """The weights asked for from here on are this model's."""
-        self._model, self._now = model, now
-        self._keeper.used(model, now, priority)
+    def add(self, model: str, address: int, size: int) -> None:
+        """Weights at [address, address + size) are this model's."""
+        insort(self._models, (address, size, model))
 
-    def find(self, w: WeightHandle) -> Tensor | None:
-        """W [N, K] in HBM, if it is there."""
-        found = self._kept.get(w.pointer)
-        if found is None:
+    def begin_step(self, model: str, now: float, kv_end: int | None) -> None:
+        """A step of `model` is about to run; its KV, and all other, lies below `kv_end` (None:
+        anywhere)."""
+        self._now = now
+        self._keeper.used(model, now)
+        kv_end = self._arena.numel() if kv_end is None else kv_end
+        if kv_end == self._kv_end:
+            return
+        self._kv_end = kv_end
+        while self._starts and self._starts[0][0] < kv_end:
+            key = self._starts[0][1]
+            self._keeper.drop(key)
+            self._drop([key])
+        self._drop(self._keeper.shrink(self._arena.numel() - kv_end))
+
+    def find(self, w: WeightHandle) -> WeightHandle | None:
+        place = self._kept.get(w.pointer)
+        if place is None:
             self.counts.streamed_bytes += w.bytes
-        else:
-            self.counts.hit_bytes += w.bytes
-        return found
+            return None
+        self.counts.hit_bytes += w.bytes
+        return place.handle
 
-    def place(self, w: WeightHandle) -> Tensor | None:
+    def location(self, w: WeightHandle) -> WeightHandle:
+        """Where W is now; nothing is counted."""
+        place = self._kept.get(w.pointer)
+        return w if place is None else place.handle
+
+    def wants(self, w: WeightHandle) -> bool:
+        """Whether W would probably be kept if it streamed by now."""
+        model = self._model_of(w.pointer)
+        gone = self._keeper.would_admit(model, w.pointer, w.bytes, self._now)
+        if gone is None:
+            return False
+        return bool(gone) or self._gap(w.bytes) is not None
+
+    def count(self, hit_bytes: int, streamed_bytes: int) -> None:
+        """Weights that were read without being asked for one by one."""
+        self.counts.hit_bytes += hit_bytes
+        self.counts.streamed_bytes += streamed_bytes
+
+    def place(self, w: WeightHandle) -> WeightHandle | None:
         """Memory to bring W into, from where it will be found from now on; None: it is not to be
         kept. The caller fills it, on the lane's streams, before it does anything else."""
-        gone = self._keeper.admit(self._model, w.pointer, w.bytes, self._now)
+        model = self._model_of(w.pointer)
+        gone = self._keeper.admit(model, w.pointer, w.bytes, self._now)
         if gone is None:
             return None
         self._drop(gone)
-        place = torch.empty(
-            w.shape, dtype=TORCH_DTYPES[w.dtype], device=f"cuda:{self._lane.device}"
-        )
-        place.record_stream(self._lane.copies)
-        self._kept[w.pointer] = place
+        start = self._gap(w.bytes)
+        if start is None:  # there is room, but in pieces
+            self._keeper.drop(w.pointer)
+            return None
+        memory = self._arena[start : start + w.bytes]
+        handle = WeightHandle(memory.data_ptr(), w.shape, w.dtype, "hbm", memory)
+        self._kept[w.pointer] = _Place(start, start + w.bytes, handle)
+        insort(self._starts, (start, w.pointer))
         self.counts.kept_bytes += w.bytes
-        return place
-
-    def shrink(self, budget_bytes: int) -> None:
-        """KV takes room, or gives it back."""
-        self._drop(self._keeper.shrink(budget_bytes))
+        self.changes += 1
+        return handle
 
     def forget(self, model: str) -> None:
         """The model was detached: its addresses may come to mean something else."""
+        self._models = [one for one in self._models if one[2] != model]
         self._drop(self._keeper.forget(model))
 
     @property
     def bytes(self) -> int:
-        return sum(kept.nbytes for kept in self._kept.values())
+        return sum(place.stop - place.start for place in self._kept.values())
+
+    def _model_of(self, address: int) -> str:
+        at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
+        if at >= 0:
+            first, size, model = self._models[at]
+            if address < first + size:
+                return model
+        raise KeyError(f"no model has weights at {address:#x}")
+
+    def _gap(self, size: int) -> int | None:
+        """The last place of `size` bytes that nothing is in."""
+        stop = self._arena.numel()
+        for start, key in reversed(self._starts):
+            if stop - self._kept[key].stop >= size + _ALIGNMENT:
+                break
+            stop = start
+        start = (stop - size) // _ALIGNMENT * _ALIGNMENT
+        return start if start >= self._kv_end else None
 
     def _drop(self, keys: list[Hashable]) -> None:
         for key in keys:
             assert isinstance(key, int)
-            self.counts.dropped_bytes += self._kept.pop(key).nbytes
+            place = self._kept.pop(key)
+            self._starts.remove((place.start, key))
+            self.counts.dropped_bytes += place.stop - place.start
+            self.changes += 1

@@ -66,10 +66,14 @@ class Seq:
         new = tuple(self.blocks[told:]) if told < has else ()
         return SeqStep(self.request.id, start, tokens, new, told == 0, emits)
 
-    def land(self, part: SeqStep, drawn: int) -> None:
-        """A step that it had `part` in is done, and drew so many tokens for it."""
-        self.computed = part.start + part.tokens
-        self.drawing -= part.emits
+    def land(self, part: SeqStep, drawn: int, times: int) -> None:
+        """A step that it had `part` in is done, run so many times, and drew so many tokens for
+        it. (While it runs more than once, nothing else is planned.)"""
+        self.computed = part.start + part.tokens * times
+        self.issued += part.tokens * (times - 1)
+        if part.emits:
+            self.drawing -= 1
+            self.due_s += self.request.slo.tpot_s * (times - 1)
         self.length += drawn
 
     def restart(self) -> None:

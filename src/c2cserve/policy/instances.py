@@ -43,6 +43,7 @@ class Instances:
         if slice_.kind not in self._preset.kinds:
             return
         load = self.slices[slice_.id] = SliceLoad(slice_, profiled=self._profile_of(slice_.id))
+        load.swaps = self._preset.swaps and slice_.link_bytes_per_s > 0.0
         if self._preset.placing == "slinfer":
             load.memory = MemoryBooks(slice_.hbm_bytes or slice_.kv_bytes)
 

@@ -83,6 +83,8 @@ class SliceLoad:
     """Of its active models."""
     kv_bytes: float = 0.0
     """Expected of all its requests."""
+    swaps: bool = False
+    """Weights come and go by headroom."""
     memory: MemoryBooks[Activate | ResizeKv] | None = None
     """Where every instance has weights and KV of its own."""
 

@@ -11,12 +11,19 @@ from collections.abc import Callable, Iterable, Sequence
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.link_budget import link_demand
 from c2cserve.policy.load import Placement, SliceLoad
 from c2cserve.policy.shadow import OVERESTIMATE
 
 _ROOMY = 0.5
 """An instance is preferred to an idle slice while its times stay below this share of the targets.
 Above, an idle slice serves sooner, and what is believed about time is rough."""
+
+BURST = 40
+"""Tokens that each of a model's requests gains while its weights are in a slice's memory, where
+those come and go (`policy.swaps`)."""
+SHARE = 0.5
+"""Of the link, for that: first tokens find it free half of the time."""
 
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
@@ -77,17 +84,25 @@ def place(
         instance = load.active.get(model)
         if instance is None:
             others.append(load)
-        elif len(instance.jobs) < load.instance_limit and _holds(load, kv_bytes):
+        elif len(instance.jobs) < load.instance_limit and _holds(load, 0, kv_bytes):
             here.append(load)
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
     here.sort(key=lambda x: (-len(x.active[model].jobs), x.requests, x.slice.id))
     roomy = next((load for load in here if in_time(load, request, now, _ROOMY)), None)
     if roomy is not None:
         return Placement(roomy.slice.id)
-    moves = [m for load in others if (m := _activation(load, spec, kv_bytes, value)) is not None]
-    idle = [move for move in moves if not move[0].requests]
+    moves = [
+        move for load in others
+        if (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
+    ]  # fmt: skip
+    idle = [
+        move for move in moves
+        if not move[0].requests and (not _bounded(move[0]) or in_time(move[0], request, now, 1.0))
+    ]  # fmt: skip
     if idle:
-        load, leaving, _ = min(idle, key=lambda m: (m[2], len(m[0].active), m[0].slice.id))
+        load, leaving, _ = min(
+            idle, key=lambda m: (not m[0].is_cpu, m[2], len(m[0].active), m[0].slice.id)
+        )
         return Placement(load.slice.id, True, leaving)
     able = next((load for load in here if in_time(load, request, now, 1.0)), None)
     if able is not None:
@@ -101,19 +116,16 @@ def _busy(
     """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
     known), a request that could not be in time waits for somebody to leave; else it goes wherever
     least is to be done."""
-    bounded = [move for move in moves if move[0].slice.hbm_bytes]
-    fitting = [move for move in bounded if in_time(move[0], request, now, 1.0)]
+    fitting = [move for move in moves if _bounded(move[0]) and in_time(move[0], request, now, 1.0)]
     if fitting:
         load, leaving, _ = min(
-            fitting, key=lambda m: (not m[0].is_cpu, m[2], m[0].requests, m[0].slice.id)
+            fitting, key=lambda m: (not m[0].is_cpu, m[2], m[0].round_s(), m[0].slice.id)
         )
         return Placement(load.slice.id, True, leaving)
-    choices = [
-        (load.requests, False, (), load.slice.id, ()) for load in here if not load.slice.hbm_bytes
-    ]
+    choices = [(load.requests, False, (), load.slice.id, ()) for load in here if not _bounded(load)]
     choices += [
         (load.requests, True, cost, load.slice.id, out)
-        for load, out, cost in moves if not load.slice.hbm_bytes
+        for load, out, cost in moves if not _bounded(load)
     ]  # fmt: skip
     if not choices:
         return None
@@ -121,18 +133,53 @@ def _busy(
     return Placement(slice_id, activate, leaving)
 
 
-def _holds(load: SliceLoad, more: float) -> bool:
-    """Is there memory for so much more, beside the weights and the KV of everybody?"""
-    size = load.slice.hbm_bytes
-    return not size or load.weight_bytes + load.kv_bytes + more <= size
+def _bounded(load: SliceLoad) -> bool:
+    """Its memory is known, so who could not be in time had better wait for somebody to leave."""
+    return load.slice.hbm_bytes > 0
 
 
-def _activation(load: SliceLoad, spec: ModelSpec, kv_bytes: float, value: Value) -> Move | None:
+def _holds(load: SliceLoad, weights: int, kv_bytes: float) -> bool:
+    """Is there memory for so much more, beside what everybody has? Weights that come and go are
+    nobody's (`policy.swaps`)."""
+    if not _bounded(load):
+        return True
+    if load.swaps:
+        return load.kv_bytes + kv_bytes <= load.slice.kv_bytes
+    return load.weight_bytes + weights + load.kv_bytes + kv_bytes <= load.slice.hbm_bytes
+
+
+def _carries(load: SliceLoad, request: Request, spec: ModelSpec, now: float) -> bool:
+    """Would the link bring the weights of one busy model more? Section 6.2's budget, where a model
+    comes once for `BURST` tokens instead of with each; and first tokens wait for those that come
+    before them."""
+    if not load.swaps:
+        return True
+    weights, coming, tpot_s = spec.weight_bytes, spec.weight_bytes, request.slo.tpot_s
+    for instance in load.busy():
+        weights += instance.spec.weight_bytes
+        tpot_s = min(tpot_s, instance.tpot_s)
+        if all(job.first_s is None for job in instance.jobs.values()):
+            coming += instance.spec.weight_bytes
+    slice_ = load.slice
+    resident = min(1.0, (slice_.hbm_bytes - slice_.kv_bytes) / weights)
+    demand = link_demand(weights, BURST * tpot_s, resident)
+    left_s = request.first_token_due_s - now
+    alone = coming == spec.weight_bytes
+    return demand <= SHARE * slice_.link_bytes_per_s and (
+        alone or coming <= left_s * slice_.link_bytes_per_s
+    )
+
+
+def _activation(
+    load: SliceLoad, request: Request, spec: ModelSpec, kv_bytes: float, value: Value, now: float
+) -> Move | None:
     """One more model on the slice: who leaves for it, and what that costs. None: somebody with
-    requests would have to."""
-    more = spec.weight_bytes + kv_bytes
+    requests would have to, or there is no budget for it."""
+    if not _carries(load, request, spec, now):
+        return None
+    weights = spec.weight_bytes
     places = load.slice.max_active - len(load.active)
-    if places > 0 and _holds(load, more):
+    if places > 0 and _holds(load, weights, kv_bytes):
         return load, (), ()
     if not load.unused:
         return None
@@ -141,7 +188,7 @@ def _activation(load: SliceLoad, spec: ModelSpec, kv_bytes: float, value: Value)
     unused.sort(key=lambda name: (value(name), name))
     for name in unused:
         leaving.append(name)
-        more -= load.active[name].spec.weight_bytes
-        if places + len(leaving) > 0 and _holds(load, more):
+        weights -= load.active[name].spec.weight_bytes
+        if places + len(leaving) > 0 and _holds(load, weights, kv_bytes):
             return load, tuple(leaving), value(leaving[-1])
     return None

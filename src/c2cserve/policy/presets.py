@@ -71,6 +71,9 @@ class Preset:
     streams: bool = True
     """Weights are read from host memory as steps need them, and cached; else an instance starts
     with loading all of them."""
+    swaps: bool = False
+    """On links that are too slow for that, whole models' weights come and go by headroom
+    (`policy.swaps`)."""
     parts: int = 1
     """Equal parts that each node is cut into for good (static sharing)."""
 

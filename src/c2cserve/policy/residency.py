@@ -47,6 +47,25 @@ class Residency:
 
     def admit(self, model: str, key: Hashable, size: int, now: float) -> list[Hashable] | None:
         """Take a weight in that streams by. None: it is not kept. Else what must go for it."""
+        victims = self._victims(model, key, size, now)
+        if victims is None:
+            return None
+        for other, victim in victims:
+            self.used_bytes -= other.sizes.pop(victim)
+        self._models[model].sizes[key] = size
+        self.used_bytes += size
+        return [victim for _, victim in victims]
+
+    def would_admit(
+        self, model: str, key: Hashable, size: int, now: float
+    ) -> list[Hashable] | None:
+        """What `admit` would say."""
+        victims = self._victims(model, key, size, now)
+        return None if victims is None else [victim for _, victim in victims]
+
+    def _victims(
+        self, model: str, key: Hashable, size: int, now: float
+    ) -> list[tuple[_Model, Hashable]] | None:
         book = self._models.setdefault(model, _Model())
         if key in book.sizes or size > self.budget_bytes:
             return None
@@ -59,13 +78,7 @@ class Residency:
                 if lacking > 0:
                     victims.append((other, victim))
                     lacking -= freed
-        if lacking > 0:
-            return None
-        for other, victim in victims:
-            self.used_bytes -= other.sizes.pop(victim)
-        book.sizes[key] = size
-        self.used_bytes += size
-        return [victim for _, victim in victims]
+        return victims if lacking <= 0 else None
 
     def shrink(self, budget_bytes: int) -> list[Hashable]:
         """KV needs room, or gives some back: what must go at once, the least worthy first."""
@@ -77,6 +90,13 @@ class Residency:
                 self.used_bytes -= size
                 gone.append(key)
         return gone
+
+    def drop(self, key: Hashable) -> None:
+        """A weight is gone: KV has taken its place, or none was found for it."""
+        for book in self._models.values():
+            if (size := book.sizes.pop(key, None)) is not None:
+                self.used_bytes -= size
+                return
 
     def forget(self, model: str) -> list[Hashable]:
         """The model leaves the slice for good: what of it was kept."""

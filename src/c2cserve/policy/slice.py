@@ -26,6 +26,7 @@ from c2cserve.policy.batching import (
     chunk_tokens,
     smallest_chunk_tokens,
 )
+from c2cserve.policy.cycles import lacking, plan
 from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.kv import KvArena
@@ -43,11 +44,19 @@ class SlicePolicy:
     done = False
     wakeup: float | None = None
 
-    def __init__(self, slice_: Slice, max_in_flight: int = 1, preset: Preset = C2CSERVE) -> None:
+    def __init__(
+        self,
+        slice_: Slice,
+        max_in_flight: int = 1,
+        preset: Preset = C2CSERVE,
+        lookahead: int = 1,
+    ) -> None:
         """`max_in_flight`: steps at a time that are not parked. They run in the order of their
-        launch; more than one or two only make newcomers wait."""
+        launch; more than one or two only make newcomers wait. `lookahead`: decode steps that may
+        be decided at once (`policy.cycles`)."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
+        self._lookahead = lookahead
         self._preset = preset
         # On GPUs what KV leaves of the arena is a cache of weights.
         cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
@@ -164,18 +173,20 @@ class SlicePolicy:
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.pop(event.step_id)
         self._flying -= not flight.parked
-        flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s)
+        if event.times:
+            took_s = event.compute_s / event.times
+            flight.model.time.learn(flight.decodes, flight.prefill_tokens, took_s)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
-            self._land(seq, part, outcomes.get(part.request_id))
+            self._land(seq, part, outcomes.get(part.request_id), event.times)
         self._retire(flight.model)
 
-    def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None) -> None:
+    def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None, times: int) -> None:
         seq.flights -= 1
         if not seq.ended:
             if outcome is None or not outcome.failed:
                 self._seal(seq, part)
-            seq.land(part, 0 if outcome is None else outcome.drawn)
+            seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
             if seq.ended and not seq.withdrawn:
                 self._leave(seq)
@@ -206,6 +217,8 @@ class SlicePolicy:
         tried: set[str] = set()
         if self._rotary is not None and self._flying < self._max_in_flight and self._is_time(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
+        if self._lookahead > 1 and not self._flights and self._rotary is None:
+            self._launch_ahead(now)
         while self._flying < self._max_in_flight and self._is_time(now):
             candidates = (
                 (model.first(), model.last_step, name)
@@ -228,6 +241,47 @@ class SlicePolicy:
                 break  # who could be preempted has to land first
         actions, self._actions = self._actions, []
         return actions
+
+    def _launch_ahead(self, now: float) -> None:
+        """Decide as many decode steps at once as would come of single decisions too."""
+        models = [model for model in self._models.values() if model.seqs]
+        if not models or max(len(model.seqs) for model in models) > self._slice.max_batch:
+            return
+        by_headroom = self._preset.turn == "headroom"
+        order = plan(models, now, self._lookahead, self._late_ran, by_headroom=by_headroom)
+        ran = [model for index, model in enumerate(models) if index in order]
+        if len(order) < 2 or not self._make_room_ahead(models, order):
+            return
+        numbers = {model.name: number for number, model in enumerate(ran)}
+        steps: list[Step] = []
+        for model in ran:
+            decodes, _ = model.line_up()
+            step = Step(next(self._step_ids), model.name, tuple(seq.issue(1) for seq in decodes))
+            expected_s = model.time.decode_step_s(len(decodes))
+            self._flights[step.id] = Flight(step, model, decodes, len(decodes), 0, expected_s)
+            steps.append(step)
+        for index in order:
+            models[index].last_step = next(self._step_ids)
+        self._flying += len(steps)
+        last = models[order[-1]]
+        self._late_ran = last.first() < now
+        numbered = tuple(numbers[models[index].name] for index in order)
+        self._actions.append(RunStep(steps[0], tuple(steps[1:]), numbered))
+
+    def _make_room_ahead(self, models: Sequence[ActiveModel], order: Sequence[int]) -> bool:
+        """Blocks for all tokens that will be drawn. False: there is not enough memory."""
+        for index, model in enumerate(models):
+            times = order.count(index)
+            needs = [
+                (seq, lacking(seq.issued, len(seq.blocks), times)) for seq in model.seqs.values()
+            ]
+            needed = sum(more for _, more in needs)
+            if needed and self.arena.available(model.key) < needed:
+                return False
+            for seq, more in needs:
+                if more:
+                    seq.blocks += self.arena.allocate(model.key, more) or ()
+        return True
 
     def _is_time(self, now: float) -> bool:
         """Whether the next step is due to be planned: nothing runs, or what runs is about to end.

@@ -1,51 +1,53 @@
-"""Rounds of decode steps as one event: their end is arithmetic as long as nothing intervenes."""
+"""Decode steps that follow each other as one event: its end is arithmetic unless something
+intervenes."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 
-@dataclass(slots=True)
 class Burst:
-    """`costs[i]`: work (seconds, when nobody shares the slice) of one round of step `i`; `counts`:
-    rounds that each will have done at the end. Steps take turns, the first one first, so counts
-    fall by one at most, once."""
+    """`costs[i]`: work of step `i` (seconds, when nobody shares the slice), the same each time;
+    `order`: which step is next, and next, ...; `owed[i]`: times after which a sequence of step `i`
+    ends, and all of it with it."""
 
-    costs: list[float]
-    counts: list[int]
-
-    @classmethod
-    def planned(cls, costs: Sequence[float], rounds: int, owed: Sequence[int]) -> "Burst":
-        """`owed[i]`: rounds after which a sequence of step `i` finishes. The burst ends with the
-        step in which the first one does."""
-        least = min(owed)
-        if least > rounds:
-            return cls(list(costs), [rounds] * len(costs))
-        last = owed.index(least)
-        return cls(list(costs), [least - (index > last) for index in range(len(costs))])
-
-    @property
-    def round_work(self) -> float:
-        return sum(self.costs)
+    def __init__(self, costs: Sequence[float], order: Sequence[int], owed: Sequence[int]) -> None:
+        self._order = order
+        self.costs = costs
+        self._ends = list(accumulate(costs[index] for index in order))
+        """Work that is done at the end of each entry of the order."""
+        self.length = _until_one_ends(order, owed)
+        """Entries that are run."""
 
     @property
     def work(self) -> float:
-        return sum(cost * count for cost, count in zip(self.costs, self.counts, strict=True))
+        return self._ends[self.length - 1]
 
     def cut(self, done: float) -> bool:
         """Stop at the end of the step that is under way when `done` of the work is over. False:
         that is where it ends anyhow."""
-        whole = int(done / self.round_work)
-        rest = done - whole * self.round_work
-        last = 0
-        while last < len(self.costs) - 1 and rest >= self.costs[last]:
-            rest -= self.costs[last]
-            last += 1
-        counts = [whole + (index <= last) for index in range(len(self.costs))]
-        if sum(counts) >= sum(self.counts):
+        length = bisect_right(self._ends, done) + 1
+        if length >= self.length:
             return False
-        self.counts = counts
+        self.length = length
         return True
 
-    def end_of(self, index: int) -> float:
-        """Work done when step `index` ends its last round."""
-        return (self.counts[index] - 1) * self.round_work + sum(self.costs[: index + 1])
+    def spans(self) -> list[tuple[int, float, float]]:
+        """Of each step: how often it runs, and the work done when it ends for the first and the
+        last time."""
+        spans = [(0, 0.0, 0.0)] * len(self.costs)
+        for index, end in zip(self._order[: self.length], self._ends, strict=False):
+            count, first, _ = spans[index]
+            spans[index] = (count + 1, first if count else end, end)
+        return spans
+
+
+def _until_one_ends(order: Sequence[int], owed: Sequence[int]) -> int:
+    if len(owed) == 1:
+        return min(len(order), owed[0])
+    left = list(owed)
+    for position, index in enumerate(order):
+        left[index] -= 1
+        if not left[index]:
+            return position + 1
+    return len(order)

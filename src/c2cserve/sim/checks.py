@@ -41,7 +41,7 @@ class BlockBook:
     """First slab of a block -> model, held blocks that begin in it."""
     held_bytes: int = 0
 
-    def begin(self, seq: SeqState, part: SeqStep, rounds: int) -> None:
+    def begin(self, seq: SeqState, part: SeqStep, times: int) -> None:
         """A step is about to compute `part` of the sequence, so many times."""
         shared = 0
         if part.fresh and seq.coming:
@@ -56,7 +56,7 @@ class BlockBook:
             shared = part.start // BLOCK_TOKENS
         for index, offset in enumerate(part.new_blocks):
             self._take(seq, offset, shared=index < shared)
-        end = part.start + part.tokens * rounds
+        end = part.start + part.tokens * times
         name = part.request_id
         assert part.tokens >= 1, f"{name}: nothing to compute"
         assert end <= len(seq.blocks) * BLOCK_TOKENS, f"{name}: no block for its KV"

@@ -40,11 +40,11 @@ class Compute:
         self._started_s = 0.0
         """When it began."""
         self._step_s = 0.0
-        """When the step under way began, where rounds are simulated one by one."""
-        self._turn = 0
-        """Which of the run's steps that is."""
-        self._rounds: list[int] = []
-        """Rounds that each of the run's steps has done."""
+        """When the step under way began, where steps of an order are simulated one by one."""
+        self._turn = self._position = 0
+        """Which of the run's steps that is, and where in its order."""
+        self._times: list[int] = []
+        """How often each of the run's steps has run."""
         self._took_s: list[float] = []
         self._stopping = False
         self._burst: Burst | None = None
@@ -61,8 +61,8 @@ class Compute:
             self._start()
 
     def interrupt(self) -> None:
-        """The policy is told something: what goes on for rounds stops at the end of its step."""
-        if not self._line or self._line[0].rounds == 1:
+        """The policy is told something: what runs in an order stops at the end of its step."""
+        if not self._line or not self._line[0].order:
             return
         burst = self._burst
         if burst is None:
@@ -93,23 +93,24 @@ class Compute:
             self._world.network.stop(self._flow)
 
     def _start(self) -> None:
-        """What is first in line begins: one step, or rounds of several."""
+        """What is first in line begins: one step, or several in an order."""
         run = self._line[0]
         self._started_s = self._world.timeline.now
         steps = (run.step, *run.then)
-        for step in steps:
-            self._check(step, run.rounds)
-        self._rounds = [0] * len(steps)
+        for index, step in enumerate(steps):
+            self._check(step, run.order.count(index) if run.order else 1)
+        self._times = [0] * len(steps)
         self._took_s = [0.0] * len(steps)
         self._stopping = False
-        if run.rounds == 1 or not self._start_burst(run, steps):
-            self._turn = 0
-            self._start_step(run.step)
+        if not run.order or not self._start_burst(run, steps):
+            self._position = 0
+            self._turn = run.order[0] if run.order else 0
+            self._start_step(steps[self._turn])
 
-    def _check(self, step: Step, rounds: int) -> None:
+    def _check(self, step: Step, times: int) -> None:
         for part in step.seqs:
             seq = self._seqs[part.request_id]
-            self._book.begin(seq, part, rounds)
+            self._book.begin(seq, part, times)
             assert part.start == seq.computed, f"{part.request_id}: a token is skipped or repeated"
             assert part.emits == (part.start + part.tokens == seq.length)
 
@@ -119,7 +120,7 @@ class Compute:
         self._switch(step.model)
         kept = 1.0 if self._kept is None else self._kept.use(model, self._step_s)
         alpha = self.alphas.get(step.model, 0.0) if world.hybrid else None
-        cost = world.costs.step(step, model, lane, kept, alpha, self._rounds[self._turn])
+        cost = world.costs.step(step, model, lane, kept, alpha, self._times[self._turn])
         floor_s = cost.floor_s
         if world.noise:
             floor_s *= world.random.lognormvariate(0.0, world.noise)
@@ -146,22 +147,22 @@ class Compute:
         """A step has run that is simulated on its own; the next of its round follows."""
         if self._dead or (plan is not None and plan != self._plan):
             return
-        run, turn = self._line[0], self._turn
+        run, turn, now = self._line[0], self._turn, self._world.timeline.now
         step = run.then[turn - 1] if turn else run.step
-        now = self._world.timeline.now
         self._flow = None
         self._took_s[turn] += now - self._step_s
-        self._rounds[turn] += 1
+        self._times[turn] += 1
         if self._world.hybrid and self._lane.h2d:
             self._measure_gemms(step, now - self._step_s)
         ended = self._advance(step, 1, now, 0.0)
-        self._turn = (turn + 1) % (1 + len(run.then))
-        if ended or self._stopping or self._rounds[self._turn] == run.rounds:
+        self._position += 1
+        if ended or self._stopping or self._position >= len(run.order):
             self._finish(run)
         else:
-            self._start_step(run.then[self._turn - 1] if self._turn else run.step)
+            turn = self._turn = run.order[self._position]
+            self._start_step(run.then[turn - 1] if turn else run.step)
 
-    # ---- rounds of decodes as one event ---------------------------------------------------------
+    # ---- an order of decodes as one event -------------------------------------------------------
 
     def _start_burst(self, run: RunStep, steps: tuple[Step, ...]) -> bool:
         """False: weights stream, so that times depend on who else does: step by step."""
@@ -170,16 +171,16 @@ class Compute:
         if self._kept is not None and not all(self._kept.all_of(model) for model in models):
             return False
         owed = [min(self._owed(part.request_id) for part in step.seqs) for step in steps]
-        rounds = min(run.rounds, *owed)
         scale = 1.0
         if world.noise:
-            spread = world.noise / sqrt(rounds * len(steps))
+            spread = world.noise / sqrt(min(len(run.order), *owed))
             scale = world.random.lognormvariate(0.0, spread)
+        ahead = min(len(run.order) // len(steps), *owed) // 2
         costs = [
-            scale * world.costs.step(step, model, lane, 1.0, None, rounds // 2).floor_s
+            scale * world.costs.step(step, model, lane, 1.0, None, ahead).floor_s
             for step, model in zip(steps, models, strict=True)
         ]
-        burst = self._burst = Burst.planned(costs, run.rounds, owed)
+        burst = self._burst = Burst(costs, run.order, owed)
         if lane.compute:
             route = (lane.compute,)
             self._flow = world.network.start(route, burst.work, 1.0, self._burst_done)
@@ -199,35 +200,35 @@ class Compute:
         assert burst is not None
         self._burst = self._flow = None
         stretch = (now - self._started_s) / burst.work
-        gap_s = stretch * burst.round_work
-        for index, step in enumerate((run.step, *run.then)):
-            rounds = self._rounds[index] = burst.counts[index]
-            self._took_s[index] = stretch * burst.costs[index] * rounds
-            if rounds:
+        for index, (times, first, last) in enumerate(burst.spans()):
+            step = run.then[index - 1] if index else run.step
+            self._times[index] = times
+            self._took_s[index] = stretch * burst.costs[index] * times
+            if times:
                 self._switch(step.model)
                 if self._kept is not None:
-                    self._kept.use(self._world.models[step.model], now, rounds)
-                last_s = self._started_s + stretch * burst.end_of(index)
-                self._advance(step, rounds, last_s, gap_s)
+                    self._kept.use(self._world.models[step.model], now, times)
+                gap_s = stretch * (last - first) / max(1, times - 1)
+                self._advance(step, times, self._started_s + stretch * last, gap_s)
         if run.then:
-            self.use.switches += sum(burst.counts) - len(burst.counts)
+            self.use.switches += burst.length - 2
         self._finish(run)
 
     # ---- what steps come to ---------------------------------------------------------------------
 
-    def _advance(self, step: Step, rounds: int, last_s: float, gap_s: float) -> bool:
+    def _advance(self, step: Step, times: int, last_s: float, gap_s: float) -> bool:
         """The step ran so many times, the last one until `last_s`. True: a sequence has ended."""
         use, world = self.use, self._world
-        use.steps += rounds
+        use.steps += times
         ended = False
         for part in step.seqs:
             seq = self._seqs[part.request_id]
-            seq.computed += part.tokens * rounds
-            use.tokens += part.tokens * rounds
+            seq.computed += part.tokens * times
+            use.tokens += part.tokens * times
             if part.emits:
                 job = seq.job
-                seq.length += rounds
-                job.draw(rounds, last_s, gap_s)
+                seq.length += times
+                job.draw(times, last_s, gap_s)
                 if job.drawn == 1:
                     world.controller.tell(ev.FirstToken(part.request_id, job.ttft_s))
                 ended |= job.drawn >= job.owed
@@ -239,17 +240,17 @@ class Compute:
         self._line.popleft()
         self.use.busy_s += now - self._started_s
         for index, step in enumerate((run.step, *run.then)):
-            rounds = self._rounds[index]
+            times = self._times[index]
             outcomes: list[ev.SeqOutcome] = []
             for part in step.seqs:
-                if not part.emits or not rounds:
+                if not part.emits or not times:
                     continue
                 seq = self._seqs[part.request_id]
                 finished = seq.job.drawn >= seq.job.owed
-                outcomes.append(ev.SeqOutcome(part.request_id, rounds, finished))
+                outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
                 if finished:
                     self._finished(seq)
-            self._tell(ev.StepDone(step.id, tuple(outcomes), self._took_s[index], rounds))
+            self._tell(ev.StepDone(step.id, tuple(outcomes), self._took_s[index], times))
         if self._line:
             self._start()
 

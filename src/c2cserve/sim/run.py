@@ -30,6 +30,7 @@ class Scenario:
     noise: float = 0.05
     cold_pool: bool = False
     hybrid: bool = False
+    lookahead: int = 64
     faults: tuple[Fault, ...] = field(default=())
 
 
@@ -70,6 +71,7 @@ def prepare(
         cold_pool=scenario.cold_pool,
         faults=scenario.faults,
         hybrid=scenario.hybrid,
+        lookahead=scenario.lookahead,
     )
     machine = build(scenario.hardware, scenario.slices, preset)
     if not preset.streams:

@@ -93,6 +93,7 @@ class SimSlice:
     def pause(self, name: str) -> None:
         """The model computes nothing until `resume`: its memory is being moved."""
         self._paused[name] = self._paused.get(name, 0) + 1
+        self.compute.interrupt()
 
     def resume(self, name: str) -> None:
         self._paused[name] -= 1
@@ -158,13 +159,7 @@ class SimSlice:
 
     def submit(self, action: SliceAction) -> None:
         if isinstance(action, RunStep):
-            step = action.step
-            if self._blocked(step.model):
-                assert action.rounds == 1, "only steps that can run are asked for in rounds"
-                self._waiting.setdefault(step.model, []).append(action)
-                self._tell(ev.StepParked(step.id))
-            else:
-                self.compute.submit(action)
+            self._run(action)
         elif isinstance(action, Drop):
             seq = self.seqs[action.request_id]
             self.book.release(seq)
@@ -182,6 +177,20 @@ class SimSlice:
             self.book.release(seq)
             self._leave(seq)
             self._world.controller.truncated(seq.job)
+
+    def _run(self, run: RunStep) -> None:
+        """Steps of models that can compute nothing now wait beside the line; where one of several
+        has to, each runs once."""
+        steps = (run.step, *run.then)
+        if not any(self._blocked(step.model) for step in steps):
+            self.compute.submit(run)
+            return
+        for step in steps:
+            if self._blocked(step.model):
+                self._waiting.setdefault(step.model, []).append(RunStep(step))
+                self._tell(ev.StepParked(step.id))
+            else:
+                self.compute.submit(RunStep(step))
 
     def _move(self, move: Move) -> None:
         """KV takes the same links as weights, the other way out."""

@@ -45,6 +45,8 @@ class Settings:
     """Models come from disk when the first request has arrived; else they are in the pool, as far
     as they fit, before it does."""
     faults: tuple[Fault, ...] = ()
+    lookahead: int = 64
+    """Decode steps that slices may decide at once (`policy.cycles`); 1: none, as live."""
     hybrid: bool = False
     """GEMMs are C2CServe's hybrid ones instead of ours (`sim.costs`)."""
 
@@ -240,7 +242,9 @@ class Simulation:
     # ---- slices come and go ---------------------------------------------------------------------
 
     def _up(self, lane: Lane) -> None:
-        policy = SlicePolicy(lane.slice, preset=self.settings.preset)
+        policy = SlicePolicy(
+            lane.slice, preset=self.settings.preset, lookahead=self.settings.lookahead
+        )
         self.slices[lane.slice.id] = SimSlice(lane, self._world, policy, no_record)
         self.tell(ev.SliceUp(lane.slice))
 

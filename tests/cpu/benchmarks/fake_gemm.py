@@ -27,6 +27,8 @@ LINK_BYTES_PER_S: dict[LinkHome, float] = {"host": 55e9, "peer": 390e9}
 class FakeLane:
     sms: int = 132
 
+    def limit_link(self, bytes_per_s: float) -> None: ...
+
 
 @dataclass
 class FakeBench:

@@ -10,6 +10,7 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
+from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
@@ -40,9 +41,9 @@ class PlainMultiply:
 class FakeCache:
     bytes = 1
 
-    def begin_step(self, model: str, now: float, priority: int = 0) -> None: ...
+    def add(self, model: str, address: int, size: int) -> None: ...
 
-    def shrink(self, budget_bytes: int) -> None: ...
+    def begin_step(self, model: str, now: float, kv_end: int) -> None: ...
 
 
 class FakeMachine:
@@ -70,6 +71,8 @@ class FakeMachine:
     def linear(self, kept_bytes: int = 0) -> tuple[PlainMultiply, FakeCache]:
         self.multiplies.append(PlainMultiply(**self._multiply))
         return self.multiplies[-1], FakeCache()
+
+    def capture_decoding(self, ops: GpuOps, linear: PlainMultiply, cache: FakeCache) -> None: ...
 
     def limits(self, size: int) -> dict[str, Any]:
         for home in (*self.homes, "hbm"):

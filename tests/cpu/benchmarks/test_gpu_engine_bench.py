@@ -56,7 +56,7 @@ def test_every_part_of_every_kind_of_model(tmp_path: Path, capsys: pytest.Captur
     for shape in ("tiny-llama", "tiny-moe"):
         figures = results["shapes"][shape]["figures"]
         what = [row["what"] for row in figures]
-        assert len(what) == len(set(what)) == 2 * 2 + 2 * 2 + 1 + 2 + 2 + 4
+        assert len(what) == len(set(what)) == 2 * 3 + 2 * 2 + 1 + 2 + 2 + 4
         assert all(row["seconds"] > 0 for row in figures)
         assert all(row["met"] == (row["ratio"] <= row["bar"]) for row in figures if "ratio" in row
                    and "bar" in row)  # fmt: skip

@@ -110,7 +110,7 @@ def test_slices_alone_and_in_company(full: Profile) -> None:
 def test_a_machine_of_one_gpu_has_no_peer() -> None:
     found = run(FakeBench(homes=("host",)), QUICK_S)
     assert set(found.links) == {"host"}
-    assert {point.home for point in found.points} == {"host"}
+    assert {point.home for point in found.points} == {"host", "hbm"}
 
 
 @pytest.mark.parametrize(

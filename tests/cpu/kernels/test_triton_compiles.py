@@ -33,6 +33,7 @@ made = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **facts: made.append(facts["repr"])
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.draw import draw
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.warm import Sizes, warm
 from c2cserve.kernels.layer import KvLayout
@@ -57,6 +58,7 @@ for tokens in (1, 2, 5, 16, 4096):
     places = zeros(tokens, 8, dtype=torch.int64)
     elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32))
     greedy(zeros(min(tokens, 17), 32000))
+    draw(zeros(min(tokens, 17), 32000), zeros(5, min(tokens, 17), dtype=torch.float64))
 for layer, heads, kv_heads in ((0, 1, 1), (1, 28, 4), (35, 64, 8)):
     kv = KvLayout(36, kv_heads, dim, "bfloat16")
     arena, slots = zeros(kv.block_bytes, dtype=torch.uint8), zeros(5, dtype=torch.int64)
@@ -95,4 +97,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 10
+    assert len(done.stdout.split()) == 11

@@ -31,7 +31,7 @@ class SparseHalf:
     renormalize: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GpuLayer(Layer):
     qkv: Matrix
     o: Matrix

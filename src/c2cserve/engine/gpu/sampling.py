@@ -1,9 +1,9 @@
 """Drawing tokens of a GPU slice.
 
-Plain greedy rows are decided on the GPU: the next step may read their ids there, and two numbers of
-each are copied to pinned memory. All others go to the CPU's sampler, which knows every parameter
-and draws the same token for the same (seed, position) wherever it runs; their logits are copied
-whole. Nothing waits but `collect`.
+Plain rows, greedy or drawn, are decided on the GPU: the next step may read their ids there, and two
+numbers of each are copied to pinned memory. All others go to the CPU's sampler, which knows every
+parameter; their logits are copied whole. Both draw by the same stream, a function of (seed,
+position). Nothing waits but `collect`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from c2cserve.kernels.gpu.draw import asked_of, draw
 from c2cserve.kernels.gpu.greedy import greedy, greedy_of
 from c2cserve.kernels.ops import Draw, Drawn, RowSampling
 
@@ -22,14 +23,16 @@ Marked = Callable[[torch.cuda.Event], None]
 
 
 def is_plain(row: RowSampling) -> bool:
-    """Greedy, over logits as they are, of which only the chosen one's log-probability is wanted."""
+    """Over logits as they are, of which only the chosen one's log-probability is wanted."""
     return (
-        row.temperature <= 0.0
-        and row.top_logprobs <= 0
+        row.top_logprobs <= 0
         and row.repetition == 1.0
         and row.presence == row.frequency == 0.0
         and row.bias_ids is row.banned is None
     )
+
+
+_NO_DRAW = RowSampling(seed=0, position=0, temperature=0.0)
 
 
 class GpuDraw:
@@ -42,7 +45,7 @@ class GpuDraw:
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
         self._found: Tensor | None = None
         if len(self._others) < len(rows):
-            found = greedy(logits)
+            found = _decide(logits, rows, self._others)
             self.chain: Tensor | None = found[0]
             self._found = _to_host(found)
         else:
@@ -93,6 +96,17 @@ class Sampler:
         if self._marked is not None and draw.end is not None:
             self._marked(draw.end)
         return draw
+
+
+def _decide(logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int]) -> Tensor:
+    """As `greedy`; what it says of `others` is nobody's."""
+    if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
+        return greedy(logits)
+    elsewhere = set(others)
+    asked = asked_of([_NO_DRAW if i in elsewhere else row for i, row in enumerate(rows)])
+    if logits.device.type == "cuda":
+        asked = asked.pin_memory().to(logits.device, non_blocking=True)
+    return draw(logits, asked)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

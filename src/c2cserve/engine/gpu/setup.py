@@ -29,6 +29,7 @@ from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.warm import Sizes, warm
 from c2cserve.kernels.gpu.weight import Dtype
+from c2cserve.memory.hbm_cache import HbmCache, Keeper
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class GpuParts:
     ops: GpuOps
     arena: Tensor
     place: Staging
+    cache: HbmCache | None
 
     def warm(self, config: ModelConfig) -> None:
         """Have everything compiled, loaded and allocated that a model needs; quick where another
@@ -86,10 +88,12 @@ def open_gpu(
     profile: ProfileChoice = "measured",
     kernels: Path | None = None,
     ring: Callable[[], None] | None = None,
+    keeper: Keeper | None = None,
 ) -> GpuParts:
     """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
     on, which runs on `partition`'s SMs, or on all of the GPU `device`. `ring` is called, from
-    another thread, when a step is over.
+    another thread, when a step is over. `keeper` decides which weights stay in what KV leaves of
+    the arena; without one they all stay at home.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`
     and `CudaError`.
@@ -103,11 +107,14 @@ def open_gpu(
     repository = Repository(device, kernels)
     repository.load()
     lane = Lane(device, repository, None if partition is None else partition.sms)
-    linear = Linear(lane, Chooser(_profile(device, profile)))
     where = torch.device("cuda", device)
+    arena = _arena(where, kv_bytes)
+    cache = None if keeper is None else HbmCache(arena, keeper)
+    linear = Linear(lane, Chooser(_profile(device, profile)), cache)
     marked = None if ring is None else Bell(where, ring).after
     ops = GpuOps(linear, where, host_sampler, marked)
-    parts = GpuParts(where, stream, lane, linear, ops, _arena(where, kv_bytes), Staging(where))
+    ops.capture_decoding(linear.launched, cache)
+    parts = GpuParts(where, stream, lane, linear, ops, arena, Staging(where), cache)
     for sizes in _COMMON:
         warm(sizes, where)
     parts.finish()

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.gpu.early import EARLY, after_others
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
 
 PIECE_TOKENS = 256
@@ -79,9 +80,10 @@ def _visit(
 def _many_kernel(
     qkv, arena, out, q_start, context_len, tables, scale_log2, seqs, heads, kv_heads, layer, width,
     table_width, window, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TOKENS: tl.constexpr,
+    KEYS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of several new tokens; a program has ROWS rows of one of them, for one key head."""
+    after_others(EARLY)
     # Late tiles see most: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -138,9 +140,11 @@ def _single_kernel(
     qkv, arena, partial_sums, partial_tops, q_start, context_len, tables, scale_log2, heads,
     kv_heads, layer, width, table_width, window, DIM: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one new token; a program has one piece of the context, for up to ROWS of the
     heads that share a key head."""
+    after_others(EARLY)
     seq, piece = tl.program_id(0), tl.program_id(2)
     group = heads // kv_heads
     tiles = (group + ROWS - 1) // ROWS
@@ -185,8 +189,10 @@ def _single_kernel(
 def _merge_kernel(
     partial_sums, partial_tops, out, q_start, context_len, heads, pieces, window,
     DIM: tl.constexpr, PAD: tl.constexpr, PIECE: tl.constexpr, MERGED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One head of a sequence of one new token, out of its pieces."""
+    after_others(EARLY)
     seq, head = tl.program_id(0), tl.program_id(1)
     begin = tl.load(q_start + seq)
     if tl.load(q_start + seq + 1) - begin != 1:
@@ -246,7 +252,7 @@ def attention(
         _many_kernel[(tokens * group // rows + seqs, kv.kv_heads)](
             qkv, cache, out, *where, seqs, heads, kv.kv_heads, layer, qkv.shape[1],
             block_table.shape[1], window, DIM=dim, PAD=pad, ROWS=rows, KEYS=64,
-            TOKENS=BLOCK_TOKENS, num_warps=8, num_stages=2,
+            TOKENS=BLOCK_TOKENS, num_warps=8, num_stages=2, **EARLY,
         )  # fmt: skip
         if seqs == 1:
             return out
@@ -256,10 +262,10 @@ def attention(
     _single_kernel[(seqs, kv.kv_heads * -(-group // 16), pieces)](
         qkv, cache, sums, tops, *where, heads, kv.kv_heads, layer, qkv.shape[1],
         block_table.shape[1], window, DIM=dim, PAD=pad, ROWS=16, KEYS=64, PIECE=PIECE_TOKENS,
-        TOKENS=BLOCK_TOKENS, num_warps=4, num_stages=3 if pad <= 128 else 2,
+        TOKENS=BLOCK_TOKENS, num_warps=4, num_stages=3 if pad <= 128 else 2, **EARLY,
     )  # fmt: skip
     _merge_kernel[(seqs, heads)](
         sums, tops, out, q_start, context_len, heads, pieces, window, DIM=dim, PAD=pad,
-        PIECE=PIECE_TOKENS, MERGED=_MERGED, num_warps=2,
+        PIECE=PIECE_TOKENS, MERGED=_MERGED, num_warps=2, **EARLY,
     )  # fmt: skip
     return out

@@ -27,12 +27,14 @@ _TMA_ALIGNMENT = 8
 def candidates(question: Question) -> list[Candidate]:
     """Everything that fits, first what leaves HBM alone, last what was published.
 
-    Never empty but for experts whose K TMA can not read. From HBM only `resident`; with experts
-    only `grouped`, whose router's choice stays on the GPU.
+    Never empty but for a K that TMA can not read, with experts or by map. From HBM only `resident`,
+    unless by map; with experts only `grouped`, whose router's choice stays on the GPU.
     """
     q, tma = question, question.k % _TMA_ALIGNMENT == 0
     if q.experts:
         return [("grouped", tiles) for tiles in _grouped(q)] if tma else []
+    if q.by_map:
+        return _by_map(q) if tma else []
     if q.home == "hbm":
         return [("resident", Tiles())]
     prefetched: list[Candidate] = [("prefetch", tiles) for tiles in _prefetch(q)]
@@ -75,9 +77,17 @@ def _fitting(source: Source, q: Question, *, tee: bool = False) -> list[Tiles]:
 def _grouped(q: Question) -> list[Tiles]:
     """For the rows an active expert is expected to have, and for twice as many: a second block
     costs the expert's weights once more."""
-    tiles = _fitting("grouped", q)
+    tiles = [t for t in _fitting("grouped", q) if t.cluster == 1 or not q.by_map]
     exact = covers(tiles, q.rows)
     return exact + [one for one in covers(tiles, 2 * q.rows) if one not in exact]
+
+
+def _by_map(q: Question) -> list[Candidate]:
+    """What streams W itself, in whole boxes. From HBM, too: with few rows as fast as cuBLAS, and
+    it need not wait for the kernel before it."""
+    alone = [tiles for tiles in _fitting("direct", q) if tiles.cluster == 1]
+    found: list[Candidate] = [("direct", tiles) for tiles in covers(alone, q.m)]
+    return found + [("split", tiles) for tiles in _split(q)]
 
 
 def _prefetch(q: Question) -> Iterator[Tiles]:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -120,7 +120,7 @@ class Chooser:
     def _pick(self, question: Question) -> Choice:
         found = self.estimates(question)
         if not found:
-            raise NothingFits(f"K = {question.k} is not a multiple of 8, which grouped needs")
+            raise NothingFits(f"K = {question.k} is not a multiple of 8, which streaming needs")
         # What was never run here is compared, not trusted: its model has nothing to correct it.
         trusted = [estimate for estimate in found if estimate.tried] or found
         near = [one for one in trusted if one.predicted_s <= _NEAR * trusted[0].predicted_s]
@@ -191,6 +191,7 @@ class _Corrections:
             known.corrections.append(math.log2(point.seconds / modelled_s))
 
     def estimate(self, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Estimate:
+        question = replace(question, by_map=False)  # the same kernels take the same time
         terms = modelled(self._rates, question, dataflow, tiles)
         values = tile_values(dataflow, tiles)
         by_tiles = self._series.get((dataflow, question.home))

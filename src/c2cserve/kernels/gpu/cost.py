@@ -50,6 +50,9 @@ class Question:
     top_k: int = 0
     neighbours: int = 0
     """Other slices streaming over the same link."""
+    by_map: bool = False
+    """The launch is to be replayed with other weights in this one's place, wherever they are
+    (`WeightHandle.map_pointer`): only kernels that go by a map in memory will do."""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "sms"):

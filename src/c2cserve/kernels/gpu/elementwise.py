@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.gpu.early import EARLY, after_others
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
 
 _COLUMNS = 1024
@@ -27,7 +28,11 @@ _HEADS = 8
 
 
 @triton.jit
-def _norm_kernel(x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -43,7 +48,11 @@ def _norm_kernel(x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
+def _silu_mul_kernel(
+    gate_up, out, inner, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -54,7 +63,11 @@ def _silu_mul_kernel(gate_up, out, inner, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["vocab"])
-def _embed_kernel(table, ids, out, vocab, hidden, BLOCK: tl.constexpr):
+def _embed_kernel(
+    table, ids, out, vocab, hidden, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -68,8 +81,9 @@ def _embed_kernel(table, ids, out, vocab, hidden, BLOCK: tl.constexpr):
 def _rope_store_kernel(
     qkv, positions, cos, sin, q_norm, k_norm, arena, slots, eps, heads, kv_heads, layer, width,
     DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_others(EARLY)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     at = tl.arange(0, HALF_PAD)[None, :]
@@ -105,7 +119,11 @@ def _rope_store_kernel(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _combine_kernel(y, places, weights, out, count, hidden, BLOCK: tl.constexpr):
+def _combine_kernel(
+    y, places, weights, out, count, hidden, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -137,7 +155,7 @@ def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool)
     if tokens:
         _norm_kernel[(tokens,)](
             x, residual, weight, out, hidden, eps, ADD=add, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)),
+            num_warps=min(16, max(1, block // 512)), **EARLY,
         )  # fmt: skip
     return out
 
@@ -149,7 +167,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
         _silu_mul_kernel[(tokens, -(-inner // _COLUMNS))](
-            gate_up, out, inner, BLOCK=_COLUMNS, num_warps=4
+            gate_up,
+            out,
+            inner,
+            BLOCK=_COLUMNS,
+            num_warps=4,
+            **EARLY,
         )
     return out
 
@@ -162,7 +185,14 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
     out = torch.empty((len(ids), hidden), dtype=table.dtype, device=device)
     if len(ids):
         _embed_kernel[(len(ids), -(-hidden // _COLUMNS))](
-            table, ids, out, vocab, hidden, BLOCK=_COLUMNS, num_warps=4
+            table,
+            ids,
+            out,
+            vocab,
+            hidden,
+            BLOCK=_COLUMNS,
+            num_warps=4,
+            **EARLY,
         )
     return out
 
@@ -188,7 +218,7 @@ def rope_store(
             qkv, positions, cos, sin, q_norm, k_norm, arena.view(qkv.dtype), slots, eps, heads,
             kv.kv_heads, layer, qkv.shape[1], DIM=dim, HALF=dim // 2,
             HALF_PAD=triton.next_power_of_2(dim // 2), NORM=norms is not None, HEADS=_HEADS,
-            TOKENS=BLOCK_TOKENS, num_warps=2,
+            TOKENS=BLOCK_TOKENS, num_warps=2, **EARLY,
         )  # fmt: skip
 
 
@@ -199,6 +229,14 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     out = torch.empty((tokens, hidden), dtype=y.dtype, device=y.device)
     if tokens:
         _combine_kernel[(tokens, -(-hidden // _COLUMNS))](
-            y, places, weights, out, count, hidden, BLOCK=_COLUMNS, num_warps=4
+            y,
+            places,
+            weights,
+            out,
+            count,
+            hidden,
+            BLOCK=_COLUMNS,
+            num_warps=4,
+            **EARLY,
         )
     return out

@@ -9,11 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.gpu.early import EARLY, after_others
+
 _COLUMNS = 8192
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _greedy_kernel(logits, found, rows, vocab, BLOCK: tl.constexpr):
+def _greedy_kernel(
+    logits, found, rows, vocab, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")
     total = 0.0
@@ -42,7 +47,7 @@ def greedy(logits: Tensor) -> Tensor:
     found = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
     if rows:
         _greedy_kernel[(rows,)](
-            logits.contiguous(), found, rows, vocab, BLOCK=_COLUMNS, num_warps=16
+            logits.contiguous(), found, rows, vocab, BLOCK=_COLUMNS, num_warps=16, **EARLY
         )
     return found
 

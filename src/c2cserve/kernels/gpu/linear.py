@@ -1,6 +1,19 @@
-"""The linear layer of a lane: asks what was measured, and launches that dataflow."""
+"""The linear layer of a lane: which dataflow, and its launch.
+
+An answer must not depend on where a weight happens to be: a model that is in HBM by now has to say
+what it said while it streamed. So where a weight is decides how its bytes come, and only its shape
+and the number of rows what multiplies them:
+
+- up to 64 rows our own kernels, which read W at its home or in HBM alike. Which of them, and how
+  they share K, was measured for the shape (weights in HBM, where it matters most); sums are the
+  same for any number of rows, so decoding does not depend on its batch either;
+- more rows cuBLAS, out of HBM: W is there, or is brought by a copy engine, the next one's copy
+  beside this one's multiplication. From host and peer that is within a few percent of the best
+  dataflow there is (docs/kernels.md).
+"""
 
 from collections import Counter
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -10,23 +23,28 @@ from c2cserve.kernels.gpu.choose import Choice, Chooser
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.dataflows.direct import direct, grouped, split
 from c2cserve.kernels.gpu.dataflows.published import hybrid
-from c2cserve.kernels.gpu.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.dataflows.staged import bring, prefetch, resident, ring, tee
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.variants import BX_SPLIT
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, OperandError, WeightHandle
 
+ROWS_STREAMED = max(BX_SPLIT)
+"""Up to so many rows our own kernels multiply."""
+_ROWS_ASKED = 16
+"""What is picked for so many is taken for all of them."""
 _WHOLE = Tiles(panel_rows=1 << 20, panel_growth=1)
 
 
 class Kept(Protocol):
     """Weights that stay in HBM; `memory.hbm_cache` in the product."""
 
-    def find(self, w: WeightHandle) -> Tensor | None:
-        """W [N, K] in HBM, if it is there."""
+    def find(self, w: WeightHandle) -> WeightHandle | None:
+        """W in HBM, if it is there."""
         ...
 
-    def place(self, w: WeightHandle) -> Tensor | None:
+    def place(self, w: WeightHandle) -> WeightHandle | None:
         """Where W is to be brought, to stay; None: it only passes by."""
         ...
 
@@ -38,6 +56,7 @@ class Linear:
         self.lane = lane
         self._chooser = chooser
         self._kept = kept
+        self._multiplier = lru_cache(4096)(self._pick)
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
@@ -48,24 +67,22 @@ class Linear:
     ) -> Tensor:
         """x [M, K], rows possibly strided -> out [M, N] of x's dtype. With no rows nothing is
         launched. Raises `OperandError`, `KernelMissingError`, `CudaError`, `ProfileMismatch`."""
+        rows = x.shape[0]
         if out is None:
-            out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
-        if x.shape[0] == 0:
+            out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
+        if rows == 0:
             return out
-        if self._kept is not None and w.home != "hbm":
-            if (local := self._kept.find(w)) is not None:
-                self.launched["resident"] += 1
-                resident(x, local, bias, out)
-                return out
-            if (place := self._kept.place(w)) is not None:
-                # What is to stay comes by copy engine: as fast as any, and the next call is local.
-                self.launched["prefetch"] += 1
-                prefetch(self.lane, x, w, bias, out, _WHOLE, place)
-                return out
-        self._share_link(w)
-        choice = self.choose(x.shape[0], w)
-        self.launched[choice.dataflow] += 1
-        launch(self.lane, choice.dataflow, choice.tiles, x, w, bias, out)
+        if rows <= ROWS_STREAMED and w.k % 8 == 0:
+            self._stream(x, self._nearest(w), bias, out)
+            return out
+        local = self._find(w)
+        if local.home == "hbm":
+            self.launched["resident"] += 1
+            resident(x, local_weight(local), bias, out)
+            return out
+        self.launched["prefetch"] += 1
+        place = None if self._kept is None else self._kept.place(w)
+        prefetch(self.lane, x, w, bias, out, _WHOLE, None if place is None else local_weight(place))
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
@@ -73,23 +90,60 @@ class Linear:
         -> [M top_k, N]. Raises as `__call__`."""
         out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
         if x.shape[0]:
+            # Few rows choose few experts: to keep all of them would cost more than it saves.
+            most = x.shape[0] >= w.experts
+            w = self._nearest(w) if most else self._find(w)
             self._share_link(w)
-            choice = self.choose(-(-x.shape[0] // top_k), w, top_k)
-            self.launched[choice.dataflow] += 1
-            grouped(self.lane, x, w, offsets, out, choice.tiles)
+            question = self._question(-(-x.shape[0] // top_k), w, top_k)
+            self.launched["grouped"] += 1
+            grouped(self.lane, x, w, offsets, out, self._chooser.pick(question).tiles)
         return out
+
+    def multiplier(self, w: WeightHandle) -> Choice:
+        """What multiplies up to `ROWS_STREAMED` rows with weights of this shape. Raises
+        `NothingFits` for a K that is not a multiple of 8."""
+        return self._multiplier(w.shape, w.dtype)
+
+    def _pick(self, shape: tuple[int, ...], dtype: str) -> Choice:
+        w = WeightHandle(0, shape, "float16" if dtype == "float16" else "bfloat16", "hbm")
+        return self._chooser.pick(self._question(_ROWS_ASKED, w, 0))
+
+    def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
+        return Question(
+            rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k, by_map=True
+        )
+
+    def _stream(self, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor) -> None:
+        self._share_link(w)
+        choice = self.multiplier(w)
+        tiles = Tiles(
+            bx=next(bx for bx in BX_SPLIT if bx >= x.shape[0]), cluster=choice.tiles.cluster
+        )
+        self.launched[choice.dataflow] += 1
+        launch(self.lane, choice.dataflow, tiles, x, w, bias, out)
+
+    def _find(self, w: WeightHandle) -> WeightHandle:
+        """Where W is to be read."""
+        if self._kept is None or w.home == "hbm" or w.map_pointer:
+            return w
+        return self._kept.find(w) or w
+
+    def _nearest(self, w: WeightHandle) -> WeightHandle:
+        """The same; what is to stay is brought first: by copy engine, as fast as any."""
+        found = self._find(w)
+        if self._kept is None or found.home == "hbm" or w.map_pointer:
+            return found
+        place = self._kept.place(w)
+        if place is None:
+            return w
+        bring(self.lane, w, local_weight(place))
+        return place
 
     def _share_link(self, w: WeightHandle) -> None:
         if w.home != "hbm":
             alone = self.neighbours == 0
             whole = 0.0 if alone else self._chooser.link_bytes_per_s(w.home)
             self.lane.limit_link(whole / (1 + self.neighbours))
-
-    def choose(self, m: int, w: WeightHandle, top_k: int = 0) -> Choice:
-        """What a call with `m` rows (tokens, where there are experts) would launch."""
-        return self._chooser.pick(
-            Question(m, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k, self.neighbours)
-        )
 
 
 def launch(

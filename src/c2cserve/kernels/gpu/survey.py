@@ -54,6 +54,7 @@ _HBM_BYTES_PER_S = 4e12
 
 ROWS = (1, 16, 64, 256, 1024, 4096)
 ROWS_BETWEEN = (4, 128, 512, 2048, 10240)
+ROWS_DECODED = (1, 16, 32, 64)
 ROWS_SOME = (16, 512, 2048)
 LINEARS: tuple[Linear, ...] = ((4096, 4096), (28672, 4096))
 """Small and large: two linears of an 8B model (Llama-3)."""
@@ -136,6 +137,8 @@ class Part:
     """Of a dataflow, the best; all of them differ little where the link binds."""
     published: bool = False
     """Only the published dataflows, or only all others."""
+    by_map: bool = False
+    """Of weights in HBM, by what can be replayed with others in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +208,8 @@ def parts(bench: Bench) -> Iterator[Part]:
     whole, smallest = bench.sms[0], bench.sms[-1]
     sliced, crowd = smallest < whole, bench.slices - 1
     yield Part("whole GPU", whole, ROWS, LINEARS, within=3.0, tiles_each=99)
+    linears = (*LINEARS, *LINEARS_MORE)
+    yield Part("weights in HBM", whole, ROWS_DECODED, linears, tiles_each=99, by_map=True)
     yield Part("published dataflows", whole, ROWS_SOME, LINEARS[:1], published=True)
     if sliced:
         yield Part("a slice", smallest, ROWS, LINEARS, within=2.0, tiles_each=3)
@@ -239,8 +244,11 @@ def plan(part: Part, homes: Sequence[LinkHome], chooser: Chooser) -> list[Task]:
 
 def _questions(part: Part, homes: Sequence[LinkHome]) -> Iterator[Question]:
     shapes = [(n, k, 0, 0) for n, k in part.linears] + list(part.experts)
-    for (n, k, experts, top_k), m, home in product(shapes, part.rows, homes):
-        yield Question(m, n, k, "bfloat16", home, part.sms, experts, top_k, part.neighbours)
+    where: Sequence[Home] = ("hbm",) if part.by_map else homes
+    for (n, k, experts, top_k), m, home in product(shapes, part.rows, where):
+        yield Question(
+            m, n, k, "bfloat16", home, part.sms, experts, top_k, part.neighbours, part.by_map
+        )  # fmt: skip
 
 
 def _worth_measuring(part: Part, estimates: Sequence[Estimate]) -> list[Estimate]:

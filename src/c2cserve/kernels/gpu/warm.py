@@ -11,9 +11,11 @@ import torch
 
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.draw import asked_of, draw
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, Dtype
 from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.ops import RowSampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
         places = zeros(1, sizes.top_k, dtype=torch.int64)
         elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
     greedy(zeros(2, sizes.vocab))
+    draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
     qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim)
     arena, table = zeros(kv.block_bytes, dtype=torch.uint8), zeros(4, dim // 2, dtype=torch.float32)
     norms = (zeros(dim, dtype=torch.float32), zeros(dim, dtype=torch.float32))

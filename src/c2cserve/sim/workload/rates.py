@@ -24,8 +24,9 @@ def draw(
     where: Mapping[str, str],
     scale: float = 1.0,
 ) -> list[Row]:
-    """Requests, `scale` times as many as the trace says, between `start_s` and `start_s + duration_s` of the trace, times from its start. For
-    means, `where` names the column: `{"rates": "rps_condense500"}`. Raises OSError, TraceError."""
+    """Requests, `scale` times as many as the trace says, between `start_s` and
+    `start_s + duration_s` of the trace, times from its start. For means, `where` names the column:
+    `{"rates": "rps_condense500"}`. Raises OSError, TraceError."""
     lines = list(fields(path))
     if not lines:
         raise TraceError(f"{path.name} is empty")

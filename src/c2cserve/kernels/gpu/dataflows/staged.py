@@ -56,6 +56,14 @@ def prefetch(
         slot.free.record(compute)
 
 
+def bring(lane: Lane, w: WeightHandle, place: Tensor) -> None:
+    """W into `place` (of its shape, in HBM) by a copy engine, for what is launched after it."""
+    compute = torch.cuda.current_stream(lane.device)
+    lane.copies.wait_stream(compute)
+    driver.copy_async(place.data_ptr(), w.pointer, w.bytes, lane.copies.cuda_stream)
+    compute.wait_event(lane.copies.record_event())
+
+
 def tee(
     lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
 ) -> None:

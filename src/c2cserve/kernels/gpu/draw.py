@@ -1,0 +1,232 @@
+"""Tokens drawn on the GPU: temperature, min-p, top-k and top-p, from the CPU sampler's own stream.
+
+All filters keep a prefix of the tokens in order of (logit, lowest id first), so what is kept is
+told by a border: every logit above it and the first few that equal it. Logits are few bits: the
+border is found by bisection over their ordered bit patterns, one pass over the row a bit. What is
+kept is then drawn from by its running mass in order of ids, as in `kernels/cpu/sample.h`.
+"""
+
+# Device code is Triton's language, with its own types and its constants in capitals.
+# pyright: basic, reportCallIssue=false
+# ruff: noqa: N803
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from c2cserve.kernels.ops import RowSampling
+
+_COLUMNS = 8192
+_U32 = np.uint64(0xFFFFFFFF)
+_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+"""Low bits of a float32 that say nothing of such a number."""
+
+
+# ---- device code --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _ordered(value, SHIFT: tl.constexpr):
+    """int64 that are ordered as the float32 numbers are."""
+    bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
+    return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
+
+
+@triton.jit
+def _number(order, SHIFT: tl.constexpr):
+    """The float32 whose `_ordered` it is."""
+    bits = (order << SHIFT).to(tl.int32)
+    bits = tl.where(order < 0, (bits + (2**SHIFT - 1)) ^ 0x7FFFFFFF, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(value, peak, scale, min_p):
+    """e^((logit - peak) / temperature), zero for what is out by min-p."""
+    weight = tl.exp((value - peak) * scale)
+    return tl.where(weight < min_p, 0.0, weight)
+
+
+@triton.jit
+def _held(
+    logits, vocab, least, peak, scale, min_p, nothing,
+    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tokens, or their weight, of which `_ordered` is at least `least`, as float64."""
+    total = nothing
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)
+        weight = _weight(value, peak, scale, min_p)
+        if COUNT:
+            weight = tl.where(weight > 0.0, 1.0, 0.0)
+        inside = (at < vocab) & (_ordered(value, SHIFT) >= least)
+        total += tl.sum(tl.where(inside, weight, 0.0), 0).to(tl.float64)
+    return total
+
+
+@triton.jit
+def _border(
+    logits, vocab, limit, lowest, peak, scale, min_p, nothing,
+    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The greatest order, not below `lowest`, from which on there are tokens for `limit`, and what
+    those above it bring."""
+    low, high = lowest, _ordered(peak, SHIFT)
+    above = nothing
+    while low < high:
+        middle = low + (high - low + 1) // 2
+        held = _held(logits, vocab, middle, peak, scale, min_p, nothing, COUNT, SHIFT, BLOCK)
+        if held >= limit:
+            low = middle
+        else:
+            high = middle - 1
+            above = held
+    return low, above
+
+
+@triton.jit
+def _pick(
+    logits, vocab, target, border, ties, peak, scale, min_p, nothing,
+    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token at `target` of the kept mass, tokens in order of their ids."""
+    chosen, last, seen = -1, 0, 0
+    mass = nothing
+    start = 0
+    while (start < vocab) & (chosen < 0):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)
+        order = _ordered(value, SHIFT)
+        equal = ((at < vocab) & (order == border)).to(tl.int32)
+        before = seen + tl.cumsum(equal, 0) - equal
+        kept = (at < vocab) & ((order > border) | ((equal > 0) & (before < ties)))
+        weight = tl.where(kept, _weight(value, peak, scale, min_p), 0.0)
+        up_to = mass + tl.cumsum(weight, 0).to(tl.float64)
+        hit = tl.where((weight > 0.0) & (up_to > target), at, vocab)
+        first = tl.min(hit, 0)
+        chosen = tl.where(first < vocab, first, -1)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, at, 0), 0))
+        seen += tl.sum(equal, 0)
+        mass += tl.sum(weight, 0).to(tl.float64)
+        start += BLOCK
+    # Rounding may leave a little of the target: then it is the last one.
+    return tl.where(chosen < 0, last, chosen)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _draw_kernel(
+    logits, asked, found, rows, vocab, LOWEST: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    share = tl.load(asked + row)
+    scale = tl.load(asked + rows + row).to(tl.float32)
+    top_p = tl.load(asked + 2 * rows + row)
+    min_p = tl.load(asked + 3 * rows + row).to(tl.float32)
+    top_k = tl.load(asked + 4 * rows + row)
+    nothing = share * 0.0
+
+    top = float("-inf")
+    total = 0.0
+    chosen = 0
+    strange = 0
+    for start in range(0, vocab, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(logits + at, at < vocab, 0.0).to(tl.float32)
+        strange += tl.sum((value - value != 0.0).to(tl.int32), 0)
+        value = tl.where(at < vocab, value, float("-inf"))
+        here, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.where(here > top, start + place, chosen)
+        top_new = tl.maximum(top, here)
+        total = total * tl.exp(top - top_new) + tl.sum(tl.exp(value - top_new), 0)
+        top = top_new
+
+    if (scale > 0.0) & (strange == 0):
+        border = row * 0 + LOWEST
+        ties = nothing + vocab
+        mass = _held(logits, vocab, border, top, scale, min_p, nothing, False, SHIFT, BLOCK)
+        if (top_k > 0.0) & (top_k < vocab):
+            border, above = _border(
+                logits, vocab, top_k, border, top, scale, min_p, nothing, True, SHIFT, BLOCK
+            )
+            ties = top_k - above
+            one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
+            mass = _held(logits, vocab, border + 1, top, scale, min_p, nothing, False, SHIFT, BLOCK)
+            there = _held(logits, vocab, border, top, scale, min_p, nothing, True, SHIFT, BLOCK)
+            mass += tl.minimum(ties, there - above) * one
+        if top_p < 1.0:
+            limit = top_p * mass
+            lowest = border
+            border, above = _border(
+                logits, vocab, limit, lowest, top, scale, min_p, nothing, False, SHIFT, BLOCK
+            )
+            one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
+            most = tl.where(border == lowest, ties, nothing + vocab)
+            ties = tl.minimum(most, tl.maximum(tl.ceil((limit - above) / one), 1.0))
+            mass = above + ties * one
+        chosen = _pick(
+            logits, vocab, share * mass, border, ties, top, scale, min_p, nothing, SHIFT, BLOCK
+        )
+    tl.store(found + row, tl.where(strange > 0, -1, chosen))
+    logprob = tl.load(logits + chosen).to(tl.float32) - top - tl.log(total)
+    tl.store(found + rows + row, logprob.to(tl.int32, bitcast=True))
+
+
+# ---- host code ----------------------------------------------------------------------------------
+
+
+def draw(logits: Tensor, asked: Tensor) -> Tensor:
+    """int32 [2, R] of logits [R, V] (contiguous, any float type), as `greedy.greedy` gives them:
+    the id drawn for each row (-1 where the row holds a NaN or an infinity), and the bits of its
+    log-probability by the logits as they are. `asked`: `asked_of`'s, on the GPU."""
+    rows, vocab = logits.shape
+    found = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
+    shift = _SHIFT[logits.dtype]
+    if rows:
+        _draw_kernel[(rows,)](
+            logits.contiguous(), asked, found, rows, vocab, LOWEST=-(1 << (31 - shift)),
+            SHIFT=shift, BLOCK=_COLUMNS, num_warps=16,
+        )  # fmt: skip
+    return found
+
+
+def asked_of(rows: Sequence[RowSampling]) -> Tensor:
+    """float64 [5, R], on the host: where in the kept mass a row's token lies (0..1), 1 /
+    temperature (0: the likeliest), top-p, min-p, top-k (0: all)."""
+    scales = [_scale(row.temperature) for row in rows]
+    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], np.uint64)
+    positions = np.array([row.position for row in rows], np.uint64)
+    asked = np.array(
+        [
+            philox(seeds, positions), scales, [row.top_p for row in rows],
+            [min(row.min_p, 1.0) for row in rows], [row.top_k for row in rows],
+        ]
+    )  # fmt: skip
+    return torch.from_numpy(asked)
+
+
+def _scale(temperature: float) -> float:
+    if temperature <= 0.0:
+        return 0.0
+    return min(1.0 / temperature, float(np.finfo(np.float32).max))
+
+
+def philox(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Philox 4x32-10 (Salmon et al., SC 2011) of (seed, position), as in `kernels/cpu/sample.h`:
+    53 random bits as a number in [0, 1)."""
+    c0, c1 = positions & _U32, positions >> np.uint64(32)
+    c2 = c3 = np.zeros_like(positions)
+    k0, k1 = seeds & _U32, seeds >> np.uint64(32)
+    high = np.uint64(32)
+    for _ in range(10):
+        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & _U32, (a >> high) ^ c3 ^ k1, a & _U32
+        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _U32, (k1 + np.uint64(0xBB67AE85)) & _U32
+    return ((c0 << np.uint64(21)) ^ (c1 >> np.uint64(11))).astype(np.float64) * 2.0**-53

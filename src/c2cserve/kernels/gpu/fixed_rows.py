@@ -1,0 +1,80 @@
+"""Rows of a decode step where a graph has them: at fixed addresses, as many as it was captured for.
+
+Rows that are not there repeat the first one: they compute what it computes, store what it stores,
+choose the experts it chooses, and nobody reads their results.
+"""
+
+# Device code is Triton's language, with its own types and its constants in capitals.
+# pyright: basic, reportCallIssue=false
+# ruff: noqa: N803
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
+
+_COLUMNS = 1024
+"""A program's share of a row."""
+
+
+@triton.jit(do_not_specialize=["rows", "table_width", "fixed_width"])
+def _settle_kernel(
+    hidden, positions, context_len, tables, slots, fixed_hidden, fixed_positions,
+    fixed_context_len, fixed_tables, fixed_slots, rows, width, table_width, fixed_width,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
+    target = tl.program_id(0).to(tl.int64)
+    source = tl.where(target < rows, target, 0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(hidden + source * width + at, at < width)
+    tl.store(fixed_hidden + target * width + at, value, at < width)
+    block = tl.load(tables + source * table_width + at, at < table_width, 0)
+    tl.store(fixed_tables + target * fixed_width + at, block, at < fixed_width)
+    if tl.program_id(1) == 0:
+        tl.store(fixed_positions + target, tl.load(positions + source))
+        tl.store(fixed_context_len + target, tl.load(context_len + source))
+        tl.store(fixed_slots + target, tl.load(slots + source))
+
+
+@dataclass(frozen=True, slots=True)
+class FixedRows:
+    """What a graph reads: `hidden` [rows, H], and the same number of sequences of one new token."""
+
+    hidden: Tensor
+    rows: TokenRows
+
+    @classmethod
+    def make(
+        cls, count: int, width: int, context: int, dtype: torch.dtype, device: torch.device
+    ) -> "FixedRows":
+        """For `count` sequences of up to `context` tokens."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        rows = TokenRows(
+            positions=zeros(count, dtype=torch.int32),
+            q_start=torch.arange(count + 1, dtype=torch.int32, device=device),
+            context_len=zeros(count, dtype=torch.int32),
+            block_table=zeros(count, -(-context // BLOCK_TOKENS), dtype=torch.int64),
+            slots=zeros(count, dtype=torch.int64),
+        )
+        return cls(zeros(count, width, dtype=dtype), rows)
+
+    def settle(self, hidden: Tensor, rows: TokenRows) -> None:
+        """Bring a step's rows here: at most as many, with block tables at most as wide, all on this
+        GPU and contiguous."""
+        (count, width), mine = self.hidden.shape, self.rows
+        longest = max(width, mine.block_table.shape[1])
+        _settle_kernel[(count, -(-longest // _COLUMNS))](
+            hidden, rows.positions, rows.context_len, rows.block_table, rows.slots, self.hidden,
+            mine.positions, mine.context_len, mine.block_table, mine.slots, len(hidden), width,
+            rows.block_table.shape[1], mine.block_table.shape[1], BLOCK=_COLUMNS, num_warps=4,
+            **EARLY,
+        )  # fmt: skip

@@ -1,0 +1,158 @@
+"""Steps as graphs: the same bits as kernels launched one by one, for any model of an architecture,
+wherever its weights are."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_case import VOCAB, make, no_sampler, ours_at, shared_folder
+from gemm_case import HOMES
+from tiny import Ours
+from torch import Tensor
+
+from c2cserve.engine.gpu.segments import PinnedSegments
+from c2cserve.engine.gpu.setup import GpuParts, open_gpu
+from c2cserve.policy.residency import Residency
+
+pytestmark = pytest.mark.gpu
+
+PROMPT = torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed(5)).tolist()
+STEPS = 6
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with shared_folder() as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[GpuParts]:
+    before = torch.cuda.current_stream()
+    with torch.no_grad():
+        yield open_gpu(0, 256 << 20, no_sampler, profile="assumed", keeper=Residency(256 << 20))
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(before)
+
+
+@pytest.fixture
+def segments(gpu: GpuParts) -> Iterator[PinnedSegments]:
+    held = PinnedSegments()
+    yield held
+    torch.cuda.synchronize()
+    held.close_all()
+
+
+def talk(ours: Ours, gpu: GpuParts, seqs: tuple[int, ...], *, graphs: bool) -> list[Tensor]:
+    """Logits of some steps of one new token each, after prompts of different lengths."""
+    captured, decode = gpu.ops.graphs, []
+    gpu.ops.graphs = None
+    try:
+        for seq in seqs:
+            ours.step([(seq, PROMPT[: 40 + 37 * (seq % 7)], 0)])
+        if graphs:
+            gpu.ops.graphs = captured
+        for step in range(STEPS):
+            at = [40 + 37 * (seq % 7) + step for seq in seqs]
+            parts = [(s, [PROMPT[-1 - step - s]], a) for s, a in zip(seqs, at, strict=True)]
+            decode.append(torch.cat(ours.step(parts)).cpu())
+    finally:
+        gpu.ops.graphs = captured
+    return decode
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("case", ["llama", "llama-bias-80", "mistral-window", "qwen2", "qwen3-moe"])
+def test_the_same_bits(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path, case: str, home: str
+) -> None:
+    make(folder, case)
+    ours = ours_at(folder, home, gpu, segments)
+    gpu.warm(ours.config)
+    assert gpu.ops.graphs is not None
+    add(gpu, ours, "m")
+    gpu.cache.begin_step("m", 0.0, None)
+    for count in (1, 3, 5):
+        launched = talk(ours, gpu, tuple(range(10, 10 + count)), graphs=False)
+        before = gpu.ops.graphs.replays
+        replayed = talk(ours, gpu, tuple(range(20, 20 + count)), graphs=True)
+        assert gpu.ops.graphs.replays - before >= STEPS - 1
+        # Sequences begin alike: 20 + i has the prompt's length of another, so compare themselves.
+        again = talk(ours, gpu, tuple(range(20, 20 + count)), graphs=False)
+        for one, other in zip(replayed, again, strict=True):
+            assert torch.equal(one, other)
+        assert not any(one.isnan().any() for one in launched)
+    gpu.cache.forget("m")
+    if home == "host":
+        gpu.finish()
+        segments.close(folder / "segment")
+
+
+def test_models_of_an_architecture_share_graphs(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    """A switch captures nothing, and says what the model alone says."""
+    models: list[Ours] = []
+    for number in range(3):
+        place = folder / str(number)
+        place.mkdir()
+        make(place, "qwen3-tied")
+        models.append(ours_at(place, "hbm", gpu, segments))
+        for layer in range(models[-1].config.layers):
+            weight = models[-1].decoder._weights.tensor(f"layers.{layer}.qkv")
+            assert weight.device.type == "cuda"
+    # The same weights in each: what differs is made different here, where they are.
+    graphs = gpu.ops.graphs
+    assert graphs is not None
+    arena = models[0].arena
+    for model in models:
+        model.arena = arena
+    expected = [talk(model, gpu, (1, 2), graphs=False) for model in models]
+    captures = graphs.captures
+    found: list[list[Tensor]] = [[] for _ in models]
+    for _ in range(2):
+        for number, model in enumerate(models):
+            found[number] = talk(model, gpu, (1, 2), graphs=True)
+    assert graphs.captures == captures + 1
+    for one, other in zip(found, expected, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_a_model_warms_up_and_its_answers_stay(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    """Streamed, half of it in HBM, all of it, and again after KV took the room: bit for bit."""
+    make(folder, "llama")
+    ours = ours_at(folder, "host", gpu, segments)
+    add(gpu, ours, "m")
+    assert gpu.cache is not None
+    end = gpu.arena.numel()
+    said: list[list[Tensor]] = []
+    shares: list[float] = []
+    for kv_end in (None, end - 3_000_000, 0, 0, None):
+        gpu.cache.begin_step("m", 0.0, kv_end)
+        before = gpu.cache.counts.hit_bytes, gpu.cache.counts.streamed_bytes
+        said.append(talk(ours, gpu, (1, 2, 3), graphs=True))
+        hit = gpu.cache.counts.hit_bytes - before[0]
+        streamed = gpu.cache.counts.streamed_bytes - before[1]
+        shares.append(hit / (hit + streamed))
+    for other in said[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(said[0], other, strict=True))
+    assert shares[0] == shares[4] == 0.0
+    assert 0.0 < shares[1] < 0.9
+    assert shares[3] == 1.0
+    assert gpu.cache.bytes == 0
+    gpu.cache.forget("m")
+    gpu.finish()
+    segments.close(folder / "segment")
+
+
+def add(gpu: GpuParts, ours: Ours, model: str) -> None:
+    assert gpu.cache is not None
+    tensors = [ours.decoder._weights.tensor(name) for name in ours.segment.tensors]
+    if tensors[0].device.type == "cpu":
+        data = ours.decoder._weights._segment.data
+        gpu.cache.add(model, data.ctypes.data, data.nbytes)
+    else:
+        gpu.cache.add(model, 0, 1 << 62)
