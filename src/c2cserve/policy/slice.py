@@ -16,6 +16,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.policy.ahead import decide_ahead, plan
 from c2cserve.policy.alpha import AlphaBank
 from c2cserve.policy.batching import (
     BY_ARRIVAL,
@@ -26,7 +27,6 @@ from c2cserve.policy.batching import (
     chunk_tokens,
     smallest_chunk_tokens,
 )
-from c2cserve.policy.cycles import lacking, plan
 from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.kv import KvArena
@@ -53,7 +53,7 @@ class SlicePolicy:
     ) -> None:
         """`max_in_flight`: steps at a time that are not parked. They run in the order of their
         launch; more than one or two only make newcomers wait. `lookahead`: decode steps that may
-        be decided at once (`policy.cycles`)."""
+        be decided at once (`policy.ahead`)."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
         self._lookahead = lookahead
@@ -243,45 +243,17 @@ class SlicePolicy:
         return actions
 
     def _launch_ahead(self, now: float) -> None:
-        """Decide as many decode steps at once as would come of single decisions too."""
+        """Launch as many decode steps at once as would come of single decisions too."""
         models = [model for model in self._models.values() if model.seqs]
-        if not models or max(len(model.seqs) for model in models) > self._slice.max_batch:
-            return
         by_headroom = self._preset.turn == "headroom"
-        order = plan(models, now, self._lookahead, self._late_ran, by_headroom=by_headroom)
-        ran = [model for index, model in enumerate(models) if index in order]
-        if len(order) < 2 or not self._make_room_ahead(models, order):
-            return
-        numbers = {model.name: number for number, model in enumerate(ran)}
-        steps: list[Step] = []
-        for model in ran:
-            decodes, _ = model.line_up()
-            step = Step(next(self._step_ids), model.name, tuple(seq.issue(1) for seq in decodes))
-            expected_s = model.time.decode_step_s(len(decodes))
-            self._flights[step.id] = Flight(step, model, decodes, len(decodes), 0, expected_s)
-            steps.append(step)
-        for index in order:
-            models[index].last_step = next(self._step_ids)
-        self._flying += len(steps)
-        last = models[order[-1]]
-        self._late_ran = last.first() < now
-        numbered = tuple(numbers[models[index].name] for index in order)
-        self._actions.append(RunStep(steps[0], tuple(steps[1:]), numbered))
-
-    def _make_room_ahead(self, models: Sequence[ActiveModel], order: Sequence[int]) -> bool:
-        """Blocks for all tokens that will be drawn. False: there is not enough memory."""
-        for index, model in enumerate(models):
-            times = order.count(index)
-            needs = [
-                (seq, lacking(seq.issued, len(seq.blocks), times)) for seq in model.seqs.values()
-            ]
-            needed = sum(more for _, more in needs)
-            if needed and self.arena.available(model.key) < needed:
-                return False
-            for seq, more in needs:
-                if more:
-                    seq.blocks += self.arena.allocate(model.key, more) or ()
-        return True
+        most, batch = self._lookahead, self._slice.max_batch
+        order = plan(models, now, most, batch, self._late_ran, by_headroom=by_headroom)
+        ahead = decide_ahead(models, order, self.arena, self._step_ids) if len(order) > 1 else None
+        if ahead is not None:
+            self._flights.update((flight.step.id, flight) for flight in ahead.flights)
+            self._flying += len(ahead.flights)
+            self._late_ran = models[order[-1]].first() < now
+            self._actions.append(ahead.run)
 
     def _is_time(self, now: float) -> bool:
         """Whether the next step is due to be planned: nothing runs, or what runs is about to end.
