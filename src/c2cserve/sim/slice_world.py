@@ -1,7 +1,6 @@
 """A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
 
 from functools import partial
-from math import inf
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction
@@ -9,6 +8,7 @@ from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.checks import BlockBook, SeqState
 from c2cserve.sim.compute import Compute
+from c2cserve.sim.copy_engine import CopyEngine
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.jobs import Job
 from c2cserve.sim.kept import KeptWeights
@@ -44,6 +44,8 @@ class SimSlice:
             lane, world, self.seqs, self.book, self._kept, self._tell, self._finished
         )
         self.use = self.compute.use
+        self._in = CopyEngine(world.timeline, world.network, lane.h2d)
+        self._out = CopyEngine(world.timeline, world.network, lane.d2h)
         self._loading: dict[str, float] = {}
         """Model whose weights are on their way -> since when."""
         self._paused: dict[str, int] = {}
@@ -197,13 +199,9 @@ class SimSlice:
         seq = self.seqs[move.request_id]
         self.book.move(seq, move)
         size = len(move.blocks) * seq.spec.kv_block_bytes
-        route = self.lane.h2d if move.direction == "in" else self.lane.d2h
-        done = partial(self._moved, seq, move)
         self.use.moved_bytes += size
-        if size and route:
-            self._world.network.start(route, size, inf, done)
-        else:
-            self._world.timeline.at(self._world.timeline.now, done)
+        engine = self._in if move.direction == "in" else self._out
+        engine.submit(size, move.direction != "copy", partial(self._moved, seq, move))
 
     def _moved(self, seq: SeqState, move: Move) -> None:
         if not self._dead:
