@@ -206,7 +206,7 @@ def test_serving_compiles_nothing(
 def test_requests_the_gpu_does_not_draw(
     segments: PinnedSegments, gpu: GpuParts, folder: Path
 ) -> None:
-    """Drawn ones, and ones whose alternatives are wanted, beside a greedy one."""
+    """Penalized ones, and ones whose alternatives are wanted, beside ones that it does draw."""
     host = CpuOps(2)  # if its kernels are not built, this says how
     asked: list[int] = []
 
@@ -221,10 +221,12 @@ def test_requests_the_gpu_does_not_draw(
         lane = on_gpu(parts)
         lane.attach("m", model.decoder)
         lane.add("greedy", "m", PROMPT[:9], 4)
-        lane.add("drawn", "m", PROMPT[:12], 4, Sampling(seed=3, temperature=0.8, top_p=0.9))
+        lane.add("penalized", "m", PROMPT[:12], 4, Sampling(seed=3, presence_penalty=0.5))
         lane.add("told", "m", PROMPT[:20], 4, Sampling(seed=0, temperature=0.0, logprobs=3))
-        lane.finish("greedy", "drawn", "told")
-        assert {len(lane.tokens(name)) for name in ("greedy", "drawn", "told")} == {4}
+        lane.add("drawn", "m", PROMPT[:30], 4, Sampling(seed=3, temperature=0.8, top_p=0.9))
+        names = ("greedy", "penalized", "told", "drawn")
+        lane.finish(*names)
+        assert {len(lane.tokens(name)) for name in names} == {4}
         assert [len(d.logprobs[0].top) for d in lane.of("told")] == [3] * 4
         assert asked == [1, 1, 2, 2, 2]
         parts.finish()

@@ -29,7 +29,7 @@ class LateDraw:
 
 
 class LateOps(CpuOps):
-    """Computes at once, on one thread. Plain greedy rows are chained."""
+    """Computes at once, on one thread. The rows that a GPU draws itself are chained."""
 
     def __init__(self) -> None:
         super().__init__(1)

@@ -160,7 +160,7 @@ def test_a_fatal_exception_is_not_a_steps_own(tmp_path: Path) -> None:
 
     lane = Lane(GpuOps(PlainMultiply(), DEVICE, lose), fatal=(Lost,))
     lane.attach("m", LateModel(tmp_path).load_all().decoder)
-    lane.add("a", "m", PROMPT[:5], 2, DRAWN)
+    lane.add("a", "m", PROMPT[:5], 2, Sampling(seed=3, presence_penalty=0.5))
     with pytest.raises(Lost):
         lane.step(("a", 0, 5))
     assert not lane.deltas
@@ -188,7 +188,7 @@ def test_which_rows_the_cpu_draws() -> None:
     plain = RowSampling(seed=0, position=0, temperature=0.0)
     rows = [
         plain,
-        RowSampling(seed=0, position=0, temperature=0.7),
+        RowSampling(seed=0, position=0, temperature=0.7, presence=0.5),
         RowSampling(seed=0, position=0, temperature=0.0, banned=torch.tensor([1]).int()),
         RowSampling(seed=0, position=0, temperature=0.0, top_logprobs=2),
     ]
@@ -207,4 +207,8 @@ def test_which_rows_the_cpu_draws() -> None:
     drawn = Sampler(host)(logits, [rows[1]] * 4)
     assert drawn.chain is None
     assert drawn.collect().ids == CpuOps(1).sample(logits.float(), [rows[1]] * 4).ids
+    hot = [RowSampling(seed=7, position=i, temperature=1.5, top_k=9) for i in range(3)]
+    mixed = Sampler(host)(logits, [hot[0], rows[1], *hot[1:]])
+    assert mixed.collect().ids == CpuOps(1).sample(logits.float(), [hot[0], rows[1], *hot[1:]]).ids
+    assert asked[-1] == [rows[1]]
     assert [gpu_ops().chains(row) for row in rows] == [True, False, False, False]

@@ -22,9 +22,12 @@ __all__ = ["models"]
 PROMPT = [17, 23, 42, 5, 99, 101, 7]
 
 
-def greedy(name: str, model: str, prompt: list[int], new: int, *stops: int) -> Job:
+def chained(
+    name: str, model: str, prompt: list[int], new: int, *stops: int, heat: float = 0.0
+) -> Job:
     request = Request(name, model, len(prompt), new, 0.0, prefix_hashes=hashes(prompt))
-    return Job(request, tuple(prompt), Sampling(seed=0, temperature=0.0, stop_token_ids=stops))
+    sampling = Sampling(seed=len(prompt), temperature=heat, top_p=0.9, stop_token_ids=stops)
+    return Job(request, tuple(prompt), sampling)
 
 
 def alone(models: dict[str, LateModel], one: Job) -> tuple[list[int], FinishReason | None]:
@@ -53,7 +56,8 @@ def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(
         name, model = f"r{i}", data.draw(st.sampled_from(sorted(models)))
         if data.draw(st.integers(0, 3)):
             stops = data.draw(st.sets(st.integers(0, 159), max_size=20), "stops")
-            jobs[name] = greedy(name, model, prompt, data.draw(st.integers(1, 24)), *sorted(stops))
+            new, heat = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([0.0, 1.2]))
+            jobs[name] = chained(name, model, prompt, new, *sorted(stops), heat=heat)
         else:
             jobs[name] = job(name, model, prompt)
     gone = data.draw(st.sets(st.sampled_from(sorted(jobs))), "leave")
@@ -80,12 +84,12 @@ def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(
 
 
 def test_a_stop_costs_one_step_and_a_limit_none(models: dict[str, LateModel]) -> None:
-    text, _ = alone(models, greedy("a", "llama", PROMPT, 12))
+    text, _ = alone(models, chained("a", "llama", PROMPT, 12))
     last = max(i for i, token in enumerate(text[:10]) if text.index(token) == i)
     assert last > 1
     for one, rows in (
-        (greedy("a", "llama", PROMPT, 12, text[last]), last + 2),
-        (greedy("a", "llama", PROMPT, last + 1), last + 1),
+        (chained("a", "llama", PROMPT, 12, text[last]), last + 2),
+        (chained("a", "llama", PROMPT, last + 1), last + 1),
     ):
         late = LateOps()
         world = World(models, 64, 512, late)
@@ -151,7 +155,8 @@ def bench(models: dict[str, LateModel]) -> Bench:
 
 def test_which_requests_are_chained(bench: Bench) -> None:
     assert bench.add("a")
-    assert not bench.add("b", Sampling(seed=1, temperature=0.7))
+    assert bench.add("b", Sampling(seed=1, temperature=0.7, top_p=0.5, top_k=9, min_p=0.1))
+    assert not bench.add("d", Sampling(seed=1, temperature=0.7, frequency_penalty=0.2))
     assert not bench.add("c", Sampling(seed=1, temperature=0.0, logprobs=2))
 
 
@@ -236,7 +241,7 @@ def test_a_fatal_draw_is_raised(models: dict[str, LateModel]) -> None:
         bench.land()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(seed=1, temperature=0.7)])
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1, presence_penalty=0.2)])
 def test_what_can_not_be_read_from_one_draw_is_waited_for(bench: Bench, sampling: Sampling) -> None:
     """Whatever is planned, the text is right."""
     for name in "ab":

@@ -1,0 +1,90 @@
+"""Tokens drawn on the GPU against the CPU sampler's, which draws them from the same stream."""
+
+import numpy as np
+import pytest
+import torch
+from interpreted import DEVICE
+from triton_case import noise
+
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.gpu.draw import asked_of, draw, philox
+from c2cserve.kernels.gpu.greedy import greedy_of
+from c2cserve.kernels.ops import RowSampling
+
+WAYS = [
+    RowSampling(5, 0),
+    RowSampling(5, 1, temperature=0.6),
+    RowSampling(5, 2, temperature=3.0, top_k=1),
+    RowSampling(5, 3, temperature=1.5, top_k=40),
+    RowSampling(5, 4, top_p=0.9),
+    RowSampling(5, 5, top_p=0.3),
+    RowSampling(5, 6, temperature=2.0, top_p=0.01),
+    RowSampling(5, 7, temperature=2.0, min_p=0.2),
+    RowSampling(5, 8, temperature=2.0, min_p=0.01, top_k=50, top_p=0.8),
+    RowSampling(5, 9, temperature=1e-42),
+    RowSampling(5, 10, temperature=0.0),
+    RowSampling(5, 11, top_k=10**6),
+]
+
+
+def drawn(logits: torch.Tensor, rows: list[RowSampling]) -> tuple[list[int], list[float]]:
+    return greedy_of(draw(logits.to(DEVICE), asked_of(rows).to(DEVICE)).cpu())
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of the interpreter
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [(1, torch.float16), (160, torch.float16), (160, torch.float32), (9000, torch.bfloat16)],
+)
+def test_agrees_with_the_cpu_sampler(vocab: int, dtype: torch.dtype) -> None:
+    logits = (noise(len(WAYS), vocab, seed=vocab) * 4).to(dtype)
+    ids, logprobs = drawn(logits, WAYS)
+    want = CpuOps(1).sample(logits.float(), [_told(row) for row in WAYS])
+    assert ids == want.ids
+    assert logprobs == pytest.approx(want.logprobs, rel=1e-4, abs=1e-4)
+
+
+def _told(row: RowSampling) -> RowSampling:
+    return RowSampling(
+        row.seed, row.position, row.temperature, row.top_p, row.top_k, row.min_p, top_logprobs=0
+    )
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"top_k": 7}, {"top_p": 0.5}, {"top_k": 30, "top_p": 0.6}, {"min_p": 0.3}],
+    ids=str,
+)
+def test_many_draws_of_few_values(way: dict) -> None:
+    """Rows full of equal logits: the border is in the middle of them."""
+    logits = (noise(1, 300, seed=2).round() * 0.5).bfloat16().expand(12, -1).contiguous()
+    rows = [RowSampling(seed, 3, **way) for seed in range(12)]
+    ids, _ = drawn(logits, rows)
+    want = CpuOps(1).sample(logits.float(), rows).ids
+    assert ids == want
+    assert len(set(ids)) > 3
+
+
+def test_negative_zero_is_zero() -> None:
+    logits = torch.zeros(8, 40).bfloat16()
+    logits[:, ::2] = -0.0
+    rows = [RowSampling(seed, 0, top_k=3) for seed in range(8)]
+    ids, _ = drawn(logits, rows)
+    assert ids == CpuOps(1).sample(logits.float(), rows).ids
+    assert set(ids) <= {0, 1, 2}
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy's, of the interpreter
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_numbers_is_found(bad: float) -> None:
+    logits = noise(3, 9000).bfloat16()
+    logits[1, 8999] = bad
+    ids, _ = drawn(logits, [RowSampling(1, i, top_p=0.9) for i in range(3)])
+    assert ids[1] == -1
+    assert min(ids[0], ids[2]) >= 0
+
+
+def test_the_stream_is_the_published_generators() -> None:
+    """Random123's known answer for counter 0, key 0."""
+    (share,) = philox(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
+    assert share == ((0x6627E8D5 << 21) ^ (0xE169C58D >> 11)) / 2**53
