@@ -282,15 +282,15 @@ class SlicePolicy:
         if prefills and len(decodes) < self._slice.max_batch:
             budget = self._budget(model, len(decodes), prefills[0], now)
         for seq in decodes[: self._slice.max_batch]:
-            # Not started any more: one of those before it has preempted it.
-            if seq.started and self._make_room(seq):
+            # Paused or not started any more: one of those before it has preempted it.
+            if seq.started and not seq.paused and self._make_room(seq):
                 seqs.append(seq)
                 parts.append(seq.issue(1))
         decoding, left = len(parts), budget
         for seq in prefills:
             if left <= 0 or len(parts) == self._slice.max_batch:
                 break
-            if seq.started or self._admit(seq):
+            if not seq.paused and (seq.started or self._admit(seq)):
                 tokens = min(left, seq.expected - seq.issued)
                 seqs.append(seq)
                 parts.append(seq.issue(tokens))
