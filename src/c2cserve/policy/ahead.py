@@ -17,6 +17,15 @@ from c2cserve.policy.kv import KvArena
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    steps: int
+    """That may be decided at once."""
+    max_batch: int
+    by_headroom: bool
+    """A request's rank is when it is late, and grows with its tokens; else it stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ahead:
     flights: list[Flight]
     """One for each model that runs."""
@@ -62,33 +71,24 @@ def _make_room(models: Sequence[ActiveModel], order: Sequence[int], arena: KvAre
     return True
 
 
-def plan(
-    models: Sequence[ActiveModel],
-    now: float,
-    most: int,
-    max_batch: int,
-    late_ran: bool,
-    *,
-    by_headroom: bool,
-) -> list[int]:
-    """Which model runs next, then next, and so on, at most `most` steps: indices into `models`,
-    which are all that have requests here. Less than two: there is nothing to be decided ahead.
-    `by_headroom`: a request's rank is when it is late, and grows with its tokens; else it stays."""
-    left = most
+def plan(models: Sequence[ActiveModel], now: float, limits: Limits, late_ran: bool) -> list[int]:
+    """Which model runs next, then next, and so on: indices into `models`, which are all that have
+    requests here. Less than two: there is nothing to be decided ahead."""
+    left = limits.steps
     for model in models:
         left = min(left, _decodes_left(model))
-        if left < 2 or model.time.decode_s <= 0.0 or len(model.seqs) > max_batch:
+        if left < 2 or model.time.decode_s <= 0.0 or len(model.seqs) > limits.max_batch:
             return []
     if len(models) < 2:
         return [0] * left if models else []
     ranks = [model.first() for model in models]
-    paces = [model.tpot_s if by_headroom else 0.0 for model in models]
+    paces = [model.tpot_s if limits.by_headroom else 0.0 for model in models]
     steps_s = [model.time.decode_step_s(len(model.seqs)) for model in models]
     last = [model.last_step for model in models]
     number = max(last)
     order: list[int] = []
     counts = [0] * len(models)
-    for _ in range(most):
+    for _ in range(limits.steps):
         index, late_ran = _next(ranks, last, now, late_ran)
         if counts[index] == left:
             break

@@ -196,3 +196,20 @@ def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, mo
     left_s = max(0.0, seq.request.first_token_due_s - now)
     tokens = seq.expected - seq.issued
     return smallest_chunk(profile, tokens, left_s, float("inf")) or most
+
+
+def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
+    """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
+    the same model if there is one, because a block of another model seldom empties a slab. Never
+    one that is more urgent than `seq`, so that two never preempt each other in turn."""
+    rank = seq.model.rank
+    candidates = [
+        other for other in everybody
+        if other.started and not other.busy and not other.paused
+        and rank(other) >= rank(seq) and other is not seq
+    ]  # fmt: skip
+    return max(
+        candidates,
+        key=lambda other: (other.model is seq.model, rank(other), other.request.id),
+        default=None,
+    )

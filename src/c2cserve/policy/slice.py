@@ -16,7 +16,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.policy.ahead import decide_ahead, plan
+from c2cserve.policy.ahead import Limits, decide_ahead, plan
 from c2cserve.policy.alpha import AlphaBank
 from c2cserve.policy.batching import (
     BY_ARRIVAL,
@@ -26,6 +26,7 @@ from c2cserve.policy.batching import (
     Seq,
     chunk_tokens,
     smallest_chunk_tokens,
+    to_preempt,
 )
 from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.headroom import next_turn
@@ -56,7 +57,6 @@ class SlicePolicy:
         be decided at once (`policy.ahead`)."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
-        self._lookahead = lookahead
         self._preset = preset
         # On GPUs what KV leaves of the arena is a cache of weights.
         cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
@@ -64,6 +64,9 @@ class SlicePolicy:
         self._rotary: Rotary | None = None
         if preset.rotation is not None and slice_.host_kv_bytes:
             self._rotary = Rotary(self.arena, slice_, preset.rotation)
+        self._ahead: Limits | None = None
+        if lookahead > 1 and self._rotary is None:
+            self._ahead = Limits(lookahead, slice_.max_batch, preset.turn == "headroom")
         self._alphas = AlphaBank() if preset.alpha else None
         self._models: dict[str, ActiveModel] = {}
         self._leaving: list[ActiveModel] = []
@@ -173,9 +176,8 @@ class SlicePolicy:
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.pop(event.step_id)
         self._flying -= not flight.parked
-        if event.times:
-            took_s = event.compute_s / event.times
-            flight.model.time.learn(flight.decodes, flight.prefill_tokens, took_s)
+        if times := event.times:
+            flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
             self._land(seq, part, outcomes.get(part.request_id), event.times)
@@ -217,8 +219,8 @@ class SlicePolicy:
         tried: set[str] = set()
         if self._rotary is not None and self._flying < self._max_in_flight and self._is_time(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
-        if self._lookahead > 1 and not self._flights and self._rotary is None:
-            self._launch_ahead(now)
+        if self._ahead is not None and not self._flights:
+            self._launch_ahead(self._ahead, now)
         while self._flying < self._max_in_flight and self._is_time(now):
             candidates = (
                 (model.first(), model.last_step, name)
@@ -242,12 +244,10 @@ class SlicePolicy:
         actions, self._actions = self._actions, []
         return actions
 
-    def _launch_ahead(self, now: float) -> None:
+    def _launch_ahead(self, limits: Limits, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""
         models = [model for model in self._models.values() if model.seqs]
-        by_headroom = self._preset.turn == "headroom"
-        most, batch = self._lookahead, self._slice.max_batch
-        order = plan(models, now, most, batch, self._late_ran, by_headroom=by_headroom)
+        order = plan(models, now, limits, self._late_ran)
         ahead = decide_ahead(models, order, self.arena, self._step_ids) if len(order) > 1 else None
         if ahead is not None:
             self._flights.update((flight.step.id, flight) for flight in ahead.flights)
@@ -307,14 +307,12 @@ class SlicePolicy:
 
     def _budget(self, model: ActiveModel, decodes: int, first: Seq, now: float) -> int:
         """Prefill tokens that go into a step beside so many decodes."""
-        most = self._slice.max_step_tokens
-        match self._preset.chunks:
-            case "headroom":
-                return chunk_tokens(model.time, decodes, self._models.values(), now, most)
-            case "smallest":
-                return smallest_chunk_tokens(model.time, decodes, first, now, most)
-            case "whole":
-                return most
+        most, chunks = self._slice.max_step_tokens, self._preset.chunks
+        if chunks == "headroom":
+            return chunk_tokens(model.time, decodes, self._models.values(), now, most)
+        if chunks == "smallest":
+            return smallest_chunk_tokens(model.time, decodes, first, now, most)
+        return most
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
@@ -377,7 +375,7 @@ class SlicePolicy:
         if seq.issued < len(seq.blocks) * BLOCK_TOKENS:
             return True
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
-            victim = self._victim(seq)
+            victim = to_preempt(seq, self._seqs.values())
             if victim is None and self.running == 1:
                 self._truncate(seq)
                 return False
@@ -398,22 +396,6 @@ class SlicePolicy:
             return True
         self._actions.append(move)
         return len(move.blocks) < held
-
-    def _victim(self, seq: Seq) -> Seq | None:
-        """The running request with most headroom (SLINFER section 7 D), of the same model if there
-        is one, because a block of another model seldom empties a slab. Never one that is more
-        urgent than `seq`, so that two never preempt each other in turn."""
-        rank = seq.model.rank
-        candidates = [
-            other for other in self._seqs.values()
-            if other.started and not other.busy and not other.paused
-            and rank(other) >= rank(seq) and other is not seq
-        ]  # fmt: skip
-        return max(
-            candidates,
-            key=lambda other: (other.model is seq.model, rank(other), other.request.id),
-            default=None,
-        )
 
     def _truncate(self, seq: Seq) -> None:
         """Not even the whole arena would hold its next token."""
