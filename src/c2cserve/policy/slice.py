@@ -46,15 +46,10 @@ class SlicePolicy:
     wakeup: float | None = None
 
     def __init__(
-        self,
-        slice_: Slice,
-        max_in_flight: int = 1,
-        preset: Preset = C2CSERVE,
-        lookahead: int = 1,
+        self, slice_: Slice, max_in_flight: int = 1, preset: Preset = C2CSERVE, lookahead: int = 1
     ) -> None:
         """`max_in_flight`: steps at a time that are not parked. They run in the order of their
-        launch; more than one or two only make newcomers wait. `lookahead`: decode steps that may
-        be decided at once (`policy.ahead`)."""
+        launch; more than one or two only make newcomers wait. `lookahead`: see `policy.ahead`."""
         self._slice = slice_
         self._max_in_flight = max_in_flight
         self._preset = preset
@@ -64,9 +59,8 @@ class SlicePolicy:
         self._rotary: Rotary | None = None
         if preset.rotation is not None and slice_.host_kv_bytes:
             self._rotary = Rotary(self.arena, slice_, preset.rotation)
-        self._ahead: Limits | None = None
-        if lookahead > 1 and self._rotary is None:
-            self._ahead = Limits(lookahead, slice_.max_batch, preset.turn == "headroom")
+        most = 1 if self._rotary is not None else lookahead
+        self._ahead = Limits(most, slice_.max_batch, preset.turn == "headroom")
         self._alphas = AlphaBank() if preset.alpha else None
         self._models: dict[str, ActiveModel] = {}
         self._leaving: list[ActiveModel] = []
@@ -219,8 +213,8 @@ class SlicePolicy:
         tried: set[str] = set()
         if self._rotary is not None and self._flying < self._max_in_flight and self._is_time(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
-        if self._ahead is not None and not self._flights:
-            self._launch_ahead(self._ahead, now)
+        if self._ahead.steps > 1 and not self._flights:
+            self._launch_ahead(now)
         while self._flying < self._max_in_flight and self._is_time(now):
             candidates = (
                 (model.first(), model.last_step, name)
@@ -244,10 +238,10 @@ class SlicePolicy:
         actions, self._actions = self._actions, []
         return actions
 
-    def _launch_ahead(self, limits: Limits, now: float) -> None:
+    def _launch_ahead(self, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""
         models = [model for model in self._models.values() if model.seqs]
-        order = plan(models, now, limits, self._late_ran)
+        order = plan(models, now, self._ahead, self._late_ran)
         ahead = decide_ahead(models, order, self.arena, self._step_ids) if len(order) > 1 else None
         if ahead is not None:
             self._flights.update((flight.step.id, flight) for flight in ahead.flights)
