@@ -161,12 +161,13 @@ class HbmCache:
     def _gap(self, size: int) -> int | None:
         """The last place of `size` bytes that nothing is in."""
         stop = self._arena.numel()
-        for start, key in reversed(self._starts):
-            if stop - self._kept[key].stop >= size + _ALIGNMENT:
-                break
-            stop = start
-        start = (stop - size) // _ALIGNMENT * _ALIGNMENT
-        return start if start >= self._kv_end else None
+        for first, key in [*reversed(self._starts), (0, None)]:
+            taken_to = self._kv_end if key is None else self._kept[key].stop
+            start = (stop - size) // _ALIGNMENT * _ALIGNMENT
+            if start >= taken_to:
+                return start
+            stop = first
+        return None
 
     def _drop(self, keys: list[Hashable]) -> None:
         for key in keys:

@@ -34,9 +34,10 @@ triton.knobs.runtime.jit_post_compile_hook = lambda **facts: made.append(facts["
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import attention
 from c2cserve.kernels.gpu.draw import draw
+from c2cserve.kernels.gpu.fixed_rows import FixedRows
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.warm import Sizes, warm
-from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.layer import KvLayout, TokenRows
 dim, cpu, dtype = int(sys.argv[1]), torch.device("cpu"), torch.bfloat16
 warm(Sizes(hidden=4096, inner=12288, heads=32, kv_heads=8, head_dim=dim, vocab=151936,
            dtype="bfloat16", qk_norm=dim == 128, top_k=2), cpu)
@@ -58,7 +59,11 @@ for tokens in (1, 2, 5, 16, 4096):
     places = zeros(tokens, 8, dtype=torch.int64)
     elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32))
     greedy(zeros(min(tokens, 17), 32000))
-    draw(zeros(min(tokens, 17), 32000), zeros(5, min(tokens, 17), dtype=torch.float64))
+    few = min(tokens, 5)
+    rows = TokenRows(ints(*range(few)), ints(*range(few + 1)), ints(*range(few)),
+                     zeros(few, 3, dtype=torch.int64), zeros(few, dtype=torch.int64))
+    FixedRows.make(8, 3072, 4096, dtype, cpu).settle(zeros(few, 3072), rows)
+    draw(zeros(min(tokens, 17), 32000), zeros(6, min(tokens, 17), dtype=torch.int64))
 for layer, heads, kv_heads in ((0, 1, 1), (1, 28, 4), (35, 64, 8)):
     kv = KvLayout(36, kv_heads, dim, "bfloat16")
     arena, slots = zeros(kv.block_bytes, dtype=torch.uint8), zeros(5, dtype=torch.int64)
@@ -97,4 +102,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 11
+    assert len(done.stdout.split()) == 13

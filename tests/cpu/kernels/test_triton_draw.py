@@ -1,13 +1,12 @@
 """Tokens drawn on the GPU against the CPU sampler's, which draws them from the same stream."""
 
-import numpy as np
 import pytest
 import torch
 from interpreted import DEVICE
 from triton_case import noise
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.draw import asked_of, draw, philox
+from c2cserve.kernels.gpu.draw import asked_of, draw
 from c2cserve.kernels.gpu.greedy import greedy_of
 from c2cserve.kernels.ops import RowSampling
 
@@ -84,7 +83,12 @@ def test_a_row_that_is_not_numbers_is_found(bad: float) -> None:
     assert min(ids[0], ids[2]) >= 0
 
 
-def test_the_stream_is_the_published_generators() -> None:
-    """Random123's known answer for counter 0, key 0."""
-    (share,) = philox(np.zeros(1, np.uint64), np.zeros(1, np.uint64))
-    assert share == ((0x6627E8D5 << 21) ^ (0xE169C58D >> 11)) / 2**53
+def test_the_stream_is_the_cpu_samplers() -> None:
+    """Whatever the seed and position: over equal logits the drawn id is the stream's share."""
+    places = [(0, 0), (1, 0), (0, 1), (2**64 - 1, 5), (-3, 2**31), (2**40 + 7, 2**20)]
+    rows = [RowSampling(seed, position) for seed, position in places]
+    logits = torch.zeros(len(rows), 4096)
+    ids, _ = drawn(logits.bfloat16(), rows)
+    assert ids == CpuOps(1).sample(logits, rows).ids
+    known = ((0x6627E8D5 << 21) ^ (0xE169C58D >> 11)) / 2**53
+    assert ids[0] == int(known * 4096), "Random123's known answer for counter 0, key 0"

@@ -16,18 +16,29 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from c2cserve.kernels.ops import RowSampling
 
 _COLUMNS = 8192
-_U32 = np.uint64(0xFFFFFFFF)
+_U64 = (1 << 64) - 1
+_FLOAT_MAX = float(np.finfo(np.float32).max)
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Low bits of a float32 that say nothing of such a number."""
 
 
 # ---- device code --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _share(seed, position):
+    """Philox 4x32-10 (Salmon et al., SC 2011) of (seed, position), as in `kernels/cpu/sample.h`:
+    53 random bits as a number in [0, 1), float64."""
+    zero = (position * 0).to(tl.uint32)
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    first, second, _, _ = tl.philox(seed.to(tl.uint64), low, high, zero, zero)
+    bits = (first.to(tl.int64) << 21) ^ (second.to(tl.int64) >> 11)
+    return bits.to(tl.float64) * 1.1102230246251565e-16
 
 
 @triton.jit
@@ -126,11 +137,11 @@ def _draw_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
-    share = tl.load(asked + row)
-    scale = tl.load(asked + rows + row).to(tl.float32)
-    top_p = tl.load(asked + 2 * rows + row)
-    min_p = tl.load(asked + 3 * rows + row).to(tl.float32)
-    top_k = tl.load(asked + 4 * rows + row)
+    share = _share(tl.load(asked + row), tl.load(asked + rows + row))
+    scale = tl.load(asked + 2 * rows + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_p = tl.load(asked + 3 * rows + row).to(tl.float64, bitcast=True)
+    min_p = tl.load(asked + 4 * rows + row).to(tl.float64, bitcast=True).to(tl.float32)
+    top_k = tl.load(asked + 5 * rows + row).to(tl.float64, bitcast=True)
     nothing = share * 0.0
 
     top = float("-inf")
@@ -198,35 +209,20 @@ def draw(logits: Tensor, asked: Tensor) -> Tensor:
 
 
 def asked_of(rows: Sequence[RowSampling]) -> Tensor:
-    """float64 [5, R], on the host: where in the kept mass a row's token lies (0..1), 1 /
-    temperature (0: the likeliest), top-p, min-p, top-k (0: all)."""
-    scales = [_scale(row.temperature) for row in rows]
-    seeds = np.array([row.seed & 0xFFFFFFFFFFFFFFFF for row in rows], np.uint64)
-    positions = np.array([row.position for row in rows], np.uint64)
-    asked = np.array(
-        [
-            philox(seeds, positions), scales, [row.top_p for row in rows],
-            [min(row.min_p, 1.0) for row in rows], [row.top_k for row in rows],
-        ]
-    )  # fmt: skip
+    """int64 [6, R], on the host: seed, position, and the bits of float64: 1 / temperature (0: the
+    likeliest), top-p, min-p, top-k (0: all)."""
+    asked = np.empty((6, len(rows)), np.int64)
+    asked[0] = np.array([row.seed & _U64 for row in rows], np.uint64).view(np.int64)
+    asked[1] = [row.position for row in rows]
+    numbers = asked[2:].view(np.float64)
+    numbers[0] = [_scale(row.temperature) for row in rows]
+    numbers[1] = [row.top_p for row in rows]
+    numbers[2] = [min(row.min_p, 1.0) for row in rows]
+    numbers[3] = [row.top_k for row in rows]
     return torch.from_numpy(asked)
 
 
 def _scale(temperature: float) -> float:
     if temperature <= 0.0:
         return 0.0
-    return min(1.0 / temperature, float(np.finfo(np.float32).max))
-
-
-def philox(seeds: NDArray[np.uint64], positions: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Philox 4x32-10 (Salmon et al., SC 2011) of (seed, position), as in `kernels/cpu/sample.h`:
-    53 random bits as a number in [0, 1)."""
-    c0, c1 = positions & _U32, positions >> np.uint64(32)
-    c2 = c3 = np.zeros_like(positions)
-    k0, k1 = seeds & _U32, seeds >> np.uint64(32)
-    high = np.uint64(32)
-    for _ in range(10):
-        a, b = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
-        c0, c1, c2, c3 = (b >> high) ^ c1 ^ k0, b & _U32, (a >> high) ^ c3 ^ k1, a & _U32
-        k0, k1 = (k0 + np.uint64(0x9E3779B9)) & _U32, (k1 + np.uint64(0xBB67AE85)) & _U32
-    return ((c0 << np.uint64(21)) ^ (c1 >> np.uint64(11))).astype(np.float64) * 2.0**-53
+    return min(1.0 / temperature, _FLOAT_MAX)

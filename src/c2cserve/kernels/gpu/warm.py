@@ -12,9 +12,10 @@ import torch
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import attention
 from c2cserve.kernels.gpu.draw import asked_of, draw
+from c2cserve.kernels.gpu.fixed_rows import FixedRows
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, Dtype
-from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.layer import KvLayout, TokenRows
 from c2cserve.kernels.ops import RowSampling
 
 
@@ -57,6 +58,11 @@ def warm(sizes: Sizes, device: torch.device) -> None:
     greedy(zeros(2, sizes.vocab))
     draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
     qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim)
+    one = TokenRows(
+        integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
+        zeros(1, dtype=torch.int64),
+    )  # fmt: skip
+    FixedRows.make(2, sizes.hidden, 32, dtype, device).settle(x[:1], one)
     arena, table = zeros(kv.block_bytes, dtype=torch.uint8), zeros(4, dim // 2, dtype=torch.float32)
     norms = (zeros(dim, dtype=torch.float32), zeros(dim, dtype=torch.float32))
     elementwise.rope_store(
