@@ -7,7 +7,7 @@ kept is then drawn from by its running mass in order of ids, as in `kernels/cpu/
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
-# pyright: basic, reportCallIssue=false
+# pyright: basic, reportCallIssue=false, reportGeneralTypeIssues=false
 # ruff: noqa: N803
 
 from collections.abc import Sequence
