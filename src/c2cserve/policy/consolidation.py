@@ -178,22 +178,19 @@ def computes(load: SliceLoad, request: Request, now: float, without: str = "") -
     present = [
         (one, _shadow(one, now, round_s)) for name, one in load.active.items() if name != without
     ]
-    prompt = Prompt(_due_s(request), request.prompt_len, request.slo.tpot_s, newcomer=True)
     joined = next((shadow for one, shadow in present if one.spec.id == request.model), None)
-    loading = request.model not in load.active and not load.is_cpu
-    fresh = () if joined is not None else (Shadow(load.times(request.model)),)
-    (joined or fresh[0]).prompts.append(prompt)
-    shadows = [shadow for _, shadow in present] + list(fresh)
+    loading = joined is None and not load.is_cpu
+    target = joined or Shadow(load.times(request.model))
+    due_s = Job(request).due_s
+    target.prompts.append(Prompt(due_s, request.prompt_len, request.slo.tpot_s, newcomer=True))
+    fresh = [target] if joined is None else []
+    shadows = [shadow for _, shadow in present] + fresh
     if not round_fits(shadows):
         return False
-    ready = [shadow for one, shadow in present if one.ready] + ([] if loading else list(fresh))
+    ready = [shadow for one, shadow in present if one.ready] + ([] if loading else fresh)
     for shadow in ready:
         shadow.prompts.sort(key=lambda one: one.due_s)
     return in_time(ready, now)
-
-
-def _due_s(request: Request) -> float:
-    return Job(request).due_s
 
 
 def _shadow(instance: Instance, now: float, round_s: float) -> Shadow:

@@ -19,11 +19,11 @@ _ROOMY = 0.5
 """An instance is preferred to an idle slice while its times stay below this share of the targets.
 Above, an idle slice serves sooner, and what is believed about time is rough."""
 
-BURST = 40
+BURST = 20
 """Tokens that each of a model's requests gains while its weights are in a slice's memory, where
 those come and go (`policy.swaps`)."""
-SHARE = 0.5
-"""Of the link, for that: first tokens find it free half of the time."""
+SHARE = 0.3
+"""Of the link, for that: first tokens find it free most of the time."""
 
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""

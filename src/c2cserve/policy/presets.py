@@ -80,6 +80,10 @@ class Preset:
 
 C2CSERVE = Preset("c2cserve", rotation=RotationSettings())
 
+C2CSERVE_SWAP = Preset("c2cserve-swap", patience=1.0, swaps=True)
+"""For links too slow to stream weights within a token's time, such as PCIe under large models:
+whole models come and go by headroom. Requests are refused once they can not be in time."""
+
 SERVERLESSLLM = Preset(
     "serverlessllm", "limits", GPU_ONLY,
     limits=(Limit(8 << 30, 0, 160), Limit(16 << 30, 0, 32), Limit(32 << 30, 0, 16)),
@@ -122,6 +126,7 @@ C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="whole", alpha=Fal
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS, C2CSERVE_STATIC,
+        C2CSERVE, C2CSERVE_SWAP, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS,
+        C2CSERVE_STATIC,
     )
 }  # fmt: skip

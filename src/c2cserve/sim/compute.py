@@ -60,6 +60,10 @@ class Compute:
         if len(self._line) == 1:
             self._start()
 
+    def models(self) -> set[str]:
+        """Of the steps in line."""
+        return {step.model for run in self._line for step in (run.step, *run.then)}
+
     def interrupt(self) -> None:
         """The policy is told something: what runs in an order stops at the end of its step."""
         if not self._line or not self._line[0].order:

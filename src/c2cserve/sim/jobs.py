@@ -55,6 +55,12 @@ class Job:
         if late_s > self.late_s:
             self.late_s = late_s
 
+    @property
+    def due_s(self) -> float:
+        """Of its next token."""
+        slo = self.request.slo
+        return self.request.arrival_s + slo.ttft_s + slo.tpot_s * self.drawn
+
     def as_of_now(self) -> Request:
         """What a policy is told when the request must be placed again."""
         request = self.request

@@ -46,7 +46,7 @@ class Settings:
     as they fit, before it does."""
     faults: tuple[Fault, ...] = ()
     lookahead: int = 64
-    """Decode steps that slices may decide at once (`policy.cycles`); 1: none, as live."""
+    """Decode steps that slices may decide at once (`policy.ahead`); 1: none, as live."""
     hybrid: bool = False
     """GEMMs are C2CServe's hybrid ones instead of ours (`sim.costs`)."""
 
@@ -87,7 +87,7 @@ class Simulation:
         self._world = World(
             self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
-            settings.preset.streams,
+            settings.preset.swaps, settings.preset.streams,
         )  # fmt: skip
 
     def run(self) -> None:

@@ -49,6 +49,7 @@ class StudyResult:
 
 
 STUDIES = {
+    "slinfer": "SLINFER figures 22, 23, 32: requests served in time on 4 CPUs and 4 A100s.",
     "gentd26": "C2CServe figure 2: how long models of a production trace are idle (--trace FILE).",
 }
 """Name -> what it shows. The module is the name with _ for -."""

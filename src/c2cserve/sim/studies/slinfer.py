@@ -1,0 +1,198 @@
+"""SLINFER figures 22, 23 and 32: its testbed, its traces, its baselines.
+
+A request counts as served in time as in that paper's analysis: it finished, its first token came
+within min(max(0.5, prompt / 512), 8) s and its mean time per token was at most 0.25 s; time spent
+on loading its instance is added to the first target, for every system (section IX-A).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.presets import GPU_ONLY, PRESETS, SLINFER, Preset
+from c2cserve.sim.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.jobs import Job
+from c2cserve.sim.report import on_pace, report
+from c2cserve.sim.run import slo_rule
+from c2cserve.sim.shapes import catalogue
+from c2cserve.sim.studies.figure import Figure
+from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
+from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world import Settings, Simulation
+
+HARDWARE = "a100x4+xeon6462cx4"
+_KV_SHARES = {"3B": 0.45, "7B": 0.45, "13B": 0.3}
+"""Of a GPU's memory, where weights come and go beside it: the rest is whole models' weights."""
+SIZES = {"3B": "llama-3.2-3b", "7B": "llama-2-7b", "13B": "llama-2-13b"}
+COUNTS = (32, 64, 128)
+SYSTEMS = ("serverlessllm", "sllm+c", "sllm+c+s", "slinfer", "c2cserve-swap")
+_QUICK_S = 60.0
+_ABLATIONS = {
+    "full": SLINFER,
+    "no CPU": replace(SLINFER, kinds=GPU_ONLY),
+    "no sharing": replace(SLINFER, share=False),
+    "no consolidation": replace(SLINFER, consolidate=False),
+}
+_PUBLISHED_ABLATION = {"full": "2.5, 99 %", "no sharing": "89 % in time"}
+_GAINS = {"serverlessllm": "+86 % to +154 %", "sllm+c": "+47 % to +62 %",
+          "sllm+c+s": "+18 % to +70 %"}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    requests: int
+    met: int
+    cpus: float
+    """CPU nodes that had instances, mean over time; likewise GPUs."""
+    gpus: float
+    ttft_s: Sequence[float]
+    """Of all that got a first token, sorted."""
+
+    @property
+    def share(self) -> float:
+        return self.met / max(1, self.requests)
+
+
+def met(job: Job) -> bool:
+    in_time = job.drawn > 0 and job.ttft_s <= job.request.slo.ttft_s + job.grace_s
+    return job.ending == "finished" and in_time and on_pace(job)
+
+
+def run(preset: Preset, size: str, models: int, options: StudyOptions, nodes: int = 4) -> Outcome:
+    """`nodes` CPUs and as many GPUs."""
+    # 13B models have a CPU to themselves: half of one is too slow for them.
+    whole_cpus = preset.parts > 1 and size == "13B"
+    slices = SliceSettings(
+        max_batch=256, max_step_tokens=4096, max_active=32, kv_share=_KV_SHARES[size]
+    )
+    machine = _first(build(HARDWARE, slices, preset), nodes, whole_cpus)
+    duration_s = _QUICK_S if options.quick else float("inf")
+    names = catalogue(f"{SIZES[size]}*{models}")
+    trace = WorkloadSettings(f"slinfer{models}", seed=options.seed, duration_s=duration_s)
+    admission = AdmissionSettings(max_waiting=1_000_000, patience=1.0)
+    settings = Settings(preset=preset, admission=admission, seed=options.seed, noise=0.05)
+    simulation = Simulation(machine, names, workload(trace, names), slo_rule("slinfer"), settings)
+    simulation.run()
+    jobs = simulation.jobs.ended
+    held = report(simulation).nodes_held
+    parts = preset.parts
+    return Outcome(
+        requests=len(jobs),
+        met=sum(map(met, jobs)),
+        cpus=held.get("cpu", 0.0) / (1 if whole_cpus else parts),
+        gpus=held.get("gpu", 0.0) / parts,
+        ttft_s=sorted(job.ttft_s for job in jobs if job.drawn),
+    )
+
+
+def _first(machine: SimMachine, nodes: int, whole_cpus: bool) -> SimMachine:
+    """The machine with so many nodes of each kind; of CPUs one part each if they stay `whole`."""
+    kept = [lane for lane in machine.lanes if int(lane.node[3:]) < nodes]
+    if whole_cpus:
+        kept = [
+            lane for lane in kept if lane.slice.kind != "cpu" or lane.slice.id.endswith(".0")
+        ]  # fmt: skip
+    return replace(machine, lanes=tuple(kept))
+
+
+def study(options: StudyOptions) -> StudyResult:
+    """Raises OSError, ValueError."""
+    sizes = ["7B"] if options.quick else list(SIZES)
+    counts = (32,) if options.quick else COUNTS
+    served = {
+        (size, count, system): run(PRESETS[system], size, count, options)
+        for size in sizes for count in counts for system in SYSTEMS
+    }  # fmt: skip
+    ablation = {
+        name: run(preset, "7B", 32 if options.quick else 64, options)
+        for name, preset in _ABLATIONS.items()
+    }
+    scaled: dict[str, dict[int, Outcome]] = {}
+    for system in ("sllm+c+s", "slinfer", "c2cserve-swap"):
+        at = partial(run, PRESETS[system], "7B", counts[-1], options)
+        scaled[system] = {n: at(nodes=n) for n in ((1,) if options.quick else (1, 2, 3, 4))}
+    findings = [
+        *_gains(served, sizes, counts[-1]),
+        *(
+            Finding(f"64 7B models, SLINFER {name}: GPUs used, served in time",
+                    f"{one.gpus:.1f}, {one.share:.0%}", _PUBLISHED_ABLATION.get(name, ""))
+            for name, one in ablation.items()
+        ),
+    ]  # fmt: skip
+    return StudyResult(
+        "SLINFER figures 22, 23 and 32", findings,
+        [*_figures(served, sizes, counts), _ablation(ablation), _scaling(scaled)],
+        {f"{size} x{n} {system}": _plain(one) for (size, n, system), one in served.items()},
+    )  # fmt: skip
+
+
+Served = Mapping[tuple[str, int, str], Outcome]
+
+
+def _gains(served: Served, sizes: Iterable[str], models: int) -> Iterable[Finding]:
+    for size in sizes:
+        slinfer = served[size, models, "slinfer"]
+        yield Finding(
+            f"{models} {size} models: SLINFER serves in time", f"{slinfer.share:.1%}",
+            "86 %" if (size, models) == ("7B", 128) else "",
+        )  # fmt: skip
+        for rival, published in _GAINS.items():
+            gain = slinfer.met / max(1, served[size, models, rival].met) - 1
+            yield Finding(
+                f"{models} {size} models: SLINFER over {rival}", f"{gain:+.0%}", published
+            )
+        ours = served[size, models, "c2cserve-swap"].met
+        for rival in ("slinfer", "serverlessllm"):
+            factor = ours / max(1, served[size, models, rival].met)
+            yield Finding(f"{models} {size} models: c2cserve over {rival}", f"{factor:.2f} x")
+
+
+def _plain(one: Outcome) -> dict[str, float]:
+    return {"requests": one.requests, "met": one.met, "cpus": one.cpus, "gpus": one.gpus}
+
+
+def _figures(served: Served, sizes: Iterable[str], counts: Sequence[int]) -> Iterable[Figure]:
+    for size in sizes:
+        name = size.lower()
+        yield Figure(
+            f"slinfer_fig22_{name}_met", f"{size} models: requests served in time", "models",
+            "requests",
+            {s: [(str(n), float(served[size, n, s].met)) for n in counts] for s in SYSTEMS},
+            kind="bars",
+        )  # fmt: skip
+        yield Figure(
+            f"slinfer_fig22_{name}_nodes", f"{size} models: nodes used", "models", "nodes",
+            {
+                s: [(str(n), served[size, n, s].cpus + served[size, n, s].gpus) for n in counts]
+                for s in SYSTEMS
+            },
+            kind="bars",
+        )  # fmt: skip
+        yield Figure(
+            f"slinfer_fig22_{name}_ttft", f"{counts[-1]} {size} models: time to first token",
+            "seconds", "share of requests",
+            {s: _cdf(served[size, counts[-1], s]) for s in SYSTEMS},
+        )  # fmt: skip
+
+
+def _cdf(one: Outcome) -> list[tuple[float | str, float]]:
+    """A hundred points, up to 8 s; refused requests never get a first token."""
+    shown = [ttft_s for ttft_s in one.ttft_s if ttft_s <= 8.0]
+    every = max(1, len(shown) // 100)
+    return [(shown[i], (i + 1) / one.requests) for i in range(0, len(shown), every)]
+
+
+def _ablation(ablation: Mapping[str, Outcome]) -> Figure:
+    return Figure(
+        "slinfer_fig23", "SLINFER without one of its parts, 64 7B models", "", "GPUs used",
+        {"slinfer": [(name, one.gpus) for name, one in ablation.items()]}, kind="bars",
+    )  # fmt: skip
+
+
+def _scaling(scaled: Mapping[str, Mapping[int, Outcome]]) -> Figure:
+    return Figure(
+        "slinfer_fig32", "128 7B models on more and more nodes", "CPUs and GPUs each",
+        "requests served in time",
+        {system: [(n, float(one.met)) for n, one in by.items()] for system, by in scaled.items()},
+    )  # fmt: skip

@@ -1,0 +1,128 @@
+"""Every preset in random deployments: requests end once, and each keeps to its own rules."""
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+from cluster_world import ClusterTestWorld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_cluster import request
+
+from c2cserve.core import actions as act
+from c2cserve.core import events as ev
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.presets import PRESETS, Preset
+
+PREFILL = ((1, 0.001), (1000, 0.1))
+DECODE = ((512, 1, 0.01), (512, 64, 0.05), (4096, 1, 0.02), (4096, 64, 0.1))
+
+
+def gpu(name: str, **more: object) -> Slice:
+    return Slice(name, "gpu", gpu=GpuShare(name, 100), max_batch=16, **more)
+
+
+class PresetWorld(ClusterTestWorld):
+    """Resizes and recalls are done a moment after they are asked for."""
+
+    def __init__(self, seed: int, slices: list[Slice], preset: Preset, models: int) -> None:
+        super().__init__(seed, slices, AdmissionSettings(max_waiting=10_000))
+        self.policy = ClusterPolicy(self.settings, preset)
+        self.preset = preset
+        self.kv: dict[tuple[str, str], int] = {}
+        self.recalls = 0
+        names = tuple(f"m{i}" for i in range(models))
+        self.at(0.0, ev.Profiled(tuple(s.id for s in slices), names, PREFILL, DECODE))
+        for name in names:
+            self.add(ModelSpec(name, 20 << 20, 2, 16 << 10, 4096))
+
+    def _act(self, action: act.ClusterAction) -> None:
+        match action:
+            case act.ResizeKv(model, slice_id, kv_bytes):
+                assert model in self.slices[slice_id].active
+                self.kv[model, slice_id] = kv_bytes
+                later = self.now + self.random.uniform(0.0, 0.1)
+                self.at(later, ev.KvResized(model, slice_id, kv_bytes))
+            case act.Recall(request_id, slice_id):
+                live = self.jobs[request_id]
+                self.recalls += 1
+                self.slices[slice_id].running.discard(request_id)
+                live.slice_id, live.resumed = None, True
+                live.incarnation += 1
+                self.at(self.now, ev.Recalled(live.request))
+            case _:
+                if isinstance(action, act.Deactivate):
+                    self.kv.pop((action.model, action.slice_id), None)
+                super()._act(action)
+        if self.preset.placing == "slinfer":
+            for name, up in self.slices.items():
+                weights = sum(self.specs[model].weight_bytes for model in up.active)
+                kv = sum(size for (_, where), size in self.kv.items() if where == name)
+                assert weights + kv <= up.slice.hbm_bytes, "memory runs out"
+
+
+def world_of(seed: int, preset: Preset, hbm_bytes: int = 80 << 20) -> PresetWorld:
+    random = Random(seed)
+    slices = [gpu(f"g{i}", hbm_bytes=hbm_bytes) for i in range(random.randint(1, 3))]
+    if preset.name != "serverlessllm":
+        slices.append(Slice("c0", "cpu", max_batch=16, hbm_bytes=hbm_bytes * 2))
+    world = PresetWorld(seed, slices, preset, random.randint(1, 8))
+    for i in range(random.randint(1, 120)):
+        one = request(f"r{i}", f"m{random.randrange(len(world._heap)) % 8}", random.uniform(0, 4))
+        if any(
+            one.model == e.spec.id for _, _, e, _ in world._heap if isinstance(e, ev.ModelAdded)
+        ):
+            world.arrive(replace(one, prompt_len=random.randint(1, 500)))
+            if random.random() < 0.1:
+                world.at(one.arrival_s + random.uniform(0, 0.5), ev.Cancelled(one.id))
+    return world
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_every_request_ends_exactly_once(name: str, seed: int) -> None:
+    world = world_of(seed, PRESETS[name])
+    world.run()
+    assert all(live.ended for live in world.jobs.values())
+    assert not world.policy._where
+    assert not world.policy._instances.recalled
+    for load in world.policy._slices.values():
+        assert load.requests == 0
+        assert load.kv_bytes == pytest.approx(0.0, abs=1.0)
+        if load.memory is not None:
+            assert load.memory.waiting == 0
+            used = sum(one.spec.weight_bytes + one.kv_bytes for one in load.active.values())
+            assert load.memory.budget_bytes == used
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6))
+def test_limits_keep_slices_to_one_model_and_gpus_only(seed: int) -> None:
+    world = world_of(seed, PRESETS["serverlessllm"])
+    world.run()
+    for _, _, actions in world.log:
+        for action in actions:
+            if isinstance(action, act.Activate):
+                assert action.slice_id.startswith("g")
+    assert all(len(up.active) <= 1 for up in world.slices.values())
+
+
+def tell(policy: ClusterPolicy, now: float, *events: ev.ClusterEvent) -> list[act.ClusterAction]:
+    for event in events:
+        policy.apply(event)
+    return list(policy.decide(now))
+
+
+def test_an_idle_instance_is_kept_alive_for_a_while() -> None:
+    policy = ClusterPolicy(preset=PRESETS["serverlessllm"])
+    spec = ModelSpec("a", 10, 2, 1024, 4096)
+    tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.ModelAdded(spec))
+    tell(policy, 0.0, ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))
+    assert act.Activate("a", "g0") in tell(policy, 0.0, ev.Arrived(request("r", "a")))
+    assert tell(policy, 1.0, ev.Finished("r", 5)) == []
+    assert policy.wakeup == 2.0
+    assert tell(policy, 2.0) == [act.Deactivate("a", "g0")]
