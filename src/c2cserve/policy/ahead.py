@@ -50,8 +50,11 @@ def decide_ahead(
         step = Step(next(step_ids), model.name, tuple(seq.issue(1) for seq in decodes))
         expected_s = model.time.decode_step_s(len(decodes))
         flights.append(Flight(step, model, decodes, len(decodes), 0, expected_s))
-    for index in order:
-        models[index].last_step = next(step_ids)
+    if len(flights) == 1:
+        flights[0].model.last_step = flights[0].step.id
+    else:
+        for index in order:
+            models[index].last_step = next(step_ids)
     steps = [flight.step for flight in flights]
     run = RunStep(steps[0], tuple(steps[1:]), tuple(numbers[index] for index in order))
     return Ahead(flights, run)

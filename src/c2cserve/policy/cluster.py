@@ -241,7 +241,7 @@ class ClusterPolicy:
             if self._models[name].may_load(now) and (head := self._queue.head(name))
         ]  # fmt: skip
         unused = residence.evictable(models, waiting) if asked else []
-        free = self._budget_bytes - residence.used_bytes(models)
+        free = self._budget_bytes - residence.used_bytes(models) if asked else 0
         for _, name in sorted(asked):
             lacking = self._models[name].spec.weight_bytes - free
             victims = residence.evictions(unused, lacking)
@@ -275,6 +275,8 @@ class ClusterPolicy:
         if not self._room_changed:
             names = {request.model for request in arrived}  # the others could not be placed before
         self._room_changed = False
+        if not names:
+            return
         loads = self._open()
         welcome = self._welcome(loads)
         heads = [
@@ -290,10 +292,11 @@ class ClusterPolicy:
             placement = self._place(head[1], loads, now)
             if placement is not None:
                 self._send(head[1], placement, now)
-                loads = self._open()
-                welcome = self._welcome(loads)
                 if (head := self._queue.head(name)) is not None:
                     heappush(heads, (head[0], name))
+                if heads:
+                    loads = self._open()
+                    welcome = self._welcome(loads)
 
     def _open(self) -> list[SliceLoad]:
         return [load for load in self._slices.values() if load.open]

@@ -35,6 +35,8 @@ class Burst:
     def spans(self) -> list[tuple[int, float, float]]:
         """Of each step: how often it runs, and the work done when it ends for the first and the
         last time."""
+        if len(self.costs) == 1:
+            return [(self.length, self._ends[0], self.work)]
         spans = [(0, 0.0, 0.0)] * len(self.costs)
         for index, end in zip(self._order[: self.length], self._ends, strict=False):
             count, first, _ = spans[index]

@@ -1,5 +1,6 @@
 """What must hold whatever a policy decides; asserted at every step that is given to a slice."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.actions import Move
@@ -54,30 +55,32 @@ class BlockBook:
             seq.computed = part.start
             assert part.start % BLOCK_TOKENS == 0, "a prefix ends inside a block"
             shared = part.start // BLOCK_TOKENS
-        for index, offset in enumerate(part.new_blocks):
-            self._take(seq, offset, shared=index < shared)
+        if part.new_blocks:
+            self._claim(seq, part.new_blocks, shared)
+            seq.blocks += part.new_blocks
         end = part.start + part.tokens * times
         name = part.request_id
         assert part.tokens >= 1, f"{name}: nothing to compute"
         assert end <= len(seq.blocks) * BLOCK_TOKENS, f"{name}: no block for its KV"
 
-    def _take(self, seq: SeqState, offset: int, *, shared: bool) -> None:
-        self._claim(seq, offset, shared=shared)
-        seq.blocks.append(offset)
-
-    def _claim(self, seq: SeqState, offset: int, *, shared: bool) -> None:
-        size = seq.spec.kv_block_bytes
-        assert 0 <= offset <= self.slice.kv_bytes - size, "a block lies outside of the arena"
-        count = self.holders.get(offset, 0)
-        assert not count or shared, "a block has two owners"
-        self.holders[offset] = count + 1
-        if not count:
+    def _claim(self, seq: SeqState, offsets: Sequence[int], shared: int) -> None:
+        """The first `shared` of them may have holders already."""
+        size, model = seq.spec.kv_block_bytes, seq.spec.id
+        last = self.slice.kv_bytes - size
+        slab_bytes, holders, slabs = self.slice.slab_bytes, self.holders, self.slabs
+        for index, offset in enumerate(offsets):
+            assert 0 <= offset <= last, "a block lies outside of the arena"
+            if offset in holders:
+                assert index < shared, "a block has two owners"
+                holders[offset] += 1
+                continue
+            holders[offset] = 1
             self.held_bytes += size
-            slab = offset // self.slice.slab_bytes
-            model, blocks = self.slabs.get(slab, (seq.spec.id, 0))
-            assert model == seq.spec.id, "a slab holds blocks of two models"
-            self.slabs[slab] = (model, blocks + 1)
-            assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
+            slab = offset // slab_bytes
+            owner, blocks = slabs.get(slab, (model, 0))
+            assert owner == model, "a slab holds blocks of two models"
+            slabs[slab] = (model, blocks + 1)
+        assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
 
     def _give(self, seq: SeqState, offsets: list[int]) -> None:
         size, slab_bytes, holders = seq.spec.kv_block_bytes, self.slice.slab_bytes, self.holders
@@ -111,8 +114,7 @@ class BlockBook:
         if move.direction == "in":
             assert seq.on_host, f"{name}: nothing of it is on the host"
             assert not seq.blocks, f"{name}: it is still here"
-            for offset in blocks:
-                self._claim(seq, offset, shared=False)
+            self._claim(seq, blocks, 0)
             seq.coming = blocks
             return
         assert blocks == seq.blocks[move.first : move.first + len(blocks)], f"{name}: not its KV"

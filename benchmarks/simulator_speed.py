@@ -1,0 +1,86 @@
+"""How fast the simulator is, on one core: requests, loop ticks and decode steps per second: JSON.
+
+python benchmarks/simulator_speed.py [--requests N] [--seed N] [--out FILE]
+
+  catalogue      256 models of 8B on 64 slices that hold their weights, a few requests each
+  busy           the same slices with batches of tens
+  single_steps   `catalogue` with every decode step decided and simulated on its own
+
+Invariants are checked throughout. CPU time is that of this process.
+"""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from report import report
+
+from c2cserve.sim.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.jobs import SimRequest
+from c2cserve.sim.report import report as outcome
+from c2cserve.sim.run import slo_rule
+from c2cserve.sim.shapes import catalogue
+from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world import Settings, Simulation
+
+SLICES = 64
+
+
+def machine() -> SimMachine:
+    """Slices like one H200 whose weights are in its own memory: no link, so that the loops are
+    measured and not the link's arithmetic."""
+    one = build("h200-x1", SliceSettings(max_active=8))
+    lane = one.lanes[0]
+    lanes = tuple(
+        replace(
+            lane, node=f"n{number}", h2d=(), d2h=(),
+            slice=replace(lane.slice, id=f"n{number}", link="", link_bytes_per_s=0.0),
+        )
+        for number in range(SLICES)
+    )  # fmt: skip
+    hardware = replace(one.hardware, pool_bytes=16 << 40)
+    return replace(one, hardware=hardware, lanes=lanes)
+
+
+def case(requests: int, rate: float, seed: int, lookahead: int) -> dict[str, float]:
+    models = catalogue("llama-3.1-8b*256")
+    text = f"synthetic:rate={rate},duration={requests / rate},sources=256,prompt=400,output=150"
+    asked: list[SimRequest] = workload(WorkloadSettings(text, seed=seed), models)
+    settings = Settings(seed=seed, noise=0.05, lookahead=lookahead)
+    simulation = Simulation(machine(), models, asked, slo_rule("1,0.1"), settings)
+    start = time.process_time()
+    simulation.run()
+    took_s = time.process_time() - start
+    result = outcome(simulation)
+    steps = sum(node.steps for node in result.nodes.values())
+    return {
+        "requests": result.requests,
+        "cpu_s": round(took_s, 2),
+        "requests_per_s": round(result.requests / took_s, 1),
+        "us_per_request": round(1e6 * took_s / result.requests, 1),
+        "ticks_per_request": round(result.ticks / result.requests, 2),
+        "steps_per_s": round(steps / took_s),
+        "virtual_per_real": round(result.duration_s / took_s, 1),
+        "met": round(result.slo_attainment, 4),
+        "million_requests_s": round(1e6 * took_s / result.requests, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    n, seed = options.requests, options.seed
+    results = {
+        "catalogue": case(n, 20.0, seed, 64),
+        "busy": case(n, 400.0, seed, 64),
+        "single_steps": case(max(1, n // 10), 20.0, seed, 1),
+    }
+    report(results, options.out, requests=n, seed=seed)
+
+
+if __name__ == "__main__":
+    main()
