@@ -20,7 +20,7 @@ Turn = Literal["headroom", "arrival"]
 first served."""
 Chunks = Literal["headroom", "smallest", "whole"]
 """Prompts are computed in chunks as large as headroom allows, in the smallest ones that are in time
-(C2CServe section 6.3), or in steps as large as the slice takes."""
+(C2CServe section 6.3), or not at all, one prompt a step."""
 
 ANY_SLICE: tuple[SliceKind, ...] = ("gpu", "green", "mig", "cpu")
 GPU_ONLY: tuple[SliceKind, ...] = ("gpu", "green", "mig")
