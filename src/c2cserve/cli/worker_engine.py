@@ -3,7 +3,6 @@
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +12,7 @@ from c2cserve.core.actions import RunStep, SliceAction
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
+from c2cserve.core.step import Step
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import ModelConfig, parse_config
@@ -21,48 +21,126 @@ from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.policy.residency import Residency
-from c2cserve.runtime.live.slice_world import SliceWorld
+from c2cserve.runtime.live.slice_world import SliceWorld, WeightUse
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
-    from c2cserve.memory.hbm_cache import HbmCache
 
 _SAMPLER_THREADS = 4
 """Of a GPU slice, for rows that its GPU does not draw itself."""
 
 
-class Segments(Protocol):
-    """Where an attached model's weights come from."""
-
-    def open(self, path: Path) -> Segment: ...
-
-    def close(self, path: Path) -> None: ...
-
-
-class _MappedSegments:
-    """For CPUs a mapping is all; it goes with the last tensor in it."""
-
-    def open(self, path: Path) -> Segment:
-        return Segment.open(path)
-
-    def close(self, path: Path) -> None:
-        pass
-
-
-@dataclass(frozen=True, slots=True)
-class _Backend:
+class _Backend(Protocol):
     """What one kind of slice has in place of the other's."""
 
     executor: Executor
     isa: str
-    segments: Segments
-    warm: Callable[[ModelConfig], None]
-    finish: Callable[[], None]
-    device: torch.device | None
-    cache: "HbmCache | None" = None
-    """Weights kept near; None where they are near anyway."""
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where vectors are kept; None for the host."""
+        ...
+
+    def warm(self, config: ModelConfig) -> None: ...
+
+    def open(self, model: str, path: Path) -> Segment: ...
+
+    def close(self, model: str, path: Path) -> None: ...
+
+    def begin(self, step: Step) -> None:
+        """It is about to be submitted."""
+        ...
+
+    def polled(self) -> None: ...
+
+    @property
+    def weights(self) -> WeightUse: ...
+
+
+class _CpuBackend:
+    """Weights are near: a mapping is all, and it goes with the last tensor in it."""
+
+    device: torch.device | None = None
+    weights = WeightUse()
+
+    def __init__(self, slice_: Slice, world: SliceWorld) -> None:
+        ops = CpuOps(len(slice_.cpus), slice_.cpus)
+        arena = make_arena(slice_.kv_bytes)
+        self.isa = ops.isa
+        self.executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
+
+    def warm(self, config: ModelConfig) -> None:
+        pass
+
+    def open(self, model: str, path: Path) -> Segment:
+        return Segment.open(path)
+
+    def close(self, model: str, path: Path) -> None:
+        pass
+
+    def begin(self, step: Step) -> None:
+        pass
+
+    def polled(self) -> None:
+        pass
+
+
+class _GpuBackend:
+    """Weights are mapped and registered once in the process; what is used stays near."""
+
+    def __init__(
+        self, slice_: Slice, share: GpuShare, world: SliceWorld, shared: "SharedGpu"
+    ) -> None:
+        """The calling thread becomes the slice's. Raises `NoEngine`."""
+        from c2cserve.engine.gpu.setup import FATAL
+
+        sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
+        self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
+        self._id = slice_.id
+        self._shared = shared
+        self.device = gpu.device
+        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
+        self.executor = Executor(
+            slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
+            place=gpu.place, fatal=FATAL,
+        )  # fmt: skip
+
+    def warm(self, config: ModelConfig) -> None:
+        self._gpu.warm(config)
+
+    def open(self, model: str, path: Path) -> Segment:
+        segment = self._shared.segments.open(path)
+        if self._gpu.cache is not None:
+            self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
+        return segment
+
+    def close(self, model: str, path: Path) -> None:
+        self._gpu.finish()
+        if self._gpu.cache is not None:
+            self._gpu.cache.forget(model)
+        self._shared.segments.close(path)
+
+    def begin(self, step: Step) -> None:
+        streaming = self._shared.streaming
+        streaming.add(self._id)
+        self._gpu.linear.neighbours = len(streaming) - 1
+        if self._gpu.cache is not None:
+            self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
+
+    def polled(self) -> None:
+        if not self.executor.computing:
+            self._shared.streaming.discard(self._id)
+
+    @property
+    def weights(self) -> WeightUse:
+        cache, graphs = self._gpu.cache, self._gpu.ops.graphs
+        steps = 0 if graphs is None else graphs.replays
+        if cache is None:
+            return WeightUse(graph_steps=steps)
+        counts = cache.counts
+        return WeightUse(cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps)
 
 
 class NoEngine(Exception):
@@ -79,10 +157,11 @@ class WorkerEngine:
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
+        self._backend: _Backend
         if share is None:
-            self._backend = _cpu(slice_, world)
+            self._backend = _CpuBackend(slice_, world)
         else:
-            self._backend = _gpu(slice_, share, world, shared or SharedGpu(share))
+            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
         self._executor = self._backend.executor
         self._paths: dict[str, Path] = {}
         self.isa = self._backend.isa
@@ -91,11 +170,8 @@ class WorkerEngine:
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
-        opened = self._backend.segments.open(path)
+        weights = Weights(self._backend.open(spec.id, path))
         self._paths[spec.id] = path
-        if self._backend.cache is not None:
-            self._backend.cache.add(spec.id, opened.data.ctypes.data, opened.data.nbytes)
-        weights = Weights(opened)
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._executor.attach(spec.id, decoder)
 
@@ -103,33 +179,27 @@ class WorkerEngine:
         self._executor.detach(model)
         path = self._paths.pop(model, None)
         if path is not None:
-            self._backend.finish()
-            if self._backend.cache is not None:
-                self._backend.cache.forget(model)
-            self._backend.segments.close(path)
+            self._backend.close(model, path)
 
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
     def submit(self, action: SliceAction) -> None:
-        cache = self._backend.cache
-        if cache is not None and isinstance(action, RunStep):
-            cache.begin_step(action.step.model, time.monotonic(), action.step.kv_end_bytes)
+        if isinstance(action, RunStep):
+            self._backend.begin(action.step)
         self._executor.submit(action)
 
     def poll(self) -> None:
         self._executor.poll()
+        self._backend.polled()
 
     @property
     def parked(self) -> bool:
         return self._executor.parked
 
-
-def _cpu(slice_: Slice, world: SliceWorld) -> _Backend:
-    ops = CpuOps(len(slice_.cpus), slice_.cpus)
-    arena = make_arena(slice_.kv_bytes)
-    executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
-    return _Backend(executor, ops.isa, _MappedSegments(), lambda _: None, lambda: None, None)
+    @property
+    def weights(self) -> WeightUse:
+        return self._backend.weights
 
 
 class SharedGpu:
@@ -140,7 +210,14 @@ class SharedGpu:
         self._lock = threading.Lock()
         self._device: int | None = None
         self._partitions: list[Partition] = []
-        self.segments: PinnedSegments | None = None
+        self._segments: PinnedSegments | None = None
+        self.streaming: set[str] = set()
+        """Slices that have steps under way: they share the link."""
+
+    @property
+    def segments(self) -> "PinnedSegments":
+        assert self._segments is not None, "nobody has opened the GPU"
+        return self._segments
 
     def open(
         self, slice_: Slice, share: GpuShare, sampler: CpuOps, ring: Callable[[], None]
@@ -156,7 +233,7 @@ class SharedGpu:
             try:
                 if self._device is None:
                     self._device = bind(self._share)
-                    self.segments = PinnedSegments()
+                    self._segments = PinnedSegments()
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
                 partition = self._partitions[share.part] if share.parts else None
@@ -166,17 +243,3 @@ class SharedGpu:
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
-
-
-def _gpu(slice_: Slice, share: GpuShare, world: SliceWorld, shared: SharedGpu) -> _Backend:
-    from c2cserve.engine.gpu.setup import FATAL
-
-    sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-    gpu = shared.open(slice_, share, sampler, world.ring)
-    assert shared.segments is not None
-    executor = Executor(
-        slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic, place=gpu.place,
-        fatal=FATAL,
-    )  # fmt: skip
-    isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
-    return _Backend(executor, isa, shared.segments, gpu.warm, gpu.finish, gpu.device, gpu.cache)

@@ -1,9 +1,9 @@
-"""How GPUs become slices, and their memory KV arenas.
+"""How GPUs become slices, and their memory arenas.
 
 A GPU, or a MIG instance, is one slice; or its SMs are partitioned into equal slices (green
 contexts) that share its memory, links and copy engines. Of the memory that is free, some is left to
-what is not KV: weights on their way through, activations, CUDA itself. KV arenas take half of the
-rest, since HBM is a cache of weights too.
+what is neither KV nor kept weights: weights on their way through, activations, CUDA itself. Arenas
+take the rest: KV from the front, a cache of weights in what KV leaves.
 """
 
 import re
@@ -15,11 +15,10 @@ from c2cserve.devices.slices import SlicePlanError
 
 SLAB_BYTES = 16 << 20
 """KV blocks of large models take megabytes, and there are gigabytes."""
-RESERVE_BYTES = 6 << 30
-"""Two whole weights on their way, activations of the largest step, CUDA, cuBLAS and kernels."""
+RESERVE_BYTES = 10 << 30
+"""Two whole weights on their way, activations of the largest step, graphs, CUDA and kernels."""
 RESERVE_SHARE = 0.25
 """At most, of what is free: a small MIG instance has smaller steps."""
-KV_SHARE = 0.5
 SMS_STEP = 8
 """The grain of partitions on Hopper."""
 _WHOLE = (256, 8192)
@@ -98,7 +97,7 @@ def _check_partitioning(gpu: Gpu, partitioning: Partitioning) -> None:
 def _arena_bytes(gpu: Gpu, parts: int, kv_bytes: int | None) -> int:
     free = gpu.memory_free_bytes or gpu.memory_bytes
     usable = int(free - min(RESERVE_BYTES, free * RESERVE_SHARE))
-    arena = int(usable * KV_SHARE) // parts if kv_bytes is None else kv_bytes
+    arena = usable // parts if kv_bytes is None else kv_bytes
     arena = arena // SLAB_BYTES * SLAB_BYTES
     if arena < SLAB_BYTES or arena * parts > usable:
         raise SlicePlanError(

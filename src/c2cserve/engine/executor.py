@@ -117,6 +117,11 @@ class Executor:
 
     # ---- steps ----------------------------------------------------------------------------------
 
+    @property
+    def computing(self) -> bool:
+        """Whether a step is under way that is not parked."""
+        return bool(self._launched)
+
     def submit(self, action: SliceAction) -> None:
         match action:
             case RunStep(step):

@@ -65,6 +65,8 @@ class HbmCache:
         """`arena`: uint8, shared with KV, whose part is `kv_end` bytes from its front."""
         self._arena = arena
         self._keeper = keeper
+        self.bytes = 0
+        """Kept now."""
         self._kept: dict[int, _Place] = {}
         self._starts: list[tuple[int, int]] = []
         """(start, key) of all places, in order."""
@@ -138,6 +140,7 @@ class HbmCache:
         self._kept[w.pointer] = _Place(start, start + w.bytes, handle)
         insort(self._starts, (start, w.pointer))
         self.counts.kept_bytes += w.bytes
+        self.bytes += w.bytes
         self.changes += 1
         return handle
 
@@ -145,10 +148,6 @@ class HbmCache:
         """The model was detached: its addresses may come to mean something else."""
         self._models = [one for one in self._models if one[2] != model]
         self._drop(self._keeper.forget(model))
-
-    @property
-    def bytes(self) -> int:
-        return sum(place.stop - place.start for place in self._kept.values())
 
     def _model_of(self, address: int) -> str:
         at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
@@ -174,5 +173,6 @@ class HbmCache:
             assert isinstance(key, int)
             place = self._kept.pop(key)
             self._starts.remove((place.start, key))
+            self.bytes -= place.stop - place.start
             self.counts.dropped_bytes += place.stop - place.start
             self.changes += 1

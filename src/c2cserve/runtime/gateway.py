@@ -58,6 +58,14 @@ class SliceStatus:
     cached_tokens: int
     preemptions: int
     heartbeat_age_s: float
+    weights_kept_bytes: int = 0
+    """Of GPU slices, these: weights in HBM because they were used,"""
+    weights_hit_bytes: int = 0
+    """bytes of weights read there since the start,"""
+    weights_streamed_bytes: int = 0
+    """bytes read over the link,"""
+    graph_steps: int = 0
+    """and steps launched as one graph."""
 
 
 @dataclass(frozen=True, slots=True)

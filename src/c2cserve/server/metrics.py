@@ -180,6 +180,9 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
         "waiting": ("Requests queued at the slice.", lambda s: s.waiting),
         "kv_used_bytes": ("KV cache held by requests.", lambda s: s.kv_used_bytes),
         "kv_total_bytes": ("KV arena.", lambda s: s.kv_total_bytes),
+        "weights_kept_bytes": (
+            "Weights kept in what KV leaves of the arena.", lambda s: s.weights_kept_bytes,
+        ),
         "active_models": ("Models active on it.", lambda s: len(s.active_models)),
     }
     counters: _Table = {
@@ -188,6 +191,13 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
         "prompt_tokens": ("Prompt tokens received.", lambda s: s.prompt_tokens),
         "output_tokens": ("Tokens drawn.", lambda s: s.output_tokens),
         "cached_tokens": ("Prompt tokens reused.", lambda s: s.cached_tokens),
+        "weights_hit_bytes": (
+            "Bytes of weights that steps read in HBM.", lambda s: s.weights_hit_bytes,
+        ),
+        "weights_streamed_bytes": (
+            "Bytes of weights that steps read over the link.", lambda s: s.weights_streamed_bytes,
+        ),
+        "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
         "restarts": ("Workers replaced.", lambda s: s.restarts),
     }
     for name, (help_, value) in gauges.items():

@@ -28,25 +28,25 @@ def machine(*gpus: Gpu) -> Machine:
     )  # fmt: skip
 
 
-def test_one_slice_per_gpu_with_half_of_what_is_free() -> None:
+def test_one_slice_per_gpu_with_what_is_free_but_a_reserve() -> None:
     first, second = plan_gpu_slices(machine(*H200[:2]))
     assert (first.id, first.kind, second.id) == ("gpu0", "gpu", "gpu1")
     assert first.gpu == GpuShare("GPU-00", 132)
-    assert first.kv_bytes == 67 * GIB
+    assert first.kv_bytes == 130 * GIB
     assert first.cpus == tuple(range(8))
     assert first.max_step_tokens > 4096
 
 
 def test_memory_others_have_taken_is_not_planned_with() -> None:
     taken = replace(H200[0], memory_free_bytes=26 * GIB)
-    assert plan_gpu_slices(machine(taken))[0].kv_bytes == 10 * GIB
+    assert plan_gpu_slices(machine(taken))[0].kv_bytes == 39 * GIB // 2
 
 
 def test_mig_instances_have_their_own_memory() -> None:
     slices = plan_gpu_slices(machine(H200[0], *MIG))
     assert [(s.id, s.kind) for s in slices] == [("gpu0", "gpu"), ("mig1", "mig"), ("mig2", "mig")]
     assert slices[2].gpu == GpuShare("MIG-bb", 16)
-    assert slices[2].kv_bytes == 6 * GIB
+    assert slices[2].kv_bytes == 12 * GIB
     assert slices[2].max_step_tokens < slices[0].max_step_tokens
 
 
@@ -56,7 +56,7 @@ def test_partitions_share_memory_alike() -> None:
     assert [s.id for s in slices] == [f"gpu{g}.{p}" for g in range(2) for p in range(7)]
     assert {s.kind for s in slices} == {"green"}
     assert slices[3].gpu == GpuShare("GPU-00", 16, 3, 7, "assumed")
-    assert sum(s.kv_bytes for s in slices[:7]) <= 67 * GIB
+    assert sum(s.kv_bytes for s in slices[:7]) <= 130 * GIB
     assert all(s.kv_bytes % SLAB_BYTES == 0 for s in slices)
 
 

@@ -16,7 +16,7 @@ from c2cserve.core.request import Job, Request, Sampling
 from c2cserve.core.step import Step
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
-from c2cserve.runtime.live.slice_world import SliceWorld, Usage
+from c2cserve.runtime.live.slice_world import SliceWorld, Usage, WeightUse
 from c2cserve.runtime.live.status_page import Field, StatusPage
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -26,6 +26,7 @@ class Engine:
     """Steps are over when `finish` is called, from any thread."""
 
     parked = False
+    weights = WeightUse(kept_bytes=3, hit_bytes=5, streamed_bytes=7, graph_steps=2)
 
     def __init__(self, world: SliceWorld) -> None:
         self._world = world
@@ -120,6 +121,9 @@ def test_the_page_tells_what_computes(bench: Bench) -> None:
     bench.engine.finish()
     bench.wait()
     assert (page[Field.STEPS], page[Field.BUSY_S]) == (2.0, 0.5)
+    weights = (Field.WEIGHTS_KEPT_BYTES, Field.WEIGHTS_HIT_BYTES, Field.WEIGHTS_STREAMED_BYTES)
+    assert [page[field] for field in weights] == [3.0, 5.0, 7.0]
+    assert page[Field.GRAPH_STEPS] == 2.0
 
 
 def test_the_engine_says_whose_tokens_are_chained(bench: Bench) -> None:

@@ -59,6 +59,23 @@ class SliceEngine(Protocol):
     @property
     def parked(self) -> bool: ...
 
+    @property
+    def weights(self) -> "WeightUse": ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUse:
+    """Where steps found their weights, bytes since the start. All 0 where they are near anyway."""
+
+    kept_bytes: int = 0
+    """In HBM now, because they were used."""
+    hit_bytes: int = 0
+    """Read there."""
+    streamed_bytes: int = 0
+    """Read from their home, over the link."""
+    graph_steps: int = 0
+    """Steps that were one launch."""
+
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -200,6 +217,11 @@ class SliceWorld:
         page[Field.KV_USED_BYTES] = usage.kv_used_bytes
         page[Field.CACHED_TOKENS] = usage.cached_tokens
         page[Field.PREEMPTIONS] = usage.preemptions
+        weights = self.engine.weights
+        page[Field.WEIGHTS_KEPT_BYTES] = weights.kept_bytes
+        page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
+        page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
+        page[Field.GRAPH_STEPS] = weights.graph_steps
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now

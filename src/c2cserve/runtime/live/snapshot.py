@@ -91,5 +91,9 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         output_tokens=int(fields[Field.OUTPUT_TOKENS]),
         cached_tokens=int(fields[Field.CACHED_TOKENS]),
         preemptions=int(fields[Field.PREEMPTIONS]),
+        weights_kept_bytes=int(fields[Field.WEIGHTS_KEPT_BYTES]),
+        weights_hit_bytes=int(fields[Field.WEIGHTS_HIT_BYTES]),
+        weights_streamed_bytes=int(fields[Field.WEIGHTS_STREAMED_BYTES]),
+        graph_steps=int(fields[Field.GRAPH_STEPS]),
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )

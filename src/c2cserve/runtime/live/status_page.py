@@ -28,6 +28,10 @@ class Field(IntEnum):
     PREEMPTIONS = 11
     LAST_MODEL = 12
     """Index into the order in which models were attached to this incarnation; -1: none yet."""
+    WEIGHTS_KEPT_BYTES = 13
+    WEIGHTS_HIT_BYTES = 14
+    WEIGHTS_STREAMED_BYTES = 15
+    GRAPH_STEPS = 16
 
 
 _BYTES = len(Field) * 8
