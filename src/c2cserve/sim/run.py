@@ -74,7 +74,7 @@ def prepare(
         lookahead=scenario.lookahead,
     )
     machine = build(scenario.hardware, scenario.slices, preset)
-    if not preset.streams:
+    if preset.swaps or not preset.streams:
         _check_fit(machine, models, scenario)
     return Simulation(machine, models, requests, slo_rule(scenario.slo), settings)
 
@@ -84,7 +84,7 @@ def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenar
     for model in models:
         if model.spec.weight_bytes > least:
             raise ValueError(
-                f"{scenario.policy} loads weights into slices: {model.spec.id} does not fit into "
+                f"{scenario.policy} has whole models in slices: {model.spec.id} does not fit into "
                 f"{least / 1e9:.0f} GB on {scenario.hardware}"
             )
 

@@ -1,0 +1,63 @@
+"""Steps that are decided ahead and simulated as one event are those of single decisions."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from c2cserve.core.request import Slo
+from c2cserve.sim.bursts import Burst
+from c2cserve.sim.hardware import build
+from c2cserve.sim.jobs import SimRequest
+from c2cserve.sim.shapes import catalogue
+from c2cserve.sim.world import Settings, Simulation
+
+
+def ends(
+    models: int, lookahead: int, requests: int, gap_s: float
+) -> dict[str, tuple[float, float]]:
+    names = catalogue(f"llama-3.2-3b*{models}")
+    asked = [
+        SimRequest(i * gap_s, names[i % models].spec.id, 300 + 40 * i, 30 + 17 * (i % 5))
+        for i in range(requests)
+    ]
+    settings = Settings(lookahead=lookahead)
+    slo = Slo(2.0, 0.2)
+    world = Simulation(build("h200-x1"), names, asked, lambda prompt: slo, settings)
+    world.run()
+    return {job.request.id: (job.ttft_s, job.last_s) for job in world.jobs.ended}
+
+
+@pytest.mark.parametrize("models", [1, 3])
+@pytest.mark.parametrize("gap_s", [0.13, 0.9])
+def test_clients_see_the_same(models: int, gap_s: float) -> None:
+    single, ahead = (ends(models, lookahead, 24, gap_s) for lookahead in (1, 64))
+    assert single.keys() == ahead.keys()
+    for name, (ttft_s, last_s) in single.items():
+        assert ahead[name][0] == pytest.approx(ttft_s, abs=0.05)
+        assert ahead[name][1] == pytest.approx(last_s, rel=0.03)
+
+
+COSTS = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4)
+
+
+@given(COSTS, st.data())
+def test_a_burst_ends_with_the_step_under_way_or_with_the_first_that_has_ended(
+    costs: list[float], data: st.DataObject
+) -> None:
+    number = st.integers(0, len(costs) - 1)
+    order = data.draw(st.lists(number, min_size=2, max_size=30))
+    owed = [data.draw(st.integers(1, 40)) for _ in costs]
+    burst = Burst(costs, order, owed)
+    counts = [order[: burst.length].count(index) for index in range(len(costs))]
+    assert all(count <= most for count, most in zip(counts, owed, strict=True))
+    if burst.length < len(order):
+        last = order[burst.length - 1]
+        assert counts[last] == owed[last]
+    assert burst.work == pytest.approx(sum(costs[index] for index in order[: burst.length]))
+    spans = burst.spans()
+    assert [span[0] for span in spans] == counts
+    done = data.draw(st.floats(0.0, burst.work))
+    before = burst.work
+    if burst.cut(done):
+        assert done <= burst.work < before
+        assert burst.work - costs[order[burst.length - 1]] <= done + 1e-9
