@@ -155,10 +155,13 @@ class Engine:
     """Steps are timed from asking to their last token being on the host."""
 
     def __init__(
-        self, machine: Machine, multiply: Multiply, cache: Any = None, *, graphs: bool = True
-    ) -> None:
-        """`cache`: what `multiply` keeps weights in; without `graphs` every kernel is launched."""
+        self, machine: Machine, multiply: Multiply, cache: Any = None, *, graphs: bool = True,
+        pause_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`cache`: what `multiply` keeps weights in; without `graphs` every kernel is launched.
+        `pause_s`: between two looks at a step, where other threads have something to do."""
         self.machine = machine
+        self._pause_s = pause_s
         self.watch = Watched(multiply, machine)
         self.ops = GpuOps(self.watch, machine.device, machine.host_sampler)
         self._cache = cache
@@ -199,7 +202,7 @@ class Engine:
             self._made += 1
             name = f"r{self._made}"
             tokens = tuple(self._random.randrange(self._vocab[model]) for _ in range(prompt))
-            request = Request(name, model, prompt, 256, 0.0)
+            request = Request(name, model, prompt, 4096, 0.0)
             self.executor.add(Job(request, tokens, _GREEDY))
             self._talks[name] = _Talk(model, prompt, [])
             names.append(name)
@@ -247,6 +250,8 @@ class Engine:
     def _until_done(self, count: int) -> None:
         while sum(isinstance(event, StepDone) for event in self._events) < count:
             self.executor.poll()
+            if self._pause_s:
+                time.sleep(self._pause_s)
         if errors := [delta.error for delta in self._deltas if delta.error]:
             raise RuntimeError(f"a step failed: {errors[0]}")
 

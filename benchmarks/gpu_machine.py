@@ -50,10 +50,10 @@ class Gpu:
         if not torch.cuda.is_available():
             raise NoGpu(f"torch {torch.__version__} sees no GPU")
         self.name = torch.cuda.get_device_name(DEVICE)
-        profile, choice, self.picked_by = _profile(self.name)
+        profile, self.choice, self.picked_by = _profile(self.name)
         self._chooser = Chooser(profile)
         self.host_sampler = CpuOps(1).sample
-        self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=choice)
+        self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=self.choice)
         self.device, self.arena = self._parts.device, self._parts.arena
         self.staging, self.warm = self._parts.place, self._parts.warm
         self.lane = self._parts.lane

@@ -7,6 +7,7 @@ new for each that ends, lengths and models drawn at random (Zipf over the models
 
   cluster          200 models in the pool, 8 slices of 8 active models, nobody waits
   cluster_queue    the same with 600 requests more than the slices take: all of them wait
+  cluster_large    1,000 models, 64 GPU slices with profiled times, memory and a link
   slice            one of those slices: 8 active models of 4 running requests each
   slice_256        8 active models of 32 running requests each
   slice_one_model  64 running requests of one model, and as many waiting
@@ -32,13 +33,14 @@ from c2cserve.core.events import (
     ModelLoaded,
     ModelUsable,
     PoolState,
+    Profiled,
     SeqOutcome,
     SliceUp,
     StepDone,
     StepTimes,
     Submitted,
 )
-from c2cserve.core.machine import Slice
+from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
 from c2cserve.policy.admission import AdmissionSettings
@@ -79,19 +81,39 @@ def requests(random: Random, models: int) -> Iterator[tuple[str, str, int, int]]
         yield f"r{number}", f"m{model}", random.randint(10, 400), random.randint(8, 120)
 
 
-def cluster(decisions: int, seed: int, queued: int) -> dict[str, float]:
+def small_slices() -> list[Slice]:
+    return [Slice(f"s{i}", "cpu", max_batch=32, max_active=8) for i in range(8)]
+
+
+def large_slices() -> list[Slice]:
+    return [
+        Slice(
+            f"s{i}", "gpu", kv_bytes=20 << 30, max_batch=32, max_active=8, hbm_bytes=40 << 30,
+            gpu=GpuShare(f"g{i}", 132), link=f"l{i}", link_bytes_per_s=50e9,
+        )
+        for i in range(64)
+    ]  # fmt: skip
+
+
+def cluster(
+    decisions: int, seed: int, queued: int, slices: list[Slice], models: int
+) -> dict[str, float]:
     random = Random(seed)
     policy = ClusterPolicy(AdmissionSettings(max_waiting=10_000, patience=0.0))
     think = Thinking(policy)
-    slices = [Slice(f"s{i}", "cpu", max_batch=32, max_active=8) for i in range(8)]
-    think(0.0, PoolState(1 << 40), *(SliceUp(one) for one in slices))
-    for i in range(200):
-        spec = ModelSpec(f"m{i}", 1 << 30, 16, 1 << 16, 4096)
+    think(0.0, PoolState(1 << 50), *(SliceUp(one) for one in slices))
+    names = tuple(f"m{i}" for i in range(models))
+    for name in names:
+        spec = ModelSpec(name, 1 << 30, 16, 1 << 16, 4096)
         think(0.0, ModelAdded(spec), ModelUsable(spec.id), ModelLoaded(spec.id, 1, 1.0))
+    if slices[0].kind == "gpu":
+        where = tuple(one.id for one in slices)
+        decode = tuple((n, b, 0.01 + 1e-4 * b) for n in (512, 2048) for b in (1, 4, 16, 64))
+        think(0.0, Profiled(where, names, ((1, 0.01), (4096, 0.4)), decode))
     think.took_s.clear()
     heap: list[tuple[float, int, object]] = []
-    order, made = count(), requests(random, 200)
-    for _ in range(512 + queued if queued else RUNNING):
+    order, made = count(), requests(random, models)
+    for _ in range(len(slices) * 64 + queued if queued else RUNNING * len(slices) // 8):
         heapq.heappush(heap, (random.random(), next(order), None))
     while len(think.took_s) < decisions:
         now, _, event = heapq.heappop(heap)
@@ -156,8 +178,9 @@ def main() -> None:
     options = parser.parse_args()
     n, seed = options.decisions, options.seed
     results = {
-        "cluster": cluster(n, seed, queued=0),
-        "cluster_queue": cluster(n, seed, queued=600),
+        "cluster": cluster(n, seed, 0, small_slices(), 200),
+        "cluster_queue": cluster(n, seed, 600, small_slices(), 200),
+        "cluster_large": cluster(n, seed, 0, large_slices(), 1000),
         "slice": one_slice(n, seed, models=8, each=4, batch=32),
         "slice_256": one_slice(n, seed, models=8, each=32, batch=32),
         "slice_one_model": one_slice(n, seed, models=1, each=128, batch=64),

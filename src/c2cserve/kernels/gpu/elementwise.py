@@ -32,10 +32,11 @@ def _norm_kernel(
     x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
+    scales = tl.load(weight + at, inside, 0.0)  # no kernel writes it
+    after_others(EARLY)
     value = tl.load(x + start + at, inside, 0.0)
     if ADD:
         before = tl.load(residual + start + at, inside, 0.0)
@@ -43,7 +44,7 @@ def _norm_kernel(
         tl.store(residual + start + at, value, inside)
     value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / hidden + eps)
-    scaled = value * scale * tl.load(weight + at, inside, 0.0)
+    scaled = value * scale * scales
     tl.store(out + start + at, scaled.to(out.dtype.element_ty), inside)
 
 
