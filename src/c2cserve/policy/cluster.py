@@ -57,6 +57,9 @@ class ClusterPolicy:
         self._recheck_s = 0.0
         self._pool_changed = self._room_changed = True
         """Whether a load, a dispatch may be possible now that was not before."""
+        self._relieved: dict[str, None] = {}
+        """Slices that requests have left, in that order: the only ones with more room, if no room
+        changed otherwise."""
 
     @property
     def done(self) -> bool:
@@ -156,10 +159,11 @@ class ClusterPolicy:
 
     def _left(self, request_id: str) -> str | None:
         """It is on no slice any more, nor on its way from one; the model it was of."""
+        if request_id in self._where:
+            self._relieved[self._where[request_id][1]] = None
         name = self._instances.left(request_id)
         if name is not None:
             self._models[name].running -= 1
-            self._room_changed = True
             self._pool_changed |= not self._models[name].running
         return name
 
@@ -271,8 +275,10 @@ class ClusterPolicy:
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
-        names = set(self._queue.models())
-        if not self._room_changed:
+        names, fresh = set(self._queue.models()), {request.id for request in arrived}
+        relieved, self._relieved = self._relieved, {}
+        anywhere = self._room_changed or self._preset.placing != "c2cserve"
+        if not self._room_changed and not relieved:
             names = {request.model for request in arrived}  # the others could not be placed before
         self._room_changed = False
         if not names:
@@ -289,7 +295,10 @@ class ClusterPolicy:
             head = self._queue.head(name)
             if head is None or (welcome is not None and name not in welcome):
                 continue
-            placement = self._place(head[1], loads, now)
+            choice = loads
+            if not anywhere and head[1].id not in fresh:
+                choice = [load for load in loads if load.slice.id in relieved]
+            placement = self._place(head[1], choice, now)
             if placement is not None:
                 self._send(head[1], placement, now)
                 if (head := self._queue.head(name)) is not None:

@@ -68,10 +68,7 @@ class Instances:
         load = self.slices.get(event.slice_id)
         if load is None or isinstance(load.times(event.model), StepTable):
             return
-        times = Learned(event.decode_step_s, event.prefill_token_s)
-        load.profiled[event.model] = times
-        if event.model in load.active:
-            load.active[event.model].times = times
+        load.believe(event.model, Learned(event.decode_step_s, event.prefill_token_s))
 
     # ---- requests -------------------------------------------------------------------------------
 

@@ -36,23 +36,21 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
     """Would the request get its first token within `share` of the time it has left, and would
     a decode step of every model here stay within that share of everybody's TPOT? (SLINFER
     figure 15: cases 1, and 2 with 3.) False if some time is not known yet."""
-    fresh = request.model not in load.active
-    if not load.requests and not fresh:
+    joined = load.active.get(request.model)
+    if not load.requests and joined is not None:
         return True
-    first_s = round_s = 0.0
-    tpot_s = request.slo.tpot_s
-    for name, instance in load.active.items():
-        joins = name == request.model
-        if not joins and not instance.jobs:
-            continue
-        more = request.prompt_len if joins else 0
-        first_s += instance.times.prefill_s(instance.pending_tokens + more)
-        round_s += instance.decode_s(joins, more)
-        tpot_s = min(tpot_s, instance.tpot_s)
-    if fresh:
+    work, prompt = load.work(), request.prompt_len
+    if joined is None:
         times = load.times(request.model)
-        first_s += times.prefill_s(request.prompt_len)
-        round_s += times.decode_s(1, request.prompt_len)
+        first_s = work.pending_s + times.prefill_s(prompt)
+        round_s = work.round_s + times.decode_s(1, prompt)
+    else:
+        times = joined.times
+        more_s = times.prefill_s(joined.pending_tokens + prompt)
+        less_s = times.prefill_s(joined.pending_tokens)
+        first_s = work.pending_s + (more_s - less_s if less_s < more_s else more_s)
+        round_s = work.round_s - joined.decode_s() + joined.decode_s(1, prompt)
+    tpot_s = min(work.tpot_s, request.slo.tpot_s)
     left_s = request.first_token_due_s - now
     return (
         OVERESTIMATE * (first_s + round_s) <= share * left_s
@@ -91,13 +89,10 @@ def place(
     roomy = next((load for load in here if in_time(load, request, now, _ROOMY)), None)
     if roomy is not None:
         return Placement(roomy.slice.id)
-    moves = [
-        move for load in others
-        if (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
-    ]  # fmt: skip
     idle = [
-        move for move in moves
-        if not move[0].requests and (not _bounded(move[0]) or in_time(move[0], request, now, 1.0))
+        move for load in others if not load.requests
+        and (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
+        and (not _bounded(load) or in_time(load, request, now, 1.0))
     ]  # fmt: skip
     if idle:
         load, leaving, _ = min(
@@ -107,16 +102,18 @@ def place(
     able = next((load for load in here if in_time(load, request, now, 1.0)), None)
     if able is not None:
         return Placement(able.slice.id)
-    return _busy(request, here, moves, now)
+    moves = [
+        move for load in others if (not _bounded(load) or in_time(load, request, now, 1.0))
+        and (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
+    ]  # fmt: skip
+    return _busy(here, moves)
 
 
-def _busy(
-    request: Request, here: Sequence[SliceLoad], moves: Sequence[Move], now: float
-) -> Placement | None:
+def _busy(here: Sequence[SliceLoad], moves: Sequence[Move]) -> Placement | None:
     """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
     known), a request that could not be in time waits for somebody to leave; else it goes wherever
     least is to be done."""
-    fitting = [move for move in moves if _bounded(move[0]) and in_time(move[0], request, now, 1.0)]
+    fitting = [move for move in moves if _bounded(move[0])]
     if fitting:
         load, leaving, _ = min(
             fitting, key=lambda m: (not m[0].is_cpu, m[2], m[0].round_s(), m[0].slice.id)
@@ -184,9 +181,8 @@ def _activation(
     if not load.unused:
         return None
     leaving: list[str] = []
-    unused = [name for name, instance in load.active.items() if not instance.jobs]
-    unused.sort(key=lambda name: (value(name), name))
-    for name in unused:
+    unused = [(value(name), name) for name, one in load.active.items() if not one.jobs]
+    for _, name in sorted(unused):
         leaving.append(name)
         weights -= load.active[name].spec.weight_bytes
         if places + len(leaving) > 0 and _holds(load, weights, kv_bytes):

@@ -84,6 +84,10 @@ C2CSERVE_SWAP = Preset("c2cserve-swap", patience=1.0, swaps=True)
 """For links too slow to stream weights within a token's time, such as PCIe under large models:
 whole models come and go by headroom. Requests are refused once they can not be in time."""
 
+C2CSERVE_LOAD = Preset("c2cserve-load", patience=1.0, streams=False)
+"""For the same links: weights are loaded as a whole before an instance's first step, beside what
+computes, and stay until their memory is needed."""
+
 SERVERLESSLLM = Preset(
     "serverlessllm", "limits", GPU_ONLY,
     limits=(Limit(8 << 30, 0, 160), Limit(16 << 30, 0, 32), Limit(32 << 30, 0, 16)),
@@ -126,7 +130,7 @@ C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="whole", alpha=Fal
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, C2CSERVE_SWAP, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS,
-        C2CSERVE_STATIC,
+        C2CSERVE, C2CSERVE_SWAP, C2CSERVE_LOAD, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER,
+        SUPERINFER, FCFS, C2CSERVE_STATIC,
     )
 }  # fmt: skip
