@@ -40,6 +40,9 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
     if not load.requests and joined is not None:
         return True
     work, prompt = load.work(), request.prompt_len
+    tpot_s = min(work.tpot_s, request.slo.tpot_s)
+    if OVERESTIMATE * work.round_s > share * tpot_s:
+        return False
     if joined is None:
         times = load.times(request.model)
         first_s = work.pending_s + times.prefill_s(prompt)
@@ -50,7 +53,6 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
         less_s = times.prefill_s(joined.pending_tokens)
         first_s = work.pending_s + (more_s - less_s if less_s < more_s else more_s)
         round_s = work.round_s - joined.decode_s() + joined.decode_s(1, prompt)
-    tpot_s = min(work.tpot_s, request.slo.tpot_s)
     left_s = request.first_token_due_s - now
     return (
         OVERESTIMATE * (first_s + round_s) <= share * left_s
@@ -102,27 +104,36 @@ def place(
     able = next((load for load in here if in_time(load, request, now, 1.0)), None)
     if able is not None:
         return Placement(able.slice.id)
+    return _busy(request, spec, kv_bytes, here, others, value, now)
+
+
+def _busy(
+    request: Request,
+    spec: ModelSpec,
+    kv_bytes: float,
+    here: Sequence[SliceLoad],
+    others: Sequence[SliceLoad],
+    value: Value,
+    now: float,
+) -> Placement | None:
+    """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
+    known), one more instance where least is to be done and the request is in time, on CPUs first;
+    a request that is not waits for somebody to leave. Else it goes wherever fewest are."""
+    bounded = [load for load in others if _bounded(load)]
+    bounded.sort(key=lambda x: (not x.is_cpu, x.round_s(), x.slice.id))
+    for load in bounded:
+        if in_time(load, request, now, 1.0):
+            move = _activation(load, request, spec, kv_bytes, value, now)
+            if move is not None:
+                return Placement(load.slice.id, True, move[1])
     moves = [
-        move for load in others if (not _bounded(load) or in_time(load, request, now, 1.0))
+        move for load in others if not _bounded(load)
         and (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
     ]  # fmt: skip
-    return _busy(here, moves)
-
-
-def _busy(here: Sequence[SliceLoad], moves: Sequence[Move]) -> Placement | None:
-    """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
-    known), a request that could not be in time waits for somebody to leave; else it goes wherever
-    least is to be done."""
-    fitting = [move for move in moves if _bounded(move[0])]
-    if fitting:
-        load, leaving, _ = min(
-            fitting, key=lambda m: (not m[0].is_cpu, m[2], m[0].round_s(), m[0].slice.id)
-        )
-        return Placement(load.slice.id, True, leaving)
     choices = [(load.requests, False, (), load.slice.id, ()) for load in here if not _bounded(load)]
     choices += [
         (load.requests, True, cost, load.slice.id, out)
-        for load, out, cost in moves if not _bounded(load)
+        for load, out, cost in moves
     ]  # fmt: skip
     if not choices:
         return None
