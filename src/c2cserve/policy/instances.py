@@ -124,6 +124,9 @@ class Instances:
         action = act.Activate(spec.id, load.slice.id)
         if load.memory is None:
             self._actions.append(action)
+            if self._preset.placing == "limits" and not load.is_cpu:
+                rest = load.slice.hbm_bytes - spec.weight_bytes
+                self._actions.append(act.ResizeKv(spec.id, load.slice.id, max(0, rest)))
             return
         instance.kv_bytes = kv_bytes
         if load.memory.up(spec.weight_bytes + kv_bytes, action):

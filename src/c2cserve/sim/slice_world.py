@@ -149,6 +149,13 @@ class SimSlice:
         done = partial(self._loaded, name, now)
         world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
 
+    def load_left_s(self, name: str) -> float:
+        """About how long its weights are still on their way."""
+        if name not in self._loading:
+            return 0.0
+        took_s = self.active[name].spec.weight_bytes / self.lane.load_bytes_per_s
+        return max(0.0, self._loading[name] + took_s - self._world.timeline.now)
+
     def _loaded(self, name: str, since_s: float) -> None:
         if self._dead or self._loading.get(name) != since_s:
             return

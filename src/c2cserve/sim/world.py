@@ -26,8 +26,9 @@ from c2cserve.sim.timeline import Timeline
 
 _OUTPUT_LIMIT = 1024
 """What clients allow at least, in tokens: no policy may learn an answer's length from its limit."""
-_KV_COPY_BYTES_PER_S = 100e9
-"""How fast KV moves inside a slice's memory when a system that sizes it in advance resizes it."""
+_KV_RESIZE_BYTES_PER_S = 40e9
+"""How fast systems that size KV memory in advance get it, in bytes of its new size: SLINFER's
+figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with copying what was in it."""
 
 
 class Stuck(AssertionError):
@@ -59,10 +60,11 @@ class Simulation:
         machine: SimMachine,
         models: Sequence[SimModel],
         requests: Iterable[SimRequest],
-        slo: SloRule,
+        slo: SloRule | None,
         settings: Settings,
     ) -> None:
-        """`requests` in order of arrival, of any length; they are read as time goes by."""
+        """`requests` in order of arrival, of any length; they are read as time goes by. `slo`
+        None: each model's own targets hold."""
         self.machine = machine
         self.settings = settings
         self.models = {model.spec.id: model for model in models}
@@ -135,7 +137,7 @@ class Simulation:
             prompt_len=prompt,
             max_new_tokens=min(max(owed, _OUTPUT_LIMIT), spec.max_context - prompt),
             arrival_s=self.timeline.now,
-            slo=self._slo(prompt),
+            slo=spec.slo if self._slo is None else self._slo(prompt),
             prefix_hashes=coming.prefix_hashes,
         )
         self.arrived += 1
@@ -223,15 +225,10 @@ class Simulation:
     # ---- memory sized in advance ----------------------------------------------------------------
 
     def _resize(self, model: str, slice_id: str, kv_bytes: int) -> None:
-        """What is held is copied into new memory; meanwhile the instance computes nothing."""
+        """Meanwhile the instance computes nothing; a new one loads its weights first."""
         here = self.slices[slice_id]
-        spec = self.models[model].spec
-        held = sum(
-            len(seq.blocks) * spec.kv_block_bytes
-            for seq in here.seqs.values() if seq.spec.id == model
-        )  # fmt: skip
         here.pause(model)
-        took_s = held / _KV_COPY_BYTES_PER_S
+        took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S + here.load_left_s(model)
         self.timeline.at(self.timeline.now + took_s, self._resized, here, model, kv_bytes)
 
     def _resized(self, here: SimSlice, model: str, kv_bytes: int) -> None:
