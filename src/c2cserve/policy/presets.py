@@ -18,9 +18,9 @@ fixed number of requests (`policy.limits`). `scatter`: any slice with a free pla
 Turn = Literal["headroom", "arrival"]
 """Which model and which of its requests run next on a slice: least headroom first, or first come
 first served."""
-Chunks = Literal["headroom", "smallest", "whole"]
+Chunks = Literal["headroom", "smallest", "fixed", "whole"]
 """Prompts are computed in chunks as large as headroom allows, in the smallest ones that are in time
-(C2CServe section 6.3), or not at all, one prompt a step."""
+(C2CServe section 6.3), in ones as large as the slice takes, or not at all, one prompt a step."""
 
 ANY_SLICE: tuple[SliceKind, ...] = ("gpu", "green", "mig", "cpu")
 GPU_ONLY: tuple[SliceKind, ...] = ("gpu", "green", "mig")
@@ -117,14 +117,15 @@ SLINFER = Preset(
 )
 
 SUPERINFER = Preset(
-    "superinfer", "scatter", share=False, turn="arrival", rotation=RotationSettings(), alpha=False
-)
+    "superinfer", "scatter", share=False, turn="arrival", chunks="fixed",
+    rotation=RotationSettings(), alpha=False,
+)  # fmt: skip
 """SuperInfer's slices, with a load balancer in front: it has one model per device and no placing
 of its own."""
 
-FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="whole", alpha=False)
+FCFS = Preset("fcfs", "scatter", turn="arrival", chunks="fixed", alpha=False)
 
-C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="whole", alpha=False)
+C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=False)
 """C2CServe without placement, chunk sizing and control of alpha (its section 9.4)."""
 
 PRESETS = {

@@ -306,7 +306,7 @@ class SlicePolicy:
             return chunk_tokens(model.time, decodes, self._models.values(), now, most)
         if chunks == "smallest":
             return smallest_chunk_tokens(model.time, decodes, first, now, most)
-        return min(most, first.expected - first.issued)
+        return most if chunks == "fixed" else min(most, first.expected - first.issued)
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
