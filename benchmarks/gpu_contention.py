@@ -150,7 +150,8 @@ def main() -> None:
     bench = Contention(machine, given)
     rows = [row for home in homes for row in bench.run(home)]
     results = {"gpu": machine.name, "picked_by": machine.picked_by, "rows": rows}
-    report(results, given.out, show=False, **{k: str(v) for k, v in vars(given).items()})
+    shown = {name: str(value) for name, value in vars(given).items()}
+    report(results, given.out, show=False, arguments=shown)
 
 
 def _arguments() -> argparse.Namespace:

@@ -46,7 +46,7 @@ class Staging:
         buffer = self._buffers[self._turn]
         host = buffer.hold(size)
         for tensor, offset in zip(tensors.values(), offsets, strict=True):
-            host[offset : offset + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+            host[offset : offset + tensor.nbytes] = _bytes(tensor)
         there = host.to(self._device, non_blocking=True)
         buffer.copied.record()
         moved = {
@@ -54,3 +54,10 @@ class Staging:
             for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
         }
         return replace(batch, **moved)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Its elements' bytes, in order."""
+    if not tensor.numel():  # numpy gives those strides that torch does not take
+        return torch.empty(0, dtype=torch.uint8)
+    return tensor.flatten().view(torch.uint8)
