@@ -50,6 +50,7 @@ COMMANDS = {
     ),
     "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
     "simulate": Lazy("c2cserve.cli.simulate", "simulate", "Simulate machines, models, traces."),
+    "plan": Lazy("c2cserve.cli.plan", "plan", "How many models fit; which machine is enough."),
     "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
     "version": Lazy("c2cserve.cli.main", "version", "Print the version."),
 }

@@ -2,6 +2,8 @@
 exist."""
 
 import json
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +13,17 @@ from c2cserve.cli.output import CliError, console, print_json
 
 if TYPE_CHECKING:
     from c2cserve.sim.run import Scenario
+    from c2cserve.sim.workload.build import WorkloadSettings
 
 Hardware = Annotated[str, typer.Option(help="MACHINE, MACHINE:LAYOUT, or a TOML file.")]
-Catalog = Annotated[str, typer.Option(help="SHAPE*COUNT,... e.g. llama-3.1-8b*64.")]
+Catalog = Annotated[
+    str, typer.Option(help="SHAPE*COUNT,... e.g. llama-3.1-8b*64, or a server's catalogue file.")
+]
 Trace = Annotated[str, typer.Option(help="A packaged trace, a CSV file, or synthetic:rate=5,...")]
 Policy = Annotated[str, typer.Option(help="A preset of policies.")]
-SloText = Annotated[str, typer.Option(help="TTFT,TPOT in seconds, or slinfer.")]
+SloText = Annotated[
+    str, typer.Option(help="TTFT,TPOT in seconds, slinfer, or catalog: each model's own.")
+]
 Seed = Annotated[int, typer.Option(help="Of everything that is drawn.")]
 TimeScale = Annotated[float, typer.Option(min=1e-6, help="Run the trace so many times as fast.")]
 Start = Annotated[float, typer.Option(min=0, help="Skip so many seconds of the trace.")]
@@ -48,7 +55,7 @@ def simulate(
     catalog: Catalog = "llama-3.1-8b*64",
     trace: Trace = "",
     policy: Policy = "c2cserve",
-    slo: SloText = "1,0.1",
+    slo: SloText = "catalog",
     seed: Seed = 0,
     time_scale: TimeScale = 1,
     start_s: Start = 0,
@@ -73,17 +80,14 @@ def simulate(
     from c2cserve.sim.faults import parse_fault
     from c2cserve.sim.hardware import SliceSettings
     from c2cserve.sim.run import Scenario
-    from c2cserve.sim.workload.build import WorkloadSettings
 
-    try:
+    with mistakes():
         if study:
             _study(study, trace, seed, quick, out, plots)
             return
-        workload = WorkloadSettings(
-            trace=trace or "slinfer64", seed=seed, time_scale=time_scale, start_s=start_s,
-            duration_s=float("inf") if duration_s is None else duration_s, limit=limit,
-            rate_scale=rate_scale,
-            lengths=lengths, mapping=mapping, where=dict(map(_pair, where or [])),
+        workload = workload_settings(
+            trace or "slinfer64", seed, time_scale, start_s, duration_s, limit, rate_scale, lengths,
+            mapping, where,
         )  # fmt: skip
         scenario = Scenario(
             hardware, catalog, workload, slo, policy,
@@ -92,10 +96,40 @@ def simulate(
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip
         _scenario(scenario, out)
+
+
+@contextmanager
+def mistakes() -> Generator[None]:
+    """What a simulation can not be made of, as one line."""
+    try:
+        yield
     except OSError as error:
         raise CliError(f"{error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise CliError(str(error), 2) from error
+
+
+def workload_settings(
+    trace: str,
+    seed: int,
+    time_scale: float,
+    start_s: float,
+    duration_s: float | None,
+    limit: int | None,
+    rate_scale: float,
+    lengths: str,
+    mapping: str,
+    where: list[str] | None,
+) -> "WorkloadSettings":
+    """Raises ValueError."""
+    from c2cserve.sim.workload.build import WorkloadSettings
+
+    return WorkloadSettings(
+        trace=trace, seed=seed, time_scale=time_scale, start_s=start_s,
+        duration_s=float("inf") if duration_s is None else duration_s, limit=limit,
+        rate_scale=rate_scale,
+        lengths=lengths, mapping=mapping, where=dict(map(_pair, where or [])),
+    )  # fmt: skip
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -106,11 +140,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _scenario(scenario: "Scenario", out: Path | None) -> None:
+    from c2cserve.cli.catalog_shapes import find_models
     from c2cserve.cli.simulate_show import show
     from c2cserve.sim.run import simulate as run
 
-    result = run(scenario)
-    if _write(out, result.as_json()):
+    result = run(scenario, find_models(scenario.catalog))
+    if write(out, result.as_json()):
         show(scenario, result)
 
 
@@ -131,11 +166,11 @@ def _study(
             raise CliError("plots need matplotlib: pip install 'c2cserve[plots]'") from error
         for path in save(result.figures, plots):
             console().print(f"wrote {path}")
-    if _write(out, result.as_json()):
+    if write(out, result.as_json()):
         show_study(result)
 
 
-def _write(out: Path | None, value: dict[str, Any]) -> bool:
+def write(out: Path | None, value: dict[str, Any]) -> bool:
     """False: it went to stdout, where nothing else may go."""
     if out is not None and str(out) == "-":
         print_json(value)

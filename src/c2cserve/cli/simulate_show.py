@@ -12,7 +12,7 @@ from c2cserve.sim.studies.registry import StudyResult
 
 def show(scenario: Scenario, result: Report) -> None:
     heads = ("", "mean", "p50", "p90", "p95", "p99", "within target")
-    table = _table(f"{scenario.policy} on {scenario.hardware}: {scenario.catalog}", heads)
+    table = make_table(f"{scenario.policy} on {scenario.hardware}: {scenario.catalog}", heads)
     for name, one, met in (
         ("TTFT", result.ttft, result.ttft_attainment),
         ("TPOT", result.tpot, result.tpot_attainment),
@@ -34,7 +34,7 @@ def show(scenario: Scenario, result: Report) -> None:
 
 def _slices(result: Report) -> Table:
     heads = ("slice", "computing", "in use", "held", "steps", "switches", "loads", "streamed")
-    table = _table("Slices (shares of the time)", heads)
+    table = make_table("Slices (shares of the time)", heads)
     for name, node in result.nodes.items():
         shares = (f"{share:.0%}" for share in (node.busy, node.used, node.held))
         counts = (str(node.steps), str(node.switches), str(node.loads))
@@ -43,7 +43,7 @@ def _slices(result: Report) -> Table:
 
 
 def _links(result: Report) -> Table:
-    table = _table("Links", ("link", "moved", "mean rate", "busy"))
+    table = make_table("Links", ("link", "moved", "mean rate", "busy"))
     for name, link in result.links.items():
         if link.moved_bytes > 0 and not name.endswith("compute"):
             rate = f"{link.mean_bytes_per_s / 1e9:.1f} GB/s"
@@ -52,7 +52,7 @@ def _links(result: Report) -> Table:
 
 
 def show_study(result: StudyResult) -> None:
-    table = _table(result.title, ("", "ours", "published", "note"))
+    table = make_table(result.title, ("", "ours", "published", "note"))
     for finding in result.findings:
         table.add_row(finding.what, finding.ours, finding.published, finding.note)
     console().print(table)
@@ -63,7 +63,7 @@ def show_studies(studies: Mapping[str, str]) -> None:
         console().print(f"{name}: {what}")
 
 
-def _table(title: str, heads: Sequence[str]) -> Table:
+def make_table(title: str, heads: Sequence[str]) -> Table:
     """The first column holds names, the others figures."""
     table = Table(title=title)
     for index, head in enumerate(heads):

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from math import sqrt
+from math import inf, sqrt
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import RunStep
@@ -13,6 +13,9 @@ from c2cserve.sim.hardware import Lane
 from c2cserve.sim.kept import KeptWeights
 from c2cserve.sim.links import Flow
 from c2cserve.sim.shared import Use, World
+
+_WAITED = 1.001
+"""A step that took so many times its floor waited for the link: less is rounding."""
 
 
 class Compute:
@@ -52,6 +55,8 @@ class Compute:
         """Number of the latest plan for when what runs is done; earlier ones are void."""
         self._flow: Flow | None = None
         self._last_model = ""
+        self._floor_s = self._compute_share = 0.0
+        """Of the step under way."""
         self._memory_bytes = self._moved_before = 0.0
         """What the step under way moves in memory; and what its link had carried when it began."""
 
@@ -128,6 +133,7 @@ class Compute:
         floor_s = cost.floor_s
         if world.noise:
             floor_s *= world.random.lognormvariate(0.0, world.noise)
+        self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = cost.link_bytes if lane.h2d and world.streams else 0.0
         self.use.streamed_bytes += streamed
         if alpha is not None and lane.h2d:
@@ -156,6 +162,7 @@ class Compute:
         self._flow = None
         self._took_s[turn] += now - self._step_s
         self._times[turn] += 1
+        self._account(now - self._step_s)
         if self._world.hybrid and self._lane.h2d:
             self._measure_gemms(step, now - self._step_s)
         ended = self._advance(step, 1, now, 0.0)
@@ -181,10 +188,11 @@ class Compute:
             scale = world.random.lognormvariate(0.0, spread)
         ahead = min(len(run.order) // len(steps), *owed) // 2
         costs = [
-            scale * world.costs.step(step, model, lane, 1.0, None, ahead).floor_s
+            world.costs.step(step, model, lane, 1.0, None, ahead)
             for step, model in zip(steps, models, strict=True)
         ]
-        burst = self._burst = Burst(costs, run.order, owed)
+        self._floor_s, self._compute_share = inf, costs[0].compute_share
+        burst = self._burst = Burst([scale * cost.floor_s for cost in costs], run.order, owed)
         if lane.compute:
             route = (lane.compute,)
             self._flow = world.network.start(route, burst.work, 1.0, self._burst_done)
@@ -204,6 +212,7 @@ class Compute:
         assert burst is not None
         self._burst = self._flow = None
         stretch = (now - self._started_s) / burst.work
+        self._account(now - self._started_s)
         for index, (times, first, last) in enumerate(burst.spans()):
             step = run.then[index - 1] if index else run.step
             self._times[index] = times
@@ -219,6 +228,17 @@ class Compute:
         self._finish(run)
 
     # ---- what steps come to ---------------------------------------------------------------------
+
+    def _account(self, took_s: float) -> None:
+        """What decided how long that took. A step that took longer than its floor waited for the
+        link, all along: nothing else would have made it shorter."""
+        use = self.use
+        use.kv_byte_s += self._book.held_bytes * took_s
+        if took_s > self._floor_s * _WAITED and not self._lane.compute:
+            use.link_s += took_s
+        else:
+            use.compute_s += took_s * self._compute_share
+            use.memory_s += took_s * (1.0 - self._compute_share)
 
     def _advance(self, step: Step, times: int, last_s: float, gap_s: float) -> bool:
         """The step ran so many times, the last one until `last_s`. True: a sequence has ended."""

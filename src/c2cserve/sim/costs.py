@@ -39,6 +39,8 @@ class StepCost:
     floor_s: float
     link_bytes: float
     """Of weights that are not kept."""
+    compute_share: float
+    """Of the floor, that compute decides; memory decides the rest. Of measured tables: prefills."""
     memory_bytes: float = 0.0
     """Read and written in the slice's own memory, as far as a roofline says."""
 
@@ -84,8 +86,8 @@ class Costs:
         if terms is None:
             terms = self._terms[key] = self._prepare(model, lane)
         if terms.table is not None:
-            floor_s = _from_table(step, terms.table, ahead)
-            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept))
+            floor_s, share = _from_table(step, terms.table, ahead)
+            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept), share)
         tokens = pairs = context = 0
         for part in step.seqs:
             start = part.start + ahead
@@ -103,7 +105,8 @@ class Costs:
             memory_s += (1.0 - kept) * (1.0 - alpha) * terms.partial_token_s * tokens
             streamed *= alpha * ceil(tokens / _TILE) + 1.0 - alpha
         floor_s = max(compute_s, memory_s) + terms.fixed_s
-        return StepCost(floor_s, streamed, memory_s * lane.hbm_bytes_per_s)
+        share = float(compute_s >= memory_s)
+        return StepCost(floor_s, streamed, share, memory_s * lane.hbm_bytes_per_s)
 
     def _prepare(self, model: SimModel, lane: Lane) -> _Terms:
         shape = model.shape
@@ -120,9 +123,9 @@ class Costs:
         )
 
 
-def _from_table(step: Step, table: StepTable, ahead: int) -> float:
-    """Decodes as one batch; prefills one after another. What a step costs however little is in it
-    is paid once."""
+def _from_table(step: Step, table: StepTable, ahead: int) -> tuple[float, float]:
+    """Seconds, and the prefills' share of them. Decodes as one batch; prefills one after another.
+    What a step costs however little is in it is paid once."""
     prefill_s = 0.0
     prefills = decodes = length = 0
     for part in step.seqs:
@@ -136,4 +139,4 @@ def _from_table(step: Step, table: StepTable, ahead: int) -> float:
     if decodes:
         total_s += table.decode_s(decodes, length / decodes)
         prefills += 1
-    return total_s - table.base_s * max(0, prefills - 1)
+    return total_s - table.base_s * max(0, prefills - 1), prefill_s / total_s

@@ -39,7 +39,7 @@ def _profile(costs: Costs, lanes: Sequence[Lane], models: Sequence[SimModel]) ->
         return costs.step(Step(0, model.spec.id, parts), model, lane, 1.0).floor_s
 
     prompts = [tokens for tokens in _PROMPTS if tokens <= longest]
-    lengths = [length for length in _LENGTHS if length <= longest]
+    lengths = [length for length in _LENGTHS if length <= longest] or [longest]
     return Profiled(
         slices=tuple(one.slice.id for one in lanes),
         models=tuple(one.spec.id for one in models),

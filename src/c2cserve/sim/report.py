@@ -45,6 +45,12 @@ class NodeUse:
     switches: int
     loads: int
     streamed_bytes: float
+    compute: float
+    memory: float
+    link: float
+    """Steps ran whose time arithmetic, the slice's own memory, or the link decided."""
+    kv: float
+    """Of the memory for KV, what was held while steps ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,5 +164,10 @@ def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
             switches=sum(use.switches for use in uses),
             loads=sum(use.loads for use in uses),
             streamed_bytes=sum(use.streamed_bytes for use in uses),
+            compute=sum(use.compute_s for use in uses) / duration_s,
+            memory=sum(use.memory_s for use in uses) / duration_s,
+            link=sum(use.link_s for use in uses) / duration_s,
+            kv=sum(use.kv_byte_s for use in uses)
+            / max(1e-9, lane.slice.kv_bytes * sum(use.busy_s for use in uses)),
         )
     return nodes

@@ -1,6 +1,6 @@
 """One simulation from plain settings: what the command line and the studies call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.request import Slo
@@ -22,7 +22,8 @@ class Scenario:
     hardware: str
     catalog: str
     workload: WorkloadSettings
-    slo: str = "1,0.1"
+    slo: str = "catalog"
+    """`TTFT,TPOT` in seconds; `slinfer` (`slo_rule`); `catalog`: each model's own."""
     policy: str = "c2cserve"
     slices: SliceSettings = SliceSettings()
     patience: float = 20.0
@@ -42,7 +43,9 @@ def slo_rule(text: str) -> SloRule:
     try:
         ttft_s, tpot_s = (float(part) for part in text.split(","))
     except ValueError as error:
-        raise ValueError(f"the SLO {text!r} is not TTFT,TPOT in seconds, nor slinfer") from error
+        raise ValueError(
+            f"the SLO {text!r} is not TTFT,TPOT in seconds, slinfer or catalog"
+        ) from error
     if ttft_s <= 0 or tpot_s <= 0:
         raise ValueError(f"targets must be greater than 0: {text}")
     slo = Slo(ttft_s, tpot_s)
@@ -52,10 +55,11 @@ def slo_rule(text: str) -> SloRule:
 def prepare(
     scenario: Scenario,
     models: Sequence[SimModel] | None = None,
-    requests: Sequence[SimRequest] | None = None,
+    requests: Iterable[SimRequest] | None = None,
+    machine: SimMachine | None = None,
 ) -> Simulation:
-    """The simulation, not yet run; `models` and `requests` replace what the scenario names. Raises
-    ValueError (and its kinds), OSError."""
+    """The simulation, not yet run; `models`, `requests` and `machine` replace what the scenario
+    names. Raises ValueError (and its kinds), OSError."""
     if scenario.policy not in PRESETS:
         raise ValueError(f"no policy {scenario.policy!r}; there are: {', '.join(PRESETS)}")
     preset = PRESETS[scenario.policy]
@@ -73,10 +77,12 @@ def prepare(
         hybrid=scenario.hybrid,
         lookahead=scenario.lookahead,
     )
-    machine = build(scenario.hardware, scenario.slices, preset)
+    if machine is None:
+        machine = build(scenario.hardware, scenario.slices, preset)
     if preset.swaps or not preset.streams:
         _check_fit(machine, models, scenario)
-    return Simulation(machine, models, requests, slo_rule(scenario.slo), settings)
+    slo = None if scenario.slo == "catalog" else slo_rule(scenario.slo)
+    return Simulation(machine, models, requests, slo, settings)
 
 
 def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
@@ -89,8 +95,9 @@ def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenar
             )
 
 
-def simulate(scenario: Scenario) -> Report:
-    """Raises ValueError (and its kinds), OSError; AssertionError if an invariant breaks."""
-    simulation = prepare(scenario)
+def simulate(scenario: Scenario, models: Sequence[SimModel] | None = None) -> Report:
+    """`models` replace those that the scenario names. Raises ValueError (and its kinds), OSError;
+    AssertionError if an invariant breaks."""
+    simulation = prepare(scenario, models)
     simulation.run()
     return report(simulation)

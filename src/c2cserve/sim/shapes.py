@@ -10,9 +10,6 @@ from typing import Any
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 
-_WEIGHT_BYTES = 2
-"""bfloat16 or float16, weights and KV alike."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -30,6 +27,8 @@ class Shape:
     expert_parameters: int = 0
     """One expert, all layers."""
     table: str = ""
+    item_bytes: int = 2
+    """Of a weight and of a number in KV; 2: bfloat16 or float16."""
 
     @property
     def active_parameters(self) -> int:
@@ -38,11 +37,11 @@ class Shape:
 
     @property
     def kv_token_bytes(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * _WEIGHT_BYTES
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.item_bytes
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * _WEIGHT_BYTES
+        return self.parameters * self.item_bytes
 
     def spec(self, model: str) -> ModelSpec:
         return ModelSpec(
@@ -54,7 +53,7 @@ class Shape:
             parameters=self.parameters,
             experts=self.experts,
             experts_per_token=self.experts_per_token,
-            expert_bytes=self.expert_parameters * _WEIGHT_BYTES,
+            expert_bytes=self.expert_parameters * self.item_bytes,
         )
 
 

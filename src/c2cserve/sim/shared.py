@@ -64,3 +64,10 @@ class Use:
     streamed_bytes: float = 0.0
     moved_bytes: int = 0
     """Of KV, between the slice and the host."""
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    link_s: float = 0.0
+    """Time of steps by what decided how long they took: arithmetic, the slice's own memory, or the
+    link. Together, the time of all steps that have ended."""
+    kv_byte_s: float = 0.0
+    """Bytes of KV that were held while steps ran, times seconds."""

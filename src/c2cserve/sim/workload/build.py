@@ -44,10 +44,31 @@ class WorkloadSettings:
 
 def workload(settings: WorkloadSettings, models: Sequence[SimModel]) -> list[SimRequest]:
     """Raises OSError, `rows.TraceError`, ValueError."""
-    rows = _rows(settings)
-    end_s = settings.start_s + settings.duration_s
-    rows = [row for row in rows if settings.start_s <= row.t_s < end_s][: settings.limit]
+    rows = _chosen(settings)
     names = _model_names(rows, settings, [model.spec.id for model in models])
+    return _requests(rows, names, settings)
+
+
+def by_source(settings: WorkloadSettings) -> dict[str, list[SimRequest]]:
+    """The requests of each source of the trace, with the source in place of a model, in the order
+    that `settings.mapping` gives sources; one source "" where a trace names none. Raises as
+    `workload`."""
+    rows = _chosen(settings)
+    found: dict[str, list[SimRequest]] = {source: [] for source in _sources(rows, settings)}
+    for request in _requests(rows, [row.source for row in rows], settings):
+        found[request.model].append(request)
+    return found
+
+
+def _chosen(settings: WorkloadSettings) -> list[Row]:
+    end_s = settings.start_s + settings.duration_s
+    rows = [row for row in _rows(settings) if settings.start_s <= row.t_s < end_s]
+    return rows[: settings.limit]
+
+
+def _requests(
+    rows: Sequence[Row], names: Sequence[str], settings: WorkloadSettings
+) -> list[SimRequest]:
     lengths = None
     random = Random(f"{settings.seed}/lengths")
     requests: list[SimRequest] = []
@@ -83,17 +104,21 @@ def _rows(settings: WorkloadSettings) -> list[Row]:
 def _model_names(
     rows: Sequence[Row], settings: WorkloadSettings, models: Sequence[str]
 ) -> list[str]:
-    if settings.mapping not in {"order", "shuffle"}:
-        raise ValueError(f"mapping is order or shuffle, not {settings.mapping!r}")
-    random = Random(f"{settings.seed}/mapping")
-    if not any(row.source for row in rows):
+    sources = _sources(rows, settings)
+    if sources == [""]:
         weights = [1 / (rank + 1) ** settings.zipf for rank in range(len(models))]
-        return random.choices(models, weights, k=len(rows))
-    sources = sorted({row.source for row in rows}, key=_by_number)
-    if settings.mapping == "shuffle":
-        random.shuffle(sources)
+        return Random(f"{settings.seed}/mapping").choices(models, weights, k=len(rows))
     names = {source: models[index % len(models)] for index, source in enumerate(sources)}
     return [names[row.source] for row in rows]
+
+
+def _sources(rows: Sequence[Row], settings: WorkloadSettings) -> list[str]:
+    if settings.mapping not in {"order", "shuffle"}:
+        raise ValueError(f"mapping is order or shuffle, not {settings.mapping!r}")
+    sources = sorted({row.source for row in rows}, key=_by_number)
+    if settings.mapping == "shuffle":
+        Random(f"{settings.seed}/mapping").shuffle(sources)
+    return sources
 
 
 def _by_number(source: str) -> tuple[int, str]:

@@ -1,0 +1,147 @@
+"""Planning: what fits, what binds, and that more of what binds is what helps."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from c2cserve.cli.catalog_shapes import find_models
+from c2cserve.cli.main import app
+from c2cserve.sim.hardware import SliceSettings, build
+from c2cserve.sim.plan import Plan, Planner, grown
+from c2cserve.sim.relief import RELIEFS
+from c2cserve.sim.run import Scenario
+from c2cserve.sim.shapes import catalogue
+from c2cserve.sim.workload.build import WorkloadSettings
+from c2cserve.sim.workload.growing import GrowingLoad
+
+SPECIALISTS = Path(__file__).parents[3] / "examples" / "specialists" / "catalog.toml"
+STEADY = "synthetic:rate=16,duration=40,sources=16,zipf=0,prompt=300,output=40"
+
+
+def planner(trace: str, catalog: str, slo: str = "1,0.1", kv_share: float = 0.5) -> Planner:
+    slices = SliceSettings(kv_share)
+    scenario = Scenario("", catalog, WorkloadSettings(trace), slo, slices=slices, noise=0.0)
+    return Planner(scenario, catalogue(catalog), 0.95, lambda what, share: None)
+
+
+def largest(trace: str, hardware: str, slo: str = "1,0.1") -> Plan:
+    return planner(trace, "llama-3.1-8b*4", slo).largest_catalogue(hardware, 64)
+
+
+def test_the_largest_catalogue_is_where_trials_begin_to_fail() -> None:
+    plan = largest(STEADY, "gh200")
+    assert plan.best is not None
+    assert plan.beyond is not None
+    assert plan.grows
+    assert plan.best.attainment >= 0.95 > plan.beyond.attainment
+    assert 0 < plan.beyond.models - plan.best.models <= max(1, 0.02 * plan.best.models)
+    assert len({trial.models for trial in plan.trials}) == len(plan.trials)
+    use = plan.beyond.use
+    assert use.compute + use.bandwidth + use.link == pytest.approx(use.busy, abs=1e-3)
+
+
+def test_a_slow_link_binds_and_a_faster_machine_serves_more() -> None:
+    """All weights stream in every step: there is no room to keep any."""
+    slow, fast = (
+        planner(STEADY, "llama-3.2-3b*4", kv_share=1.0).largest_catalogue(hardware, 64)
+        for hardware in ("h200-x1", "gh200-144")
+    )
+    assert slow.binds == fast.binds == "link"
+    assert fast.best is not None
+    assert fast.best.models > (slow.best.models if slow.best else 0)
+    assert slow.beyond is not None
+    assert slow.beyond.use.link > 0.5
+    assert slow.beyond.use.busiest_link > 0.5
+
+
+def test_long_prompts_bind_compute() -> None:
+    trace = "synthetic:rate=3,duration=40,sources=1,zipf=0,prompt=12000,output=2"
+    plan = planner(trace, "llama-3.2-1b", "1,1").largest_catalogue("gh200:mig7", 64)
+    assert plan.best is None
+    assert plan.binds == "compute"
+
+
+def test_the_smallest_machine_is_the_first_that_is_enough() -> None:
+    one = planner(STEADY, "llama-3.2-3b*5", kv_share=1.0)
+    plan = one.smallest_machine(["h200-x1", "gh200-144", "gb200"])
+    assert [trial.passed for trial in plan.trials] == [False, True]
+    assert plan.best is not None
+    assert plan.best.hardware == "gh200-144"
+    assert plan.beyond is plan.trials[0]
+
+
+def test_nothing_is_enough_for_targets_that_no_machine_meets() -> None:
+    plan = largest(STEADY, "gh200", "0.0001,0.0001")
+    assert plan.best is None
+    assert [trial.models for trial in plan.trials] == [4, 2, 1]
+    assert not plan.binds
+
+
+def test_load_grows_with_the_catalogue() -> None:
+    load = GrowingLoad(WorkloadSettings(STEADY))
+    counts = [len(load.of(grown(catalogue("llama-2-7b"), count))) for count in (4, 16, 32)]
+    assert counts[0] < counts[1]
+    assert counts[2] == 2 * counts[1]
+    twice = load.of(grown(catalogue("llama-2-7b"), 32))
+    assert [r.arrival_s for r in twice] == sorted(r.arrival_s for r in twice)
+    assert max(r.arrival_s for r in twice) <= 40
+
+
+def test_load_of_a_trace_that_names_no_models_is_spread() -> None:
+    load = GrowingLoad(WorkloadSettings("azure-conv", limit=300))
+    assert not load.grows
+    few, many = (load.of(grown(catalogue("llama-2-7b"), count)) for count in (2, 50))
+    assert len(few) == len(many) == 300
+    assert len({request.model for request in many}) > 10
+
+
+def test_copies_are_models_of_their_own() -> None:
+    models = grown(catalogue("llama-2-7b*2"), 5)
+    assert len({model.spec.id for model in models}) == 5
+
+
+def test_reliefs_give_more_of_one_thing() -> None:
+    machine = build("a100x4+xeon6462cx4")
+    lane = machine.lanes[0]
+    table = machine.hardware.tables.get("llama-2-7b", lane.table)
+    assert table is not None
+    for name, relief in RELIEFS.items():
+        more = relief(machine, 2.0)
+        other = more.lanes[0]
+        faster = more.hardware.tables.get("llama-2-7b", lane.table)
+        assert faster is not None
+        assert (other.flops == 2 * lane.flops) == (name == "compute")
+        assert (other.hbm_bytes_per_s == 2 * lane.hbm_bytes_per_s) == (name == "HBM bandwidth")
+        assert (other.slice.kv_bytes > lane.slice.kv_bytes) == (name == "HBM")
+        assert (more.links == machine.links) == (name != "link")
+        assert (more.hardware.pool_bytes > machine.hardware.pool_bytes) == (name == "host memory")
+        assert (faster.prefill_s(0, 512) < table.prefill_s(0, 512)) == (name == "compute")
+        assert (faster.decode_s(4, 512) < table.decode_s(4, 512)) == (name == "HBM bandwidth")
+
+
+def test_a_servers_own_catalogue_has_its_sizes_and_targets() -> None:
+    models = {model.spec.id: model for model in find_models(str(SPECIALISTS))}
+    assert set(models) == {"sorter-llama", "adder-qwen", "reverser-moe", "chatter-qwen2"}
+    assert models["reverser-moe"].spec.experts > 1
+    for model in models.values():
+        assert model.spec.slo.ttft_s == 0.5
+        assert model.spec.kv_block_bytes == model.shape.kv_token_bytes * 16
+        assert model.spec.step_bytes(1) <= model.spec.weight_bytes
+
+
+def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    with pytest.raises(SystemExit) as ended:
+        app([
+            "plan", "--hardware", "gh200", "--catalog", str(SPECIALISTS), "--limit", "40",
+            "--trace", "azure-conv", "--most", "8", "--json", str(out),
+        ])  # fmt: skip
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert "gh200 serves" in said
+    written = json.loads(out.read_text())
+    assert written["best"]["attainment"] >= 0.95
+    assert not written["grows"]
+    assert [trial["models"] for trial in written["trials"]] == [4, 8]
+    assert written["beyond"] is None
