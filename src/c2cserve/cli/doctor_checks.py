@@ -14,7 +14,7 @@ from pathlib import Path
 from c2cserve import __version__
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.output import show_bytes
-from c2cserve.core.machine import Machine, Slice
+from c2cserve.core.machine import Gpu, Machine, Slice
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
@@ -184,10 +184,21 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         kind = "MIG instance" if gpu.mig else "GPU"
         text = f"{kind} of {gpu.id}: {gpu.name}, {show_bytes(gpu.memory_bytes)}"
         text += f" ({show_bytes(gpu.memory_free_bytes)} free), {gpu.sms} SMs"
+        if not gpu.mig and len(machine.gpus) > 1:
+            text += f"; reads the memory of {_readable(machine, gpu)}"
         yield Finding(Level.OK, "GPUs", text)
+    if any(gpu.readable for gpu in machine.gpus):
+        text = "one without slices can lend its memory: serve --gpu-slices whole@0 --gpu-peer-bytes"
+        yield Finding(Level.OK, "peer memory", text)
     for obstacle in obstacles(machine.gpus) if machine.gpus else ():
         fix = f"{obstacle.fix}; or {CPUS_INSTEAD}"
         yield Finding(Level.FAIL, "GPU slices", obstacle.text, fix)
+
+
+def _readable(machine: Machine, gpu: Gpu) -> str:
+    """Which of the server's own GPUs, by their numbers."""
+    numbers = [f"GPU {other.id}" for other in machine.gpus if other.uuid in gpu.readable]
+    return ", ".join(numbers) or "no other GPU"
 
 
 def check_limits() -> Iterator[Finding]:

@@ -74,7 +74,9 @@ def serve(
     kv_bytes: Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")] = None,
     gpu_slices: Annotated[
         str,
-        typer.Option(help="none; whole: one per GPU; 16x7: of each GPU 7 of 16 SMs."),
+        typer.Option(
+            help="none; whole: one per GPU; 16x7: of each GPU 7 of 16 SMs; whole@0,1: on these."
+        ),
     ] = NO_GPUS,
     gpu_kv_bytes: Annotated[
         int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
@@ -83,6 +85,10 @@ def serve(
         ProfileChoice,
         typer.Option(help="Pick GEMM dataflows by this machine's profile or by an H200's rates."),
     ] = "measured",
+    gpu_peer_bytes: Annotated[
+        int,
+        typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes."),
+    ] = 0,
     pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
     pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
         "/dev/shm"
@@ -113,7 +119,9 @@ def serve(
     """Serve a catalogue of models over HTTP."""
     options = Options(
         catalog, host, port,
-        SliceWishes(slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile),
+        SliceWishes(
+            slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes
+        ),
         pool_bytes, pool_dir, record, log_level, log_format, hang_timeout, drain_timeout,
         AdmissionSettings(max_waiting=max_waiting, patience=patience),
         ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),

@@ -20,6 +20,7 @@ from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
+from c2cserve.policy.lending import Lending
 from c2cserve.policy.residency import Residency
 from c2cserve.runtime.live.slice_world import SliceWorld, WeightUse
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
+    from c2cserve.memory.peer_pool import PeerPool
 
 _SAMPLER_THREADS = 4
 """Of a GPU slice, for rows that its GPU does not draw itself."""
@@ -100,6 +102,8 @@ class _GpuBackend:
         self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
         self._id = slice_.id
         self._shared = shared
+        self._names: dict[str, str] = {}
+        """Of models' segments."""
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
@@ -112,6 +116,8 @@ class _GpuBackend:
 
     def open(self, model: str, path: Path) -> Segment:
         segment = self._shared.segments.open(path)
+        self._names[model] = path.name
+        self._look()  # an older view may take the segment's addresses for another's
         if self._gpu.cache is not None:
             self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
         return segment
@@ -120,18 +126,28 @@ class _GpuBackend:
         self._gpu.finish()
         if self._gpu.cache is not None:
             self._gpu.cache.forget(model)
+        del self._names[model]
         self._shared.segments.close(path)
 
     def begin(self, step: Step) -> None:
         streaming = self._shared.streaming
         streaming.add(self._id)
         self._gpu.linear.neighbours = len(streaming) - 1
+        peers = self._gpu.peers
+        if peers is not None and step.model in self._names:
+            peers.look()
+            peers.pool.used(self._names[step.model])
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
     def polled(self) -> None:
+        self._look()
         if not self.executor.computing:
             self._shared.streaming.discard(self._id)
+
+    def _look(self) -> None:
+        if self._gpu.peers is not None:
+            self._gpu.peers.look()
 
     @property
     def weights(self) -> WeightUse:
@@ -139,8 +155,11 @@ class _GpuBackend:
         steps = 0 if graphs is None else graphs.replays
         if cache is None:
             return WeightUse(graph_steps=steps)
-        counts = cache.counts
-        return WeightUse(cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps)
+        counts, peers = cache.counts, self._gpu.peers
+        return WeightUse(
+            cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps,
+            lent_bytes=0 if peers is None else peers.pool.bytes, peer_bytes=counts.peer_bytes,
+        )  # fmt: skip
 
 
 class NoEngine(Exception):
@@ -211,6 +230,7 @@ class SharedGpu:
         self._device: int | None = None
         self._partitions: list[Partition] = []
         self._segments: PinnedSegments | None = None
+        self._peers: PeerPool | None = None
         self.streaming: set[str] = set()
         """Slices that have steps under way: they share the link."""
 
@@ -233,13 +253,27 @@ class SharedGpu:
             try:
                 if self._device is None:
                     self._device = bind(self._share)
-                    self._segments = PinnedSegments()
+                    self._peers = self._borrow(self._device)
+                    self._segments = PinnedSegments(peers=self._peers)
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
+                    peers=self._peers,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
+
+    def _borrow(self, device: int) -> "PeerPool | None":
+        """Memory of the GPUs that lend some; None where none does."""
+        from c2cserve.devices.binding import find_device
+        from c2cserve.engine.gpu.peers import open_peers
+
+        share = self._share
+        if not share.lenders:
+            return None
+        lenders = [find_device(uuid) for uuid in share.lenders]
+        lending = Lending(share.lent_bytes * len(lenders))
+        return open_peers(device, lenders, share.lent_bytes, lending)

@@ -23,6 +23,10 @@ class GpuShare:
     parts: int = 0
     """0: it is not partitioned."""
     profile: ProfileChoice = "measured"
+    lenders: tuple[str, ...] = ()
+    """The driver's names of GPUs that lend memory to it, for copies of weights."""
+    lent_bytes: int = 0
+    """Of each of them; all slices of a GPU share it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,8 @@ class Gpu:
     sms: int = 0
     mig: bool = False
     memory_free_bytes: int = 0
+    readable: tuple[str, ...] = ()
+    """Names (`uuid`) of other GPUs whose memory it can read."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,13 +22,18 @@ def bind(share: GpuShare) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = share.uuid
         _check_there()
         return 0
+    return find_device(share.uuid)
+
+
+def find_device(uuid: str) -> int:
+    """CUDA's number of a GPU that this process sees. Raises `BindingError`."""
     _check_there()
-    wanted = share.uuid.removeprefix("GPU-")
+    wanted = uuid.removeprefix("GPU-")
     for device in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-") == wanted:
             return device
     raise BindingError(
-        f"CUDA shows this process {torch.cuda.device_count()} GPUs, {share.uuid} is not among them"
+        f"CUDA shows this process {torch.cuda.device_count()} GPUs, {uuid} is not among them"
     )
 
 

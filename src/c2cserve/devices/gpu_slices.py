@@ -8,7 +8,7 @@ take the rest: KV from the front, a cache of weights in what KV leaves.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from c2cserve.core.machine import Gpu, GpuShare, Machine, ProfileChoice, Slice, SliceKind
 from c2cserve.devices.slices import SlicePlanError
@@ -21,6 +21,7 @@ RESERVE_SHARE = 0.25
 """At most, of what is free: a small MIG instance has smaller steps."""
 SMS_STEP = 8
 """The grain of partitions on Hopper."""
+WHOLE = "whole"
 _WHOLE = (256, 8192)
 _PART = (64, 2048)
 """Sequences, and prefill tokens, of a step. Weights cross the link once a step: large steps."""
@@ -34,6 +35,16 @@ class Partitioning:
     parts: int
 
 
+@dataclass(frozen=True, slots=True)
+class GpuLayout:
+    """Which GPUs have slices, and which."""
+
+    partitioning: Partitioning | None = None
+    """None: one slice each."""
+    gpus: tuple[int, ...] | None = None
+    """Numbers among those the server sees; None: all."""
+
+
 def parse_partitioning(text: str) -> Partitioning:
     """Of "16x7": seven slices of 16 SMs. Raises `SlicePlanError`."""
     found = re.fullmatch(r"(\d{1,4})x(\d{1,3})", text)
@@ -45,25 +56,48 @@ def parse_partitioning(text: str) -> Partitioning:
     return Partitioning(sms, parts)
 
 
+def parse_layout(text: str) -> GpuLayout:
+    """Of "whole", "16x7", "whole@0" or "16x7@0,2". Raises `SlicePlanError`."""
+    what, at, where = text.partition("@")
+    numbers = re.fullmatch(r"\d{1,3}(,\d{1,3})*", where)
+    if at and numbers is None:
+        raise SlicePlanError(f"{text!r}: GPUs are given by number, such as {what}@0,1")
+    gpus = tuple(dict.fromkeys(int(n) for n in where.split(","))) if at else None
+    return GpuLayout(None if what == WHOLE else parse_partitioning(what), gpus)
+
+
 def plan_gpu_slices(
     machine: Machine,
-    partitioning: Partitioning | None = None,
+    layout: GpuLayout = GpuLayout(),
     kv_bytes: int | None = None,
     profile: ProfileChoice = "measured",
+    lent_bytes: int = 0,
 ) -> tuple[Slice, ...]:
     """Slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1` ... where a
-    GPU is partitioned. `kv_bytes` is that of each, None for the rule.
+    GPU is partitioned. `kv_bytes` is that of each, None for the rule. Each GPU with slices gets
+    `lent_bytes` of every GPU that has none and whose memory it can read.
 
-    Raises `SlicePlanError` for partitions or arenas a GPU has no room for.
+    Raises `SlicePlanError` for GPUs that are not there, partitions or arenas a GPU has no room for,
+    and for loans nobody can give.
     """
+    chosen = range(len(machine.gpus)) if layout.gpus is None else layout.gpus
+    for index in chosen:
+        if index >= len(machine.gpus):
+            raise SlicePlanError(f"there is no GPU {index}: {len(machine.gpus)} were found")
     slices: list[Slice] = []
-    for index, gpu in enumerate(machine.gpus):
+    partitioning = layout.partitioning
+    for index in chosen:
+        gpu = machine.gpus[index]
+        share = GpuShare(gpu.uuid, gpu.sms, profile=profile)
+        if lent_bytes:
+            lenders = _lenders(machine.gpus, gpu, chosen, lent_bytes)
+            share = replace(share, lenders=lenders, lent_bytes=lent_bytes)
         parts = 1 if partitioning is None else partitioning.parts
         if partitioning is not None:
             _check_partitioning(gpu, partitioning)
         arena = _arena_bytes(gpu, parts, kv_bytes)
         for part in range(parts):
-            slices.append(_slice(machine, gpu, index, part, partitioning, arena, profile))
+            slices.append(_slice(machine, gpu, index, part, partitioning, arena, share))
     return tuple(slices)
 
 
@@ -94,9 +128,34 @@ def _check_partitioning(gpu: Gpu, partitioning: Partitioning) -> None:
         )
 
 
-def _arena_bytes(gpu: Gpu, parts: int, kv_bytes: int | None) -> int:
+def _lenders(
+    gpus: Sequence[Gpu], borrower: Gpu, with_slices: Sequence[int], lent_bytes: int
+) -> tuple[str, ...]:
+    free = [gpu for index, gpu in enumerate(gpus) if index not in with_slices and not gpu.mig]
+    if not free:
+        raise SlicePlanError(
+            "no GPU can lend memory: all have slices of their own; say which are to have them,"
+            " such as --gpu-slices whole@0"
+        )
+    lenders = [gpu for gpu in free if gpu.uuid in borrower.readable]
+    if not lenders:
+        raise SlicePlanError(f"GPU {borrower.id} can read the memory of no GPU without slices")
+    for gpu in lenders:
+        if lent_bytes * len(with_slices) > _usable(gpu):
+            raise SlicePlanError(
+                f"GPU {gpu.id} can lend {_usable(gpu)} bytes, not {lent_bytes} to each of"
+                f" {len(with_slices)} GPUs"
+            )
+    return tuple(gpu.uuid for gpu in lenders)
+
+
+def _usable(gpu: Gpu) -> int:
     free = gpu.memory_free_bytes or gpu.memory_bytes
-    usable = int(free - min(RESERVE_BYTES, free * RESERVE_SHARE))
+    return int(free - min(RESERVE_BYTES, free * RESERVE_SHARE))
+
+
+def _arena_bytes(gpu: Gpu, parts: int, kv_bytes: int | None) -> int:
+    usable = _usable(gpu)
     arena = usable // parts if kv_bytes is None else kv_bytes
     arena = arena // SLAB_BYTES * SLAB_BYTES
     if arena < SLAB_BYTES or arena * parts > usable:
@@ -109,14 +168,13 @@ def _arena_bytes(gpu: Gpu, parts: int, kv_bytes: int | None) -> int:
 
 def _slice(
     machine: Machine, gpu: Gpu, index: int, part: int, partitioning: Partitioning | None,
-    arena: int, profile: ProfileChoice,
+    arena: int, share: GpuShare,
 ) -> Slice:  # fmt: skip
     kind: SliceKind = "mig" if gpu.mig else "gpu"
     name = f"{kind}{index}"
-    share = GpuShare(gpu.uuid, gpu.sms, profile=profile)
     if partitioning is not None:
         kind, name = "green", f"{name}.{part}"
-        share = GpuShare(gpu.uuid, partitioning.sms, part, partitioning.parts, profile)
+        share = replace(share, sms=partitioning.sms, part=part, parts=partitioning.parts)
     max_batch, max_step_tokens = _WHOLE if kind == "gpu" else _PART
     return Slice(
         id=name, kind=kind, cpus=machine.cpus, kv_bytes=arena, slab_bytes=SLAB_BYTES,

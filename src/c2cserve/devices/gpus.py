@@ -1,10 +1,14 @@
 """GPUs through NVML (the `gpu` extra). Without it, or without a driver, there are none."""
 
 import importlib
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 from c2cserve.core.machine import Gpu
+
+_P2P_READ = 0
+"""NVML_P2P_CAPS_INDEX_READ. The bindings' own constant is a tuple, which their call refuses."""
 
 
 class GpuProblem(Exception):
@@ -48,7 +52,8 @@ def _device(nvml: Any, index: int) -> list[Gpu]:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
     instances = _mig_instances(nvml, handle)
     if instances is None:
-        return [_describe(nvml, index, handle, _sms(nvml, handle), mig=False)]
+        whole = _describe(nvml, index, handle, _sms(nvml, handle), mig=False)
+        return [replace(whole, readable=_readable(nvml, index, handle))]
     return [
         _describe(nvml, index, instance, _mig_sms(nvml, instance), mig=True)
         for instance in instances
@@ -70,6 +75,21 @@ def _mig_instances(nvml: Any, handle: Any) -> list[Any] | None:
         except nvml.NVMLError_NotFound:
             continue
     return instances
+
+
+def _readable(nvml: Any, index: int, handle: Any) -> tuple[str, ...]:
+    names: list[str] = []
+    for other in range(nvml.nvmlDeviceGetCount()):
+        if other == index:
+            continue
+        neighbour = nvml.nvmlDeviceGetHandleByIndex(other)
+        try:
+            said = nvml.nvmlDeviceGetP2PStatus(handle, neighbour, _P2P_READ)
+        except nvml.NVMLError_NotSupported:
+            continue
+        if said == nvml.NVML_P2P_STATUS_OK:
+            names.append(_text(nvml.nvmlDeviceGetUUID(neighbour)))
+    return tuple(names)
 
 
 def _describe(nvml: Any, index: int, handle: Any, sms: int, *, mig: bool) -> Gpu:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from c2cserve.core.machine import Machine, ProfileChoice, Slice
-from c2cserve.devices.gpu_slices import parse_partitioning, plan_gpu_slices
+from c2cserve.devices.gpu_slices import parse_layout, plan_gpu_slices
 from c2cserve.devices.slices import SlicePlanError, plan_slices
 
-NO_GPUS, WHOLE_GPUS = "none", "whole"
+NO_GPUS = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,12 @@ class SliceWishes:
     """Of each CPU slice."""
     gpu_slices: str = NO_GPUS
     """"none": GPUs are left alone. "whole": one per GPU or MIG instance. "16x7": of every GPU seven
-    of 16 SMs."""
+    of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with these numbers."""
     gpu_kv_bytes: int | None = None
     """Of each GPU slice."""
     gpu_profile: ProfileChoice = "measured"
+    gpu_peer_bytes: int = 0
+    """Memory that each GPU without slices lends to each GPU that has some."""
 
 
 def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
@@ -36,9 +38,12 @@ def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
 
 def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
     if wishes.gpu_slices == NO_GPUS:
+        if wishes.gpu_peer_bytes:
+            raise SlicePlanError("GPUs lend memory to GPU slices: there are none")
         return ()
-    whole = wishes.gpu_slices == WHOLE_GPUS
-    partitioning = None if whole else parse_partitioning(wishes.gpu_slices)
+    layout = parse_layout(wishes.gpu_slices)
     if not machine.gpus:
         raise SlicePlanError(f"{wishes.gpu_slices} GPU slices: there is no GPU")
-    return plan_gpu_slices(machine, partitioning, wishes.gpu_kv_bytes, wishes.gpu_profile)
+    return plan_gpu_slices(
+        machine, layout, wishes.gpu_kv_bytes, wishes.gpu_profile, wishes.gpu_peer_bytes
+    )

@@ -39,6 +39,15 @@ class Keeper(Protocol):
     def forget(self, model: str) -> list[Hashable]: ...
 
 
+class Homes(Protocol):
+    """Where weights that are not kept here are read: `memory.peer_pool.Borrower`."""
+
+    @property
+    def changes(self) -> int: ...
+
+    def source(self, w: WeightHandle) -> WeightHandle: ...
+
+
 @dataclass(slots=True)
 class CacheCounts:
     """Bytes of weights, since the start: for `/metrics`."""
@@ -47,6 +56,8 @@ class CacheCounts:
     """Read from HBM that would have crossed the link."""
     streamed_bytes: int = 0
     """Read from their home (of experts: all that could have been chosen)."""
+    peer_bytes: int = 0
+    """Of those, from a neighbour's HBM."""
     kept_bytes: int = 0
     dropped_bytes: int = 0
 
@@ -61,10 +72,12 @@ class _Place:
 class HbmCache:
     """`kernels.gpu.linear.Kept`. One per lane; not thread-safe, as a lane is not."""
 
-    def __init__(self, arena: Tensor, keeper: Keeper) -> None:
-        """`arena`: uint8, shared with KV, whose part is `kv_end` bytes from its front."""
+    def __init__(self, arena: Tensor, keeper: Keeper, homes: Homes | None = None) -> None:
+        """`arena`: uint8, shared with KV, whose part is `kv_end` bytes from its front. `homes`:
+        where else than at their addresses weights can be read."""
         self._arena = arena
         self._keeper = keeper
+        self._homes = homes
         self.bytes = 0
         """Kept now."""
         self._kept: dict[int, _Place] = {}
@@ -74,9 +87,13 @@ class HbmCache:
         """(address, bytes, model) of weights at home, in order."""
         self._now = 0.0
         self._kv_end = 0
-        self.changes = 0
-        """Raised whenever something came or went: what was looked up before may be elsewhere."""
+        self._changes = 0
         self.counts = CacheCounts()
+
+    @property
+    def changes(self) -> int:
+        """Raised whenever something came or went: what was looked up before may be elsewhere."""
+        return self._changes + (0 if self._homes is None else self._homes.changes)
 
     def add(self, model: str, address: int, size: int) -> None:
         """Weights at [address, address + size) are this model's."""
@@ -105,10 +122,19 @@ class HbmCache:
         self.counts.hit_bytes += w.bytes
         return place.handle
 
+    def source(self, w: WeightHandle) -> WeightHandle:
+        """Where W, which is not kept, is to be read now."""
+        there = w if self._homes is None else self._homes.source(w)
+        if there.home == "peer":
+            self.counts.peer_bytes += w.bytes
+        return there
+
     def location(self, w: WeightHandle) -> WeightHandle:
         """Where W is now; nothing is counted."""
         place = self._kept.get(w.pointer)
-        return w if place is None else place.handle
+        if place is not None:
+            return place.handle
+        return w if self._homes is None else self._homes.source(w)
 
     def wants(self, w: WeightHandle) -> bool:
         """Whether W would probably be kept if it streamed by now."""
@@ -118,10 +144,12 @@ class HbmCache:
             return False
         return bool(gone) or self._gap(w.bytes) is not None
 
-    def count(self, hit_bytes: int, streamed_bytes: int) -> None:
-        """Weights that were read without being asked for one by one."""
+    def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None:
+        """Weights that were read without being asked for one by one. `peer_bytes` are part of
+        those streamed."""
         self.counts.hit_bytes += hit_bytes
         self.counts.streamed_bytes += streamed_bytes
+        self.counts.peer_bytes += peer_bytes
 
     def place(self, w: WeightHandle) -> WeightHandle | None:
         """Memory to bring W into, from where it will be found from now on; None: it is not to be
@@ -141,7 +169,7 @@ class HbmCache:
         insort(self._starts, (start, w.pointer))
         self.counts.kept_bytes += w.bytes
         self.bytes += w.bytes
-        self.changes += 1
+        self._changes += 1
         return handle
 
     def forget(self, model: str) -> None:
@@ -175,4 +203,4 @@ class HbmCache:
             self._starts.remove((place.start, key))
             self.bytes -= place.stop - place.start
             self.counts.dropped_bytes += place.stop - place.start
-            self.changes += 1
+            self._changes += 1

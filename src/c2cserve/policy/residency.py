@@ -104,6 +104,10 @@ class Residency:
         self.used_bytes -= sum(book.sizes.values())
         return list(book.sizes)
 
+    def worth(self, model: str, now: float) -> float:
+        """What keeping a byte of the model is worth, against other models at the same time."""
+        return self._models[model].worth(now) if model in self._models else 0.0
+
     def resident_bytes(self, model: str) -> int:
         return sum(self._models[model].sizes.values()) if model in self._models else 0
 

@@ -65,7 +65,11 @@ class SliceStatus:
     weights_streamed_bytes: int = 0
     """bytes read over the link,"""
     graph_steps: int = 0
-    """and steps launched as one graph."""
+    """steps launched as one graph,"""
+    weights_lent_bytes: int = 0
+    """weights copied into neighbours' memory (all slices of a GPU share them),"""
+    weights_peer_bytes: int = 0
+    """and bytes, of those over a link, read there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,12 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
         "kv_used_bytes": ("KV cache held by requests.", lambda s: s.kv_used_bytes),
         "kv_total_bytes": ("KV arena.", lambda s: s.kv_total_bytes),
         "weights_kept_bytes": (
-            "Weights kept in what KV leaves of the arena.", lambda s: s.weights_kept_bytes,
+            "Weights kept in what KV leaves of the arena.",
+            lambda s: s.weights_kept_bytes,
+        ),
+        "weights_lent_bytes": (
+            "Weights in memory that neighbouring GPUs lend to the slice's GPU.",
+            lambda s: s.weights_lent_bytes,
         ),
         "active_models": ("Models active on it.", lambda s: len(s.active_models)),
     }
@@ -192,10 +197,16 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
         "output_tokens": ("Tokens drawn.", lambda s: s.output_tokens),
         "cached_tokens": ("Prompt tokens reused.", lambda s: s.cached_tokens),
         "weights_hit_bytes": (
-            "Bytes of weights that steps read in HBM.", lambda s: s.weights_hit_bytes,
+            "Bytes of weights that steps read in HBM.",
+            lambda s: s.weights_hit_bytes,
         ),
         "weights_streamed_bytes": (
-            "Bytes of weights that steps read over the link.", lambda s: s.weights_streamed_bytes,
+            "Bytes of weights that steps read over the link.",
+            lambda s: s.weights_streamed_bytes,
+        ),
+        "weights_peer_bytes": (
+            "Of those, from memory that neighbouring GPUs lend.",
+            lambda s: s.weights_peer_bytes,
         ),
         "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
         "restarts": ("Workers replaced.", lambda s: s.restarts),

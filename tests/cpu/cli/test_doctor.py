@@ -119,6 +119,17 @@ def test_gpus_and_mig() -> None:
     assert found[1].startswith("MIG instance of 1: NVIDIA H200, 18.0 GiB")
 
 
+def test_which_gpus_can_lend_memory() -> None:
+    one = Gpu(0, "u0", "NVIDIA H200", 141 * GIB, 132, readable=("u2", "hidden"))
+    other = Gpu(2, "u2", "NVIDIA H200", 141 * GIB, 132)
+    found = list(checks.check_gpus(replace(MACHINE, gpus=(one, other))))
+    assert found[0].text.endswith("reads the memory of GPU 2")
+    assert found[1].text.endswith("reads the memory of no other GPU")
+    assert (found[2].topic, found[2].level) == ("peer memory", Level.OK)
+    alone = checks.check_gpus(replace(MACHINE, gpus=(other,)))
+    assert not any(finding.topic == "peer memory" for finding in alone)
+
+
 def test_missing_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_LIBRARIES", ("numpy", "no-such-library"))
     levels = {finding.level: finding for finding in checks.check_libraries()}

@@ -69,6 +69,45 @@ def test_gpu_slices_where_asked_for_and_cpu_slices_instead_or_besides() -> None:
     assert [s.id for s in both] == ["gpu0", "cpu0", "cpu1"]
 
 
+def linked(*gpus: Gpu) -> Machine:
+    """All read each other's memory."""
+    names = [gpu.uuid for gpu in gpus]
+    return machine(*(replace(g, readable=tuple(n for n in names if n != g.uuid)) for g in gpus))
+
+
+def test_gpus_without_slices_lend_their_memory() -> None:
+    wishes = SliceWishes(gpu_slices="16x2@0,2", gpu_peer_bytes=60 * GIB)
+    slices = plan_all(linked(*H200), wishes)
+    assert [s.id for s in slices] == ["gpu0.0", "gpu0.1", "gpu2.0", "gpu2.1"]
+    for one in slices:
+        assert one.gpu is not None
+        assert (one.gpu.lenders, one.gpu.lent_bytes) == (("GPU-11", "GPU-33"), 60 * GIB)
+    alone = plan_all(linked(*H200), SliceWishes(gpu_slices="whole@1"))
+    assert [s.id for s in alone] == ["gpu1"]
+    assert alone[0].gpu == GpuShare("GPU-11", 132)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "slices", "lent", "says"),
+    [
+        (H200[:2], "whole", GIB, "all have slices of their own.*whole@0"),
+        (H200[:2], "none", GIB, "there are none"),
+        (H200, "whole@0,1", 70 * GIB, "GPU 2 can lend .* to each of 2 GPUs"),
+        ([H200[0], *MIG], "whole@0", GIB, "no GPU can lend"),
+        ([*MIG, H200[0]], "whole@0", GIB, "can read the memory of no GPU"),
+        (H200, "whole@4", 0, "no GPU 4: 4 were found"),
+        (H200, "whole@", 0, "by number"),
+        (H200, "whole@a", 0, "by number"),
+    ],
+)
+def test_loans_nobody_can_give_are_refused(
+    gpus: list[Gpu], slices: str, lent: int, says: str
+) -> None:
+    blind = [replace(gpu, readable=()) if gpu.mig else gpu for gpu in linked(*gpus).gpus]
+    with pytest.raises(SlicePlanError, match=says):
+        plan_all(machine(*blind), SliceWishes(gpu_slices=slices, gpu_peer_bytes=lent))
+
+
 @pytest.mark.parametrize(
     ("gpus", "wishes", "says"),
     [

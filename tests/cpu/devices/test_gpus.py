@@ -31,7 +31,8 @@ class NotFound(NVMLError):
 
 class FakeNvml:
     """GPU 0 is an H200 cut into a 3g.71gb and a 1g.18gb instance (sizes as `nvidia-smi mig -lgip`
-    has them), GPU 1 a whole H200 of which some memory is taken, GPU 2 knows nothing of MIG."""
+    has them), GPU 1 a whole H200 of which some memory is taken, GPU 2 knows nothing of MIG. GPU 1
+    reads GPU 2's memory; GPU 2 does not tell."""
 
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = LibraryNotFound
@@ -39,6 +40,8 @@ class FakeNvml:
     NVMLError_NotSupported = NotSupported
     NVMLError_NotFound = NotFound
     NVML_DEVICE_MIG_ENABLE = 1
+    NVML_P2P_CAPS_INDEX_READ = (0,)  # as pynvml has it
+    NVML_P2P_STATUS_OK = 0
 
     def __init__(self, fault: NVMLError | None = None) -> None:
         self.fault = fault
@@ -64,6 +67,7 @@ class FakeNvml:
             "nvmlDeviceGetMemoryInfo": lambda handle: SimpleNamespace(
                 total=MEMORY[handle][0], free=MEMORY[handle][1]
             ),
+            "nvmlDeviceGetP2PStatus": self._peer_status,
             "nvmlDeviceGetNumGpuCores": lambda handle: 132 * 128,
             "nvmlDeviceGetCudaComputeCapability": lambda handle: (9, 0),
             "nvmlDeviceGetAttributes": lambda handle: SimpleNamespace(
@@ -76,6 +80,11 @@ class FakeNvml:
         if handle == "GPU-2":
             raise NotSupported
         return (1, 1) if handle == "GPU-0" else (0, 0)
+
+    def _peer_status(self, handle: str, other: str, what: int) -> int:
+        if handle == "GPU-2":
+            raise NotSupported
+        return 0 if other == "GPU-2" else 1
 
     def _instance(self, handle: str, slot: int) -> str:
         if slot not in (0, 3):
@@ -102,7 +111,15 @@ def test_mig_instances_replace_their_gpu() -> None:
         Gpu(
             0, "MIG-3-uuid", "NVIDIA H200", 16384 * MIB, 16, mig=True, memory_free_bytes=16370 * MIB
         ),
-        Gpu(1, "GPU-1-uuid", "NVIDIA H200", WHOLE, 132, memory_free_bytes=101000 * MIB),
+        Gpu(
+            1,
+            "GPU-1-uuid",
+            "NVIDIA H200",
+            WHOLE,
+            132,
+            memory_free_bytes=101000 * MIB,
+            readable=("GPU-2-uuid",),
+        ),
         Gpu(2, "GPU-2-uuid", "NVIDIA H200", WHOLE, 132, memory_free_bytes=143150 * MIB),
     )
     assert nvml.open == 0, "NVML is closed again"

@@ -1,13 +1,14 @@
 """Segments that GPU slices share: one registration each, given back when nobody reads any more."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from lane import LateModel
 from tiny import make_checkpoint
 
 from c2cserve.engine.gpu.segments import PinnedSegments
+from c2cserve.memory.peer_pool import Lendable
 from c2cserve.memory.pinning import PinningError
 
 
@@ -44,6 +45,45 @@ def test_all_of_a_segment_is_registered_once_and_given_back_after_its_last_user(
     segments.close(path)
     assert not regions.open
     assert segments.open(path) is not first
+
+
+class Peers:
+    """Stands in for `memory.peer_pool.PeerPool`."""
+
+    def __init__(self, regions: Regions) -> None:
+        self._regions = regions
+        self.models: dict[str, Lendable] = {}
+
+    def add(self, model: str, weights: Lendable) -> None:
+        self.models[model] = weights
+
+    def remove(self, model: str) -> None:
+        assert self._regions.open, "copies end before the registration does"
+        del self.models[model]
+
+
+@pytest.mark.parametrize(("case", "tied"), [("llama", False), ("qwen3-tied", True)])
+def test_what_gemms_read_of_a_segment_is_offered_to_neighbours_once(
+    tmp_path: Path, case: str, tied: bool
+) -> None:
+    make_checkpoint(tmp_path, case)
+    late = LateModel(tmp_path).load_all()
+    assert late.config.tied == tied
+    regions = Regions()
+    peers = Peers(regions)
+    segments = PinnedSegments(regions, cast(Any, peers))
+    segment = segments.open(late.path)
+    assert segments.open(late.path) is segment
+    (offered,) = peers.models.values()
+    assert offered.complete()
+    for name, place in segment.tensors.items():
+        inside = [a <= place.offset < b for a, b in offered.pieces]
+        assert sum(inside) == (tied or name != "embed"), name
+    assert offered.pieces == tuple(sorted(offered.pieces))
+    segments.close(late.path)
+    assert peers.models
+    segments.close(late.path)
+    assert not peers.models
 
 
 def test_memory_that_cuda_refuses_makes_the_model_unusable_here(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ class Engine:
     """Steps are over when `finish` is called, from any thread."""
 
     parked = False
-    weights = WeightUse(kept_bytes=3, hit_bytes=5, streamed_bytes=7, graph_steps=2)
+    weights = WeightUse(3, 5, 7, graph_steps=2, lent_bytes=11, peer_bytes=6)
 
     def __init__(self, world: SliceWorld) -> None:
         self._world = world
@@ -123,6 +123,7 @@ def test_the_page_tells_what_computes(bench: Bench) -> None:
     assert (page[Field.STEPS], page[Field.BUSY_S]) == (2.0, 0.5)
     weights = (Field.WEIGHTS_KEPT_BYTES, Field.WEIGHTS_HIT_BYTES, Field.WEIGHTS_STREAMED_BYTES)
     assert [page[field] for field in weights] == [3.0, 5.0, 7.0]
+    assert (page[Field.WEIGHTS_LENT_BYTES], page[Field.WEIGHTS_PEER_BYTES]) == (11.0, 6.0)
     assert page[Field.GRAPH_STEPS] == 2.0
 
 

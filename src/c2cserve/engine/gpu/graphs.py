@@ -44,7 +44,7 @@ class Cached(Whereabouts, Protocol):
         """Whether W would be kept if it streamed by now."""
         ...
 
-    def count(self, hit_bytes: int, streamed_bytes: int) -> None: ...
+    def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -161,7 +161,7 @@ class DecodeGraphs:
         self.replays += 1
         self._launched.update(graph.launched)
         if self._cached is not None:
-            self._cached.count(tables.local_bytes, tables.far_bytes)
+            self._cached.count(tables.local_bytes, tables.far_bytes, tables.peer_bytes)
 
 
 def _rounded(count: int, least: int) -> int:

@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from c2cserve.engine.gpu.peers import lendable
+from c2cserve.memory.peer_pool import PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
 from c2cserve.memory.segment import Segment
 
@@ -30,8 +32,10 @@ class PinnedSegments:
     """One mapping and one registration of each segment, however many slices of the process use it.
     Thread-safe."""
 
-    def __init__(self, pin: Pin = pin_array) -> None:
+    def __init__(self, pin: Pin = pin_array, peers: PeerPool | None = None) -> None:
+        """`peers`: where copies of them may lie, under their paths' names."""
         self._pin = pin
+        self._peers = peers
         self._lock = threading.Lock()
         self._held: dict[Path, _Held] = {}
 
@@ -45,6 +49,8 @@ class PinnedSegments:
                 except PinningError as error:
                     raise OSError(f"{path.name} can not be read by the GPU: {error}") from error
                 self._held[path] = _Held(segment, region)
+                if self._peers is not None:
+                    self._peers.add(path.name, lendable(segment))
             held = self._held[path]
             held.users += 1
             return held.segment
@@ -57,6 +63,8 @@ class PinnedSegments:
             held.users -= 1
             if held.users == 0:
                 del self._held[path]
+                if self._peers is not None:
+                    self._peers.remove(path.name)
                 held.region.close()
 
     def close_all(self) -> None:

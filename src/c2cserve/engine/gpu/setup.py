@@ -13,6 +13,7 @@ from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
 from c2cserve.devices.partitions import Partition
+from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.bell import Bell
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
@@ -30,12 +31,9 @@ from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.warm import Sizes, warm
 from c2cserve.kernels.gpu.weight import Dtype
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
+from c2cserve.memory.peer_pool import Borrower, PeerPool
 
 log = logging.getLogger(__name__)
-
-
-class GpuMemoryError(RuntimeError):
-    """The GPU has no room for the slice's KV arena."""
 
 
 FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
@@ -65,6 +63,8 @@ class GpuParts:
     arena: Tensor
     place: Staging
     cache: HbmCache | None
+    peers: Borrower | None
+    """Copies of weights in neighbours' memory."""
 
     def warm(self, config: ModelConfig) -> None:
         """Have everything compiled, loaded and allocated that a model needs; quick where another
@@ -89,11 +89,13 @@ def open_gpu(
     kernels: Path | None = None,
     ring: Callable[[], None] | None = None,
     keeper: Keeper | None = None,
+    peers: PeerPool | None = None,
 ) -> GpuParts:
     """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
     on, which runs on `partition`'s SMs, or on all of the GPU `device`. `ring` is called, from
     another thread, when a step is over. `keeper` decides which weights stay in what KV leaves of
-    the arena; without one they all stay at home.
+    the arena, and of those that do not `peers` says which can be read in a neighbour's memory;
+    without a keeper all are read at home.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`
     and `CudaError`.
@@ -108,13 +110,18 @@ def open_gpu(
     repository.load()
     lane = Lane(device, repository, None if partition is None else partition.sms)
     where = torch.device("cuda", device)
-    arena = _arena(where, kv_bytes)
-    cache = None if keeper is None else HbmCache(arena, keeper)
-    linear = Linear(lane, Chooser(_profile(device, profile)), cache)
+    arena = gpu_arena(where, kv_bytes, "--gpu-kv-bytes")
+    chooser = Chooser(_profile(device, profile))
+    borrower = None
+    if peers is not None:
+        chooser.link_bytes_per_s("peer")  # it was measured, else the profile is no help
+        borrower = Borrower(peers, lambda: _mark(stream))
+    cache = None if keeper is None else HbmCache(arena, keeper, borrower)
+    linear = Linear(lane, chooser, cache)
     marked = None if ring is None else Bell(where, ring).after
     ops = GpuOps(linear, where, host_sampler, marked)
     ops.capture_decoding(linear.launched, cache)
-    parts = GpuParts(where, stream, lane, linear, ops, arena, Staging(where), cache)
+    parts = GpuParts(where, stream, lane, linear, ops, arena, Staging(where), cache, borrower)
     for sizes in _COMMON:
         warm(sizes, where)
     parts.finish()
@@ -153,15 +160,11 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     return assumed_h200()
 
 
-def _arena(device: torch.device, kv_bytes: int) -> Tensor:
-    try:
-        return torch.empty(kv_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
-        raise GpuMemoryError(
-            f"{device} has {free} of {total} bytes free, the slice's KV arena takes {kv_bytes}:"
-            " serve with a smaller --kv-bytes, or end what else uses the GPU"
-        ) from error
+def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Copy engines' work is waited for by the stream that asked for it: its end is theirs too."""
+    event = torch.cuda.Event(blocking=True)
+    event.record(stream)
+    return event
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:

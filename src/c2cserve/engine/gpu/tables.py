@@ -28,7 +28,8 @@ Rope = tuple[Tensor, Tensor]
 class Whereabouts(Protocol):
     """Where weights are now: `memory.hbm_cache`."""
 
-    changes: int
+    @property
+    def changes(self) -> int: ...
 
     def location(self, w: WeightHandle) -> WeightHandle: ...
 
@@ -88,15 +89,14 @@ class ModelTables:
         self.vectors = _packed([v for layer in layers for v in vectors(layer)])
         self.maps = torch.empty(0, dtype=torch.uint8, device=device)
         self.missing: WeightHandle | None = None
-        """The first matrix that is not in HBM."""
+        """The first matrix that is not in HBM, at its home."""
+        self.home: Home = "hbm"
+        """Where that one is read; `hbm` once all matrices are there."""
         self.local_bytes = 0
         self.far_bytes = 0
+        self.peer_bytes = 0
+        """Of `far_bytes`, in a neighbour's memory."""
         self._seen = -1
-
-    @property
-    def home(self) -> Home:
-        """`hbm` once all matrices are there."""
-        return "hbm" if self.missing is None else self.missing.home
 
     def look(self, where: Whereabouts | None) -> None:
         """Bring `maps` and the rest up to date."""
@@ -106,8 +106,11 @@ class ModelTables:
         self._seen = changes
         now = [w if where is None else where.location(w) for w in self._weights]
         far = [w for w in now if w.home != "hbm"]
-        self.missing = far[0] if far else None
+        pairs = zip(self._weights, now, strict=True)
+        self.missing = next((w for w, there in pairs if there.home != "hbm"), None)
+        self.home = far[0].home if far else "hbm"
         self.far_bytes = sum(w.bytes for w in far)
+        self.peer_bytes = sum(w.bytes for w in far if w.home == "peer")
         self.local_bytes = sum(w.bytes for w in now) - self.far_bytes
         packed = torch.frombuffer(bytearray().join(map(weight_map, now)), dtype=torch.uint8)
         # Pinned memory goes back once its copy is done; what reads the old maps is enqueued.

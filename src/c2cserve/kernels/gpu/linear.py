@@ -44,6 +44,10 @@ class Kept(Protocol):
         """W in HBM, if it is there."""
         ...
 
+    def source(self, w: WeightHandle) -> WeightHandle:
+        """Where W is to be read if it is not: its home, or a copy in a neighbour's memory."""
+        ...
+
     def place(self, w: WeightHandle) -> WeightHandle | None:
         """Where W is to be brought, to stay; None: it only passes by."""
         ...
@@ -82,7 +86,8 @@ class Linear:
             return out
         self.launched["prefetch"] += 1
         place = None if self._kept is None else self._kept.place(w)
-        prefetch(self.lane, x, w, bias, out, _WHOLE, None if place is None else local_weight(place))
+        here = None if place is None else local_weight(place)
+        prefetch(self.lane, x, local, bias, out, _WHOLE, here)
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
@@ -126,7 +131,7 @@ class Linear:
         """Where W is to be read."""
         if self._kept is None or w.home == "hbm" or w.map_pointer:
             return w
-        return self._kept.find(w) or w
+        return self._kept.find(w) or self._kept.source(w)
 
     def _nearest(self, w: WeightHandle) -> WeightHandle:
         """The same; what is to stay is brought first: by copy engine, as fast as any."""
@@ -135,8 +140,8 @@ class Linear:
             return found
         place = self._kept.place(w)
         if place is None:
-            return w
-        bring(self.lane, w, local_weight(place))
+            return found
+        bring(self.lane, found, local_weight(place))
         return place
 
     def _share_link(self, w: WeightHandle) -> None:

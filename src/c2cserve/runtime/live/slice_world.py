@@ -75,6 +75,10 @@ class WeightUse:
     """Read from their home, over the link."""
     graph_steps: int = 0
     """Steps that were one launch."""
+    lent_bytes: int = 0
+    """Copied now into neighbours' memory, for all slices of the GPU."""
+    peer_bytes: int = 0
+    """Of those streamed, read there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +226,8 @@ class SliceWorld:
         page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
         page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
         page[Field.GRAPH_STEPS] = weights.graph_steps
+        page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
+        page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now

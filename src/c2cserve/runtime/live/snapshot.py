@@ -95,5 +95,7 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         weights_hit_bytes=int(fields[Field.WEIGHTS_HIT_BYTES]),
         weights_streamed_bytes=int(fields[Field.WEIGHTS_STREAMED_BYTES]),
         graph_steps=int(fields[Field.GRAPH_STEPS]),
+        weights_lent_bytes=int(fields[Field.WEIGHTS_LENT_BYTES]),
+        weights_peer_bytes=int(fields[Field.WEIGHTS_PEER_BYTES]),
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )

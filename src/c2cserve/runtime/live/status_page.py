@@ -32,6 +32,8 @@ class Field(IntEnum):
     WEIGHTS_HIT_BYTES = 14
     WEIGHTS_STREAMED_BYTES = 15
     GRAPH_STEPS = 16
+    WEIGHTS_LENT_BYTES = 17
+    WEIGHTS_PEER_BYTES = 18
 
 
 _BYTES = len(Field) * 8
