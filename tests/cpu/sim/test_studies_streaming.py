@@ -1,0 +1,36 @@
+"""The studies of streaming weights say what the paper says, as far as it is in the model."""
+
+from c2cserve.sim.hardware import build
+from c2cserve.sim.studies import c2cserve, interference
+from c2cserve.sim.studies.hybrid import GemmShape
+
+
+def test_the_cost_model_gives_figure_4s_bytes_and_times() -> None:
+    gemm, lane = GemmShape(n=16384, k=4096), build("gh200").lanes[0]
+    sym, asym = gemm.moved(10240, 1.0, lane), gemm.moved(10240, 0.0, lane)
+    assert round(sym.link_bytes / 1e9, 2) == 5.37
+    assert round(sym.hbm_bytes / 1e9, 2) == 1.23
+    assert round(asym.link_bytes / 1e9, 2) == 0.13
+    assert round(asym.hbm_bytes / 1e9, 2) == 5.18
+    assert round(1e3 * sym.alone_s(384e9, 4e12), 1) == 16.4
+    assert round(1e3 * asym.alone_s(384e9, 4e12), 1) == 4.0
+
+
+def test_interference_grows_with_the_footprint_as_published() -> None:
+    gaps = [y for _, y in interference.footprint().series["simulated"]]
+    assert abs(gaps[0] - 28) < 5
+    assert abs(gaps[-1] - 42) < 5
+    assert gaps == sorted(gaps)
+
+
+def test_alpha_follows_every_step_of_contention() -> None:
+    series = interference.alpha_steps().series
+    taken, best = (dict(series[name]) for name in ("controlled", "best alpha"))
+    for settled in (95, 195, 295, 395, 495):
+        assert taken[settled] <= best[settled] / 0.9 * 1.02
+
+
+def test_a_switch_takes_as_long_as_the_paper_measured() -> None:
+    _, findings = c2cserve._starts(0, 1.0)
+    dense = next(f for f in findings if f.what == "switch, dense, C2CServe")
+    assert 40 <= float(dense.ours.split()[0]) <= 70
