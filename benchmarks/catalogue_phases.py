@@ -219,14 +219,17 @@ class Phases:
         groups: dict[tuple[int, ...], list[Answer]] = {}
         for (_, prompt), answer in self._alone.items():
             groups.setdefault(prompt, []).append(answer)
-        apart = [rms(a.logprobs, b.logprobs) for group in groups.values()
-                 for i, a in enumerate(group) for b in group[:i]]  # fmt: skip
-        least = min(apart, default=None)
-        self._results["between_models_rms"] = {"least": least, "pairs": len(apart)}
+        pairs = [(a, b) for group in groups.values() for i, a in enumerate(group)
+                 for b in group[:i]]  # fmt: skip
+        least = min((rms(a.logprobs, b.logprobs) for a, b in pairs), default=None)
+        alike = sum(a.text == b.text and rms(a.logprobs, b.logprobs) <= TOLERANCE for a, b in pairs)
+        self._results["between_models_rms"] = {
+            "least": least, "pairs": len(pairs), "alike": alike
+        }  # fmt: skip
         if least is not None:
             print(f"two models of one shape are {least:.3f} nats apart at least", flush=True)
-            if least <= TOLERANCE:
-                self._fail("between models", "the comparison does not tell them apart")
+        if alike:
+            self._fail("between models", f"{alike} pairs would pass for one another")
 
     def _switch_bars(self, answers: Sequence[Answer]) -> None:
         times = sorted(answer.switch_s for answer in answers if answer.switched)
