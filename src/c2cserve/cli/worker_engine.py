@@ -96,8 +96,6 @@ class _GpuBackend:
         self, slice_: Slice, share: GpuShare, world: SliceWorld, shared: "SharedGpu"
     ) -> None:
         """The calling thread becomes the slice's. Raises `NoEngine`."""
-        from c2cserve.engine.gpu.setup import FATAL
-
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
         self._id = slice_.id
@@ -108,7 +106,7 @@ class _GpuBackend:
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
-            place=gpu.place, fatal=FATAL,
+            place=gpu.place, fatal=gpu.fatal,
         )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:

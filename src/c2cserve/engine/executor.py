@@ -75,12 +75,12 @@ class Executor:
         clock: Callable[[], float],
         *,
         place: Callable[[ForwardBatch], ForwardBatch] | None = None,
-        fatal: tuple[type[Exception], ...] = (),
+        fatal: Callable[[Exception], bool] = lambda _: False,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `place` moves a batch, made on the host,
-        to where the operators read it (None: that is the host). A `fatal` exception is not a
-        step's own: it is raised out of `submit` or `poll`, and the executor is not to be used
-        again."""
+        to where the operators read it (None: that is the host). An exception that `fatal` says
+        yes to is not a step's own: it is raised out of `submit` or `poll`, and the executor is not
+        to be used again."""
         self._launched: deque[_Run] = deque()
         self._collected_s = 0.0
         self._slice_id = slice_id
@@ -242,9 +242,9 @@ class Executor:
             next(work)
         except StopIteration as end:
             run.draw = end.value
-        except self._fatal:
-            raise
         except Exception as fault:
+            if self._fatal(fault):
+                raise
             # Whatever a step does wrong, it fails its own sequences and not the slice.
             log.exception("step %d of %s failed", run.step.id, run.step.model)
             run.failed = f"{type(fault).__name__}: {fault}"
@@ -274,9 +274,9 @@ class Executor:
                 drawn = run.draw.collect()
                 for part, seq, logits in run.scored:
                     self._note_prompt(part, seq, logits)
-        except self._fatal:
-            raise
         except Exception as fault:
+            if self._fatal(fault):
+                raise
             log.exception("what step %d of %s drew is lost", run.step.id, run.step.model)
             run.failed = f"{type(fault).__name__}: {fault}"
         now = self._clock()

@@ -90,7 +90,7 @@ class Lane:
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
             self.events.append, self.deltas.extend, lambda: float(next(ticks)), place=place,
-            fatal=fatal,
+            fatal=lambda fault: isinstance(fault, fatal),
         )  # fmt: skip
         self._steps = itertools.count()
         self._next_block = 0

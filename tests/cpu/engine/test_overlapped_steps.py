@@ -107,14 +107,14 @@ def test_a_stop_costs_one_step_and_a_limit_none(models: dict[str, LateModel]) ->
 class Bench:
     """An executor with late operators and one model, driven step by step."""
 
-    def __init__(self, model: LateModel, **more: tuple[type[Exception], ...]) -> None:
+    def __init__(self, model: LateModel, fatal: type[Exception] = ZeroDivisionError) -> None:
         self.ops = LateOps()
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
         self.now = 0.0
         self.executor = Executor(
             "s", self.ops, make_arena(1 << 20), self.events.append, self.deltas.extend,
-            lambda: self.now, **more,
+            lambda: self.now, fatal=lambda fault: isinstance(fault, fatal),
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self._block = model.config.kv_block_bytes
@@ -233,7 +233,7 @@ def test_a_fatal_draw_is_raised(models: dict[str, LateModel]) -> None:
     class Lost(RuntimeError):
         pass
 
-    bench = Bench(models["llama"], fatal=(Lost,))
+    bench = Bench(models["llama"], fatal=Lost)
     bench.add("a")
     bench.step(("a", 0, 7))
     bench.ops.draws[0].fault = Lost()

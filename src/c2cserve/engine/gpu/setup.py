@@ -36,9 +36,7 @@ from c2cserve.memory.peer_pool import Borrower, PeerPool
 log = logging.getLogger(__name__)
 
 
-FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
-"""After these a process serves no second request: CUDA's errors stick, and a slice without memory
-is rebuilt with all of it."""
+_FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
 SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, CudaError)
 """What `open_gpu` raises for reasons a user can do something about."""
@@ -72,6 +70,18 @@ class GpuParts:
         sizes = sizes_of(config)
         warm(sizes, self.device)
         _touch_libraries(sizes, self.device)
+
+    def fatal(self, fault: Exception) -> bool:
+        """Whether the process is to serve no second request: CUDA's errors stick, and a slice
+        without memory is rebuilt with all of it. Triton and cuBLAS report what they met as plain
+        `RuntimeError`: then the stream tells whether it stuck."""
+        if isinstance(fault, _FATAL):
+            return True
+        try:
+            self.stream.query()
+        except torch.AcceleratorError:
+            return True
+        return False
 
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
