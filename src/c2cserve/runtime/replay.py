@@ -85,7 +85,7 @@ class _Stream:
 def replay(path: Path) -> ReplayResult:
     """Feed a record to its policies. Raises RecordError or OSError."""
     streams: dict[str, _Stream] = {}
-    lines = _Lines(path)
+    lines = RecordLines(path)
     for number, line in lines:
         try:
             if "policy" in line:
@@ -102,7 +102,9 @@ def replay(path: Path) -> ReplayResult:
 _LINE_START = b'{"stream":'
 
 
-class _Lines:
+class RecordLines:
+    """Number and content of each whole line. Iterating raises RecordError, OSError."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self.torn = False

@@ -39,6 +39,8 @@ class Slot:
 
     config: WorkerConfig
     worker: Worker | None = None
+    leaving: Worker | None = None
+    """The one before, killed but not gone: what it holds of its device is not free yet."""
     started_s: float = 0.0
     restart_at_s: float = 0.0
     failures: int = 0
@@ -85,10 +87,13 @@ class Fleet:
             worker.send(message)
 
     def start_due(self, now: float) -> None:
-        """(Re)start every slice without a worker whose delay has passed; keep a spare process once
-        all are up."""
+        """(Re)start every slice without a worker whose delay has passed, once the last one is gone;
+        keep a spare process once all are up. Waits for nobody."""
         for slot in self.slots.values():
-            if slot.worker is not None or now < slot.restart_at_s:
+            if slot.leaving is not None and slot.leaving.exit_code is not None:
+                slot.leaving.close()
+                slot.leaving = None
+            if slot.worker or slot.leaving or now < slot.restart_at_s:
                 continue
             slot.worker = Worker(slot.config, self._prefix, self._spawner.take())
             slot.config = next_config(slot.config)
@@ -97,8 +102,8 @@ class Fleet:
             self._spawner.keep_spare()
 
     def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
-        """Workers found dead, hung or failed to start, with the reason; each is closed after the
-        caller has taken what it still said. Raises `FleetDown` when nothing can be started."""
+        """Workers found dead, hung or failed to start, with the reason; the caller takes what each
+        still said. Raises `FleetDown` when nothing can be started."""
         for slot in self.slots.values():
             worker = slot.worker
             if worker is None or (reason := self._verdict(slot, worker, now)) is None:
@@ -107,8 +112,7 @@ class Fleet:
             log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
             yield worker, reason
             was_up = worker.up and now - slot.started_s > 10.0
-            worker.close()
-            slot.worker = None
+            slot.worker, slot.leaving = None, worker
             slot.failures = 0 if was_up else slot.failures + 1
             if slot.failures >= self._settings.start_tries and not self.up:
                 raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
@@ -118,6 +122,8 @@ class Fleet:
     def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
         if (code := worker.exit_code) is not None:
             return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        if worker.ending:
+            return "killed, and not gone yet"
         if not worker.up and now - slot.started_s > self._settings.start_timeout_s:
             return f"not up after {self._settings.start_timeout_s:.0f} s"
         limits = self._settings.beat_timeout_s, self._settings.step_timeout_s
@@ -130,7 +136,8 @@ class Fleet:
         while any(w.exit_code is None for w in workers) and time.monotonic() < deadline:
             time.sleep(0.01)
         for slot in self.slots.values():
-            if slot.worker is not None:
-                slot.worker.close()
-                slot.worker = None
+            for worker in (slot.worker, slot.leaving):
+                if worker is not None:
+                    worker.close()
+            slot.worker = slot.leaving = None
         self._spawner.close()

@@ -28,6 +28,10 @@ from c2cserve.runtime.live.status_page import Field, StatusPage
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
+_EXITING = 0x4
+"""PF_EXITING among a process's flags, the seventh field behind its name in /proc/PID/stat."""
+
+
 @dataclass(frozen=True, slots=True)
 class Spawned:
     """A worker process and our end of its channel: it has the other as its standard input."""
@@ -110,6 +114,16 @@ class Worker:
     @property
     def exit_code(self) -> int | None:
         return self._spawned.process.poll()
+
+    @property
+    def ending(self) -> bool:
+        """Killed and on its way out. With a GPU's driver taking its memory apart that takes
+        seconds, in which its channel stays open and nobody is told of its end."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text()
+        except OSError:
+            return True
+        return bool(int(stat.rpartition(")")[2].split()[6]) & _EXITING)
 
     def send(self, message: ToWorker) -> None:
         """Never blocks and never fails: what a dead worker does not get is placed again."""

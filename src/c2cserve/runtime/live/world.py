@@ -19,7 +19,9 @@ from c2cserve.core.actions import (
     Evict,
     Forget,
     Load,
+    Recall,
     Reject,
+    ResizeKv,
     Withdraw,
 )
 from c2cserve.core.events import (
@@ -246,6 +248,8 @@ class World:
                 self._unload(self._directory.get(model))
                 self._directory.remove(model)
                 self._forgotten(model)
+            case ResizeKv() | Recall():
+                raise TypeError(f"only simulated rivals do this: {action}")
 
     def _send(self, slice_id: str, message: msg.ToWorker) -> None:
         worker = self._fleet.worker(slice_id)
