@@ -67,7 +67,7 @@ class Server:
             [
                 sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(catalog),
                 "--port", str(port), "--slices", "1", "--threads", str(cpus),
-                "--log-level", "warning",
+                "--log-level", "warning", "--gpu-slices", "none",
             ]
         )  # fmt: skip
         while not self._ready():

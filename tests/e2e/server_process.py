@@ -52,7 +52,7 @@ class ServerProcess:
         self.log = directory.parent / f"{directory.name}-{self.port}.log"
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
-            "--pool-dir", str(directory), "--log-format", "json", *args,
+            "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none", *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 

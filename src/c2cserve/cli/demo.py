@@ -124,6 +124,7 @@ def _server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[bytes]"]]:
             [
                 sys.executable, "-m", "c2cserve.cli.main", "serve",
                 "--catalog", str(catalog), "--port", str(port), "--log-format", "json",
+                "--gpu-slices", "none",  # nothing was built or measured for one
             ],
             stdout=log, stderr=log, process_group=0,
         )  # fmt: skip

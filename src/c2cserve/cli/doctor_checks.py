@@ -168,7 +168,7 @@ def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ..
         " none across NUMA nodes, one thread of each core"
     )
     if machine.gpus:
-        text += "; serve --gpu-slices whole makes one per GPU or MIG instance instead"
+        text = f"{len(slices)}: one per GPU or MIG instance; serve --slices adds CPU slices"
     return slices, (Finding(Level.OK, "slices", text),)
 
 

@@ -10,7 +10,7 @@ from c2cserve.core.machine import Gpu, ProfileChoice
 from c2cserve.devices.gpu_slices import visible_gpus
 from c2cserve.devices.gpus import find_gpus, find_nvml
 
-CPUS_INSTEAD = "serve on CPUs alone without --gpu-slices"
+CPUS_INSTEAD = "serve on CPUs alone with --gpu-slices none"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem
-from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
+from c2cserve.devices.plan import ANY_GPUS, NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.admission import AdmissionSettings
@@ -75,9 +75,10 @@ def serve(
     gpu_slices: Annotated[
         str,
         typer.Option(
-            help="none; whole: one per GPU; 16x7: of each GPU 7 of 16 SMs; whole@0,1: on these."
+            help="auto: whole if there is a GPU; none; whole: one per GPU; 16x7: of each GPU 7 of"
+            " 16 SMs; whole@0,1: on these."
         ),
-    ] = NO_GPUS,
+    ] = ANY_GPUS,
     gpu_kv_bytes: Annotated[
         int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
     ] = None,

@@ -1,4 +1,4 @@
-"""All slices of a machine: GPUs where they are asked for, CPUs where they are not or besides."""
+"""All slices of a machine: GPUs where there are some, CPUs where there are none or besides."""
 
 from dataclasses import dataclass
 
@@ -7,6 +7,7 @@ from c2cserve.devices.gpu_slices import parse_layout, plan_gpu_slices
 from c2cserve.devices.slices import SlicePlanError, plan_slices
 
 NO_GPUS = "none"
+ANY_GPUS = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,10 @@ class SliceWishes:
     cpu_threads: int | None = None
     cpu_kv_bytes: int | None = None
     """Of each CPU slice."""
-    gpu_slices: str = NO_GPUS
-    """"none": GPUs are left alone. "whole": one per GPU or MIG instance. "16x7": of every GPU seven
-    of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with these numbers."""
+    gpu_slices: str = ANY_GPUS
+    """"auto": as "whole" if there is a GPU. "none": GPUs are left alone. "whole": one per GPU or MIG
+    instance. "16x7": of every GPU seven of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with these
+    numbers."""
     gpu_kv_bytes: int | None = None
     """Of each GPU slice."""
     gpu_profile: ProfileChoice = "measured"
@@ -37,11 +39,11 @@ def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
 
 
 def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
-    if wishes.gpu_slices == NO_GPUS:
+    if wishes.gpu_slices == NO_GPUS or (wishes.gpu_slices == ANY_GPUS and not machine.gpus):
         if wishes.gpu_peer_bytes:
             raise SlicePlanError("GPUs lend memory to GPU slices: there are none")
         return ()
-    layout = parse_layout(wishes.gpu_slices)
+    layout = parse_layout("whole" if wishes.gpu_slices == ANY_GPUS else wishes.gpu_slices)
     if not machine.gpus:
         raise SlicePlanError(f"{wishes.gpu_slices} GPU slices: there is no GPU")
     return plan_gpu_slices(

@@ -73,7 +73,7 @@ def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(serve, "usable_gpus", lambda: (H200,))
     assert serve._gpus("measured") == (H200,)
     compiler.cubin_path(home / "kernels", VARIANTS[0]).unlink()
-    with pytest.raises(CliError, match=r"kernels build; or .* without --gpu-slices"):
+    with pytest.raises(CliError, match=r"kernels build; or .* with --gpu-slices none"):
         serve._gpus("measured")
 
     def broken() -> tuple[Gpu, ...]:

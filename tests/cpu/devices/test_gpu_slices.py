@@ -60,11 +60,12 @@ def test_partitions_share_memory_alike() -> None:
     assert all(s.kv_bytes % SLAB_BYTES == 0 for s in slices)
 
 
-def test_gpu_slices_where_asked_for_and_cpu_slices_instead_or_besides() -> None:
-    for left_alone in (machine(), machine(H200[0])):
-        assert {s.kind for s in plan_all(left_alone, SliceWishes())} == {"cpu"}
-    whole = plan_all(machine(H200[0]), SliceWishes(gpu_slices="whole"))
-    assert [s.kind for s in whole] == ["gpu"]
+def test_gpu_slices_where_there_is_one_and_cpu_slices_instead_or_besides() -> None:
+    alone = SliceWishes(gpu_slices="none")
+    for slices in (plan_all(machine(), SliceWishes()), plan_all(machine(H200[0]), alone)):
+        assert {s.kind for s in slices} == {"cpu"}
+    for wishes in (SliceWishes(), SliceWishes(gpu_slices="whole")):
+        assert [s.kind for s in plan_all(machine(H200[0]), wishes)] == ["gpu"]
     both = plan_all(machine(H200[0]), SliceWishes(cpu_slices=2, gpu_slices="whole"))
     assert [s.id for s in both] == ["gpu0", "cpu0", "cpu1"]
 
