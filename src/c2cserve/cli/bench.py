@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from c2cserve.cli.bench_cold import ColdOptions, run_cold
 from c2cserve.cli.bench_prompts import Endpoint, PromptKind
 from c2cserve.cli.bench_serve import Mode, ServeOptions, run_serve
 from c2cserve.cli.bench_switch import SwitchOptions, run_switch
@@ -13,6 +14,9 @@ app = typer.Typer(help="Measure any OpenAI-compatible server.", no_args_is_help=
 
 UrlOption = Annotated[str, typer.Option(help="The server's root, or its /v1.")]
 KeyOption = Annotated[str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="API key.")]
+AdminKeyOption = Annotated[
+    str | None, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="For the server's own figures.")
+]
 
 
 @app.command("serve")
@@ -56,6 +60,7 @@ def serve(
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
     processes: Annotated[int, typer.Option(min=1, max=64, help="Of the generator.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Of one request, s.")] = 600.0,
+    admin_key: AdminKeyOption = None,
     out: Annotated[Path | None, typer.Option(help="Write results as JSON.")] = None,
 ) -> None:
     """Latency percentiles, throughput and SLO attainment of an OpenAI-compatible server."""
@@ -67,7 +72,7 @@ def serve(
         endpoint=endpoint, prompt=prompt, ignore_eos=ignore_eos, temperature=temperature,
         slo_ttft_s=slo_ttft, slo_tpot_s=slo_tpot, seed=seed, processes=processes, timeout_s=timeout,
     )  # fmt: skip
-    run_serve(options, key, out)
+    run_serve(options, key, admin_key, out)
 
 
 @app.command("switch")
@@ -78,11 +83,27 @@ def switch(
     pairs: Annotated[int, typer.Option(min=20, help="Requests of either kind.")] = 200,
     input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 8,
     seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
-    admin_key: Annotated[
-        str | None, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="For the server's own figures.")
-    ] = None,
+    admin_key: AdminKeyOption = None,
     out: Annotated[Path | None, typer.Option(help="Write results as JSON.")] = None,
 ) -> None:
     """What changing the model from one request to the next adds to the time to first token."""
     options = SwitchOptions(url, tuple(models.split(",")), pairs, input_len, seed)
     run_switch(options, key, admin_key, out)
+
+
+@app.command("cold")
+def cold(
+    url: UrlOption = "http://127.0.0.1:8000",
+    key: KeyOption = None,
+    models: Annotated[str, typer.Option(help="Comma separated, or all.")] = "all",
+    rounds: Annotated[int, typer.Option(min=1, help="Cold starts of each model.")] = 3,
+    input_len: Annotated[int, typer.Option(min=1, help="Prompt tokens.")] = 128,
+    output_len: Annotated[int, typer.Option(min=1, help="Output tokens.")] = 8,
+    seed: Annotated[int, typer.Option(help="Same seed, same requests.")] = 0,
+    admin_key: AdminKeyOption = None,
+    out: Annotated[Path | None, typer.Option(help="Write results as JSON.")] = None,
+) -> None:
+    """Time to first token of models that are not in the pool (a c2cserve's, whose admin API
+    unloads them first; requests under way are waited for)."""
+    options = ColdOptions(url, tuple(models.split(",")), rounds, input_len, output_len, seed)
+    run_cold(options, key, admin_key, out)

@@ -1,18 +1,20 @@
 """One measurement of a server: plan, probe, send, report."""
 
 import asyncio
+import contextlib
 import json
 import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 
 from c2cserve import __version__
 from c2cserve.cli import bench_plan
+from c2cserve.cli.bench_phases import Phases, look, phase_table
 from c2cserve.cli.bench_plan import Caps, Pairs, Shape
 from c2cserve.cli.bench_prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.cli.bench_report import Report, SloTargets, latency_table, make_report
@@ -64,7 +66,9 @@ class ServeOptions:
     timeout_s: float
 
 
-def run_serve(options: ServeOptions, key: str | None, out: Path | None) -> None:
+def run_serve(
+    options: ServeOptions, key: str | None, admin_key: str | None, out: Path | None
+) -> None:
     """Raises `CliError` when nothing could be measured."""
     models = resolve_models(options.url, options.models, key)
     shapes = plan_shapes(options, models)
@@ -82,12 +86,15 @@ def run_serve(options: ServeOptions, key: str | None, out: Path | None) -> None:
         duration_s=options.duration_s if options.mode is Mode.CLOSED else None,
         timeout_s=options.timeout_s,
     )
+    before = look(options.url, admin_key)
     outcome = _send(load, options.processes)
+    phases = look(options.url, admin_key).since(before)
     slo = SloTargets(options.slo_ttft_s, options.slo_tpot_s)
     report = make_report(outcome, slo, options.processes)
-    _show(report)
+    _show(report, phases)
     if out is not None:
-        write_results(out, "serve", asdict(options), {"models": models, **report.as_json()})
+        results = {"models": models, **report.as_json(), "phases": asdict(phases)}
+        write_results(out, "serve", asdict(options), results)
     if report.total.ok == 0:
         raise CliError("no request was answered: " + "; ".join(report.warnings))
 
@@ -183,9 +190,12 @@ def _send(load: Load, processes: int) -> Outcome:
         return asyncio.run(generate_with(load, processes, progress))
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, phases: Phases) -> None:
     screen = console()
     screen.print(latency_table(report))
+    table = phase_table([("", phases)])
+    if table is not None:
+        screen.print(table)
     for warning in report.warnings:
         sys.stderr.write(f"warning: {warning}\n")
 
@@ -194,17 +204,27 @@ def write_results(
     path: Path, kind: str, config: Mapping[str, object], results: Mapping[str, object]
 ) -> None:
     """One measurement as JSON: what was asked, of what, from where, and what came out."""
-    from c2cserve.devices.discover import discover
-
     document = {
         "benchmark": kind,
         "version": __version__,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "config": config,
-        "machine": describe_machine(discover()),
+        "machine": _this_machine(),
         "results": results,
     }
     try:
         path.write_text(json.dumps(document, indent=2, default=str) + "\n")
     except OSError as error:
         raise CliError(f"{path}: can not be written: {error}") from error
+
+
+def _this_machine() -> Mapping[str, object]:
+    """Where the measuring ran: of the server it says something if that runs here too."""
+    from c2cserve.cli.gpu_ready import usable_gpus
+    from c2cserve.devices.discover import discover
+    from c2cserve.devices.gpus import GpuProblem
+
+    machine = discover()
+    with contextlib.suppress(GpuProblem):  # the driver's trouble is `doctor`'s to tell
+        machine = replace(machine, gpus=usable_gpus())
+    return describe_machine(machine)

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
+from c2cserve.cli.bench_phases import Phases, look, phase_table
 from c2cserve.cli.bench_plan import Shape
 from c2cserve.cli.bench_prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.cli.bench_report import Spread, percentile, spread
@@ -21,12 +22,10 @@ from c2cserve.cli.client import Unanswered, ask
 from c2cserve.cli.loadgen_http import Client
 from c2cserve.cli.loadgen_reply import Record
 from c2cserve.cli.output import CliError, console, progress_console, show_seconds
-from c2cserve.cli.scrape import Histogram, scrape
 
 _BLOCKS = 10
 _RESAMPLES = 400
 _TIMEOUT_S = 120.0
-_SERVER_HISTOGRAM = "c2cserve:switch_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ def run_switch(
     if len(set(models)) < 2:
         raise CliError("switching needs at least two different --models A,B", 2)
     sequence = list(plan_sequence(models, options.pairs))
-    before = scrape(options.url, admin_key).histogram(_SERVER_HISTOGRAM)
+    before = look(options.url, admin_key)
     switches_before = _slice_switches(options.url, admin_key)
     records = asyncio.run(_ask_all(options, key, sequence))
     switches_after = _slice_switches(options.url, admin_key)
@@ -80,10 +79,10 @@ def run_switch(
     if switches_before is not None and switches_after is not None:
         counted = switches_after - switches_before
     comparison = compare(sequence, records, counted, options.seed)
-    server = scrape(options.url, admin_key).histogram(_SERVER_HISTOGRAM).since(before)
-    _show(models, comparison, server)
+    phases = look(options.url, admin_key).since(before)
+    _show(models, comparison, phases)
     if out is not None:
-        results = {**asdict(comparison), "server_histogram": asdict(server)}
+        results = {**asdict(comparison), "phases": asdict(phases)}
         write_results(out, "switch", asdict(options), {"models": models, **results})
 
 
@@ -181,7 +180,7 @@ def _slice_switches(url: str, key: str | None) -> int | None:
         return None
 
 
-def _show(models: Sequence[str], found: Comparison, server: Histogram) -> None:
+def _show(models: Sequence[str], found: Comparison, phases: Phases) -> None:
     from rich.table import Table
 
     table = Table(title=f"TTFT of {found.requests} one-token requests to {', '.join(models)}")
@@ -197,13 +196,9 @@ def _show(models: Sequence[str], found: Comparison, server: Histogram) -> None:
         f"a switch adds {found.overhead_p50_s * 1e3:+.3f} ms (p50; 95 % between"
         f" {found.overhead_p50_low_s * 1e3:+.3f} and {found.overhead_p50_high_s * 1e3:+.3f})"
     )
-    middle, high = server.quantile(0.5), server.quantile(0.99)
-    if middle is not None and high is not None:
-        screen.print(
-            f"the server's own {_SERVER_HISTOGRAM}, {server.count:.0f} switches:"
-            f" mean {show_seconds(server.sum / server.count)}, p50 {show_seconds(middle)},"
-            f" p99 {show_seconds(high)}"
-        )
+    by_server = phase_table([("", phases)])
+    if by_server is not None:
+        screen.print(by_server)
     if found.slice_switches is not None and found.slice_switches < found.expected_switches / 2:
         sys.stderr.write(
             f"warning: slices switched {found.slice_switches} times for"

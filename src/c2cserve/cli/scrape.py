@@ -25,6 +25,15 @@ class Histogram:
             self.sum - earlier.sum,
         )
 
+    def plus(self, other: "Histogram") -> "Histogram":
+        """Of the same bounds, or of none."""
+        more = dict(other.buckets)
+        mine = self.buckets or tuple((bound, 0.0) for bound, _ in other.buckets)
+        return Histogram(
+            tuple((bound, count + more.get(bound, 0.0)) for bound, count in mine),
+            self.sum + other.sum,
+        )
+
     def quantile(self, share: float) -> float | None:
         """Linear within a bucket, as Prometheus' `histogram_quantile`; None without samples."""
         wanted = share * self.count
