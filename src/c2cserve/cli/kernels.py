@@ -1,8 +1,9 @@
-"""`c2cserve kernels`: the GPU kernels, built ahead of serving; none of it needs a GPU."""
+"""`c2cserve kernels`: the GPU kernels, built ahead of serving. Triton's alone need a GPU."""
 
 import sys
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,8 @@ def build(
     folder: FolderOption = None,
     force: Annotated[bool, typer.Option("--force", help="Also what is built already.")] = False,
 ) -> None:
-    """Compile every kernel that is not built yet. Needs nvcc, takes a minute."""
+    """Compile every kernel that is not built yet. Needs nvcc, takes a minute; where a GPU is, also
+    fills Triton's cache (TRITON_CACHE_DIR) with what most models need."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     folder, began_s = folder or default_folder(), time.monotonic()
@@ -59,6 +61,7 @@ def build(
     took = f" in {show_seconds(time.monotonic() - began_s)}" if made else ""
     sys.stdout.write(f"{said}{took}: {folder}\n")
     _refuse(compiler.check(VARIANTS, folder))
+    sys.stdout.write(f"{_fill_triton_cache()}\n")
 
 
 @app.command("list")
@@ -99,6 +102,25 @@ def clean(folder: FolderOption = None) -> None:
     """Remove what was built from other sources than these, and what killed builds left."""
     folder = folder or default_folder()
     sys.stdout.write(f"removed {compiler.clean(VARIANTS, folder)} files: {folder}\n")
+
+
+def _fill_triton_cache() -> str:
+    """What was done, in words. Triton compiles for the GPU it finds, on which kernels run once."""
+    if find_spec("triton") is None:
+        return "Triton's kernels: not compiled, it is not installed (pip install 'c2cserve[gpu]')"
+    import torch
+
+    if not torch.cuda.is_available():
+        return "Triton's kernels: not compiled, no GPU here; a slice's first start does it"
+    from c2cserve.kernels.gpu.warm import COMMON, warm
+
+    began_s = time.monotonic()
+    with torch.no_grad():
+        for sizes in COMMON:
+            warm(sizes, torch.device("cuda", 0))
+    torch.cuda.synchronize()
+    took = show_seconds(time.monotonic() - began_s)
+    return f"Triton's kernels: compiled, or found in its cache, for {len(COMMON)} sizes in {took}"
 
 
 def _row(folder: Path, variant: Variant) -> dict[str, object]:

@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from c2cserve.cli.main import app
 from c2cserve.kernels.gpu import compiler
 from c2cserve.kernels.gpu.variants import SHARED_BYTES, VARIANTS
+from c2cserve.kernels.gpu.warm import COMMON, Sizes
 
 FakeNvcc = Callable[..., Path]
 
@@ -42,13 +44,28 @@ def test_build_then_build_again(fake_nvcc: FakeNvcc, tmp_path: Path, capsys: Any
     assert run("build") == 0
     said = capsys.readouterr().out
     assert said.startswith("built 5 of 5 kernels in ")
-    assert said.endswith(f": {folder}\n")
+    built, triton = said.splitlines()
+    assert built.endswith(f": {folder}")
+    assert triton.startswith("Triton's kernels: not compiled, no GPU here")
     assert len(list(folder.glob("*.cubin"))) == 5
     assert run("build") == 0
-    assert capsys.readouterr().out == f"every kernel was built: {folder}\n"
+    assert capsys.readouterr().out.startswith(f"every kernel was built: {folder}\n")
     assert len(log.read_text().splitlines()) == 5
     assert run("build", "--force") == 0
     assert len(log.read_text().splitlines()) == 10
+
+
+def test_build_fills_tritons_cache_where_a_gpu_is(
+    fake_nvcc: FakeNvcc, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_nvcc()
+    warmed: list[Sizes] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("c2cserve.kernels.gpu.warm.warm", lambda sizes, _: warmed.append(sizes))
+    assert run("build") == 0
+    assert warmed == COMMON
+    assert f"for {len(COMMON)} sizes" in capsys.readouterr().out
 
 
 def test_a_folder_of_ones_own(fake_nvcc: FakeNvcc, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import Linear
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.warm import Sizes, warm
+from c2cserve.kernels.gpu.warm import COMMON, Sizes, warm
 from c2cserve.kernels.gpu.weight import Dtype
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
 from c2cserve.memory.peer_pool import Borrower, PeerPool
@@ -40,13 +40,6 @@ _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
 SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, CudaError)
 """What `open_gpu` raises for reasons a user can do something about."""
-
-_COMMON = [
-    Sizes(hidden, 4 * hidden, 32, 8, head_dim, 128256, "bfloat16", qk_norm=norm, top_k=2)
-    for hidden in (1024, 2048, 4096, 8192)
-    for head_dim, norm in ((64, False), (128, False), (128, True))
-]
-"""Of most models; the rest of what a model needs is compiled when it is attached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +125,7 @@ def open_gpu(
     ops = GpuOps(linear, where, host_sampler, marked)
     ops.capture_decoding(linear.launched, cache)
     parts = GpuParts(where, stream, lane, linear, ops, arena, Staging(where), cache, borrower)
-    for sizes in _COMMON:
+    for sizes in COMMON:
         warm(sizes, where)
     parts.finish()
     return parts

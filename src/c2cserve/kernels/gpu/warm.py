@@ -36,6 +36,14 @@ class Sizes:
     """Experts of a token; 0 for a dense model."""
 
 
+COMMON = [
+    Sizes(hidden, 4 * hidden, 32, 8, head_dim, 128256, "bfloat16", qk_norm=norm, top_k=2)
+    for hidden in (1024, 2048, 4096, 8192)
+    for head_dim, norm in ((64, False), (128, False), (128, True))
+]
+"""Of most models; the rest of what a model needs is compiled when it is attached."""
+
+
 def warm(sizes: Sizes, device: torch.device) -> None:
     """Compile, or load, and run all kernels such a model needs."""
     dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
