@@ -51,8 +51,8 @@ class Cached(Whereabouts, Protocol):
 class _Model:
     """None of it keeps the model's weights alive beyond its layers."""
 
-    kind: tuple[object, ...] | None
-    """Its architecture; None if graphs can not run it."""
+    kind: int | None
+    """Its architecture's number; None if graphs can not run it."""
     tables: ModelTables
 
 
@@ -63,7 +63,7 @@ class _Graph:
     launched: Counter[str]
 
 
-_Key = tuple[tuple[object, ...], int, int, Home, int]
+_Key = tuple[int, int, int, Home, int]
 """Architecture, rows, context, where the weights are, and the arena's address."""
 
 
@@ -76,7 +76,9 @@ class DecodeGraphs:
         self._launched = launched
         self._cached = cached
         self._models: WeakKeyDictionary[GpuLayer, _Model] = WeakKeyDictionary()
-        self._seats: dict[tuple[object, ...], Seat] = {}
+        self._kinds: dict[tuple[object, ...], int] = {}
+        """Numbers, because a step has no time to hash all layers' shapes."""
+        self._seats: dict[int, Seat] = {}
         self._graphs: dict[_Key, _Graph] = {}
         self._met: set[_Key] = set()
         self._pool: Any = None
@@ -119,12 +121,14 @@ class DecodeGraphs:
     def _model(self, layers: Sequence[GpuLayer], device: torch.device) -> _Model:
         model = self._models.get(layers[0])
         if model is None:
-            kind = architecture(layers) if can_be_seated(layers) else None
+            kind = None
+            if can_be_seated(layers):
+                kind = self._kinds.setdefault(architecture(layers), len(self._kinds))
             model = self._models[layers[0]] = _Model(kind, ModelTables(layers, device))
         return model
 
     def _seat(
-        self, kind: tuple[object, ...], layers: Sequence[GpuLayer], rope: Rope, context: int,
+        self, kind: int, layers: Sequence[GpuLayer], rope: Rope, context: int,
         home: Home,
     ) -> Seat:  # fmt: skip
         """The architecture's, with room for rotary tables of `context` tokens."""

@@ -1,0 +1,110 @@
+"""Stand-ins for a model's layers, and models that take their place: what a graph reads."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf, gpu_layer
+from c2cserve.engine.gpu.tables import (
+    ModelTables,
+    Seat,
+    architecture,
+    can_be_seated,
+    matrices,
+    vectors,
+)
+from c2cserve.kernels.gpu.driver import MAP_BYTES
+from c2cserve.kernels.layer import Experts, KvLayout, LayerShape, LayerWeights, Mlp
+
+CPU = torch.device("cpu")
+HIDDEN, HEADS, KV_HEADS, DIM, INNER = 64, 4, 2, 16, 96
+
+
+def model(
+    seed: int, *, layers: int = 2, biased: bool = False, experts: int = 0, inner: int = INNER
+) -> list[GpuLayer]:
+    rng = torch.Generator().manual_seed(seed)
+
+    def matrix(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=rng).bfloat16()
+
+    def vector(size: int) -> Tensor:
+        return torch.randn(size, generator=rng)
+
+    def bias(size: int) -> Tensor | None:
+        return vector(size) if biased else None
+
+    shape = LayerShape(KvLayout(layers, KV_HEADS, DIM, "bfloat16"), HIDDEN, HEADS, 1e-5, 0.25)
+    width = (HEADS + 2 * KV_HEADS) * DIM
+    made: list[GpuLayer] = []
+    for index in range(layers):
+        mlp: Mlp | Experts = Mlp(
+            matrix(2 * inner, HIDDEN), bias(2 * inner), matrix(HIDDEN, inner), bias(HIDDEN)
+        )
+        if experts and index:
+            stacks = matrix(experts, 2 * inner, HIDDEN), matrix(experts, HIDDEN, inner)
+            mlp = Experts(matrix(experts, HIDDEN), *stacks, 2, True)
+        weights = LayerWeights(
+            vector(HIDDEN), matrix(width, HIDDEN), bias(width),
+            (vector(DIM), vector(DIM)) if experts else None,
+            matrix(HIDDEN, HEADS * DIM), bias(HIDDEN), vector(HIDDEN), mlp, 0,
+        )  # fmt: skip
+        made.append(gpu_layer(index, weights, shape, CPU))
+    return made
+
+
+def rope(seed: int, length: int) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.rand(length, DIM // 2, generator=rng), torch.rand(length, DIM // 2, generator=rng)
+
+
+@pytest.mark.parametrize("kind", [{}, {"biased": True}, {"experts": 4}])
+def test_whoever_is_seated_is_what_stand_ins_read(kind: dict[str, int]) -> None:
+    first, second = model(1, **kind), model(2, **kind)
+    assert architecture(first) == architecture(second)
+    seat = Seat.like(first, rope(1, 40), 64, "host")
+    stand_ins = seat.stand_ins(first, "host")
+    for layers, tables in ((second, rope(2, 50)), (first, rope(3, 70))):
+        own = ModelTables(layers, CPU)
+        own.maps = torch.arange(len(seat.maps), dtype=torch.int64).to(torch.uint8)
+        seat.seat(own, tables)
+        for stand_in, layer in zip(stand_ins, layers, strict=True):
+            for mine, theirs in zip(vectors(stand_in), vectors(layer), strict=True):
+                assert mine.data_ptr() != theirs.data_ptr()
+                assert torch.equal(mine, theirs)
+        assert torch.equal(seat.maps, own.maps)
+        length = min(64, len(tables[0]))
+        assert torch.equal(seat.rope[1][:length], tables[1][:length])
+
+
+def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
+    layers = model(1, experts=4)
+    seat = Seat.like(layers, rope(1, 8), 8, "peer")
+    handles = [w for layer in seat.stand_ins(layers, "peer") for w in matrices(layer)]
+    originals = [w for layer in layers for w in matrices(layer)]
+    first = seat.maps.data_ptr()
+    assert [w.map_pointer for w in handles] == [
+        first + i * MAP_BYTES for i in range(len(originals))
+    ]
+    assert [(w.shape, w.dtype) for w in handles] == [(w.shape, w.dtype) for w in originals]
+    assert {(w.home, w.pointer, w.owner) for w in handles} == {("peer", 0, None)}
+    assert isinstance(seat.stand_ins(layers, "peer")[1].second, SparseHalf)
+    assert seat.stand_ins(layers, "peer") is not seat.stand_ins(layers, "hbm")
+
+
+def test_what_makes_graphs_differ() -> None:
+    kind = architecture(model(1))
+    assert kind != architecture(model(1, layers=3))
+    assert kind != architecture(model(1, biased=True))
+    assert kind != architecture(model(1, inner=104))
+    assert kind != architecture(model(1, experts=4))
+    windowed = model(1)
+    windowed[1] = replace(windowed[1], weights=replace(windowed[1].weights, window=8))
+    assert kind != architecture(windowed)
+
+
+def test_rows_that_the_copy_engine_can_not_read_are_launched_one_by_one() -> None:
+    assert can_be_seated(model(1))
+    assert not can_be_seated(model(1, inner=100))
