@@ -50,6 +50,9 @@ COMMANDS = {
     ),
     "bench": Lazy("c2cserve.cli.bench", "app", "Measure any OpenAI-compatible server."),
     "simulate": Lazy("c2cserve.cli.simulate", "simulate", "Simulate machines, models, traces."),
+    "calibrate": Lazy(
+        "c2cserve.cli.calibrate", "calibrate", "Make a simulator's profile out of a record."
+    ),
     "plan": Lazy("c2cserve.cli.plan", "plan", "How many models fit; which machine is enough."),
     "replay": Lazy("c2cserve.cli.replay", "replay", "Reproduce a record's decisions."),
     "version": Lazy("c2cserve.cli.main", "version", "Print the version."),

@@ -86,7 +86,7 @@ class Costs:
         if terms is None:
             terms = self._terms[key] = self._prepare(model, lane)
         if terms.table is not None:
-            floor_s, share = _from_table(step, terms.table, ahead)
+            floor_s, share = table_seconds(step, terms.table, ahead)
             return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept), share)
         tokens = pairs = context = 0
         for part in step.seqs:
@@ -123,7 +123,7 @@ class Costs:
         )
 
 
-def _from_table(step: Step, table: StepTable, ahead: int) -> tuple[float, float]:
+def table_seconds(step: Step, table: StepTable, ahead: int) -> tuple[float, float]:
     """Seconds, and the prefills' share of them. Decodes as one batch; prefills one after another.
     What a step costs however little is in it is paid once."""
     prefill_s = 0.0

@@ -3,7 +3,7 @@
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -15,6 +15,10 @@ from c2cserve.sim.tables import Tables, read_tables
 
 _SLAB_BYTES = 64 << 20
 """Coarse: the books of an arena of many GB should not cost more than what they decide."""
+SLICE_FIELDS = (
+    "hbm_bytes", "kv_bytes", "slab_bytes", "max_batch", "max_step_tokens", "max_active",
+)  # fmt: skip
+"""Of `core.machine.Slice`, those that a layout may set."""
 
 
 class UnknownHardware(ValueError):
@@ -32,6 +36,8 @@ class Layout:
     flops: float
     """Per second that large GEMMs reach, 16 bit."""
     sms: int = 0
+    slice: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What slices have whatever an operator chooses: fields of `core.machine.Slice`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,8 @@ class Hardware:
     part of."""
     devices: tuple[Device, ...]
     tables: Tables
+    request_s: float = 0.0
+    """What a request takes beside its time on slices: HTTP, tokenizing, messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +121,18 @@ def find(name: str) -> Hardware:
     if name in names():
         return _packaged(name)
     if name.endswith(".toml"):
-        return parse(Path(name).stem, Path(name).read_text())
+        return parse(Path(name).stem, Path(name).read_text(), Path(name).parent)
     raise UnknownHardware(f"no hardware {name!r}; there are: {', '.join(names())}")
 
 
-def parse(name: str, text: str) -> Hardware:
-    """From TOML (docs/simulator.md names the keys). Raises KeyError, TypeError, ValueError."""
+def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
+    """From TOML (docs/simulator.md names the keys). `folder`: where its tables are; None: among the
+    packaged ones. Raises KeyError, TypeError, ValueError, OSError."""
     raw = tomllib.loads(text)
     tables = Tables({})
     if "tables" in raw:
-        tables = read_tables(json.loads(_data("tables", raw["tables"]).read_text()))
+        path = _data("tables", raw["tables"]) if folder is None else folder / raw["tables"]
+        tables = read_tables(json.loads(path.read_text()))
     host = raw["host"]
     return Hardware(
         name=name,
@@ -135,6 +145,7 @@ def parse(name: str, text: str) -> Hardware:
         },
         devices=tuple(_device(row) for row in raw["devices"]),
         tables=tables,
+        request_s=float(host.get("request_s", 0.0)),
     )
 
 
@@ -148,10 +159,18 @@ def _device(row: Mapping[str, Any]) -> Device:
             hbm_bytes_per_s=float(one["hbm_bytes_per_s"]),
             flops=float(one["flops"]),
             sms=int(one.get("sms", 0)),
+            slice=_slice_fields(one.get("slice", {})),
         )
         for name, one in row["layouts"].items()
     }
     return Device(**keys, layouts=layouts)
+
+
+def _slice_fields(raw: Mapping[str, Any]) -> dict[str, int]:
+    for key in raw:
+        if key not in SLICE_FIELDS:
+            raise ValueError(f"slices have no {key}; there are {', '.join(SLICE_FIELDS)}")
+    return {key: int(value) for key, value in raw.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +256,7 @@ def _lanes(
             link_bytes_per_s=link_share / (layout.slices * parts) if streams else 0.0,
             host_kv_bytes=settings.host_kv_bytes if streams else 0,
         )
+        slice_ = replace(slice_, **layout.slice)
         lane = Lane(
             slice=slice_,
             node=node,

@@ -50,7 +50,7 @@ def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> Si
 
 def _fresh(table: StepTable) -> StepTable:
     """Without the answers that are kept."""
-    return StepTable(table.prefill, table.decode)
+    return StepTable(table.prefill, table.decode, table.base_s)
 
 
 def _capacity(machine: SimMachine, factor: float) -> SimMachine:

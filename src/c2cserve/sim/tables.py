@@ -29,6 +29,8 @@ class StepTable:
     """(prompt tokens, seconds)."""
     decode: Sequence[tuple[float, Points]]
     """(average length, [(batch, seconds)])."""
+    base_s: float
+    """What a step costs however little is in it: prompts and decodes in one step pay it once."""
     _prefills: dict[int, float] = field(default_factory=dict[int, float])
     _decodes: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
@@ -55,11 +57,6 @@ class StepTable:
             known = self._decodes[key] = interpolate(by_length, length)
         return known
 
-    @property
-    def base_s(self) -> float:
-        """The least a step takes: one token."""
-        return self.prefill[0][1]
-
 
 @dataclass(frozen=True, slots=True)
 class Tables:
@@ -72,7 +69,8 @@ class Tables:
 
 
 def read_tables(raw: Mapping[str, Any]) -> Tables:
-    """From the form of `data/tables`, milliseconds. Raises KeyError, ValueError."""
+    """From the form of `data/tables`, milliseconds; `base_ms` is that of one token where it is not
+    given. Raises KeyError, ValueError."""
     return Tables(
         {
             model: {device: _table(row) for device, row in devices.items()}
@@ -87,4 +85,5 @@ def _table(row: Mapping[str, Any]) -> StepTable:
         (float(length), sorted((float(batch), ms / 1e3) for batch, ms in points))
         for length, points in row["decode_ms"].items()
     )
-    return StepTable(prefill, decode)
+    base_s = row["base_ms"] / 1e3 if "base_ms" in row else prefill[0][1]
+    return StepTable(prefill, decode, base_s)

@@ -142,7 +142,11 @@ class Simulation:
         )
         self.arrived += 1
         self.jobs.add(Job(request, owed))
-        self.tell(ev.Arrived(request))
+        later_s = self.machine.hardware.request_s
+        if later_s:
+            self.timeline.at(self.timeline.now + later_s, self.tell, ev.Arrived(request))
+        else:
+            self.tell(ev.Arrived(request))
         self._next_request()
 
     # ---- what slices tell the controller --------------------------------------------------------
