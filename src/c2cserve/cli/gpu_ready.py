@@ -24,13 +24,16 @@ def usable_gpus() -> tuple[Gpu, ...]:
     return visible_gpus(find_gpus(find_nvml()), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
-def obstacles(gpus: Iterable[Gpu], profile: ProfileChoice = "measured") -> Iterator[Obstacle]:
-    """What keeps these GPUs from serving, none if all is there."""
+def obstacles(
+    gpus: Iterable[Gpu], profile: ProfileChoice = "measured", *, lent: bool = False
+) -> Iterator[Obstacle]:
+    """What keeps these GPUs from serving, none if all is there. `lent`: some lend memory to
+    others, so that the link between them is used."""
     packages = list(_packages())
     yield from packages
     yield from _kernels()
     if profile == "measured":
-        yield from _profiles({gpu.name for gpu in gpus})
+        yield from _profiles({gpu.name for gpu in gpus}, lent)
 
 
 def _packages() -> Iterator[Obstacle]:
@@ -64,12 +67,16 @@ def _kernels() -> Iterator[Obstacle]:
         yield Obstacle(text, "c2cserve kernels build")
 
 
-def _profiles(names: Iterable[str]) -> Iterator[Obstacle]:
+def _profiles(names: Iterable[str], lent: bool) -> Iterator[Obstacle]:
     from c2cserve.kernels.gpu.profile import ProfileError, load_profile
 
     for name in sorted(names):
         try:
-            load_profile(gpu=name)
+            links = load_profile(gpu=name).links
         except ProfileError as error:
             fix = "c2cserve profile (or, on an H200, serve with --gpu-profile assumed)"
             yield Obstacle(str(error), fix)
+            continue
+        if lent and "peer" not in links:
+            text = f"the profile of {name} has no speed of a neighbour's memory"
+            yield Obstacle(text, "c2cserve profile, where it sees two GPUs")

@@ -188,10 +188,12 @@ class _Server:
         if not options.pool_dir.is_dir():
             raise CliError(f"--pool-dir {options.pool_dir}: no such directory", 2)
         machine = discover(shm=options.pool_dir)
-        if options.wishes.gpu_slices != NO_GPUS:
-            machine = replace(machine, gpus=_gpus(options.wishes.gpu_profile))
+        wishes = options.wishes
+        if wishes.gpu_slices != NO_GPUS:
+            gpus = _gpus(wishes.gpu_profile, lent=wishes.gpu_peer_bytes > 0)
+            machine = replace(machine, gpus=gpus)
         try:
-            slices = plan_all(machine, options.wishes)
+            slices = plan_all(machine, wishes)
         except SlicePlanError as error:
             raise CliError(str(error), 2) from error
         budget = plan_pool_bytes(machine) if options.pool_bytes is None else options.pool_bytes
@@ -268,12 +270,12 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-def _gpus(profile: ProfileChoice) -> tuple[Gpu, ...]:
+def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:
     try:
         gpus = usable_gpus()
     except GpuProblem as problem:
         raise CliError(f"the GPU driver fails: {problem}; {CPUS_INSTEAD}") from problem
-    for obstacle in obstacles(gpus, profile) if gpus else ():
+    for obstacle in obstacles(gpus, profile, lent=lent) if gpus else ():
         raise CliError(f"{obstacle.text}: {obstacle.fix}; or {CPUS_INSTEAD}")
     return gpus
 

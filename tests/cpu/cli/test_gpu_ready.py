@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from c2cserve.cli import gpu_ready, serve
@@ -67,6 +68,17 @@ def test_no_profile_of_this_gpu(home: Path) -> None:
     assert "GH200" in obstacle.text
     assert "c2cserve profile" in obstacle.fix
     assert list(gpu_ready.obstacles([H200, other], "assumed")) == []
+
+
+def test_a_profile_without_neighbours(home: Path) -> None:
+    """Measured where there was one GPU: memory of another can not be planned with."""
+    known = assumed_h200()
+    alone = {name: link for name, link in known.links.items() if name == "host"}
+    save_profile(msgspec.structs.replace(known, links=alone))
+    assert list(gpu_ready.obstacles([H200])) == []
+    (obstacle,) = gpu_ready.obstacles([H200], lent=True)
+    assert "neighbour" in obstacle.text
+    assert list(gpu_ready.obstacles([H200], "assumed", lent=True)) == []
 
 
 def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
