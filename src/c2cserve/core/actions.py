@@ -57,6 +57,9 @@ class Activate:
 
     model: str
     slice_id: str
+    keep: bool = False
+    """Load its weights into the slice's memory before its first step, beside what computes there,
+    and keep them until it is deactivated; else steps read them from where they lie."""
 
 
 @dataclass(frozen=True, slots=True)

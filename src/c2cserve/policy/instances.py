@@ -43,7 +43,8 @@ class Instances:
         if slice_.kind not in self._preset.kinds:
             return
         load = self.slices[slice_.id] = SliceLoad(slice_, profiled=self._profile_of(slice_.id))
-        load.swaps = self._preset.swaps and slice_.link_bytes_per_s > 0.0
+        known = slice_.link_bytes_per_s > 0.0 and slice_.hbm_bytes > 0
+        load.keeps = self._preset.keeps and known
         if self._preset.placing == "slinfer":
             load.memory = MemoryBooks(slice_.hbm_bytes or slice_.kv_bytes)
 
@@ -96,7 +97,7 @@ class Instances:
         if placement.preempt is not None:
             self._preempt(load, placement.preempt)
         if placement.activate:
-            self._activate(load, spec, placement.kv_bytes)
+            self._activate(load, spec, placement)
         elif load.memory is not None:
             self._resize(load, load.active[spec.id], placement.kv_bytes)
         mean = self._placer.mean_output(spec.id)
@@ -118,18 +119,18 @@ class Instances:
 
     # ---- instances ------------------------------------------------------------------------------
 
-    def _activate(self, load: SliceLoad, spec: ModelSpec, kv_bytes: int) -> None:
-        ready = self._preset.streams or load.is_cpu
-        instance = load.activate(spec, ready=ready)
-        action = act.Activate(spec.id, load.slice.id)
+    def _activate(self, load: SliceLoad, spec: ModelSpec, placement: Placement) -> None:
+        keep = placement.keep or not (self._preset.streams or load.is_cpu)
+        instance = load.activate(spec, ready=not keep, streams=load.keeps and not keep)
+        action = act.Activate(spec.id, load.slice.id, keep)
         if load.memory is None:
             self._actions.append(action)
             if self._preset.placing == "limits" and not load.is_cpu:
                 rest = load.slice.hbm_bytes - spec.weight_bytes
                 self._actions.append(act.ResizeKv(spec.id, load.slice.id, max(0, rest)))
             return
-        instance.kv_bytes = kv_bytes
-        if load.memory.up(spec.weight_bytes + kv_bytes, action):
+        instance.kv_bytes = placement.kv_bytes
+        if load.memory.up(spec.weight_bytes + placement.kv_bytes, action):
             self._started(load, instance, action)
         else:
             instance.held = []

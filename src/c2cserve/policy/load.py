@@ -3,11 +3,13 @@ believed about their speed."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import ceil
 
 from c2cserve.core.actions import Activate, ClusterAction, ResizeKv
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.policy.link_budget import link_demand
 from c2cserve.policy.memory import MemoryBooks
 from c2cserve.policy.quantify import UNKNOWN, Times
 
@@ -57,6 +59,8 @@ class Instance:
     times: Times = UNKNOWN
     ready: bool = True
     """Its weights need not be loaded first, or they are."""
+    streams: bool = False
+    """Its weights cross the slice's link with each step, and so take none of its memory."""
     kv_bytes: int = 0
     """Memory it has for KV, where that is sized in advance."""
     shrinking: int = 0
@@ -73,6 +77,10 @@ class Instance:
         tokens = self.prompt_tokens + more_tokens
         return self.times.decode_s(batch, tokens / batch) if batch else 0.0
 
+    def link_bytes_per_s(self) -> int:
+        """What a stream of its weights needs of a link, for one decode step in each TPOT."""
+        return link_demand(ceil(self.spec.step_bytes(len(self.jobs))), self.tpot_s)
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -84,6 +92,8 @@ class Work:
     """One decode step of every instance."""
     tpot_s: float
     """The strictest target."""
+    link_bytes_per_s: int
+    """What those whose weights stream need of the link to keep their pace."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,11 +105,11 @@ class SliceLoad:
     """Active models without requests."""
     profiled: dict[str, Times] = field(default_factory=dict[str, Times])
     weight_bytes: int = 0
-    """Of its active models."""
+    """Of its active models, but for those whose weights stream."""
     kv_bytes: float = 0.0
     """Expected of all its requests."""
-    swaps: bool = False
-    """Weights come and go by headroom."""
+    keeps: bool = False
+    """For each model it is chosen whether its weights stream or are kept (`policy.placement`)."""
     memory: MemoryBooks[Activate | ResizeKv] | None = None
     """Where every instance has weights and KV of its own."""
     _work: Work | None = None
@@ -130,6 +140,7 @@ class SliceLoad:
                 sum(one.times.prefill_s(one.pending_tokens) for one in busy),
                 sum(one.decode_s() for one in busy),
                 min((one.tpot_s for one in busy), default=_NEVER_S),
+                sum(one.link_bytes_per_s() for one in busy if one.streams),
             )
         return self._work
 
@@ -142,11 +153,12 @@ class SliceLoad:
             return self.active[model].times
         return self.profiled.get(model, UNKNOWN)
 
-    def activate(self, spec: ModelSpec, *, ready: bool = True) -> Instance:
+    def activate(self, spec: ModelSpec, *, ready: bool = True, streams: bool = False) -> Instance:
         times = self.profiled.get(spec.id, UNKNOWN)
-        instance = self.active[spec.id] = Instance(spec, times=times, ready=ready)
+        instance = Instance(spec, times=times, ready=ready, streams=streams)
+        self.active[spec.id] = instance
         self.unused += 1
-        self.weight_bytes += spec.weight_bytes
+        self.weight_bytes += 0 if streams else spec.weight_bytes
         return instance
 
     def deactivate(self, model: str) -> bool:
@@ -156,7 +168,7 @@ class SliceLoad:
         instance = self.active.pop(model)
         assert not instance.jobs
         self.unused -= 1
-        self.weight_bytes -= instance.spec.weight_bytes
+        self.weight_bytes -= 0 if instance.streams else instance.spec.weight_bytes
         return True
 
     def believe(self, model: str, times: Times) -> None:
@@ -212,6 +224,8 @@ def kv_token_bytes(spec: ModelSpec) -> float:
 class Placement:
     slice_id: str
     activate: bool = False
+    keep: bool = False
+    """The instance's weights are loaded and kept, in place of streaming."""
     deactivate: tuple[str, ...] = ()
     """Models without requests that leave the slice for it."""
     preempt: str | None = None

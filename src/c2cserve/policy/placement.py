@@ -8,28 +8,39 @@ memory (weights that are kept, and KV), and the link its weights come over.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.link_budget import link_demand
-from c2cserve.policy.load import Placement, SliceLoad
+from c2cserve.policy.load import Instance, Placement, SliceLoad
 from c2cserve.policy.shadow import OVERESTIMATE
 
 _ROOMY = 0.5
 """An instance is preferred to an idle slice while its times stay below this share of the targets.
 Above, an idle slice serves sooner, and what is believed about time is rough."""
 
-BURST = 20
-"""Tokens that each of a model's requests gains while its weights are in a slice's memory, where
-those come and go (`policy.swaps`)."""
-SHARE = 0.3
-"""Of the link, for that: first tokens find it free most of the time."""
-
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
 
-Move = tuple[SliceLoad, tuple[str, ...], tuple[float, ...]]
-"""A slice that could take one more model, who leaves for it, and what that costs."""
+Cost = tuple[float, ...]
+Leaving = tuple[tuple[str, ...], Cost]
+"""Who leaves a slice, and what that costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A slice could take one more model."""
+
+    load: SliceLoad
+    leaving: tuple[str, ...]
+    cost: Cost
+    keep: bool
+    """Its weights would be kept; else they stream, or lie in the slice's memory anyway."""
+
+    def placement(self) -> Placement:
+        return Placement(self.load.slice.id, True, self.keep, self.leaving)
 
 
 def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool:
@@ -78,33 +89,45 @@ def place(
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
     slice is never made to leave it. `kv_bytes`: what the request will take of memory."""
     model = request.model
-    here: list[SliceLoad] = []
+    here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
     for load in loads:
         instance = load.active.get(model)
-        if instance is None:
+        if instance is None or not (instance.jobs or _resumes(load, instance, request)):
             others.append(load)
-        elif len(instance.jobs) < load.instance_limit and _holds(load, 0, kv_bytes):
-            here.append(load)
+        elif len(instance.jobs) < load.instance_limit:
+            joining = _room(load, 0, kv_bytes, 0, value, model)
+            if joining is not None:
+                here.append((load, joining[0]))
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
-    here.sort(key=lambda x: (-len(x.active[model].jobs), x.requests, x.slice.id))
-    roomy = next((load for load in here if in_time(load, request, now, _ROOMY)), None)
+    here.sort(key=lambda h: (-len(h[0].active[model].jobs), h[0].requests, h[0].slice.id))
+    roomy = _first_in_time(here, request, now, _ROOMY)
     if roomy is not None:
-        return Placement(roomy.slice.id)
+        return roomy
     idle = [
         move for load in others if not load.requests
-        and (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
+        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
         and (not _bounded(load) or in_time(load, request, now, 1.0))
     ]  # fmt: skip
     if idle:
-        load, leaving, _ = min(
-            idle, key=lambda m: (not m[0].is_cpu, m[2], len(m[0].active), m[0].slice.id)
+        best = min(
+            idle,
+            key=lambda m: (not m.load.is_cpu, m.cost, len(m.load.active), m.load.slice.id),
         )
-        return Placement(load.slice.id, True, leaving)
-    able = next((load for load in here if in_time(load, request, now, 1.0)), None)
+        return best.placement()
+    able = _first_in_time(here, request, now, 1.0)
     if able is not None:
-        return Placement(able.slice.id)
-    return _busy(request, spec, kv_bytes, here, others, value, now)
+        return able
+    return _busy(request, spec, kv_bytes, [load for load, _ in here], others, value, now)
+
+
+def _first_in_time(
+    here: Iterable[tuple[SliceLoad, tuple[str, ...]]], request: Request, now: float, share: float
+) -> Placement | None:
+    for load, leaving in here:
+        if in_time(load, request, now, share):
+            return Placement(load.slice.id, deactivate=leaving)
+    return None
 
 
 def _busy(
@@ -123,22 +146,22 @@ def _busy(
     bounded.sort(key=lambda x: (not x.is_cpu, x.round_s(), x.slice.id))
     for load in bounded:
         if in_time(load, request, now, 1.0):
-            move = _activation(load, request, spec, kv_bytes, value, now)
+            move = _activation(load, request, spec, kv_bytes, value)
             if move is not None:
-                return Placement(load.slice.id, True, move[1])
+                return move.placement()
     moves = [
         move for load in others if not _bounded(load)
-        and (move := _activation(load, request, spec, kv_bytes, value, now)) is not None
+        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
     ]  # fmt: skip
-    choices = [(load.requests, False, (), load.slice.id, ()) for load in here if not _bounded(load)]
+    choices = [
+        (load.requests, False, (), load.slice.id, Placement(load.slice.id))
+        for load in here if not _bounded(load)
+    ]  # fmt: skip
     choices += [
-        (load.requests, True, cost, load.slice.id, out)
-        for load, out, cost in moves
+        (move.load.requests, True, move.cost, move.load.slice.id, move.placement())
+        for move in moves
     ]  # fmt: skip
-    if not choices:
-        return None
-    _, activate, _, slice_id, leaving = min(choices, key=lambda c: c[:4])
-    return Placement(slice_id, activate, leaving)
+    return min(choices, key=lambda c: c[:4])[4] if choices else None
 
 
 def _bounded(load: SliceLoad) -> bool:
@@ -146,56 +169,69 @@ def _bounded(load: SliceLoad) -> bool:
     return load.slice.hbm_bytes > 0
 
 
+# ---- the link: whether weights stream ----------------------------------------------------------
+
+
+def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
+    """Would the slice's share of the link bring one stream more at everybody's pace (section 6.2)?
+    Nothing of a newcomer is resident yet."""
+    demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
+    return load.work().link_bytes_per_s + demand <= load.slice.link_bytes_per_s
+
+
+def _resumes(load: SliceLoad, instance: Instance, request: Request) -> bool:
+    """Could an instance without requests go on as it is? If its weights stream and others have
+    taken the link since, it must be made anew, with its weights kept."""
+    return not instance.streams or _carries(load, instance.spec, request.slo.tpot_s)
+
+
+# ---- memory: who leaves ------------------------------------------------------------------------
+
+
 def _holds(load: SliceLoad, weights: int, kv_bytes: float) -> bool:
-    """Is there memory for so much more, beside what everybody has? Weights that come and go are
-    nobody's (`policy.swaps`)."""
+    """Is there memory for so much more, beside what everybody has?"""
     if not _bounded(load):
         return True
-    if load.swaps:
-        return load.kv_bytes + kv_bytes <= load.slice.kv_bytes
     return load.weight_bytes + weights + load.kv_bytes + kv_bytes <= load.slice.hbm_bytes
 
 
-def _carries(load: SliceLoad, request: Request, spec: ModelSpec, now: float) -> bool:
-    """Would the link bring the weights of one busy model more? Section 6.2's budget, where a model
-    comes once for `BURST` tokens instead of with each; and first tokens wait for those that come
-    before them."""
-    if not load.swaps:
-        return True
-    weights, coming, tpot_s = spec.weight_bytes, spec.weight_bytes, request.slo.tpot_s
-    for instance in load.busy():
-        weights += instance.spec.weight_bytes
-        tpot_s = min(tpot_s, instance.tpot_s)
-        if all(job.first_s is None for job in instance.jobs.values()):
-            coming += instance.spec.weight_bytes
-    slice_ = load.slice
-    resident = min(1.0, (slice_.hbm_bytes - slice_.kv_bytes) / weights)
-    demand = link_demand(weights, BURST * tpot_s, resident)
-    left_s = request.first_token_due_s - now
-    alone = coming == spec.weight_bytes
-    return demand <= SHARE * slice_.link_bytes_per_s and (
-        alone or coming <= left_s * slice_.link_bytes_per_s
-    )
-
-
-def _activation(
-    load: SliceLoad, request: Request, spec: ModelSpec, kv_bytes: float, value: Value, now: float
-) -> Move | None:
-    """One more model on the slice: who leaves for it, and what that costs. None: somebody with
-    requests would have to, or there is no budget for it."""
-    if not _carries(load, request, spec, now):
-        return None
-    weights = spec.weight_bytes
+def _room(
+    load: SliceLoad, weights: int, kv_bytes: float, models: int, value: Value, stays: str = ""
+) -> Leaving | None:
+    """Who leaves for so much memory and so many models more; None: somebody with requests would
+    have to. `stays`: who does not, with or without requests."""
     places = load.slice.max_active - len(load.active)
-    if places > 0 and _holds(load, weights, kv_bytes):
-        return load, (), ()
+    if places >= models and _holds(load, weights, kv_bytes):
+        return (), ()
     if not load.unused:
         return None
     leaving: list[str] = []
     unused = [(value(name), name) for name, one in load.active.items() if not one.jobs]
     for _, name in sorted(unused):
+        if name == stays:
+            continue
         leaving.append(name)
-        weights -= load.active[name].spec.weight_bytes
-        if places + len(leaving) > 0 and _holds(load, weights, kv_bytes):
-            return load, tuple(leaving), value(leaving[-1])
+        one = load.active[name]
+        weights -= 0 if one.streams else one.spec.weight_bytes
+        if places + len(leaving) >= models and _holds(load, weights, kv_bytes):
+            return tuple(leaving), value(leaving[-1])
     return None
+
+
+def _activation(
+    load: SliceLoad, request: Request, spec: ModelSpec, kv_bytes: float, value: Value
+) -> Move | None:
+    """One more model on the slice. None: somebody with requests would have to leave, or there is no
+    budget for it. Its weights stream if the link carries that, else they are kept in memory; those
+    of a model that is larger than the memory stream as well as they can, with none beside them."""
+    anew = (spec.id,) if spec.id in load.active else ()
+    keep = load.keeps and not _carries(load, spec, request.slo.tpot_s)
+    if keep and spec.weight_bytes + kv_bytes > load.slice.hbm_bytes:
+        if load.work().link_bytes_per_s:
+            return None
+        keep = False
+    weights = 0 if load.keeps and not keep else spec.weight_bytes
+    leaving = _room(load, weights, kv_bytes, 1 - len(anew), value, spec.id)
+    if leaving is None:
+        return None
+    return Move(load, anew + leaving[0], leaving[1], keep)

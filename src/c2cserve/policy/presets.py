@@ -67,26 +67,19 @@ class Preset:
     alpha: bool = True
     """The split of hybrid GEMMs follows contention on the link (C2CServe section 7)."""
 
-    # ---- read by the world
     streams: bool = True
     """Weights are read from host memory as steps need them, and cached; else an instance starts
     with loading all of them."""
-    swaps: bool = False
-    """On links that are too slow for that, whole models' weights come and go by headroom
-    (`policy.swaps`)."""
+    keeps: bool = False
+    """Weights are loaded and kept after all where the link has no room for one stream more
+    (`policy.placement`)."""
+
+    # ---- read by the world
     parts: int = 1
     """Equal parts that each node is cut into for good (static sharing)."""
 
 
-C2CSERVE = Preset("c2cserve", rotation=RotationSettings())
-
-C2CSERVE_SWAP = Preset("c2cserve-swap", patience=1.0, swaps=True)
-"""For links too slow to stream weights within a token's time, such as PCIe under large models:
-whole models come and go by headroom. Requests are refused once they can not be in time."""
-
-C2CSERVE_LOAD = Preset("c2cserve-load", patience=1.0, streams=False)
-"""For the same links: weights are loaded as a whole before an instance's first step, beside what
-computes, and stay until their memory is needed."""
+C2CSERVE = Preset("c2cserve", keeps=True, rotation=RotationSettings())
 
 SERVERLESSLLM = Preset(
     "serverlessllm", "limits", GPU_ONLY,
@@ -131,7 +124,6 @@ C2CSERVE_STATIC = Preset("c2cserve-static", "scatter", chunks="fixed", alpha=Fal
 PRESETS = {
     preset.name: preset
     for preset in (
-        C2CSERVE, C2CSERVE_SWAP, C2CSERVE_LOAD, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER,
-        SUPERINFER, FCFS, C2CSERVE_STATIC,
+        C2CSERVE, SERVERLESSLLM, SLLM_C, SLLM_C_S, SLINFER, SUPERINFER, FCFS, C2CSERVE_STATIC,
     )
 }  # fmt: skip

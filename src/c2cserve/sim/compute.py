@@ -134,7 +134,7 @@ class Compute:
         if world.noise:
             floor_s *= world.random.lognormvariate(0.0, world.noise)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
-        streamed = cost.link_bytes if lane.h2d and world.streams else 0.0
+        streamed = cost.link_bytes if lane.h2d else 0.0
         self.use.streamed_bytes += streamed
         if alpha is not None and lane.h2d:
             self._memory_bytes = cost.memory_bytes

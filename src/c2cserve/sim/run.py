@@ -79,7 +79,7 @@ def prepare(
     )
     if machine is None:
         machine = build(scenario.hardware, scenario.slices, preset)
-    if preset.swaps or not preset.streams:
+    if not preset.streams:
         _check_fit(machine, models, scenario)
     slo = None if scenario.slo == "catalog" else slo_rule(scenario.slo)
     return Simulation(machine, models, requests, slo, settings)

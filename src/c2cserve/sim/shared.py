@@ -41,10 +41,6 @@ class World:
     """Standard deviation of the logarithm of a step's time."""
     hybrid: bool
     """GEMMs are C2CServe's (`sim.costs`), with the alpha their policy asks for."""
-    swaps: bool
-    """Whole models' weights come and go by headroom (`policy.swaps`)."""
-    streams: bool
-    """Weights stream in each step and are cached; else they are loaded before the first one."""
 
 
 @dataclass(slots=True)

@@ -1,12 +1,10 @@
 """A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
 
 from functools import partial
-from math import inf
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction
 from c2cserve.policy.slice import SlicePolicy
-from c2cserve.policy.swaps import Swaps
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.checks import BlockBook, SeqState
 from c2cserve.sim.compute import Compute
@@ -18,8 +16,6 @@ from c2cserve.sim.loop import Loop
 from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.shared import World
 
-_SWAP_LOOK_S = 0.1
-"""How often it is looked whether it is time for weights that nobody needs at once."""
 _REPORT_S = 1.0
 """How often a slice tells the controller its step times, as a live worker does."""
 
@@ -42,13 +38,7 @@ class SimSlice:
         self.book = BlockBook(lane.slice)
         self._world = world
         self._kept: KeptWeights | None = None
-        self._swaps: Swaps | None = None
-        self._looking = False
-        """It will be looked for swaps."""
-        cache_bytes = max(0, lane.slice.hbm_bytes - lane.slice.kv_bytes)
-        if lane.h2d and world.swaps:
-            self._swaps = Swaps(cache_bytes, lane.slice.link_bytes_per_s)
-        elif lane.h2d and world.streams:
+        if lane.h2d:
             self._kept = KeptWeights(max(0, lane.slice.hbm_bytes - lane.slice.kv_bytes))
         self.compute = Compute(
             lane, world, self.seqs, self.book, self._kept, self._tell, self._finished
@@ -67,7 +57,7 @@ class SimSlice:
 
     # ---- what the controller tells it -----------------------------------------------------------
 
-    def activate(self, model: SimModel) -> None:
+    def activate(self, model: SimModel, *, keep: bool) -> None:
         name = model.spec.id
         assert name not in self.active, f"{name} is active already on {self.lane.slice.id}"
         assert len(self.active) < self.lane.slice.max_active, "more models than the slice takes"
@@ -75,14 +65,15 @@ class SimSlice:
             self._held_since_s = self._world.timeline.now
         self.active[name] = model
         self._tell(ev.Activated(model.spec))
-        if self.lane.h2d and not self._world.streams and self._swaps is None:
+        if keep and self._kept is not None:
+            self._kept.hold(model)
             self._load(model)
 
     def deactivate(self, name: str) -> None:
         del self.active[name]
         self._loading.pop(name, None)
-        if self._swaps is not None:
-            self._swaps.forget(name)
+        if self._kept is not None:
+            self._kept.release(name)
         self._tell(ev.Deactivated(name))
         if not self.active:
             self.use.held_s += self._world.timeline.now - self._held_since_s
@@ -144,7 +135,8 @@ class SimSlice:
         world, name, size = self._world, model.spec.id, model.spec.weight_bytes
         self.use.loads += 1
         now = self._loading[name] = world.timeline.now
-        used = sum(other.spec.weight_bytes for other in self.active.values())
+        assert self._kept is not None
+        used = self._kept.held_bytes
         assert used <= self.lane.slice.hbm_bytes, f"{self.lane.slice.id}: weights exceed its memory"
         done = partial(self._loaded, name, now)
         world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
@@ -169,58 +161,12 @@ class SimSlice:
         self._release(name)
 
     def _blocked(self, name: str) -> bool:
-        away = self._swaps is not None and not self._swaps.has(name)
-        return away or name in self._loading or self._paused.get(name, 0) > 0
+        return name in self._loading or self._paused.get(name, 0) > 0
 
     def _release(self, name: str) -> None:
         if not self._blocked(name):
             for step in self._waiting.pop(name, ()):
                 self.compute.submit(step)
-
-    # ---- weights that come and go, for systems that swap them -----------------------------------
-
-    def _swap(self) -> None:
-        """Bring in the weights that are needed next, if it is time for that."""
-        swaps, now = self._swaps, self._world.timeline.now
-        if swaps is None or self._dead or swaps.coming is not None:
-            return
-        wanted = {
-            name: self.active[name].spec.weight_bytes
-            for name in self._waiting if name in self.active and not swaps.has(name)
-        }  # fmt: skip
-        if not wanted:
-            return
-        due_s: dict[str, float] = {}
-        for seq in self.seqs.values():
-            name = seq.spec.id
-            due_s[name] = min(due_s.get(name, inf), seq.job.due_s)
-        swap = swaps.next(wanted, due_s, self.compute.models(), now)
-        if swap is None:
-            if not self._looking:
-                self._looking = True
-                self._world.timeline.at(now + _SWAP_LOOK_S, self._look)
-            return
-        self.use.loads += 1
-        size = wanted[swap.model]
-        done = partial(self._swapped, swap.model, now)
-        self.use.streamed_bytes += size
-        self._world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
-
-    def _look(self) -> None:
-        self._looking = False
-        self._swap()
-
-    def _swapped(self, name: str, since_s: float) -> None:
-        swaps = self._swaps
-        if self._dead or swaps is None or swaps.coming != name:
-            self._swap()
-            return
-        swaps.arrived()
-        for seq in self.seqs.values():
-            if seq.spec.id == name and not seq.job.drawn:
-                seq.job.grace_s += self._world.timeline.now - max(seq.job.dispatched_s, since_s)
-        self._release(name)
-        self._swap()
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -256,7 +202,6 @@ class SimSlice:
             if self._blocked(step.model):
                 self._waiting.setdefault(step.model, []).append(RunStep(step))
                 self._tell(ev.StepParked(step.id))
-                self._swap()
             else:
                 self.compute.submit(RunStep(step))
 

@@ -89,7 +89,6 @@ class Simulation:
         self._world = World(
             self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
-            settings.preset.swaps, settings.preset.streams,
         )  # fmt: skip
 
     def run(self) -> None:
@@ -187,9 +186,9 @@ class Simulation:
                 job = self.jobs.live[request_id]
                 assert status != 429 or not job.resumed, f"{request_id} had tokens, then 429"
                 self.jobs.end(job, "rejected", status)
-            case act.Activate(model, slice_id):
+            case act.Activate(model, slice_id, keep):
                 assert model in self._pooled, f"{model} is not in the pool"
-                self.slices[slice_id].activate(self.models[model])
+                self.slices[slice_id].activate(self.models[model], keep=keep)
             case act.Deactivate(model, slice_id):
                 self.slices[slice_id].deactivate(model)
             case act.Withdraw(request_id, slice_id):

@@ -122,7 +122,7 @@ def test_an_idle_instance_is_kept_alive_for_a_while() -> None:
     spec = ModelSpec("a", 10, 2, 1024, 4096)
     tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.ModelAdded(spec))
     tell(policy, 0.0, ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))
-    assert act.Activate("a", "g0") in tell(policy, 0.0, ev.Arrived(request("r", "a")))
+    assert act.Activate("a", "g0", True) in tell(policy, 0.0, ev.Arrived(request("r", "a")))
     assert tell(policy, 1.0, ev.Finished("r", 5)) == []
     assert policy.wakeup == 2.0
     assert tell(policy, 2.0) == [act.Deactivate("a", "g0")]

@@ -19,9 +19,13 @@ SPECIALISTS = Path(__file__).parents[3] / "examples" / "specialists" / "catalog.
 STEADY = "synthetic:rate=16,duration=40,sources=16,zipf=0,prompt=300,output=40"
 
 
-def planner(trace: str, catalog: str, slo: str = "1,0.1", kv_share: float = 0.5) -> Planner:
+def planner(
+    trace: str, catalog: str, slo: str = "1,0.1", kv_share: float = 0.5, policy: str = "c2cserve"
+) -> Planner:
     slices = SliceSettings(kv_share)
-    scenario = Scenario("", catalog, WorkloadSettings(trace), slo, slices=slices, noise=0.0)
+    scenario = Scenario(
+        "", catalog, WorkloadSettings(trace), slo, policy=policy, slices=slices, noise=0.0
+    )
     return Planner(scenario, catalogue(catalog), 0.95, lambda what, share: None)
 
 
@@ -42,9 +46,11 @@ def test_the_largest_catalogue_is_where_trials_begin_to_fail() -> None:
 
 
 def test_a_slow_link_binds_and_a_faster_machine_serves_more() -> None:
-    """All weights stream in every step: there is no room to keep any."""
+    """All weights stream in every step."""
     slow, fast = (
-        planner(STEADY, "llama-3.2-3b*4", kv_share=1.0).largest_catalogue(hardware, 64)
+        planner(STEADY, "llama-3.2-3b*4", kv_share=1.0, policy="c2cserve-static").largest_catalogue(
+            hardware, 64
+        )
         for hardware in ("h200-x1", "gh200-144")
     )
     assert slow.binds == fast.binds == "link"
@@ -63,7 +69,7 @@ def test_long_prompts_bind_compute() -> None:
 
 
 def test_the_smallest_machine_is_the_first_that_is_enough() -> None:
-    one = planner(STEADY, "llama-3.2-3b*5", kv_share=1.0)
+    one = planner(STEADY, "llama-3.2-3b*5", kv_share=1.0, policy="c2cserve-static")
     plan = one.smallest_machine(["h200-x1", "gh200-144", "gb200"])
     assert [trial.passed for trial in plan.trials] == [False, True]
     assert plan.best is not None

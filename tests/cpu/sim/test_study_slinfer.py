@@ -6,9 +6,9 @@ from c2cserve.sim.studies.slinfer import run
 def test_sharing_and_cpus_serve_more_than_exclusive_gpus() -> None:
     served = {
         name: run(PRESETS[name], "13B", 64, StudyOptions(quick=True), nodes=2)
-        for name in ("serverlessllm", "slinfer", "c2cserve-swap")
+        for name in ("serverlessllm", "slinfer", "c2cserve")
     }
     assert len({one.requests for one in served.values()}) == 1, "the same trace for all"
     assert served["serverlessllm"].met < served["slinfer"].met
-    assert served["serverlessllm"].met < served["c2cserve-swap"].met
+    assert served["serverlessllm"].met < served["c2cserve"].met
     assert served["serverlessllm"].cpus == 0.0

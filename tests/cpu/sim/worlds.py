@@ -46,8 +46,8 @@ def world(seed: int, preset: str | None = None) -> Simulation:
         max_step_tokens=random.choice((16, 256, 2048)),
         max_active=random.choice((1, 2, 8)),
     )
-    whole = chosen.swaps or not chosen.streams  # small parts can not hold all weights of a model
-    machines = MACHINES[:3] if whole else MACHINES
+    # Small parts can not hold all weights of a model.
+    machines = MACHINES if chosen.streams else MACHINES[:3]
     machine = build(random.choice(machines), settings, chosen)
     terms = (f"{random.choice(SHAPES)}*{random.randint(1, 5)}" for _ in range(2))
     models = interleaved(catalogue(",".join(terms)))

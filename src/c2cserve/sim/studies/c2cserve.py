@@ -42,7 +42,8 @@ class _System:
     kv_share: float = 0.5
 
 
-_PAPER = _System("C2CServe", C2CSERVE, hybrid=True, kv_share=1.0)
+_PAPER = _System("C2CServe", replace(C2CSERVE, keeps=False), hybrid=True, kv_share=1.0)
+"""Weights always stream there."""
 _OURS = _System("ours", C2CSERVE)
 _ALONE = replace(C2CSERVE, placing="scatter")
 """Where there is one slice there is nothing to place: nor to refuse a model larger than HBM."""
