@@ -19,9 +19,9 @@ class SliceWishes:
     cpu_kv_bytes: int | None = None
     """Of each CPU slice."""
     gpu_slices: str = ANY_GPUS
-    """"auto": as "whole" if there is a GPU. "none": GPUs are left alone. "whole": one per GPU or MIG
-    instance. "16x7": of every GPU seven of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with these
-    numbers."""
+    """"auto": as "whole" if there is a GPU. "none": GPUs are left alone. "whole": one per GPU or
+    MIG instance. "16x7": of every GPU seven of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with
+    these numbers."""
     gpu_kv_bytes: int | None = None
     """Of each GPU slice."""
     gpu_profile: ProfileChoice = "measured"
