@@ -1,11 +1,10 @@
 from c2cserve.policy.presets import PRESETS
-from c2cserve.sim.studies.registry import StudyOptions
 from c2cserve.sim.studies.slinfer import run
 
 
 def test_sharing_and_cpus_serve_more_than_exclusive_gpus() -> None:
     served = {
-        name: run(PRESETS[name], "13B", 64, StudyOptions(quick=True), nodes=2)
+        name: run(PRESETS[name], "13B", 64, duration_s=60.0, nodes=2)
         for name in ("serverlessllm", "slinfer", "c2cserve")
     }
     assert len({one.requests for one in served.values()}) == 1, "the same trace for all"

@@ -1,0 +1,126 @@
+"""Where a request goes: within memory, link and places, without harm to whoever has requests."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request, Slo
+from c2cserve.policy.link_budget import link_demand
+from c2cserve.policy.load import Placement, SliceLoad
+from c2cserve.policy.placement import place
+from c2cserve.policy.quantify import StepTable
+
+SPECS = [ModelSpec(f"m{i}", 10 << i, 2, 16, 4096) for i in range(6)]
+TABLE = StepTable(((1, 0.001), (4096, 0.1)), ((512, 1, 0.01), (512, 64, 0.05)))
+
+
+def ask(name: str, model: ModelSpec, tpot_s: float = 0.1) -> Request:
+    return Request(name, model.id, 100, 50, 0.0, Slo(2.0, tpot_s))
+
+
+def slice_load(
+    name: str, hbm_bytes: int, link_bytes_per_s: float, *, max_active: int = 4, keeps: bool = True
+) -> SliceLoad:
+    gpu = GpuShare(name, 100)
+    slice_ = Slice(
+        name, "gpu", kv_bytes=hbm_bytes or 1000, slab_bytes=1, max_batch=8, max_active=max_active,
+        gpu=gpu, hbm_bytes=hbm_bytes, link_bytes_per_s=link_bytes_per_s,
+    )  # fmt: skip
+    load = SliceLoad(slice_, profiled={spec.id: TABLE for spec in SPECS})
+    load.keeps = keeps and link_bytes_per_s > 0 and hbm_bytes > 0
+    return load
+
+
+def carry_out(load: SliceLoad, request: Request, placement: Placement, kv_bytes: float) -> None:
+    spec = next(spec for spec in SPECS if spec.id == request.model)
+    for name in placement.deactivate:
+        assert load.deactivate(name), "it leaves, so it was there"
+    if placement.activate:
+        load.activate(spec, streams=load.keeps and not placement.keep)
+    load.add(request, kv_bytes)
+
+
+def demands(load: SliceLoad) -> int:
+    return sum(link_demand(one.spec.weight_bytes, one.tpot_s) for one in load.busy() if one.streams)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9))
+def test_whoever_is_placed_fits_and_nobody_with_requests_leaves(seed: int) -> None:
+    random = Random(seed)
+    loads = {
+        f"s{i}": slice_load(
+            f"s{i}", random.choice((0, 200, 700)), random.choice((0.0, 1000.0, 6000.0)),
+            max_active=random.randint(1, 4), keeps=random.random() < 0.8,
+        )
+        for i in range(random.randint(1, 3))
+    }  # fmt: skip
+    there: list[tuple[str, str, str]] = []
+    for number in range(random.randint(1, 40)):
+        if there and random.random() < 0.4:
+            where, model, name = there.pop(random.randrange(len(there)))
+            loads[where].remove(model, name)
+            continue
+        spec, kv_bytes = random.choice(SPECS), float(random.choice((0, 16, 64)))
+        request = ask(f"r{number}", spec, random.choice((0.05, 0.2)))
+        able = [load for load in loads.values() if load.open]
+        placement = place(request, spec, kv_bytes, able, lambda name: (float(name[1:]),), 0.0)
+        if placement is None:
+            continue
+        load = loads[placement.slice_id]
+        before = {one.spec.id for one in load.busy()}
+        alone = not demands(load)
+        carry_out(load, request, placement, kv_bytes)
+        there.append((placement.slice_id, spec.id, request.id))
+        assert before <= {one.spec.id for one in load.busy()}
+        assert len(load.active) <= load.slice.max_active
+        assert len(load.active[spec.id].jobs) <= load.instance_limit
+        assert load.keeps or not placement.keep
+        if load.slice.hbm_bytes:
+            assert load.weight_bytes + load.kv_bytes <= load.slice.hbm_bytes
+        if load.keeps and placement.activate and not placement.keep:
+            larger = spec.weight_bytes + kv_bytes > load.slice.hbm_bytes
+            assert (larger and alone) or demands(load) <= load.slice.link_bytes_per_s
+
+
+def test_weights_stream_while_the_link_carries_them_and_are_kept_beyond() -> None:
+    spec, load = SPECS[3], slice_load("s", 700, 1000.0)  # 80 bytes per 0.1 s: 800 bytes/s
+    first = place(ask("a", spec), spec, 0.0, [load], lambda name: (), 0.0)
+    assert first == Placement("s", activate=True)
+    carry_out(load, ask("a", spec), first, 0.0)
+    assert load.weight_bytes == 0, "a stream takes none of the memory"
+    other = SPECS[2]  # 400 bytes/s more
+    second = place(ask("b", other), other, 0.0, [load], lambda name: (), 0.0)
+    assert second == Placement("s", activate=True, keep=True)
+    carry_out(load, ask("b", other), second, 0.0)
+    assert load.weight_bytes == other.weight_bytes
+
+
+def test_a_stream_that_paused_is_kept_if_others_have_taken_the_link() -> None:
+    spec, other, load = SPECS[3], SPECS[2], slice_load("s", 700, 1000.0)
+    carry_out(load, ask("a", spec), Placement("s", activate=True), 0.0)
+    load.remove(spec.id, "a")
+    carry_out(load, ask("b", other), Placement("s", activate=True), 0.0)
+    again = place(ask("c", spec), spec, 0.0, [load], lambda name: (), 0.0)
+    assert again == Placement("s", activate=True, keep=True, deactivate=(spec.id,))
+
+
+def test_a_model_larger_than_the_memory_streams_alone() -> None:
+    spec, other, load = SPECS[5], SPECS[0], slice_load("s", 200, 1000.0)
+    carry_out(load, ask("b", other), Placement("s", activate=True), 0.0)
+    assert place(ask("a", spec), spec, 0.0, [load], lambda name: (), 0.0) is None
+    load.remove(other.id, "b")
+    placement = place(ask("a", spec), spec, 0.0, [load], lambda name: (), 0.0)
+    assert placement == Placement("s", activate=True)
+
+
+def test_unused_neighbours_make_room_for_what_a_batch_grows_by() -> None:
+    load = slice_load("s", 200, 1.0)
+    carry_out(load, ask("a", SPECS[3]), Placement("s", activate=True, keep=True), 60.0)
+    carry_out(load, ask("b", SPECS[1]), Placement("s", activate=True, keep=True), 0.0)
+    load.remove(SPECS[1].id, "b")
+    placement = place(ask("c", SPECS[3]), SPECS[3], 50.0, [load], lambda name: (), 0.0)
+    assert placement == Placement("s", deactivate=(SPECS[1].id,))
