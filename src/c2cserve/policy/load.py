@@ -70,6 +70,18 @@ class Instance:
     """It waits for memory to be started: what is to be done then."""
     used: int = 0
     """Requests it ever had. Tells one idle time from the next."""
+    _cost: tuple[float, float, int] | None = None
+
+    def changed(self) -> None:
+        self._cost = None
+
+    def cost(self) -> tuple[float, float, int]:
+        """What it adds to its slice's `Work`: seconds of prompts and of a decode step, and bytes
+        per second of the link; kept until something changes."""
+        if self._cost is None:
+            link = self.link_bytes_per_s() if self.streams else 0
+            self._cost = self.times.prefill_s(self.pending_tokens), self.decode_s(), link
+        return self._cost
 
     def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
         """A decode step with so many more requests."""
@@ -136,11 +148,12 @@ class SliceLoad:
         """Of everybody; kept until something changes."""
         if self._work is None:
             busy = list(self.busy())
+            costs = [one.cost() for one in busy]
             self._work = Work(
-                sum(one.times.prefill_s(one.pending_tokens) for one in busy),
-                sum(one.decode_s() for one in busy),
-                min((one.tpot_s for one in busy), default=_NEVER_S),
-                sum(one.link_bytes_per_s() for one in busy if one.streams),
+                sum([cost[0] for cost in costs]),
+                sum([cost[1] for cost in costs]),
+                min([one.tpot_s for one in busy], default=_NEVER_S),
+                sum([cost[2] for cost in costs]),
             )
         return self._work
 
@@ -176,10 +189,12 @@ class SliceLoad:
         self.profiled[model] = times
         if model in self.active:
             self.active[model].times = times
+            self.active[model].changed()
 
     def add(self, request: Request, kv_bytes: float = 0.0) -> None:
         self._work = None
         instance = self.active[request.model]
+        instance.changed()
         self.unused -= not instance.jobs
         instance.jobs[request.id] = Job(request, kv_bytes)
         self.kv_bytes += kv_bytes
@@ -194,6 +209,7 @@ class SliceLoad:
         job = instance.jobs[request_id]
         if job.first_s is None:
             self._work = None
+            instance.changed()
             instance.pending_tokens -= job.request.prompt_len
             job.first_s = job.request.arrival_s + ttft_s
 
@@ -201,6 +217,7 @@ class SliceLoad:
         self.first_token(model, request_id, 0.0)
         instance = self.active[model]
         self._work = None
+        instance.changed()
         job = instance.jobs.pop(request_id)
         instance.prompt_tokens -= job.request.prompt_len
         self.kv_bytes = self.kv_bytes - job.kv_bytes if self.requests > 1 else 0.0

@@ -9,6 +9,7 @@ memory (weights that are kept, and KV), and the link its weights come over.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
@@ -142,9 +143,13 @@ def _busy(
     """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
     known), one more instance where least is to be done and the request is in time, on CPUs first;
     a request that is not waits for somebody to leave. Else it goes wherever fewest are."""
-    bounded = [load for load in others if _bounded(load)]
-    bounded.sort(key=lambda x: (not x.is_cpu, x.round_s(), x.slice.id))
-    for load in bounded:
+    bounded = [
+        (load.slice.kind != "cpu", load.work().round_s, load.slice.id, load)
+        for load in others if load.slice.hbm_bytes
+    ]  # fmt: skip
+    heapify(bounded)
+    while bounded:
+        load = heappop(bounded)[3]
         if in_time(load, request, now, 1.0):
             move = _activation(load, request, spec, kv_bytes, value)
             if move is not None:
@@ -176,6 +181,8 @@ def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
     """Would the slice's share of the link bring one stream more at everybody's pace (section 6.2)?
     Nothing of a newcomer is resident yet."""
     demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
+    if demand > load.slice.link_bytes_per_s:
+        return False
     return load.work().link_bytes_per_s + demand <= load.slice.link_bytes_per_s
 
 
