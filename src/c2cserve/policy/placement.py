@@ -106,16 +106,15 @@ def place(
     if roomy is not None:
         return roomy
     idle = [
-        move for load in others if not load.requests
+        (load.slice.kind != "cpu", move.cost, len(load.active), load.slice.id, move)
+        for load in others if not load.requests
         and (move := _activation(load, request, spec, kv_bytes, value)) is not None
-        and (not _bounded(load) or in_time(load, request, now, 1.0))
     ]  # fmt: skip
-    if idle:
-        best = min(
-            idle,
-            key=lambda m: (not m.load.is_cpu, m.cost, len(m.load.active), m.load.slice.id),
-        )
-        return best.placement()
+    heapify(idle)
+    while idle:
+        move = heappop(idle)[4]
+        if not _bounded(move.load) or in_time(move.load, request, now, 1.0):
+            return move.placement()
     able = _first_in_time(here, request, now, 1.0)
     if able is not None:
         return able
