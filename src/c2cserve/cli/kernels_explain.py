@@ -35,7 +35,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Every dataflow for O[M,N] = X[M,K] W[N,K]^T by predicted time, the pick, and why."""
-    from c2cserve.kernels.gpu.choose import Chooser, NothingFits
+    from c2cserve.kernels.gpu.choose import Chooser, NothingFits, describe
     from c2cserve.kernels.gpu.cost import Question
     from c2cserve.kernels.gpu.profile import ProfileError
 
@@ -46,14 +46,15 @@ def explain(
         )
         chooser = Chooser(measured)
         choice, estimates = chooser.pick(question), chooser.estimates(question)
+        served = describe(*chooser.serving(question))
     except (ProfileError, NothingFits) as error:
         raise CliError(str(error)) from error
     except ValueError as error:
         raise CliError(str(error), exit_code=2) from error
     if as_json:
-        print_json(_as_json(question, source, choice, estimates))
+        print_json(_as_json(question, source, choice, served, estimates))
     else:
-        _show(question, source, choice, estimates)
+        _show(question, source, choice, served, estimates)
 
 
 def _profile(path: Path | None, assume: str | None) -> tuple["Profile", str]:
@@ -84,7 +85,9 @@ def _this_gpu() -> str | None:
     return gpus[0].name if gpus else None
 
 
-def _show(question: "Question", source: str, choice: "Choice", estimates: "list[Estimate]") -> None:
+def _show(
+    question: "Question", source: str, choice: "Choice", served: str, estimates: "list[Estimate]"
+) -> None:
     from rich.table import Table
 
     from c2cserve.kernels.gpu.choose import describe_tiles
@@ -115,6 +118,7 @@ def _show(question: "Question", source: str, choice: "Choice", estimates: "list[
     least = "W read from HBM" if question.home == "hbm" else "W once over the link"
     out.write(f"floor: {show_seconds(choice.floor_s)}, the larger of cuBLAS and {least}\n")
     out.write(f"pick: {choice.why}\n")
+    out.write(f"serving: {served}, whose answers do not depend on where W is\n")
 
 
 def _describe(q: "Question") -> str:
@@ -140,7 +144,7 @@ def _is_pick(one: "Estimate", choice: "Choice") -> bool:
 
 
 def _as_json(
-    question: "Question", source: str, choice: "Choice", estimates: "list[Estimate]"
+    question: "Question", source: str, choice: "Choice", served: str, estimates: "list[Estimate]"
 ) -> dict[str, object]:
     from dataclasses import asdict
 
@@ -152,5 +156,6 @@ def _as_json(
         "source": source,
         "floor_s": choice.floor_s,
         "why": choice.why,
+        "serving": served,
         "candidates": candidates,
     }

@@ -58,8 +58,9 @@ def test_assumed_speeds_are_marked_as_such() -> None:
         "O[2048, 16384] = X[2048, 4096] W[16384, 4096]^T, bfloat16, W at peer, 132 SMs"
     )
     assert lines[1] == "assumed: known speeds of an H200, nothing was measured here"
-    assert lines[-2] == "floor: 372 us, the larger of cuBLAS and W once over the link"
-    assert lines[-1].startswith("pick: direct (bx 256, cluster 8) is modelled at 408 us, 1.10x")
+    assert lines[-3] == "floor: 372 us, the larger of cuBLAS and W once over the link"
+    assert lines[-2].startswith("pick: direct (bx 256, cluster 8) is modelled at 408 us, 1.10x")
+    assert lines[-1] == "serving: prefetch (whole), whose answers do not depend on where W is"
 
 
 def test_the_table_is_sorted_and_marks_one_pick() -> None:

@@ -270,3 +270,33 @@ def test_experts_get_room_for_more_rows_than_the_mean(m: int) -> None:
     question = Question(m, 1536, 2048, "bfloat16", "peer", 132, experts=128, top_k=8)
     tiles = Chooser(H200).pick(question).tiles
     assert tiles.block_rows >= 1.5 * m * 8 / 128
+
+
+@pytest.mark.parametrize("experts", [0, 64])
+def test_what_serves_does_not_depend_on_where_weights_are(experts: int) -> None:
+    """Nor, up to 64 rows, on how many there are: the same kernel, sharing K among as many CTAs."""
+    chooser = Chooser(H200)
+    for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (2048, 2048)):
+        shared = set[tuple[str, int]]()
+        for m in (1, 7, 16, 33, 64):
+            asked = Question(
+                m, n, k, "bfloat16", "host", 132, experts, min(2, experts) if experts else 0
+            )
+            found = {chooser.serving(replace(asked, home=home)) for home in ("host", "peer", "hbm")}
+            if experts:
+                assert {(dataflow, tiles.cluster) for dataflow, tiles in found} == {("grouped", 1)}
+                continue
+            [(dataflow, tiles)] = found
+            assert tiles.bx >= m
+            shared.add((dataflow, tiles.cluster))
+        assert len(shared) == (0 if experts else 1)
+
+
+def test_what_serves_many_rows_or_odd_ones_is_cublas() -> None:
+    chooser = Chooser(H200)
+    for m, k in ((65, 4096), (1, 100)):
+        for home, dataflow in (("host", "prefetch"), ("peer", "prefetch"), ("hbm", "resident")):
+            asked = Question(m, 4096, k, "bfloat16", home, 132)
+            served, tiles = chooser.serving(asked)
+            assert served == dataflow
+            assert dataflow == "resident" or tiles.panel_rows >= 4096

@@ -24,8 +24,8 @@ from c2cserve.engine.gpu.tables import (
     architecture,
     can_be_seated,
 )
+from c2cserve.kernels.gpu.choose import ROWS_STREAMED
 from c2cserve.kernels.gpu.fixed_rows import FixedRows
-from c2cserve.kernels.gpu.linear import ROWS_STREAMED
 from c2cserve.kernels.gpu.measure import no_collection
 from c2cserve.kernels.gpu.weight import Home, WeightHandle
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows

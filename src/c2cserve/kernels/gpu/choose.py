@@ -20,6 +20,7 @@ from c2cserve.kernels.gpu.profile import (
 )
 from c2cserve.kernels.gpu.rates import Rates
 from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.variants import BX_SPLIT
 
 _NEAREST = 8
 """Points a correction is made of. The next one's distance is where their weights reach 0, so a
@@ -84,6 +85,12 @@ class Choice:
         )
 
 
+ROWS_STREAMED = max(BX_SPLIT)
+"""Up to so many rows a slice multiplies with kernels that stream W themselves."""
+_ROWS_ASKED = 16
+_WHOLE = Tiles(panel_rows=WHOLE_ROWS, panel_growth=1)
+
+
 class NothingFits(ValueError):
     """No dataflow can compute this; the message says why."""
 
@@ -101,6 +108,23 @@ class Chooser:
         """The fastest of what this machine has measured. Raises `NothingFits`, and
         `ProfileMismatch` for a home the profile does not know."""
         return self._cached_pick(question)
+
+    def serving(self, question: Question) -> tuple[AnyDataflow, Tiles]:
+        """What a slice launches: the fastest of those whose answers do not depend on where W is.
+
+        Up to `ROWS_STREAMED` rows what streams W itself, as picked for few rows and W in HBM, so
+        that a row's sums do not depend on the other rows either; else cuBLAS, out of HBM or behind
+        a copy engine. Raises as `pick`.
+        """
+        q = question
+        if q.experts:
+            return "grouped", self.pick(replace(q, by_map=True)).tiles
+        if q.m > ROWS_STREAMED or q.k % 8:
+            return ("resident", Tiles()) if q.home == "hbm" else ("prefetch", _WHOLE)
+        few = Question(_ROWS_ASKED, q.n, q.k, q.dtype, "hbm", q.sms, by_map=True)
+        choice = self.pick(few)
+        bx = next(bx for bx in BX_SPLIT if bx >= q.m)
+        return choice.dataflow, Tiles(bx=bx, cluster=choice.tiles.cluster)
 
     def estimates(self, question: Question) -> list[Estimate]:
         """Every candidate, fastest first; among equals the simplest first."""

@@ -13,13 +13,12 @@ and the number of rows what multiplies them:
 """
 
 from collections import Counter
-from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.choose import Choice, Chooser
+from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.dataflows.direct import direct, grouped, split
 from c2cserve.kernels.gpu.dataflows.published import hybrid
@@ -27,14 +26,7 @@ from c2cserve.kernels.gpu.dataflows.staged import bring, prefetch, resident, rin
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import BX_SPLIT
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, OperandError, WeightHandle
-
-ROWS_STREAMED = max(BX_SPLIT)
-"""Up to so many rows our own kernels multiply."""
-_ROWS_ASKED = 16
-"""What is picked for so many is taken for all of them."""
-_WHOLE = Tiles(panel_rows=1 << 20, panel_growth=1)
 
 
 class Kept(Protocol):
@@ -60,7 +52,6 @@ class Linear:
         self.lane = lane
         self._chooser = chooser
         self._kept = kept
-        self._multiplier = lru_cache(4096)(self._pick)
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
@@ -76,18 +67,18 @@ class Linear:
             out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
         if rows == 0:
             return out
-        if rows <= ROWS_STREAMED and w.k % 8 == 0:
-            self._stream(x, self._nearest(w), bias, out)
+        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        if dataflow in ("direct", "split"):
+            self._launch(dataflow, tiles, x, self._nearest(w), bias, out)
             return out
-        local = self._find(w)
-        if local.home == "hbm":
-            self.launched["resident"] += 1
-            resident(x, local_weight(local), bias, out)
+        near = self._find(w)
+        if near.home == "hbm":
+            self._launch("resident", tiles, x, near, bias, out)
             return out
-        self.launched["prefetch"] += 1
         place = None if self._kept is None else self._kept.place(w)
-        here = None if place is None else local_weight(place)
-        prefetch(self.lane, x, local, bias, out, _WHOLE, here)
+        kept = None if place is None else local_weight(place)
+        self.launched["prefetch"] += 1
+        prefetch(self.lane, x, w, bias, out, tiles, kept)
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
@@ -99,33 +90,21 @@ class Linear:
             most = x.shape[0] >= w.experts
             w = self._nearest(w) if most else self._find(w)
             self._share_link(w)
-            question = self._question(-(-x.shape[0] // top_k), w, top_k)
+            _, tiles = self._chooser.serving(self._question(-(-x.shape[0] // top_k), w, top_k))
             self.launched["grouped"] += 1
-            grouped(self.lane, x, w, offsets, out, self._chooser.pick(question).tiles)
+            grouped(self.lane, x, w, offsets, out, tiles)
         return out
 
-    def multiplier(self, w: WeightHandle) -> Choice:
-        """What multiplies up to `ROWS_STREAMED` rows with weights of this shape. Raises
-        `NothingFits` for a K that is not a multiple of 8."""
-        return self._multiplier(w.shape, w.dtype)
-
-    def _pick(self, shape: tuple[int, ...], dtype: str) -> Choice:
-        w = WeightHandle(0, shape, "float16" if dtype == "float16" else "bfloat16", "hbm")
-        return self._chooser.pick(self._question(_ROWS_ASKED, w, 0))
-
     def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
-        return Question(
-            rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k, by_map=True
-        )
+        return Question(rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k)
 
-    def _stream(self, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor) -> None:
+    def _launch(
+        self, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+        bias: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
         self._share_link(w)
-        choice = self.multiplier(w)
-        tiles = Tiles(
-            bx=next(bx for bx in BX_SPLIT if bx >= x.shape[0]), cluster=choice.tiles.cluster
-        )
-        self.launched[choice.dataflow] += 1
-        launch(self.lane, choice.dataflow, tiles, x, w, bias, out)
+        self.launched[dataflow] += 1
+        launch(self.lane, dataflow, tiles, x, w, bias, out)
 
     def _find(self, w: WeightHandle) -> WeightHandle:
         """Where W is to be read."""
