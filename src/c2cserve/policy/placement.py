@@ -86,9 +86,12 @@ def place(
     loads: Iterable[SliceLoad],
     value: Value,
     now: float,
+    *,
+    never_refused: bool = False,
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
-    slice is never made to leave it. `kv_bytes`: what the request will take of memory."""
+    slice is never made to leave it. `kv_bytes`: what the request will take of memory.
+    `never_refused`: it takes an idle slice late too, or it would wait for ever."""
     model = request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
@@ -111,6 +114,7 @@ def place(
         and (move := _activation(load, request, spec, kv_bytes, value)) is not None
     ]  # fmt: skip
     heapify(idle)
+    first = idle[0][4] if idle else None
     while idle:
         move = heappop(idle)[4]
         if not _bounded(move.load) or in_time(move.load, request, now, 1.0):
@@ -118,7 +122,8 @@ def place(
     able = _first_in_time(here, request, now, 1.0)
     if able is not None:
         return able
-    return _busy(request, spec, kv_bytes, [load for load, _ in here], others, value, now)
+    busy = _busy(request, spec, kv_bytes, [load for load, _ in here], others, value, now)
+    return first.placement() if busy is None and never_refused and first is not None else busy
 
 
 def _first_in_time(
