@@ -176,6 +176,6 @@ def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
     for mine, config in told:  # once both are there
         WorkerChannel(mine).send(config)
     said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
-    # The one that opened the house says 3, its lodger 1; one that came after its end opened its own.
+    # Who opened the house says 3, its lodger 1; who came after its end opened another.
     assert sorted(worker.returncode for worker in workers) in ([1, 3], [3, 3])
     assert any("can not start: torch finds no GPU" in text for text in said)
