@@ -318,13 +318,20 @@ class ClusterPolicy:
         match preset.placing:
             case "c2cserve":
                 kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
-                return place(request, spec, kv_bytes, loads, self._value, now)
+                return place(
+                    request, spec, kv_bytes, loads, self._value, now,
+                    never_refused=self._never_refused(request),
+                )  # fmt: skip
             case "slinfer":
                 return self._placer.place(request, spec, loads, now)
             case "limits":
                 return place_by_limits(request, spec, loads, preset.limits)
             case "scatter":
                 return scatter(request, loads, preset.seed, preset.share)
+
+    def _never_refused(self, request: Request) -> bool:
+        """Of a waiting one: for being late."""
+        return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
@@ -363,7 +370,7 @@ class ClusterPolicy:
         down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
         if down_s > self._settings.no_slice_grace_s:
             self._reject(request, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
-        elif not self._queue.displaced(request.id):
+        elif not self._never_refused(request):
             # A model that is loading waits for its weights, not for those ahead.
             ahead *= self._models[request.model].usable
             why = refusal(request, ahead, self._throughput, self._settings, now)

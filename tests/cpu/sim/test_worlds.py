@@ -6,7 +6,12 @@ from hypothesis import strategies as st
 from worlds import check_end, world
 
 from c2cserve.policy.presets import PRESETS
+from c2cserve.sim.faults import SliceFault
+from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.report import report
+from c2cserve.sim.run import Scenario, prepare
+from c2cserve.sim.shapes import catalogue
+from c2cserve.sim.workload.build import WorkloadSettings
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -44,3 +49,23 @@ def test_other_seeds_give_other_runs() -> None:
         simulation.run()
         ends.add(simulation.timeline.now)
     assert len(ends) == 3
+
+
+def test_who_is_never_refused_is_served_however_late() -> None:
+    """On a slice that has nothing else to do, in time or not: nobody else would come for him."""
+    models = catalogue("llama-2-7b*3")
+    asked = [SimRequest(0.01 * i, model.spec.id, 500, 20) for i, model in enumerate(models)]
+
+    def endings(patience: float, *faults: SliceFault) -> list[tuple[str, int]]:
+        scenario = Scenario(
+            "h200-x1", "", WorkloadSettings(""), "0.1,0.01", patience=patience, faults=faults
+        )
+        simulation = prepare(scenario, models, asked)
+        simulation.run()
+        ended = sorted(simulation.jobs.ended, key=lambda job: job.request.id)
+        return [(job.ending, job.status) for job in ended]
+
+    assert endings(0.0) == [("finished", 0)] * 3
+    # The first was on the slice when it was lost; the others had never begun.
+    lost = endings(20.0, SliceFault("gpu0", 0.05, 20.0))
+    assert lost == [("finished", 0), ("rejected", 429), ("rejected", 429)]
