@@ -3,6 +3,7 @@
 import gzip
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from statistics import mean, stdev
 
 import pytest
@@ -10,10 +11,17 @@ import pytest
 from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.shapes import catalogue, interleaved
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.workload.catalogue import LENGTHS, TRACES, find_lengths, find_rows
+from c2cserve.sim.workload.catalogue import (
+    LENGTHS,
+    TRACES,
+    data_path,
+    find_lengths,
+    find_rows,
+)
 from c2cserve.sim.workload.rates import draw
 from c2cserve.sim.workload.rows import TraceError, read
 
+LENGTH_COLUMNS = ("mean", "p50", "p90", "p99")
 MODELS = interleaved(catalogue("llama-2-7b*6,llama-2-13b*2"))
 
 
@@ -46,7 +54,7 @@ def test_mooncake_says_what_was_seen_before() -> None:
 @pytest.mark.parametrize("trace", sorted(TRACES))
 def test_packaged_traces_become_requests_of_the_catalogue(trace: str) -> None:
     few: dict[str, object] = {"limit": 300, "duration_s": 3000.0}
-    if trace == "servegen":  # 800 requests a second, whole
+    if trace.startswith("servegen"):  # 800 requests a second and more, whole
         few["rate_scale"] = 0.01
     requests = asked(trace, **few)
     names = {model.spec.id for model in MODELS}
@@ -135,6 +143,42 @@ def test_requests_per_minute_and_mean_rates(tmp_path: Path) -> None:
     assert len(draw(means, 0, 0.0, 1000.0, {"rates": "rps_high"})) == pytest.approx(1e4, rel=0.1)
     with pytest.raises(TraceError, match="rps_low"):
         draw(means, 0, 0.0, 1.0, {"rates": "none"})
+
+
+def test_clients_ask_as_often_and_for_as_much_as_they_say(tmp_path: Path) -> None:
+    of = "mean_rps,active_frac_10min,has_lengths"
+    lengths = ",".join(f"{f}_tokens_{q}" for f in ("input", "output") for q in LENGTH_COLUMNS)
+    text = (
+        f"model,client,{of},{lengths}\n"
+        "s,0,2.0,0.25,1,300,200,500,900,20,20,30,60\ns,1,1.0,1,0,,,,,,,,\nl,0,1.0,1,0,,,,,,,,\n"
+    )
+    path = Path(write(tmp_path / "c.csv", text))
+    rows = draw(path, 3, 0.0, 600.0 * 200, {"model": "s"})
+    assert {row.source for row in rows} == {"s/0", "s/1"}
+    some = [row for row in rows if row.source == "s/0"]
+    assert len(some) == pytest.approx(0.25 * 2.0 * 600 * 200, rel=0.2)
+    assert len({row.t_s // 600 for row in some}) == pytest.approx(0.25 * 200, rel=0.2)
+    assert mean(row.prompt for row in some) == pytest.approx(300, rel=0.02)
+    for field, share in (("prompt", (200, 500, 900)), ("output", (20, 30, 60))):
+        values = sorted(getattr(row, field) for row in some)
+        found = [values[int(q * len(values))] for q in (0.5, 0.9, 0.99)]
+        assert found == pytest.approx(share, rel=0.05)
+    other = [row for row in rows if row.source == "s/1"]
+    assert len(other) == pytest.approx(600 * 200, rel=0.05)
+    assert {(row.prompt, row.output) for row in other} == {(0, 0)}
+    assert draw(path, 3, 1200.0, 600.0, {"model": "s"}) == [
+        r for r in rows if 2 <= r.t_s // 600 < 3
+    ]
+    with pytest.raises(TraceError, match="no clients like these"):
+        draw(path, 3, 0.0, 60.0, {"model": "other"})
+
+
+def test_files_of_lengths_are_no_traces_and_say_so() -> None:
+    for name in ("lengths.csv.gz", "servegen_length_quantiles.csv.gz"):
+        with pytest.raises(TraceError, match="use it with --lengths"):
+            asked(str(data_path(name)))
+    draws = find_lengths(f"{data_path('servegen_length_quantiles.csv.gz')}:m-small")
+    assert draws(Random(1)) == find_lengths("servegen")(Random(1))
 
 
 def test_synthetic_workloads_follow_their_numbers() -> None:

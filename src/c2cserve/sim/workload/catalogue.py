@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from c2cserve.sim.workload.lengths import Lengths, pairs, quantiles
-from c2cserve.sim.workload.rows import Row, TraceError, fields, read
+from c2cserve.sim.workload.rows import Row, TraceError, columns, fields, read
 
 SLINFER_RPM = "azfunc2019_slinfer128_rpm.csv"
 
@@ -32,6 +32,7 @@ TRACES = {
     "azure-conv": Packaged("azure_llm_2023_conv.csv.gz"),
     "mooncake": Packaged("mooncake_synthetic.csv.gz"),
     "servegen": Packaged("servegen_m-small_rates.csv.gz"),
+    "servegen-clients": Packaged("servegen_clients.csv.gz"),
 }
 
 _LENGTHS = "lengths.csv.gz"
@@ -46,12 +47,15 @@ LENGTHS: Mapping[str, Callable[[], Lengths]] = {
 
 
 def find_lengths(name: str) -> Lengths:
-    """By name, or `PATH` or `PATH:DATASET`. Raises OSError, TraceError."""
+    """By name, or `PATH` or `PATH:DATASET` (`PATH:MODEL` of quantiles). Raises OSError,
+    TraceError."""
     if name in LENGTHS:
         return LENGTHS[name]()
     path, _, dataset = name.partition(":")
     if not Path(path).exists():
         raise TraceError(f"no lengths {name!r}; there are {', '.join(LENGTHS)}, or a file")
+    if {"field", "q", "value"} <= columns(Path(path)):
+        return quantiles(Path(path), dataset)
     return pairs(Path(path), dataset)
 
 

@@ -1,7 +1,7 @@
 """Lengths for traces that have none: drawn from samples of other traces, deterministic by seed."""
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 
@@ -9,6 +9,8 @@ from c2cserve.sim.workload.rows import TraceError, fields
 
 Lengths = Callable[[Random], tuple[int, int]]
 """Draws prompt and output tokens."""
+Curve = Sequence[tuple[float, float]]
+"""Quantiles and their values, both rising."""
 
 
 def pairs(path: Path, dataset: str) -> Lengths:
@@ -34,10 +36,11 @@ def quantiles(path: Path, model: str) -> Lengths:
     if not all(curves.values()):
         raise TraceError(f"{path.name} has no quantiles of {model!r}")
     prompts, outputs = (sorted(curve) for curve in curves.values())
-    return lambda random: (_at(prompts, random.random()), _at(outputs, random.random()))
+    return lambda random: (at(prompts, random.random()), at(outputs, random.random()))
 
 
-def _at(curve: list[tuple[float, float]], q: float) -> int:
+def at(curve: Curve, q: float) -> int:
+    """Tokens at a quantile, between points by a straight line."""
     upper = min(max(1, bisect_right(curve, q, key=lambda point: point[0])), len(curve) - 1)
     (q0, v0), (q1, v1) = curve[upper - 1], curve[upper]
     share = (q - q0) / (q1 - q0) if q1 > q0 else 0.0

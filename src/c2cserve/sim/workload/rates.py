@@ -4,6 +4,7 @@ ServeGen   client, t_s, rate_rps, iat_cv, dist, p1, p2: gaps within a window of 
            or Weibull distribution of the given shape, scaled to the window's rate
 per minute func, m1, m2, ...: so many requests in each minute, at uniform times
 means      model, rps_...: one Poisson process per model
+clients    of ServeGen: `workload.clients`
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,9 +12,8 @@ from math import gamma
 from pathlib import Path
 from random import Random
 
+from c2cserve.sim.workload.clients import COLUMNS, WINDOW_S, clients
 from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
-
-_WINDOW_S = 600.0
 
 
 def draw(
@@ -26,7 +26,8 @@ def draw(
 ) -> list[Row]:
     """Requests, `scale` times as many as the trace says, between `start_s` and
     `start_s + duration_s` of the trace, times from its start. For means, `where` names the column:
-    `{"rates": "rps_condense500"}`. Raises OSError, TraceError."""
+    `{"rates": "rps_condense500"}`; for clients it names columns and values to keep. Raises
+    OSError, TraceError."""
     lines = list(fields(path))
     if not lines:
         raise TraceError(f"{path.name} is empty")
@@ -36,6 +37,11 @@ def draw(
         rows = _windows(lines, seed, start_s, end_s, scale)
     elif {"func", "m1"} <= found:
         rows = _minutes(lines, seed, start_s, end_s, scale)
+    elif found >= COLUMNS:
+        kept = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
+        if not kept:
+            raise TraceError(f"{path.name} has no clients like these")
+        rows = clients(kept, seed, start_s, end_s, scale)
     elif "model" in found and any(column.startswith("rps") for column in found):
         known = [column for column in found if column.startswith("rps")]
         column = where.get("rates", known[0])
@@ -50,9 +56,9 @@ def draw(
 def has_rates(path: Path) -> bool:
     """Whether `draw` is for this file, not `rows.read`. Raises OSError, TraceError."""
     found = columns(path)
-    return {"client", "rate_rps"} <= found or "m1" in found or (
-        "model" in found and any(column.startswith("rps") for column in found)
-    )  # fmt: skip
+    if found >= COLUMNS or {"client", "rate_rps"} <= found or "m1" in found:
+        return True
+    return "model" in found and any(column.startswith("rps") for column in found)
 
 
 def _windows(
@@ -60,12 +66,12 @@ def _windows(
 ) -> Iterator[Row]:
     for line in lines:
         begin_s, rate = float(line["t_s"]), scale * float(line["rate_rps"])
-        if rate <= 0 or begin_s + _WINDOW_S <= start_s or begin_s >= end_s:
+        if rate <= 0 or begin_s + WINDOW_S <= start_s or begin_s >= end_s:
             continue
         client = line["client"]
         random = Random(f"{seed}/{client}/{begin_s}")
         shape = float(line["p1"])
-        for t_s in _renewal(random, line["dist"], shape, rate, begin_s, begin_s + _WINDOW_S):
+        for t_s in _renewal(random, line["dist"], shape, rate, begin_s, begin_s + WINDOW_S):
             if start_s <= t_s < end_s:
                 yield Row(t_s, client)
 

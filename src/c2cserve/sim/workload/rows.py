@@ -111,4 +111,6 @@ def _reader(path: Path, line: Fields, where: Iterable[str]) -> Callable[[Fields]
     for columns, reader in READERS:
         if columns <= line.keys():
             return reader
+    if {"input_tokens", "output_tokens"} <= line.keys() or {"q", "value"} <= line.keys():
+        raise TraceError(f"{path.name} has lengths and no times: use it with --lengths")
     raise TraceError(f"{path.name} has columns nobody can read: {', '.join(line)}")
