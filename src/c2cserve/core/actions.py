@@ -1,14 +1,14 @@
 """Everything policies can ask for."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 from c2cserve.core.step import Step
+from c2cserve.core.value import value
 
 # ---- controller -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Dispatch:
     """Send the request to a slice on which its model is active."""
 
@@ -16,7 +16,7 @@ class Dispatch:
     slice_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Withdraw:
     """Take the request from its slice; its memory there is freed within one iteration."""
 
@@ -24,7 +24,7 @@ class Withdraw:
     slice_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Reject:
     """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
     deadline or queue full), 503 (draining, no slice, model larger than the pool), 500 (its model
@@ -36,21 +36,21 @@ class Reject:
     retry_after_s: float = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Load:
     """Bring a model's weights into the pool."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Evict:
     """Drop a model's weights from the pool (never one in use)."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Activate:
     """Make the model an instance of the slice. Where its weights are loaded into the slice's memory
     first, what is dispatched meanwhile waits there for them (`events.InstanceReady`)."""
@@ -62,13 +62,13 @@ class Activate:
     and keep them until it is deactivated; else steps read them from where they lie."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Deactivate:
     model: str
     slice_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ResizeKv:
     """Give the instance this much memory for KV (only where each has its own, sized in advance).
     It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
@@ -78,7 +78,7 @@ class ResizeKv:
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Recall:
     """Take the request from its slice to place it again: its tokens stay, its KV goes, and it comes
     back as `events.Recalled` unless it ends first."""
@@ -87,7 +87,7 @@ class Recall:
     slice_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Forget:
     """The model has drained: unload it everywhere and take it out of the catalogue."""
 
@@ -104,7 +104,7 @@ Direction = Literal["copy", "out", "in"]
 """Of KV: to host memory while the request goes on, or because it leaves the slice; and back."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunStep:
     """With an `order` (which a policy only gives where it was told that it may): run the steps
     numbered in it one after another, 0 being `step` and the others those in `then`, each time its
@@ -117,7 +117,7 @@ class RunStep:
     order: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Drop:
     """Free what the executor holds for a request (withdrawn, or preempted to run again later when
     `requeued`: then its tokens stay and only its block table goes)."""
@@ -126,7 +126,7 @@ class Drop:
     requeued: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Truncate:
     """The request can not grow any more: the whole arena would not hold its next token. It ends
     here with what it has (finish reason length; an error if that is nothing)."""
@@ -134,7 +134,7 @@ class Truncate:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Move:
     """Copy KV of a request between the slice's arena and host memory: the blocks `first`,
     `first + 1` ... of its block table. All directions may be under way at once, one move of a
@@ -153,7 +153,7 @@ class Move:
     blocks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SetAlpha:
     """From the model's next step on, hybrid GEMMs do this share of their columns
     output-stationary (0..1)."""

@@ -4,35 +4,34 @@ Two loops run the same waist: the controller's (`policy.cluster`) and each slice
 (`policy.slice`).
 """
 
-from dataclasses import dataclass
-
 from c2cserve.core.actions import Direction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.core.value import value
 
 # ---- controller -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Arrived:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cancelled:
     """The client went away, or a stop string ended the output: the request ends now."""
 
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FirstToken:
     request_id: str
     ttft_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finished:
     """A request left its slice: all its tokens are drawn, or it failed there."""
 
@@ -41,12 +40,12 @@ class Finished:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SliceUp:
     slice: Slice
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SliceLost:
     """A worker died or hung. `displaced` are its requests with lengths as of the last token
     received, to be placed again; no token is lost or repeated."""
@@ -55,48 +54,48 @@ class SliceLost:
     displaced: tuple[Request, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelAdded:
     """A catalogue entry, checked and ready to load."""
 
     spec: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelUsable:
     """Enough of the weights is in the pool for a first step to start (later layers may follow)."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelLoaded:
     model: str
     bytes: int
     took_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelFailed:
     model: str
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ModelRemoving:
     """An operator asked for removal: drain, then `actions.Forget`."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PoolState:
     """Budget of the host weight pool, sent at the start and when it changes."""
 
     budget_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepTimes:
     """What a slice measured lately for a model: seconds for one decode step, and per prefill
     token. Feeds `policy.estimate`."""
@@ -107,7 +106,7 @@ class StepTimes:
     prefill_token_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Profiled:
     """Step times measured before serving, for policies to believe in: the same on each of these
     slices for each of these models."""
@@ -120,7 +119,7 @@ class Profiled:
     """(Mean tokens per sequence, sequences, seconds of a step)."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class InstanceReady:
     """The instance computes from now on. It comes `took_s` after `actions.Activate` where weights
     are loaded into the slice's memory first, at once where they stream."""
@@ -130,7 +129,7 @@ class InstanceReady:
     took_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KvResized:
     """An `actions.ResizeKv` is done: the instance has this much memory for KV now."""
 
@@ -139,7 +138,7 @@ class KvResized:
     kv_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Recalled:
     """An `actions.Recall` is done: the request is on no slice any more, to be placed again.
     `request` has its lengths as of the last token its client has got."""
@@ -147,7 +146,7 @@ class Recalled:
     request: Request
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Draining:
     """The server is going down: refuse what is new, finish what is there."""
 
@@ -161,21 +160,21 @@ ClusterEvent = (
 # ---- slice ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Activated:
     """The controller gave this slice a model. (No weights move: the segment is mapped.)"""
 
     spec: ModelSpec
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Deactivated:
     """The model's cached KV may go at once; its requests are already finished or withdrawn."""
 
     model: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Submitted:
     request: Request
     chained: bool = False
@@ -183,12 +182,12 @@ class Submitted:
     before anybody knows them."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Withdrawn:
     request_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SeqOutcome:
     """`drawn` tokens were sampled for the request; `finished`: it draws no more. `failed`: it can
     not go on (its KV is dropped)."""
@@ -199,7 +198,7 @@ class SeqOutcome:
     failed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepDone:
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
@@ -209,7 +208,7 @@ class StepDone:
     """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepParked:
     """The step waits for weights that are still loading; the slice is free for other models.
     Its `StepDone` comes later."""
@@ -217,7 +216,7 @@ class StepParked:
     step_id: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class MoveDone:
     """An `actions.Move` of the request has arrived; also when the request ended meanwhile."""
 
@@ -225,7 +224,7 @@ class MoveDone:
     direction: Direction
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GemmsMeasured:
     """The hybrid GEMMs of a model's last step: the seconds they took, and what of the slice's HBM
     and link bandwidth was in use meanwhile (0..1, the link by all who share it)."""

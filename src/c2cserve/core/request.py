@@ -1,13 +1,14 @@
 """A request as policies see it, and the payload that travels beside it."""
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+from c2cserve.core.value import value
 
 BLOCK_TOKENS = 16
 """Tokens per KV block, on every slice kind: prefix hashes and block tables count in it."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Slo:
     """Targets a request is held to: time to first token and time per output token, seconds."""
 
@@ -15,7 +16,7 @@ class Slo:
     tpot_s: float = 0.1
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Request:
     """What policies know of a request: lengths and hashes, never token ids.
 
@@ -49,7 +50,7 @@ class Request:
         return self.arrival_s + self.slo.ttft_s
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Sampling:
     """How tokens are drawn. `seed` is always set (the server draws one), so a resumed request
     continues exactly: the random stream is keyed by (seed, output position)."""
@@ -71,7 +72,7 @@ class Sampling:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Job:
     """A request with its payload. `tokens` = prompt, then output tokens already sent (resume);
     `len(tokens) == request.prompt_len`, the last `request.sent` of them being output."""
@@ -89,7 +90,7 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TokenLogprob:
     """One position's log-probabilities (natural log, of the raw logits): chosen, then the top."""
 
@@ -98,7 +99,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Delta:
     """New output of one request. The last delta of a request, and only it, has `finish` set.
 
@@ -118,7 +119,7 @@ class Delta:
     error: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Timing:
     """Where the time to the first token went, seconds; `switched`: the slice's step before this
     request's first one ran another model."""

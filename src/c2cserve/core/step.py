@@ -1,9 +1,9 @@
 """One iteration on a slice: which sequences of one model run, and where their KV lies."""
 
-from dataclasses import dataclass
+from c2cserve.core.value import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SeqStep:
     """One sequence's share of a step.
 
@@ -23,7 +23,7 @@ class SeqStep:
     emits: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Step:
     id: int
     model: str
