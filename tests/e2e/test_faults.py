@@ -46,11 +46,11 @@ async def all_streams(
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
+        undisturbed = asyncio.run(all_streams(server.url, 24, 160))
 
         async def disturbed() -> tuple[list[str], float]:
             victim, begun = server.state()["slices"][0], asyncio.Event()
-            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
+            streams = asyncio.create_task(all_streams(server.url, 24, 160, begun))
             await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
@@ -66,7 +66,7 @@ def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
 
         texts, back_s = asyncio.run(disturbed())
         assert texts == undisturbed
-        assert back_s < 5.0
+        assert back_s < 15.0  # 1 to 2 where nobody else has the cores
         counters = server.state()["counters"]
         assert counters["slice_lost"] == 1
         assert counters["resumed_requests"] >= 8, "the kill hit nothing in flight"
@@ -76,10 +76,10 @@ def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
     with ServerProcess(
         "--hang-timeout", "2", directory=tmp_path / "pool", slices=1
     ) as server:  # fmt: skip
-        undisturbed = asyncio.run(all_streams(server.url, 8, 250))
+        undisturbed = asyncio.run(all_streams(server.url, 8, 120))
 
         async def disturbed() -> list[str]:
-            streams = asyncio.create_task(all_streams(server.url, 8, 250))
+            streams = asyncio.create_task(all_streams(server.url, 8, 120))
             while (await asyncio.to_thread(server.state))["running"] < 8:
                 assert not streams.done()
                 await asyncio.sleep(0.01)
@@ -94,7 +94,7 @@ def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
     with ServerProcess(directory=tmp_path / "pool") as server:
 
         async def scenario() -> tuple[list[str], int]:
-            streams = asyncio.create_task(all_streams(server.url, 8, 400))
+            streams = asyncio.create_task(all_streams(server.url, 8, 160))
             while (await asyncio.to_thread(server.state))["running"] < 8:
                 assert not streams.done()
                 await asyncio.sleep(0.01)

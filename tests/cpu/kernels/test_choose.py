@@ -270,7 +270,7 @@ def test_a_new_question_is_answered_within_a_millisecond_or_so(
         took.append(time.perf_counter() - start)
         assert chooser.pick(question) is first
     # The fastest of each, and by this core's speed: other processes have the cores at times.
-    assert min(took) < 3 * min(yardstick)
+    assert min(took) < 6 * min(yardstick)
 
 
 @pytest.mark.parametrize("m", [1024, 2048, 4096])
