@@ -8,11 +8,12 @@ a step when anything else happens.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import Step
-from c2cserve.policy.batching import ActiveModel, Flight
+from c2cserve.policy.batching import ActiveModel, Flight, Seq
 from c2cserve.policy.kv import KvArena
 
 
@@ -46,17 +47,18 @@ def decide_ahead(
     for index in sorted(set(order)):
         model = models[index]
         numbers[index] = len(flights)
-        decodes, _ = model.line_up()
-        step = Step(next(step_ids), model.name, tuple(seq.issue(1) for seq in decodes))
+        decodes = sorted(model.seqs.values(), key=model.rank)
+        step = Step(next(step_ids), model.name, tuple([seq.issue(1) for seq in decodes]))
         expected_s = model.time.decode_step_s(len(decodes))
         flights.append(Flight(step, model, decodes, len(decodes), 0, expected_s))
+    first = flights[0].step
     if len(flights) == 1:
-        flights[0].model.last_step = flights[0].step.id
-    else:
-        for index in order:
-            models[index].last_step = next(step_ids)
-    steps = [flight.step for flight in flights]
-    run = RunStep(steps[0], tuple(steps[1:]), tuple(numbers[index] for index in order))
+        flights[0].model.last_step = first.id
+        return Ahead(flights, RunStep(first, (), (0,) * len(order)))
+    for index, number in zip(order, step_ids, strict=False):
+        models[index].last_step = number
+    then = tuple([flight.step for flight in flights[1:]])
+    run = RunStep(first, then, tuple([numbers[index] for index in order]))
     return Ahead(flights, run)
 
 
@@ -64,13 +66,17 @@ def _make_room(models: Sequence[ActiveModel], order: Sequence[int], arena: KvAre
     """Blocks for all tokens that will be drawn. False: there is not enough memory."""
     for index, model in enumerate(models):
         times = order.count(index)
-        needs = [(seq, lacking(seq.issued, len(seq.blocks), times)) for seq in model.seqs.values()]
-        needed = sum(more for _, more in needs)
+        needs: list[tuple[Seq, int]] = []
+        needed = 0
+        for seq in model.seqs.values():
+            more = lacking(seq.issued, len(seq.blocks), times)
+            if more > 0:
+                needs.append((seq, more))
+                needed += more
         if needed and arena.available(model.key) < needed:
             return False
         for seq, more in needs:
-            if more:
-                seq.blocks += arena.allocate(model.key, more) or ()
+            seq.blocks += arena.allocate(model.key, more) or ()
     return True
 
 
@@ -91,8 +97,15 @@ def plan(models: Sequence[ActiveModel], now: float, limits: Limits, late_ran: bo
     number = max(last)
     order: list[int] = []
     counts = [0] * len(models)
+    punctual = sorted((rank, index) for index, rank in enumerate(ranks))
     for _ in range(limits.steps):
-        index, late_ran = _next(ranks, last, now, late_ran)
+        if punctual and punctual[0][0] < now:
+            punctual.clear()
+        if punctual:  # all of them, as a heap: least headroom first
+            index, late_ran = punctual[0][1], False
+            heapreplace(punctual, (ranks[index] + paces[index], index))
+        else:
+            index, late_ran = _next(ranks, last, now, late_ran)
         if counts[index] == left:
             break
         order.append(index)
@@ -125,12 +138,16 @@ def _decodes_left(model: ActiveModel) -> int:
     """Tokens every request of the model may still draw; 0 if one of them does not just decode."""
     left = 1 << 30
     for seq in model.seqs.values():
-        if not seq.started or seq.paused or seq.busy or seq.issued != seq.length - 1:
+        length = seq.length
+        if not seq.started or seq.paused or seq.busy or seq.issued != length - 1:
             return 0
-        left = min(left, seq.request.prompt_len + seq.request.max_new_tokens - seq.length)
+        more = seq.request.prompt_len + seq.request.max_new_tokens - length
+        if more < left:
+            left = more
     return left
 
 
 def lacking(issued: int, blocks: int, tokens: int) -> int:
-    """Blocks that a request which has so many needs besides for so many more tokens."""
-    return max(0, -(-(issued + tokens) // BLOCK_TOKENS) - blocks)
+    """Blocks that a request which has so many needs besides for so many more tokens; negative: it
+    has some to spare."""
+    return -(-(issued + tokens) // BLOCK_TOKENS) - blocks

@@ -27,25 +27,33 @@ class StepTime:
     prefill_token_s: float = 0.0
     _by_batch: dict[int, float] = field(default_factory=dict[int, float])
     """floor(log2(batch)) -> seconds of a pure decode step."""
+    _largest: int = -1
+    """Of its keys."""
 
     def decode_step_s(self, batch: int) -> float:
         """A pure decode step: interpolated between known batches, else as the nearest known."""
-        if not self._by_batch or batch < 1:
+        known = self._by_batch
+        if not known or batch < 1:
             return 0.0
-        lower = max((k for k in self._by_batch if 1 << k <= batch), default=None)
-        upper = min((k for k in self._by_batch if 1 << k > batch), default=None)
-        if lower is None or upper is None:
-            known = upper if lower is None else lower
-            assert known is not None
-            return self._by_batch[known]
+        lower = batch.bit_length() - 1
+        if lower in known and batch == 1 << lower:
+            return known[lower]
+        upper = lower + 1
+        while lower >= 0 and lower not in known:
+            lower -= 1
+        while upper <= self._largest and upper not in known:
+            upper += 1
+        if lower < 0 or upper > self._largest:
+            return known[upper if lower < 0 else lower]
         share = (batch - (1 << lower)) / ((1 << upper) - (1 << lower))
-        return self._by_batch[lower] + share * (self._by_batch[upper] - self._by_batch[lower])
+        return known[lower] + share * (known[upper] - known[lower])
 
     def learn(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         if not prefill_tokens:
             size = decodes.bit_length() - 1
-            self._by_batch[size] = _blend(self._by_batch.get(size, 0.0), took_s)
-            self.decode_s = self._by_batch[size]
+            took_s = _blend(self._by_batch.get(size, 0.0), took_s)
+            self.decode_s = self._by_batch[size] = took_s
+            self._largest = max(self._largest, size)
         elif prefill_tokens >= _PREFILL_TOKENS_MIN:
             # A step without decodes has its fixed cost too: about a decode step of one.
             rest_s = max(0.0, took_s - self.decode_step_s(max(1, decodes)))

@@ -24,13 +24,6 @@ class _Span:
 
 
 @dataclass(slots=True, eq=False)
-class _Block:
-    span: _Span
-    holders: int = 1
-    hash: int | None = None
-
-
-@dataclass(slots=True, eq=False)
 class _ModelKv:
     """Spans begin at multiples of `span_slabs`, so that a model which has the arena to itself
     always gets all of it, whatever was there before. (What is consumed from its front is an
@@ -45,9 +38,11 @@ class _ModelKv:
     """Those with free blocks. Free blocks are used up before another span is taken."""
     idle: OrderedDict[_Span, int] = field(default_factory=OrderedDict[_Span, int])
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
-    blocks: dict[int, _Block] = field(default_factory=dict[int, _Block])
-    """Held and cached ones, by offset."""
+    hashes: dict[int, int] = field(default_factory=dict[int, int])
+    """Of blocks that can be found again, held or cached, by offset."""
     by_hash: dict[int, int] = field(default_factory=dict[int, int])
+    sharers: dict[int, int] = field(default_factory=dict[int, int])
+    """Offset -> holders beside the first."""
     cached: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
     """Offset -> tick of its release; oldest first."""
     free: int = 0
@@ -124,10 +119,9 @@ class KvArena:
         """A held block is full and computed: it can be found by its hash from now on (unless
         another one already can)."""
         kv = self._models[model]
-        block = kv.blocks[offset]
-        if block.hash is None and value not in kv.by_hash:
+        if offset not in kv.hashes and value not in kv.by_hash:
             kv.by_hash[value] = offset
-            block.hash = value
+            kv.hashes[offset] = value
 
     # ---- blocks ---------------------------------------------------------------------------------
 
@@ -150,8 +144,6 @@ class KvArena:
                 del kv.roomy[span.first_slab]
             self._held(kv, span, more)
             kv.free -= more
-            for offset in offsets:
-                kv.blocks[offset] = _Block(span)
             taken += offsets
         return taken
 
@@ -159,26 +151,47 @@ class KvArena:
         """The caller holds them no more. A block with a hash stays cached while there is room."""
         kv = self._models[model]
         self._tick += 1
-        for offset in reversed(offsets):  # a prefix is forgotten from its end
-            block = kv.blocks[offset]
-            block.holders -= 1
-            if block.holders:
+        hashes, end = kv.hashes, len(offsets)
+        while end:  # a prefix is forgotten from its end
+            offset = offsets[end - 1]
+            if offset in hashes:
+                end -= 1
+                self._unhold(kv, offset)
                 continue
-            if block.hash is None:
-                del kv.blocks[offset]
-                self._free(kv, block.span, offset)
-            else:
-                kv.cached[offset] = self._tick
-                block.span.cached += 1
-            self._unheld(kv, block.span)
+            span, first = self._span_of(kv, offset), end - 1
+            low = span.first_slab * self.slab_bytes
+            high = low + kv.span_slabs * self.slab_bytes
+            while first and low <= (before := offsets[first - 1]) < high and before not in hashes:
+                first -= 1
+            freed = list(offsets[first:end])
+            freed.reverse()
+            self._free(kv, span, freed)
+            self._unheld(kv, span, len(freed))
+            end = first
+
+    def _unhold(self, kv: _ModelKv, offset: int) -> None:
+        """One holder less of a block that can be found again."""
+        if offset in kv.sharers:
+            kv.sharers[offset] -= 1
+            if not kv.sharers[offset]:
+                del kv.sharers[offset]
+            return
+        span = self._span_of(kv, offset)
+        kv.cached[offset] = self._tick
+        span.cached += 1
+        self._unheld(kv, span, 1)
+
+    def _span_of(self, kv: _ModelKv, offset: int) -> _Span:
+        return kv.spans[offset // self.slab_bytes // kv.span_slabs * kv.span_slabs]
 
     def _hold(self, kv: _ModelKv, offset: int) -> None:
-        block = kv.blocks[offset]
-        if block.holders == 0:
+        if offset in kv.cached:
             del kv.cached[offset]
-            block.span.cached -= 1
-            self._held(kv, block.span, 1)
-        block.holders += 1
+            span = self._span_of(kv, offset)
+            span.cached -= 1
+            self._held(kv, span, 1)
+        else:
+            kv.sharers[offset] = kv.sharers.get(offset, 0) + 1
 
     def _held(self, kv: _ModelKv, span: _Span, count: int) -> None:
         if span.held == 0:
@@ -187,9 +200,10 @@ class KvArena:
         span.held += count
         kv.held += count
 
-    def _unheld(self, kv: _ModelKv, span: _Span) -> None:
-        span.held -= 1
-        kv.held -= 1
+    def _unheld(self, kv: _ModelKv, span: _Span, count: int) -> None:
+        span.held -= count
+        kv.held -= count
+        assert span.held >= 0, "a block is released that nobody held"
         if span.held == 0:
             self._mark(self._busy, kv, span, 0)
             if span.cached:
@@ -197,11 +211,11 @@ class KvArena:
             else:
                 self._drop_span(kv, span)
 
-    def _free(self, kv: _ModelKv, span: _Span, offset: int) -> None:
+    def _free(self, kv: _ModelKv, span: _Span, offsets: Sequence[int]) -> None:
         if not span.free:
             kv.roomy[span.first_slab] = span
-        span.free.append(offset)
-        kv.free += 1
+        span.free += offsets
+        kv.free += len(offsets)
 
     # ---- slabs ----------------------------------------------------------------------------------
 
@@ -253,12 +267,10 @@ class KvArena:
     def _forget(self, kv: _ModelKv, offset: int) -> None:
         """A cached block becomes free, and its span too if it was the last."""
         del kv.cached[offset]
-        block = kv.blocks.pop(offset)
-        assert block.hash is not None
-        del kv.by_hash[block.hash]
-        span = block.span
+        del kv.by_hash[kv.hashes.pop(offset)]
+        span = self._span_of(kv, offset)
         span.cached -= 1
-        self._free(kv, span, offset)
+        self._free(kv, span, (offset,))
         if not span.held and not span.cached:
             del kv.idle[span]
             self._drop_span(kv, span)

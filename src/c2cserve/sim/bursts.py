@@ -3,7 +3,7 @@ intervenes."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 
 class Burst:
@@ -14,7 +14,7 @@ class Burst:
     def __init__(self, costs: Sequence[float], order: Sequence[int], owed: Sequence[int]) -> None:
         self._order = order
         self.costs = costs
-        self._ends = list(accumulate(costs[index] for index in order))
+        self._ends = list(accumulate(map(costs.__getitem__, order)))
         """Work that is done at the end of each entry of the order."""
         self.length = _until_one_ends(order, owed)
         """Entries that are run."""
@@ -37,19 +37,24 @@ class Burst:
         last time."""
         if len(self.costs) == 1:
             return [(self.length, self._ends[0], self.work)]
-        spans = [(0, 0.0, 0.0)] * len(self.costs)
-        for index, end in zip(self._order[: self.length], self._ends, strict=False):
-            count, first, _ = spans[index]
-            spans[index] = (count + 1, first if count else end, end)
+        order, spans = self._order[: self.length], list[tuple[int, float, float]]()
+        backwards = order[::-1]
+        for number in range(len(self.costs)):
+            count = order.count(number)
+            if not count:
+                spans.append((0, 0.0, 0.0))
+                continue
+            last = self.length - 1 - backwards.index(number)
+            spans.append((count, self._ends[order.index(number)], self._ends[last]))
         return spans
 
 
 def _until_one_ends(order: Sequence[int], owed: Sequence[int]) -> int:
     if len(owed) == 1:
         return min(len(order), owed[0])
-    left = list(owed)
-    for position, index in enumerate(order):
-        left[index] -= 1
-        if not left[index]:
-            return position + 1
-    return len(order)
+    length = len(order)
+    for number, times in enumerate(owed):
+        if times <= order.count(number):
+            turns = (position for position, index in enumerate(order) if index == number)
+            length = min(length, next(islice(turns, times - 1, None)) + 1)
+    return length

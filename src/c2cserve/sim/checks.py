@@ -1,6 +1,7 @@
 """What must hold whatever a policy decides; asserted at every step that is given to a slice."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.actions import Move
@@ -36,8 +37,10 @@ class BlockBook:
     slabs that hold one model's blocks only, and has one holder unless it is a shared prefix."""
 
     slice: Slice
-    holders: dict[int, int] = field(default_factory=dict[int, int])
-    """Offset -> sequences that hold it."""
+    held: set[int] = field(default_factory=set[int])
+    """Blocks that a sequence holds, by offset."""
+    sharers: dict[int, int] = field(default_factory=dict[int, int])
+    """Of blocks with several holders: how many beside the first."""
     slabs: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
     """First slab of a block -> model, held blocks that begin in it."""
     held_bytes: int = 0
@@ -65,38 +68,60 @@ class BlockBook:
 
     def _claim(self, seq: SeqState, offsets: Sequence[int], shared: int) -> None:
         """The first `shared` of them may have holders already."""
-        size, model = seq.spec.kv_block_bytes, seq.spec.id
+        if shared:
+            prefix = self.held.intersection(offsets[:shared])
+            for offset in prefix:
+                self.sharers[offset] = self.sharers.get(offset, 0) + 1
+            offsets = [offset for offset in offsets if offset not in prefix]
+        if not offsets:
+            return
+        size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
         last = self.slice.kv_bytes - size
-        slab_bytes, holders, slabs = self.slice.slab_bytes, self.holders, self.slabs
-        for index, offset in enumerate(offsets):
-            assert 0 <= offset <= last, "a block lies outside of the arena"
-            if offset in holders:
-                assert index < shared, "a block has two owners"
-                holders[offset] += 1
-                continue
-            holders[offset] = 1
-            self.held_bytes += size
-            slab = offset // slab_bytes
-            owner, blocks = slabs.get(slab, (model, 0))
+        assert 0 <= min(offsets) <= max(offsets) <= last, "a block lies outside of the arena"
+        before = len(held)
+        held.update(offsets)
+        assert len(held) == before + len(offsets), "a block has two owners"
+        self.held_bytes += size * len(offsets)
+        for slab, count in self._by_slab(offsets):
+            owner, blocks = self.slabs.get(slab, (model, 0))
             assert owner == model, "a slab holds blocks of two models"
-            slabs[slab] = (model, blocks + 1)
+            self.slabs[slab] = (model, blocks + count)
         assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
 
-    def _give(self, seq: SeqState, offsets: list[int]) -> None:
-        size, slab_bytes, holders = seq.spec.kv_block_bytes, self.slice.slab_bytes, self.holders
-        for offset in offsets:
-            count = holders[offset] - 1
-            if count:
-                holders[offset] = count
-                continue
-            del holders[offset]
-            self.held_bytes -= size
-            slab = offset // slab_bytes
+    def _give(self, seq: SeqState, offsets: Sequence[int]) -> None:
+        if self.sharers:
+            offsets = [offset for offset in offsets if not self._has_sharer(offset)]
+        if not offsets:
+            return
+        held, before = self.held, len(self.held)
+        held.difference_update(offsets)
+        assert len(held) == before - len(offsets), "a block is given back that nobody holds"
+        self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
+        for slab, count in self._by_slab(offsets):
             model, blocks = self.slabs[slab]
-            if blocks == 1:
+            if blocks == count:
                 del self.slabs[slab]
             else:
-                self.slabs[slab] = (model, blocks - 1)
+                self.slabs[slab] = (model, blocks - count)
+
+    def _has_sharer(self, offset: int) -> bool:
+        """Another sequence holds it too: one fewer from now on."""
+        more = self.sharers.get(offset)
+        if more is None:
+            return False
+        if more == 1:
+            del self.sharers[offset]
+        else:
+            self.sharers[offset] = more - 1
+        return True
+
+    def _by_slab(self, offsets: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """How many of the blocks begin in which slab."""
+        slab_bytes = self.slice.slab_bytes
+        slab = offsets[0] // slab_bytes
+        if min(offsets) // slab_bytes == slab == max(offsets) // slab_bytes:
+            return ((slab, len(offsets)),)
+        return Counter([offset // slab_bytes for offset in offsets]).items()
 
     def release(self, seq: SeqState) -> None:
         """Its KV is gone, on the host too."""

@@ -86,7 +86,8 @@ def check_end(simulation: Simulation) -> None:
     for one in simulation.slices.values():
         assert not one.seqs
         assert one.book.held_bytes == 0
-        assert not one.book.holders
+        assert not one.book.held
+        assert not one.book.sharers
         assert not one.book.slabs
         assert one.policy.arena.held_bytes == 0
     for link in simulation.network.links.values():
