@@ -30,18 +30,24 @@ pytestmark = pytest.mark.gpu
 GREEDY = Sampling(seed=0, temperature=0.0)
 
 
-class _Loop:
+class Loop:
     """A slice as the worker runs it: its policy, its executor, two steps at a time or one."""
 
-    def __init__(self, gpu: GpuParts, model: LateModel, max_in_flight: int) -> None:
+    def __init__(
+        self, gpu: GpuParts, model: LateModel, max_in_flight: int, kv_bytes: int = 512 << 20,
+        max_step_tokens: int = 512,
+    ) -> None:  # fmt: skip
         layout = model.decoder.kv
-        slice_ = Slice("s", "gpu", kv_bytes=512 << 20, gpu=GpuShare("GPU", 0))
+        slice_ = Slice(
+            "s", "gpu", kv_bytes=kv_bytes, gpu=GpuShare("GPU", 0), max_step_tokens=max_step_tokens,
+            host_kv_bytes=gpu.host_kv.size,
+        )  # fmt: skip
         self.policy = SlicePolicy(slice_, max_in_flight)
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
         self.executor = Executor(
             "s", gpu.ops, gpu.arena, self.events.append, self.deltas.extend, time.monotonic,
-            place=gpu.place,
+            place=gpu.place, host_kv=gpu.host_kv,
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self.events.append(
@@ -87,7 +93,7 @@ def test_overlap_changes_no_answer(
     model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
     texts: list[list[int]] = []
     for at_a_time in (1, 2):
-        loop = _Loop(gpu, model, at_a_time)
+        loop = Loop(gpu, model, at_a_time)
         loop.submit("a", PROMPT[:40], 64)
         loop.finish("a")
         texts.append(loop.tokens("a"))
@@ -95,7 +101,7 @@ def test_overlap_changes_no_answer(
         assert loop.policy.arena.held_bytes == 0
     assert texts[0] == texts[1]
     assert len(texts[0]) == 64
-    loop = _Loop(gpu, model, 2)
+    loop = Loop(gpu, model, 2)
     stop = max(i for i, token in enumerate(texts[0][:40]) if texts[0].index(token) == i)
     loop.submit(
         "stops", PROMPT[:40], 64, Sampling(0, temperature=0.0, stop_token_ids=(texts[0][stop],))
@@ -135,7 +141,7 @@ def test_drawn_requests_beside_greedy_ones(
     answers: list[list[list[int]]] = []
     try:
         for at_a_time in (1, 2):
-            loop = _Loop(parts, model, at_a_time)
+            loop = Loop(parts, model, at_a_time)
             loop.submit("greedy", PROMPT[:16], 20)
             loop.submit("drawn", PROMPT[16:48], 20, sampling)
             loop.finish("greedy", "drawn")

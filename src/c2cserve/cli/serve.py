@@ -90,6 +90,14 @@ def serve(
         int,
         typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes."),
     ] = 0,
+    host_kv_bytes: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Host memory of each slice for KV of requests that make room for others, bytes;"
+            " without it they are computed again.",
+        ),
+    ] = 0,
     pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
     pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
         "/dev/shm"
@@ -121,7 +129,8 @@ def serve(
     options = Options(
         catalog, host, port,
         SliceWishes(
-            slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes
+            slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
+            host_kv_bytes,
         ),
         pool_bytes, pool_dir, record, log_level, log_format, hang_timeout, drain_timeout,
         AdmissionSettings(max_waiting=max_waiting, patience=patience),
@@ -196,7 +205,10 @@ class _Server:
             slices = plan_all(machine, wishes)
         except SlicePlanError as error:
             raise CliError(str(error), 2) from error
-        budget = plan_pool_bytes(machine) if options.pool_bytes is None else options.pool_bytes
+        budget = options.pool_bytes
+        if budget is None:
+            paused = sum(one.host_kv_bytes for one in slices)
+            budget = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
         return slices, budget
 
     def _post(self, event: ClusterEvent) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from c2cserve.core.actions import RunStep, SliceAction
+from c2cserve.core.actions import Move, RunStep, SliceAction
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
@@ -17,12 +17,13 @@ from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.policy.lending import Lending
 from c2cserve.policy.residency import Residency
-from c2cserve.runtime.live.slice_world import SliceWorld, WeightUse
+from c2cserve.runtime.live.slice_world import PausedKv, SliceWorld, WeightUse
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
@@ -39,6 +40,7 @@ class _Backend(Protocol):
 
     executor: Executor
     isa: str
+    host_kv: HostKv
 
     @property
     def device(self) -> torch.device | None:
@@ -57,6 +59,10 @@ class _Backend(Protocol):
 
     def polled(self) -> None: ...
 
+    def make_room(self, kv_end_bytes: int | None) -> None:
+        """KV is about to come back, somewhere below."""
+        ...
+
     @property
     def weights(self) -> WeightUse: ...
 
@@ -71,7 +77,13 @@ class _CpuBackend:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
-        self.executor = Executor(slice_.id, ops, arena, world.emit, world.deliver, time.monotonic)
+        self.host_kv = HostKv(0, no_copies)
+        if slice_.host_kv_bytes:
+            copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
+            self.host_kv = HostKv(slice_.host_kv_bytes, copier)
+        self.executor = Executor(
+            slice_.id, ops, arena, world.emit, world.deliver, time.monotonic, host_kv=self.host_kv
+        )
 
     def warm(self, config: ModelConfig) -> None:
         pass
@@ -86,6 +98,9 @@ class _CpuBackend:
         pass
 
     def polled(self) -> None:
+        pass
+
+    def make_room(self, kv_end_bytes: int | None) -> None:
         pass
 
 
@@ -106,8 +121,9 @@ class _GpuBackend:
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
-            place=gpu.place, fatal=gpu.fatal,
+            place=gpu.place, fatal=gpu.fatal, host_kv=gpu.host_kv,
         )  # fmt: skip
+        self.host_kv = gpu.host_kv
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -142,6 +158,10 @@ class _GpuBackend:
         self._look()
         if not self.executor.computing:
             self._shared.streaming.discard(self._id)
+
+    def make_room(self, kv_end_bytes: int | None) -> None:
+        if self._gpu.cache is not None:
+            self._gpu.cache.make_room(kv_end_bytes)
 
     def _look(self) -> None:
         if self._gpu.peers is not None:
@@ -204,6 +224,8 @@ class WorkerEngine:
     def submit(self, action: SliceAction) -> None:
         if isinstance(action, RunStep):
             self._backend.begin(action.step)
+        elif isinstance(action, Move) and action.direction == "in":
+            self._backend.make_room(action.kv_end_bytes)
         self._executor.submit(action)
 
     def poll(self) -> None:
@@ -217,6 +239,11 @@ class WorkerEngine:
     @property
     def weights(self) -> WeightUse:
         return self._backend.weights
+
+    @property
+    def paused_kv(self) -> PausedKv:
+        host = self._backend.host_kv
+        return PausedKv(host.used_bytes, host.counts.out_bytes, host.counts.in_bytes)
 
 
 class SharedGpu:
@@ -259,7 +286,7 @@ class SharedGpu:
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
-                    peers=self._peers,
+                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error

@@ -151,6 +151,10 @@ class Move:
     direction: Direction
     first: int
     blocks: tuple[int, ...]
+    kept: int = 0
+    """Of `in`: so many of its first blocks keep their copies; the others' go when it is done."""
+    kv_end_bytes: int | None = None
+    """Of `in`: as `step.Step.kv_end_bytes`."""
 
 
 @value

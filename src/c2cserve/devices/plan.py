@@ -1,6 +1,6 @@
 """All slices of a machine: GPUs where there are some, CPUs where there are none or besides."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from c2cserve.core.machine import Machine, ProfileChoice, Slice
 from c2cserve.devices.gpu_slices import parse_layout, plan_gpu_slices
@@ -27,15 +27,22 @@ class SliceWishes:
     gpu_profile: ProfileChoice = "measured"
     gpu_peer_bytes: int = 0
     """Memory that each GPU without slices lends to each GPU that has some."""
+    host_kv_bytes: int = 0
+    """Host memory of each slice for KV of requests that are paused."""
 
 
 def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
     """GPU slices first. Raises `SlicePlanError` for what does not fit."""
-    gpus = _gpu_slices(machine, wishes)
-    if gpus and wishes.cpu_slices is None and wishes.cpu_threads is None:
-        return gpus
-    cpus = plan_slices(machine, wishes.cpu_slices, wishes.cpu_threads, wishes.cpu_kv_bytes)
-    return gpus + cpus
+    slices = _gpu_slices(machine, wishes)
+    if not slices or wishes.cpu_slices is not None or wishes.cpu_threads is not None:
+        slices += plan_slices(machine, wishes.cpu_slices, wishes.cpu_threads, wishes.cpu_kv_bytes)
+    wanted = wishes.host_kv_bytes * len(slices)
+    if wanted > machine.memory_available_bytes:
+        raise SlicePlanError(
+            f"{wanted} bytes of host memory for paused requests of {len(slices)} slices, where"
+            f" {machine.memory_available_bytes} are available"
+        )
+    return tuple(replace(one, host_kv_bytes=wishes.host_kv_bytes) for one in slices)
 
 
 def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction, Truncate
-from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
+from c2cserve.core.events import MoveDone, SeqOutcome, SliceEvent, StepDone, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.sequences import Sequence, build_batch, chained
 from c2cserve.kernels.ops import Draw, Drawn, Ops
 
@@ -76,11 +77,12 @@ class Executor:
         *,
         place: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: Callable[[Exception], bool] = lambda _: False,
+        host_kv: HostKv | None = None,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `place` moves a batch, made on the host,
         to where the operators read it (None: that is the host). An exception that `fatal` says
         yes to is not a step's own: it is raised out of `submit` or `poll`, and the executor is not
-        to be used again."""
+        to be used again. `host_kv`: where requests are that are paused, if the policy may."""
         self._launched: deque[_Run] = deque()
         self._collected_s = 0.0
         self._slice_id = slice_id
@@ -95,6 +97,7 @@ class Executor:
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[_Run, _Work]] = []
         self._last_model = ""
+        self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
 
     # ---- models and requests --------------------------------------------------------------------
 
@@ -127,12 +130,16 @@ class Executor:
             case RunStep(step):
                 self._start(step)
             case Drop(request_id, requeued):
+                self._host_kv.forget(request_id)
                 if not requeued:
-                    self._seqs.pop(request_id, None)
+                    self._end(request_id)
             case Truncate(request_id):
-                self._truncate(self._seqs.pop(request_id))
-            case Move() | SetAlpha():
-                raise TypeError(f"no live slice rotates KV or splits GEMMs: {action}")
+                self._truncate(self._seqs[request_id])
+                self._end(request_id)
+            case Move():
+                self._move(action)
+            case SetAlpha():
+                raise TypeError(f"no live slice splits GEMMs: {action}")
 
     @property
     def parked(self) -> bool:
@@ -141,12 +148,32 @@ class Executor:
     def poll(self) -> None:
         """Collect what is done, and resume parked steps; those that still wait park again."""
         self._collect()
+        for move in self._host_kv.finished():
+            self._emit(MoveDone(move.request_id, move.direction))
+            if move.request_id not in self._seqs:
+                self._host_kv.forget(move.request_id)
         waiting, self._parked = self._parked, []
         for run, work in waiting:
             if self._behind_parked(run):
                 self._parked.append((run, work))
             else:
                 self._advance(run, work)
+
+    def _move(self, move: Move) -> None:
+        seq = self._seqs.get(move.request_id)
+        if seq is None:  # it ended in a step of which the policy has not heard
+            self._emit(MoveDone(move.request_id, move.direction))
+            return
+        if move.direction == "out":
+            seq.block_count = 0
+        seq.moved_in |= move.direction == "in"
+        self._host_kv.start(move, self._models[seq.job.request.model].kv.block_bytes)
+
+    def _end(self, request_id: str) -> None:
+        """Nothing of it is held any more, its copies on the host from the end of a move on."""
+        self._seqs.pop(request_id, None)
+        if not self._host_kv.busy(request_id):
+            self._host_kv.forget(request_id)
 
     def _start(self, step: Step) -> None:
         switched = bool(self._last_model) and self._last_model != step.model
@@ -306,7 +333,7 @@ class Executor:
         request_id = seq.job.request.id
         run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
         run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
-        self._seqs.pop(request_id, None)
+        self._end(request_id)
 
     def _truncate(self, seq: Sequence) -> None:
         request_id = seq.job.request.id
@@ -355,7 +382,7 @@ class Executor:
         run.deltas.append(delta)
         run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
         if finish is not None:
-            del self._seqs[request.id]
+            self._end(request.id)
 
     def _timing(self, seq: Sequence) -> Timing:
         clock = seq.clock

@@ -35,6 +35,8 @@ class Sequence:
     """Capacity for all of them; the first `block_count` are set."""
     clock: Clockwork
     block_count: int = 0
+    moved_in: bool = False
+    """Its KV came back from the host, and the step that tells its new table has not come yet."""
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     delivered: bool = False
@@ -78,8 +80,9 @@ class Sequence:
         """Bring the block table up to date with the policy's."""
         if step.fresh:
             self.block_count = 0
-            if not self.drawn and not self.job.request.sent:
+            if not self.drawn and not self.job.request.sent and not self.moved_in:
                 self.cached_tokens = step.start
+            self.moved_in = False
         count = len(step.new_blocks)
         if count:
             self.blocks[self.block_count : self.block_count + count] = step.new_blocks

@@ -104,6 +104,10 @@ class HbmCache:
         anywhere)."""
         self._now = now
         self._keeper.used(model, now)
+        self.make_room(kv_end)
+
+    def make_room(self, kv_end: int | None) -> None:
+        """All KV that is written from now on lies below `kv_end` (None: anywhere)."""
         kv_end = self._arena.numel() if kv_end is None else kv_end
         if kv_end == self._kv_end:
             return

@@ -201,11 +201,12 @@ def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, mo
 def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
     """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
     the same model if there is one, because a block of another model seldom empties a slab. Never
-    one that is more urgent than `seq`, so that two never preempt each other in turn."""
+    one that is more urgent than `seq`, so that two never preempt each other in turn, and never one
+    that has just come back and not run since."""
     rank = seq.model.rank
     candidates = [
         other for other in everybody
-        if other.started and not other.busy and not other.paused
+        if other.started and other.told and not other.busy and not other.paused
         and rank(other) >= rank(seq) and other is not seq
     ]  # fmt: skip
     return max(

@@ -29,6 +29,9 @@ class Rotary:
         self._leaving_bytes = 0
         self.welcome: dict[str, None] = {}
         """Waiting requests that may start in this iteration, in order."""
+        self.contended = False
+        """Somebody who wants in found no room. Who is in a step that runs can not be paused: what
+        comes next is better decided between steps."""
 
     def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
         """One iteration of SuperInfer's Algorithm 1: who goes, who comes, who may start; and what
@@ -41,6 +44,7 @@ class Rotary:
         block = max((seq.model.block_bytes for seq in everybody.values()), default=0)
         size = self._arena.slabs * self._arena.slab_bytes
         rotation = rotate(tenants, max(0, size - held - growth * block), self._settings, now)
+        self.contended = len(tenants) > growth + len(rotation.prioritized)
         moves: list[Move] = []
         budget = self._settings.transfer_bytes
         for name in rotation.preempted:
@@ -116,7 +120,12 @@ class Rotary:
         if blocks is None:
             return None
         seq.blocks, seq.told, seq.since_s = blocks, 0, now
-        return self._move(seq, "in", 0, blocks[: _blocks(seq.computed)])
+        seq.moves += 1
+        self._moving[seq.request.id] = (seq, "in")
+        return Move(
+            seq.request.id, "in", 0, tuple(blocks[: _blocks(seq.computed)]),
+            self._copies.lasting(seq.request.id), self._arena.end_bytes,
+        )  # fmt: skip
 
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
         """Eagerly, what is full by now, as far as this iteration's budget goes."""

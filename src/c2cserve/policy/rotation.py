@@ -133,6 +133,11 @@ class EagerCopies:
     def synced(self, request_id: str) -> int:
         return self._copies[request_id].synced if request_id in self._copies else 0
 
+    def lasting(self, request_id: str) -> int:
+        """Of its copies, from the first on, those that stay valid when it goes on."""
+        copies = self._copies[request_id]
+        return min(copies.synced, copies.full)
+
     def filled(self, request_id: str, blocks: int) -> None:
         """The request's first `blocks` blocks are full now."""
         self._copies.setdefault(request_id, _Copies()).full = blocks
@@ -170,10 +175,10 @@ class EagerCopies:
     def resumed(self, request_id: str, block_bytes: int) -> None:
         """Its KV is in HBM again and grows: copies of full blocks stay valid, that of the last,
         partly filled one will not."""
+        lasting = self.lasting(request_id)
         copies = self._copies[request_id]
-        stale = max(0, copies.synced - copies.full)
-        copies.synced -= stale
-        self.used_bytes -= stale * block_bytes
+        self.used_bytes -= (copies.synced - lasting) * block_bytes
+        copies.synced = lasting
 
     def forget(self, request_id: str, block_bytes: int) -> None:
         """The request ended, or its KV is not wanted any more."""

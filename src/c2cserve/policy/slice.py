@@ -211,11 +211,11 @@ class SlicePolicy:
         self._short_of_room = False
         self._now = now
         tried: set[str] = set()
-        if self._rotary is not None and self._flying < self._max_in_flight and self._is_time(now):
+        if self._rotary is not None and self._flying < self._most_flying and self._is_time(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
         if self._ahead.steps > 1 and not self._flights:
             self._launch_ahead(now)
-        while self._flying < self._max_in_flight and self._is_time(now):
+        while self._flying < self._most_flying and self._is_time(now):
             candidates = (
                 (model.first(), model.last_step, name)
                 for name, model in self._models.items()
@@ -237,6 +237,13 @@ class SlicePolicy:
                 break  # who could be preempted has to land first
         actions, self._actions = self._actions, []
         return actions
+
+    @property
+    def _most_flying(self) -> int:
+        """Steps do not overlap while requests compete for memory: only between steps can they
+        change places."""
+        contended = self._rotary is not None and self._rotary.contended
+        return 1 if contended else self._max_in_flight
 
     def _launch_ahead(self, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""

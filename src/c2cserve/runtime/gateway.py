@@ -70,6 +70,12 @@ class SliceStatus:
     """weights copied into neighbours' memory (all slices of a GPU share them),"""
     weights_peer_bytes: int = 0
     """and bytes, of those over a link, read there."""
+    kv_host_bytes: int = 0
+    """KV in host memory, of requests that are paused or could be at once;"""
+    kv_out_bytes: int = 0
+    """bytes of KV copied there since the start,"""
+    kv_in_bytes: int = 0
+    """and back."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -188,6 +188,10 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
             "Weights in memory that neighbouring GPUs lend to the slice's GPU.",
             lambda s: s.weights_lent_bytes,
         ),
+        "kv_host_bytes": (
+            "KV in host memory, of requests that are paused or may be.",
+            lambda s: s.kv_host_bytes,
+        ),
         "active_models": ("Models active on it.", lambda s: len(s.active_models)),
     }
     counters: _Table = {
@@ -209,6 +213,8 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
             lambda s: s.weights_peer_bytes,
         ),
         "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
+        "kv_out_bytes": ("Bytes of KV copied to host memory.", lambda s: s.kv_out_bytes),
+        "kv_in_bytes": ("Bytes of KV copied back.", lambda s: s.kv_in_bytes),
         "restarts": ("Workers replaced.", lambda s: s.restarts),
     }
     for name, (help_, value) in gauges.items():

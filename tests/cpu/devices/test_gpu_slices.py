@@ -122,6 +122,7 @@ def test_loans_nobody_can_give_are_refused(
         (H200, {"gpu_slices": "whole", "gpu_kv_bytes": 150 * GIB}, "KV arenas"),
         (H200, {"gpu_slices": "16x7", "gpu_kv_bytes": 30 * GIB}, "7 KV arenas"),
         (H200, {"gpu_slices": "whole", "gpu_kv_bytes": 1}, "are the least"),
+        (H200, {"gpu_slices": "whole", "host_kv_bytes": 1 << 50}, "for paused requests of 4"),
     ],
 )
 def test_what_does_not_fit_is_refused(

@@ -2,21 +2,26 @@
 
 import dataclasses
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import LateModel
 from late import LateOps
 from tiny import make_checkpoint
+from torch import Tensor
 
+from c2cserve.core.actions import RunStep
 from c2cserve.core.events import Activated, SliceEvent, Submitted, Withdrawn
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
+from c2cserve.engine.rotation import Copier, Copy, HostKv, copies_at_once
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.slice import SlicePolicy
 
@@ -29,28 +34,53 @@ class World:
 
     def __init__(
         self, models: dict[str, LateModel], blocks: int, max_step_tokens: int,
-        late: LateOps | None = None,
+        late: LateOps | None = None, host_blocks: int = 0,
     ) -> None:  # fmt: skip
-        """`late`: steps overlap, and are done when it says so."""
+        """`late`: steps overlap, and are done when it says so. `host_blocks`: requests rotate, and
+        every copy takes two ticks."""
         specs = {
             name: ModelSpec(name, 1, model.config.layers, model.config.kv_block_bytes, 256)
             for name, model in models.items()
         }
         slab = max(spec.kv_block_bytes for spec in specs.values())
         slice_ = Slice(
-            "s", "cpu", kv_bytes=blocks * slab, slab_bytes=slab, max_step_tokens=max_step_tokens
-        )
+            "s", "cpu", kv_bytes=blocks * slab, slab_bytes=slab, max_step_tokens=max_step_tokens,
+            host_kv_bytes=host_blocks * slab,
+        )  # fmt: skip
         self.policy = SlicePolicy(slice_, 1 if late is None else 2)
         self.deltas: list[Delta] = []
         self._events: list[SliceEvent] = []
+        arena = make_arena(slice_.kv_bytes)
+        self.host_kv = HostKv(slice_.host_kv_bytes, self._copier(arena, slice_.host_kv_bytes))
         self.executor = Executor(
-            "s", late or CpuOps(1), make_arena(slice_.kv_bytes), self._events.append,
-            self.deltas.extend, lambda: self._now,
+            "s", late or CpuOps(1), arena, self._events.append, self.deltas.extend,
+            lambda: self._now, host_kv=self.host_kv,
         )  # fmt: skip
         self._now = 0.0
+        self.computed = 0
+        """Tokens."""
         for name, model in models.items():
             self.executor.attach(name, model.decoder)
             self._events.append(Activated(specs[name]))
+
+    def _copier(self, arena: Tensor, host_bytes: int) -> Copier:
+        host = torch.empty(host_bytes, dtype=torch.uint8)
+
+        def copy(copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]:
+            """What leaves is read, and what comes written, at the last moment."""
+            ended_s = self._now + 0.015
+            at_once = copies_at_once(arena, host)
+            over: list[bool] = []
+
+            def done() -> bool:
+                if not over and self._now > ended_s:
+                    at_once(copies, inward=inward)
+                    over.append(True)
+                return bool(over)
+
+            return done
+
+        return copy
 
     def submit(self, job: Job) -> None:
         chained = self.executor.add(job)
@@ -66,10 +96,15 @@ class World:
         for event in events:
             self.policy.apply(event)
         for action in self.policy.decide(self._now):
+            if isinstance(action, RunStep):
+                self.computed += action.step.tokens
             self.executor.submit(action)
 
+    def of(self, name: str) -> list[Delta]:
+        return [delta for delta in self.deltas if delta.request_id == name]
+
     def tokens(self, name: str) -> list[int]:
-        return [t for delta in self.deltas if delta.request_id == name for t in delta.tokens]
+        return [token for delta in self.of(name) for token in delta.tokens]
 
     def ended(self, name: str) -> FinishReason | None:
         return next((d.finish for d in self.deltas if d.request_id == name and d.finish), None)
@@ -104,7 +139,8 @@ def test_everyone_gets_the_text_of_an_idle_slice(
     models: dict[str, LateModel], data: st.DataObject
 ) -> None:
     blocks = data.draw(st.integers(8, 16), "blocks")
-    world = World(models, blocks, data.draw(st.sampled_from([16, 40, 512]), "chunk"))
+    chunk = data.draw(st.sampled_from([16, 40, 512]), "chunk")
+    world = World(models, blocks, chunk, host_blocks=data.draw(st.sampled_from([0, 4, 64]), "host"))
     jobs: dict[str, Job] = {}
     for i in range(data.draw(st.integers(1, 8), "requests")):
         shared = SHARED[: data.draw(st.sampled_from([0, 16, 32]))]
@@ -133,6 +169,7 @@ def test_everyone_gets_the_text_of_an_idle_slice(
     world.tick()
     assert len(world.executor) == 0, "nothing is kept for those who left"
     assert world.policy.arena.held_bytes == 0
+    assert world.host_kv.used_bytes == 0
 
 
 def test_preemption_and_prefix_reuse_do_happen_here(models: dict[str, LateModel]) -> None:
@@ -153,3 +190,30 @@ def test_preemption_and_prefix_reuse_do_happen_here(models: dict[str, LateModel]
         tight.tick()
     assert all(tight.ended(name) is FinishReason.LENGTH for name in names)
     assert tight.policy.preemptions > 0
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_requests_that_do_not_fit_at_once_take_turns_and_compute_nothing_twice(
+    models: dict[str, LateModel], overlapped: bool
+) -> None:
+    late = LateOps() if overlapped else None
+    world = World(models, 8, 512, late, host_blocks=64)
+    jobs = [job(f"r{i}", "llama", [3 + i] * 30) for i in range(6)]
+    for one in jobs:
+        world.submit(one)
+        world.tick()
+    for _ in range(600):
+        before = world.computed
+        world.tick()
+        if late is not None and (len(late.draws) > 1 or world.computed == before):
+            late.finish()  # one is always under way, unless the policy waits for it
+    for one in jobs:
+        alone = World(models, 64, 512)
+        alone.submit(one)
+        while not alone.ended(one.request.id):
+            alone.tick()
+        assert world.tokens(one.request.id) == alone.tokens(one.request.id)
+        assert world.of(one.request.id)[0].cached_tokens == 0
+    assert world.host_kv.counts.in_bytes > 0
+    assert world.host_kv.used_bytes == 0
+    assert world.computed == sum(30 + MAX_NEW - 1 for _ in jobs)

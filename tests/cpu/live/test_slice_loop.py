@@ -16,7 +16,7 @@ from c2cserve.core.request import Job, Request, Sampling
 from c2cserve.core.step import Step
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
-from c2cserve.runtime.live.slice_world import SliceWorld, Usage, WeightUse
+from c2cserve.runtime.live.slice_world import PausedKv, SliceWorld, Usage, WeightUse
 from c2cserve.runtime.live.status_page import Field, StatusPage
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -27,6 +27,7 @@ class Engine:
 
     parked = False
     weights = WeightUse(3, 5, 7, graph_steps=2, lent_bytes=11, peer_bytes=6)
+    paused_kv = PausedKv(13, 17, 19)
 
     def __init__(self, world: SliceWorld) -> None:
         self._world = world
@@ -125,6 +126,8 @@ def test_the_page_tells_what_computes(bench: Bench) -> None:
     assert [page[field] for field in weights] == [3.0, 5.0, 7.0]
     assert (page[Field.WEIGHTS_LENT_BYTES], page[Field.WEIGHTS_PEER_BYTES]) == (11.0, 6.0)
     assert page[Field.GRAPH_STEPS] == 2.0
+    kv = (Field.KV_HOST_BYTES, Field.KV_OUT_BYTES, Field.KV_IN_BYTES)
+    assert [page[field] for field in kv] == [13.0, 17.0, 19.0]
 
 
 def test_the_engine_says_whose_tokens_are_chained(bench: Bench) -> None:

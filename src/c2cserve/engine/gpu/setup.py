@@ -13,12 +13,15 @@ from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
 from c2cserve.devices.partitions import Partition
+from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.bell import Bell
+from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.models.config import ModelConfig
+from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.sequences import chained
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
@@ -32,13 +35,14 @@ from c2cserve.kernels.gpu.warm import COMMON, Sizes, warm
 from c2cserve.kernels.gpu.weight import Dtype
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
 from c2cserve.memory.peer_pool import Borrower, PeerPool
+from c2cserve.memory.pinning import PinningError, pin_array
 
 log = logging.getLogger(__name__)
 
 
 _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
-SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, CudaError)
+SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, PinningError, CudaError)
 """What `open_gpu` raises for reasons a user can do something about."""
 
 
@@ -56,6 +60,8 @@ class GpuParts:
     cache: HbmCache | None
     peers: Borrower | None
     """Copies of weights in neighbours' memory."""
+    host_kv: HostKv
+    """Where KV of paused requests is."""
 
     def warm(self, config: ModelConfig) -> None:
         """Have everything compiled, loaded and allocated that a model needs; quick where another
@@ -93,15 +99,17 @@ def open_gpu(
     ring: Callable[[], None] | None = None,
     keeper: Keeper | None = None,
     peers: PeerPool | None = None,
+    host_kv_bytes: int = 0,
 ) -> GpuParts:
     """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
     on, which runs on `partition`'s SMs, or on all of the GPU `device`. `ring` is called, from
     another thread, when a step is over. `keeper` decides which weights stay in what KV leaves of
     the arena, and of those that do not `peers` says which can be read in a neighbour's memory;
-    without a keeper all are read at home.
+    without a keeper all are read at home. `host_kv_bytes`: host memory, registered here, that KV
+    may rotate through.
 
-    Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`
-    and `CudaError`.
+    Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
+    `PinningError` and `CudaError`.
     """
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device) if partition is None else partition.stream
@@ -124,11 +132,26 @@ def open_gpu(
     marked = None if ring is None else Bell(where, ring).after
     ops = GpuOps(linear, where, host_sampler, marked)
     ops.capture_decoding(linear.launched, cache)
-    parts = GpuParts(where, stream, lane, linear, ops, arena, Staging(where), cache, borrower)
+    host_kv = _host_kv(arena, host_kv_bytes, stream, ring)
+    parts = GpuParts(
+        where, stream, lane, linear, ops, arena, Staging(where), cache, borrower, host_kv
+    )
     for sizes in COMMON:
         warm(sizes, where)
     parts.finish()
     return parts
+
+
+def _host_kv(
+    arena: Tensor, size: int, stream: torch.cuda.Stream, ring: Callable[[], None] | None
+) -> HostKv:
+    """Raises PinningError."""
+    if not size:
+        return HostKv(0, no_copies)
+    memory = make_arena(size)
+    region = pin_array(memory.numpy())
+    copies = KvCopies(arena, memory, region, stream, ring or (lambda: None))
+    return HostKv(size, copies)
 
 
 def sizes_of(config: ModelConfig) -> Sizes:

@@ -62,6 +62,9 @@ class SliceEngine(Protocol):
     @property
     def weights(self) -> "WeightUse": ...
 
+    @property
+    def paused_kv(self) -> "PausedKv": ...
+
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
@@ -79,6 +82,18 @@ class WeightUse:
     """Copied now into neighbours' memory, for all slices of the GPU."""
     peer_bytes: int = 0
     """Of those streamed, read there."""
+
+
+@dataclass(frozen=True, slots=True)
+class PausedKv:
+    """KV of requests that rotate through host memory."""
+
+    host_bytes: int = 0
+    """There now, copies made ahead of time too."""
+    out_bytes: int = 0
+    """Copied there since the start,"""
+    in_bytes: int = 0
+    """and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +243,10 @@ class SliceWorld:
         page[Field.GRAPH_STEPS] = weights.graph_steps
         page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
         page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
+        kv = self.engine.paused_kv
+        page[Field.KV_HOST_BYTES] = kv.host_bytes
+        page[Field.KV_OUT_BYTES] = kv.out_bytes
+        page[Field.KV_IN_BYTES] = kv.in_bytes
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now

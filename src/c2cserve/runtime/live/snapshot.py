@@ -97,5 +97,8 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         graph_steps=int(fields[Field.GRAPH_STEPS]),
         weights_lent_bytes=int(fields[Field.WEIGHTS_LENT_BYTES]),
         weights_peer_bytes=int(fields[Field.WEIGHTS_PEER_BYTES]),
+        kv_host_bytes=int(fields[Field.KV_HOST_BYTES]),
+        kv_out_bytes=int(fields[Field.KV_OUT_BYTES]),
+        kv_in_bytes=int(fields[Field.KV_IN_BYTES]),
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )

@@ -34,6 +34,9 @@ class Field(IntEnum):
     GRAPH_STEPS = 16
     WEIGHTS_LENT_BYTES = 17
     WEIGHTS_PEER_BYTES = 18
+    KV_HOST_BYTES = 19
+    KV_OUT_BYTES = 20
+    KV_IN_BYTES = 21
 
 
 _BYTES = len(Field) * 8

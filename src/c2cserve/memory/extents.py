@@ -1,0 +1,47 @@
+"""Room in one stretch of memory for blocks of many sizes, in pieces if need be: while bytes are free
+a block finds room, however they are scattered. No memory is touched."""
+
+from bisect import bisect_left
+
+Extent = tuple[int, int]
+"""(start, stop), in bytes."""
+
+
+class Extents:
+    def __init__(self, size: int) -> None:
+        self.free_bytes = size
+        self._free: list[Extent] = [(0, size)] if size else []
+        """In order; no two touch."""
+
+    def take(self, size: int) -> list[Extent] | None:
+        """The first `size` free bytes; None: there are not so many."""
+        if size > self.free_bytes:
+            return None
+        self.free_bytes -= size
+        taken: list[Extent] = []
+        while size:
+            start, stop = self._free[0]
+            cut = min(stop, start + size)
+            taken.append((start, cut))
+            size -= cut - start
+            if cut < stop:
+                self._free[0] = (cut, stop)
+            else:
+                del self._free[0]
+        return taken
+
+    def give(self, extents: list[Extent]) -> None:
+        """Raises ValueError for bytes that are free already."""
+        for start, stop in extents:
+            self._give(start, stop)
+
+    def _give(self, start: int, stop: int) -> None:
+        at = bisect_left(self._free, (start, stop))
+        before = at > 0 and self._free[at - 1][1] >= start
+        after = at < len(self._free) and self._free[at][0] <= stop
+        if (before and self._free[at - 1][1] > start) or (after and self._free[at][0] < stop):
+            raise ValueError(f"bytes {start} to {stop} are free already")
+        self.free_bytes += stop - start
+        first = self._free[at - 1][0] if before else start
+        last = self._free[at][1] if after else stop
+        self._free[at - before : at + after] = [(first, last)]

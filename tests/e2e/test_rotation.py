@@ -1,0 +1,48 @@
+"""Requests that do not fit into a slice's memory at once take turns in it, and nobody sees it."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import openai
+from server_process import ServerProcess
+
+MODEL = "sorter-llama"
+REQUESTS, TOKENS = 12, 360
+
+
+async def answers(url: str) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+        async def answer(index: int) -> str:
+            done = await client.completions.create(
+                model=MODEL, prompt=f"sort: dcba {index}", max_tokens=TOKENS, seed=index,
+                temperature=0.8, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            assert done.usage is not None
+            assert done.usage.completion_tokens == TOKENS
+            return done.choices[0].text
+
+        return await asyncio.gather(*(answer(index) for index in range(REQUESTS)))
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    found = re.search(
+        rf'^c2cserve:slice_{name}{{slice="cpu0"}} (\S+)$', server.get("/metrics")[1], re.M
+    )
+    assert found is not None, name
+    return float(found[1])
+
+
+def test_more_requests_than_memory_holds(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "roomy", slices=1) as server:
+        undisturbed = asyncio.run(answers(server.url))
+        assert metric(server, "kv_out_bytes_total") == 0
+    # One slab: 170 blocks of 16 tokens, for requests that come to 12 x 24 of them.
+    tight = ("--kv-bytes", str(2 << 20), "--host-kv-bytes", str(16 << 20))
+    with ServerProcess(*tight, directory=tmp_path / "tight", slices=1) as server:
+        assert asyncio.run(answers(server.url)) == undisturbed
+        assert metric(server, "kv_in_bytes_total") > 0
+        assert metric(server, "kv_out_bytes_total") > 0
+        assert metric(server, "kv_host_bytes") == 0, "nothing is left of who has gone"
+        assert metric(server, "kv_total_bytes") == 2 << 20
