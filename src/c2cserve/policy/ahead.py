@@ -13,6 +13,7 @@ from heapq import heapreplace
 from c2cserve.core.actions import RunStep
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import Step
+from c2cserve.core.value import value
 from c2cserve.policy.batching import ActiveModel, Flight, Seq
 from c2cserve.policy.kv import KvArena
 
@@ -26,7 +27,7 @@ class Limits:
     """A request's rank is when it is late, and grows with its tokens; else it stays as it is."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ahead:
     flights: list[Flight]
     """One for each model that runs."""

@@ -6,13 +6,16 @@ from math import inf, sqrt
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import RunStep
-from c2cserve.core.step import Step
+from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.bursts import Burst
 from c2cserve.sim.checks import BlockBook, SeqState
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.kept import KeptWeights
 from c2cserve.sim.links import Flow
 from c2cserve.sim.shared import Use, World
+
+Parts = list[tuple[SeqStep, SeqState]]
+"""A step's sequences."""
 
 _WAITED = 1.001
 """A step that took so many times its floor waited for the link: less is rounding."""
@@ -46,8 +49,12 @@ class Compute:
         """When the step under way began, where steps of an order are simulated one by one."""
         self._turn = self._position = 0
         """Which of the run's steps that is, and where in its order."""
+        self._steps: tuple[Step, ...] = ()
+        """Of the run."""
+        self._parts: list[Parts] = []
+        """Of each of them."""
         self._times: list[int] = []
-        """How often each of the run's steps has run."""
+        """How often each of them has run."""
         self._took_s: list[float] = []
         self._stopping = False
         self._burst: Burst | None = None
@@ -105,23 +112,31 @@ class Compute:
         """What is first in line begins: one step, or several in an order."""
         run = self._line[0]
         self._started_s = self._world.timeline.now
-        steps = (run.step, *run.then)
-        for index, step in enumerate(steps):
-            self._check(step, run.order.count(index) if run.order else 1)
-        self._times = [0] * len(steps)
-        self._took_s = [0.0] * len(steps)
+        order = run.order
+        if not run.then:
+            steps = self._steps = (run.step,)
+            self._parts = [self._begin(run.step, len(order) or 1)]
+            self._times, self._took_s = [0], [0.0]
+        else:
+            steps = self._steps = (run.step, *run.then)
+            self._parts = [self._begin(step, order.count(i)) for i, step in enumerate(steps)]
+            self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
-        if not run.order or not self._start_burst(run, steps):
+        if not order or not self._start_burst(run, steps):
             self._position = 0
-            self._turn = run.order[0] if run.order else 0
+            self._turn = order[0] if order else 0
             self._start_step(steps[self._turn])
 
-    def _check(self, step: Step, times: int) -> None:
+    def _begin(self, step: Step, times: int) -> Parts:
+        """The step's sequences, which it is about to compute so many times."""
+        seqs, begin, parts = self._seqs, self._book.begin, Parts()
         for part in step.seqs:
-            seq = self._seqs[part.request_id]
-            self._book.begin(seq, part, times)
+            seq = seqs[part.request_id]
+            begin(seq, part, times)
             assert part.start == seq.computed, f"{part.request_id}: a token is skipped or repeated"
             assert part.emits == (part.start + part.tokens == seq.length)
+            parts.append((part, seq))
+        return parts
 
     def _start_step(self, step: Step) -> None:
         world, lane, model = self._world, self._lane, self._world.models[step.model]
@@ -158,30 +173,29 @@ class Compute:
         if self._dead or (plan is not None and plan != self._plan):
             return
         run, turn, now = self._line[0], self._turn, self._world.timeline.now
-        step = run.then[turn - 1] if turn else run.step
         self._flow = None
         self._took_s[turn] += now - self._step_s
         self._times[turn] += 1
         self._account(now - self._step_s)
         if self._world.hybrid and self._lane.h2d:
-            self._measure_gemms(step, now - self._step_s)
-        ended = self._advance(step, 1, now, 0.0)
+            self._measure_gemms(self._steps[turn], now - self._step_s)
+        ended = self._advance(turn, 1, now, 0.0)
         self._position += 1
         if ended or self._stopping or self._position >= len(run.order):
-            self._finish(run)
+            self._finish()
         else:
             turn = self._turn = run.order[self._position]
-            self._start_step(run.then[turn - 1] if turn else run.step)
+            self._start_step(self._steps[turn])
 
     # ---- an order of decodes as one event -------------------------------------------------------
 
     def _start_burst(self, run: RunStep, steps: tuple[Step, ...]) -> bool:
         """False: weights stream, so that times depend on who else does: step by step."""
-        world, lane, now = self._world, self._lane, self._world.timeline.now
+        world, lane = self._world, self._lane
         models = [world.models[step.model] for step in steps]
         if self._kept is not None and not all(self._kept.all_of(model) for model in models):
             return False
-        owed = [min(self._owed(part.request_id) for part in step.seqs) for step in steps]
+        owed = [min([seq.job.owed - seq.job.drawn for _, seq in parts]) for parts in self._parts]
         scale = 1.0
         if world.noise:
             spread = world.noise / sqrt(min(len(run.order), *owed))
@@ -198,12 +212,8 @@ class Compute:
             self._flow = world.network.start(route, burst.work, 1.0, self._burst_done)
         else:
             self._plan += 1
-            world.timeline.at(now + burst.work, self._burst_done, self._plan)
+            world.timeline.at(world.timeline.now + burst.work, self._burst_done, self._plan)
         return True
-
-    def _owed(self, request_id: str) -> int:
-        job = self._seqs[request_id].job
-        return job.owed - job.drawn
 
     def _burst_done(self, plan: int | None = None) -> None:
         if self._dead or (plan is not None and plan != self._plan):
@@ -214,18 +224,18 @@ class Compute:
         stretch = (now - self._started_s) / burst.work
         self._account(now - self._started_s)
         for index, (times, first, last) in enumerate(burst.spans()):
-            step = run.then[index - 1] if index else run.step
             self._times[index] = times
             self._took_s[index] = stretch * burst.costs[index] * times
             if times:
-                self._switch(step.model)
+                name = self._steps[index].model
+                self._switch(name)
                 if self._kept is not None:
-                    self._kept.use(self._world.models[step.model], now, times)
-                gap_s = stretch * (last - first) / max(1, times - 1)
-                self._advance(step, times, self._started_s + stretch * last, gap_s)
+                    self._kept.use(self._world.models[name], now, times)
+                gap_s = stretch * (last - first) / (times - 1) if times > 1 else 0.0
+                self._advance(index, times, self._started_s + stretch * last, gap_s)
         if run.then:
             self.use.switches += burst.length - 2
-        self._finish(run)
+        self._finish()
 
     # ---- what steps come to ---------------------------------------------------------------------
 
@@ -240,41 +250,42 @@ class Compute:
             use.compute_s += took_s * self._compute_share
             use.memory_s += took_s * (1.0 - self._compute_share)
 
-    def _advance(self, step: Step, times: int, last_s: float, gap_s: float) -> bool:
-        """The step ran so many times, the last one until `last_s`. True: a sequence has ended."""
-        use, world = self.use, self._world
-        use.steps += times
-        ended = False
-        for part in step.seqs:
-            seq = self._seqs[part.request_id]
-            seq.computed += part.tokens * times
-            use.tokens += part.tokens * times
+    def _advance(self, index: int, times: int, last_s: float, gap_s: float) -> bool:
+        """A step of the run ran so many times, the last one until `last_s`. True: a sequence has
+        ended."""
+        self.use.steps += times
+        ended, computed = False, 0
+        for part, seq in self._parts[index]:
+            tokens = part.tokens * times
+            seq.computed += tokens
+            computed += tokens
             if part.emits:
                 job = seq.job
                 seq.length += times
                 job.draw(times, last_s, gap_s)
                 if job.drawn == 1:
-                    world.controller.tell(ev.FirstToken(part.request_id, job.ttft_s))
-                ended |= job.drawn >= job.owed
+                    first = ev.FirstToken(part.request_id, job.ttft_s)
+                    self._world.controller.tell(first)
+                if job.drawn >= job.owed:
+                    ended = True
+        self.use.tokens += computed
         return ended
 
-    def _finish(self, run: RunStep) -> None:
+    def _finish(self) -> None:
         """Tell the policy of the steps of a run, and let go of what has ended."""
         now = self._world.timeline.now
         self._line.popleft()
         self.use.busy_s += now - self._started_s
-        for index, step in enumerate((run.step, *run.then)):
-            times = self._times[index]
+        every = zip(self._steps, self._parts, self._times, self._took_s, strict=True)
+        for step, parts, times, took_s in every:
             outcomes: list[ev.SeqOutcome] = []
-            for part in step.seqs:
-                if not part.emits or not times:
-                    continue
-                seq = self._seqs[part.request_id]
-                finished = seq.job.drawn >= seq.job.owed
-                outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
-                if finished:
-                    self._finished(seq)
-            self._tell(ev.StepDone(step.id, tuple(outcomes), self._took_s[index], times))
+            for part, seq in parts if times else ():
+                if part.emits:
+                    finished = seq.job.drawn >= seq.job.owed
+                    outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
+                    if finished:
+                        self._finished(seq)
+            self._tell(ev.StepDone(step.id, tuple(outcomes), took_s, times))
         if self._line:
             self._start()
 

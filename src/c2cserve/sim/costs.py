@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from c2cserve.core.step import Step
+from c2cserve.core.value import value
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.tables import StepTable, Tables
@@ -34,7 +35,7 @@ _ACTIVATION_FACTOR = 24
 and outputs of seven GEMMs and the norms between them, 16 bit."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepCost:
     floor_s: float
     link_bytes: float

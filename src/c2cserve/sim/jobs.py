@@ -44,16 +44,18 @@ class Job:
 
     def draw(self, tokens: int, now: float, gap_s: float = 0.0) -> None:
         """It got `tokens` tokens, the last of them now, each `gap_s` after the one before."""
-        slo = self.request.slo
-        due_s = self.request.arrival_s + slo.ttft_s + slo.tpot_s * self.drawn
+        slo, before = self.request.slo, self.drawn
+        due_s = self.request.arrival_s + slo.ttft_s + slo.tpot_s * before
         first_s = now - gap_s * (tokens - 1)
-        if self.drawn == 0:
+        if before == 0:
             self.first_s = first_s
-        self.drawn += tokens
+        self.drawn = before + tokens
         self.last_s = now
-        late_s = max(first_s - due_s, now - due_s - slo.tpot_s * (tokens - 1))
-        if late_s > self.late_s:
-            self.late_s = late_s
+        if first_s - due_s > self.late_s:
+            self.late_s = first_s - due_s
+        last_late_s = now - due_s - slo.tpot_s * (tokens - 1)
+        if last_late_s > self.late_s:
+            self.late_s = last_late_s
 
     @property
     def due_s(self) -> float:
@@ -65,6 +67,8 @@ class Job:
         """What a policy is told when the request must be placed again."""
         request = self.request
         new = self.drawn - request.sent
+        if not new:
+            return request
         return replace(
             request,
             prompt_len=request.prompt_len + new,

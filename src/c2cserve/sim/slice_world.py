@@ -16,9 +16,6 @@ from c2cserve.sim.loop import Loop
 from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.shared import World
 
-_REPORT_S = 1.0
-"""How often a slice tells the controller its step times, as a live worker does."""
-
 
 class SimSlice:
     """`runtime.ports.Executor[SliceAction]`."""
@@ -51,7 +48,6 @@ class SimSlice:
         self._paused: dict[str, int] = {}
         """Models that compute nothing for other reasons -> how many of those there are."""
         self._waiting: dict[str, list[RunStep]] = {}
-        self._reported_s = 0.0
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
 
@@ -125,9 +121,6 @@ class SimSlice:
     def _tell(self, event: ev.SliceEvent) -> None:
         self.compute.interrupt()
         self._world.turns.tell(self.loop, event)
-        now = self._world.timeline.now
-        if now - self._reported_s >= _REPORT_S:
-            self._report(now)
 
     # ---- loading, for systems that load (CPUs read weights where they lie) ----------------------
 
@@ -228,11 +221,3 @@ class SimSlice:
         del self.seqs[seq.job.request.id]
         if not self.seqs:
             self.use.used_s += self._world.timeline.now - self._used_since_s
-
-    def _report(self, now: float) -> None:
-        self._reported_s = now
-        for name, time in self.policy.step_times().items():
-            if time.decode_s:
-                self._world.controller.tell(
-                    ev.StepTimes(self.lane.slice.id, name, time.decode_s, time.prefill_token_s)
-                )
