@@ -43,6 +43,16 @@ from c2cserve.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 
+_HostKvBytes = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Host memory of each slice for KV of requests that make room for others, bytes;"
+        " without it they are computed again.",
+    ),
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """All of the command line."""
@@ -90,14 +100,7 @@ def serve(
         int,
         typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes."),
     ] = 0,
-    host_kv_bytes: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Host memory of each slice for KV of requests that make room for others, bytes;"
-            " without it they are computed again.",
-        ),
-    ] = 0,
+    host_kv_bytes: _HostKvBytes = 0,
     pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
     pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
         "/dev/shm"

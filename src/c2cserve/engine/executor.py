@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 
-import torch
 from torch import Tensor
 
 from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction, Truncate
@@ -22,15 +21,12 @@ from c2cserve.core.events import MoveDone, SeqOutcome, SliceEvent, StepDone, Ste
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.sequences import Sequence, build_batch, chained
 from c2cserve.kernels.ops import Draw, Drawn, Ops
 
 log = logging.getLogger(__name__)
-
-_SCORED_ROWS = 32
-"""Prompt positions whose log-probabilities are computed at once: a row is a whole vocabulary."""
-
 
 _Work = Generator[list[int], None, Draw]
 """A step from building its batch to the launch of drawing; yields when weights are missing."""
@@ -300,7 +296,7 @@ class Executor:
             if run.draw is not None:
                 drawn = run.draw.collect()
                 for part, seq, logits in run.scored:
-                    self._note_prompt(part, seq, logits)
+                    note_prompt(part, seq, logits)
         except Exception as fault:
             if self._fatal(fault):
                 raise
@@ -391,24 +387,3 @@ class Executor:
             self._slice_id, clock.switched, started_s - clock.added_s, clock.switch_s,
             clock.parked_s, clock.compute_s,
         )  # fmt: skip
-
-    @staticmethod
-    def _note_prompt(part: SeqStep, seq: Sequence, logits: Tensor) -> None:
-        """Log-probabilities of the prompt tokens that follow the step's positions, those noted
-        before a preemption left out."""
-        wanted = min(seq.job.sampling.prompt_logprobs or 0, logits.shape[1])
-        known = len(seq.prompt_logprobs)  # of tokens 1 ... known
-        stop = min(part.start + part.tokens, seq.job.request.prompt_len - 1)
-        for first in range(max(known, part.start), stop, _SCORED_ROWS):
-            last = min(first + _SCORED_ROWS, stop)
-            scores = logits[first - part.start : last - part.start].float().cpu().log_softmax(-1)
-            top = scores.topk(wanted, -1)
-            tokens = torch.from_numpy(seq.tokens[first + 1 : last + 1]).long()
-            chosen = scores.gather(1, tokens[:, None])[:, 0].tolist()
-            rows = zip(
-                tokens.tolist(), chosen, top.indices.tolist(), top.values.tolist(), strict=True
-            )
-            seq.prompt_logprobs += [
-                TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
-                for token, logprob, ids, values in rows
-            ]
