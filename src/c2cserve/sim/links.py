@@ -116,10 +116,6 @@ class Network:
                 link.busy_s += now - link.busy_since_s
                 link.busy_since_s = now
 
-    def check(self) -> None:
-        for link in self.links.values():
-            assert link.rate <= link.bytes_per_s * (1 + 1e-6), f"{link.id} is over-committed"
-
     # ---- sharing --------------------------------------------------------------------------------
 
     def _leave(self, flow: Flow) -> None:
@@ -148,6 +144,8 @@ class Network:
                     unseen += more
         for flow, rate in fair_rates(list(flows), list(seen)).items():
             self._set(flow, rate)
+        for link in seen:  # rates rise nowhere else but to caps that all fit
+            assert link.rate <= link.bytes_per_s * (1 + 1e-6), f"{link.id} is over-committed"
 
     def _set(self, flow: Flow, rate: float) -> None:
         if rate == flow.rate:
