@@ -56,24 +56,28 @@ class Seq:
 
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
-        start, told, has = self.issued, self.told, len(self.blocks)
-        self.issued, self.told = start + tokens, has
+        request, start, told, has = self.request, self.issued, self.told, len(self.blocks)
+        self.issued = end = start + tokens
         self.flights += 1
-        emits = self.issued == self.expected
+        emits = end == self.length + self.drawing
         if emits:
             self.drawing += 1
-            self.due_s += self.request.slo.tpot_s
-        new = tuple(self.blocks[told:]) if told < has else ()
-        return SeqStep(self.request.id, start, tokens, new, told == 0, emits)
+            self.due_s += request.slo.tpot_s
+        if told == has:
+            return SeqStep(request.id, start, tokens, (), told == 0, emits)
+        self.told = has
+        return SeqStep(request.id, start, tokens, tuple(self.blocks[told:]), told == 0, emits)
 
     def land(self, part: SeqStep, drawn: int, times: int) -> None:
         """A step that it had `part` in is done, run so many times, and drew so many tokens for
         it. (While it runs more than once, nothing else is planned.)"""
         self.computed = part.start + part.tokens * times
-        self.issued += part.tokens * (times - 1)
         if part.emits:
             self.drawing -= 1
-            self.due_s += self.request.slo.tpot_s * (times - 1)
+        if times != 1:
+            self.issued += part.tokens * (times - 1)
+            if part.emits:
+                self.due_s += self.request.slo.tpot_s * (times - 1)
         self.length += drawn
 
     def restart(self) -> None:
@@ -128,11 +132,12 @@ class ActiveModel:
         for seq in sorted(self.seqs.values(), key=self.rank):
             if seq.paused:
                 continue
+            expected = seq.length + seq.drawing
             if not seq.started:
                 waiting.append(seq)
-            elif seq.issued < seq.expected - 1:
+            elif seq.issued < expected - 1:
                 started.append(seq)
-            elif seq.expected < seq.request.prompt_len + seq.request.max_new_tokens:
+            elif expected < seq.request.prompt_len + seq.request.max_new_tokens:
                 decodes.append(seq)
         return decodes, started + waiting
 

@@ -135,7 +135,8 @@ class SlicePolicy:
             self.arena.remove_model(model.key)
 
     def _flights_of(self, model: ActiveModel) -> list[Flight]:
-        return [flight for flight in self._flights.values() if flight.model is model]
+        flights = self._flights
+        return [one for one in flights.values() if one.model is model] if flights else []
 
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -174,20 +175,21 @@ class SlicePolicy:
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
-            self._land(seq, part, outcomes.get(part.request_id), event.times)
+            self._land(seq, part, outcomes.get(part.request_id), times)
         self._retire(flight.model)
 
     def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None, times: int) -> None:
         seq.flights -= 1
         if not seq.ended:
-            if outcome is None or not outcome.failed:
+            hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
+            if part.start < hashed and (outcome is None or not outcome.failed):
                 self._seal(seq, part)
             seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
             if seq.ended and not seq.withdrawn:
                 self._leave(seq)
                 return
-        if not seq.busy and (seq.ended or seq.withdrawn):
+        if (seq.ended or seq.withdrawn) and not seq.busy:
             self._forget(seq)
 
     def _moved(self, request_id: str) -> None:
@@ -284,7 +286,8 @@ class SlicePolicy:
             budget = self._budget(model, len(decodes), prefills[0], now)
         for seq in decodes[: self._slice.max_batch]:
             # Paused or not started any more: one of those before it has preempted it.
-            if seq.started and not seq.paused and self._make_room(seq):
+            room = seq.issued < len(seq.blocks) * BLOCK_TOKENS
+            if seq.started and not seq.paused and (room or self._make_room(seq)):
                 seqs.append(seq)
                 parts.append(seq.issue(1))
         decoding, left = len(parts), budget
@@ -372,9 +375,7 @@ class SlicePolicy:
         return any(flight.parked for flight in self._flights_of(model))
 
     def _make_room(self, seq: Seq) -> bool:
-        """A block for the next token, if it needs one, preempting others if need be."""
-        if seq.issued < len(seq.blocks) * BLOCK_TOKENS:
-            return True
+        """One more block, for the next token, preempting others if need be."""
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
             victim = to_preempt(seq, self._seqs.values())
             if victim is None and self.running == 1:
