@@ -12,7 +12,12 @@ from c2cserve.sim.checks import BlockBook, SeqState
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.kept import KeptWeights
 from c2cserve.sim.links import Flow
+from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.shared import Use, World
+
+_STEADY = 4
+"""What a slice keeps of a model is taken to stay as it is for one step more for every so many that
+it has been so: it changes with the traffic of all models there, which is asked of each step."""
 
 Parts = list[tuple[SeqStep, SeqState]]
 """A step's sequences."""
@@ -46,7 +51,7 @@ class Compute:
         self._started_s = 0.0
         """When it began."""
         self._step_s = 0.0
-        """When the step under way began, where steps of an order are simulated one by one."""
+        """When the step, or the burst, that is under way began."""
         self._turn = self._position = 0
         """Which of the run's steps that is, and where in its order."""
         self._steps: tuple[Step, ...] = ()
@@ -58,6 +63,11 @@ class Compute:
         self._took_s: list[float] = []
         self._stopping = False
         self._burst: Burst | None = None
+        self._streams = 0.0
+        """Bytes of weights that each step of the burst brings over the link."""
+        self._found: dict[str, tuple[float, int]] = {}
+        """Model -> share of its weights that its last step found here, and for how many steps it
+        has been so."""
         self._plan = 0
         """Number of the latest plan for when what runs is done; earlier ones are void."""
         self._flow: Flow | None = None
@@ -80,18 +90,18 @@ class Compute:
         """The policy is told something: what runs in an order stops at the end of its step."""
         if not self._line or not self._line[0].order:
             return
+        self._stopping = True
         burst = self._burst
         if burst is None:
-            self._stopping = True
             return
         network, now = self._world.network, self._world.timeline.now
         if self._flow is not None:
             whole, left = burst.work, network.left(self._flow)
             if burst.cut(whole - left):
                 network.shorten(self._flow, max(1e-12, burst.work - (whole - left)))
-        elif burst.cut(now - self._started_s):
+        elif burst.cut(now - self._step_s):
             self._plan += 1
-            end_s = self._started_s + burst.work
+            end_s = self._step_s + burst.work
             self._world.timeline.at(end_s, self._burst_done, self._plan)
 
     def settle(self) -> None:
@@ -122,8 +132,8 @@ class Compute:
             self._parts = [self._begin(step, order.count(i)) for i, step in enumerate(steps)]
             self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
+        self._position = 0
         if not order or not self._start_burst(run, steps):
-            self._position = 0
             self._turn = order[0] if order else 0
             self._start_step(steps[self._turn])
 
@@ -142,7 +152,9 @@ class Compute:
         world, lane, model = self._world, self._lane, self._world.models[step.model]
         self._step_s = world.timeline.now
         self._switch(step.model)
-        kept = 1.0 if self._kept is None else self._kept.use(model, self._step_s)
+        kept, steps = self._keep(model, self._step_s, 1)
+        if kept < 1.0 and self._start_stream(step, model, kept, steps // _STEADY):
+            return
         alpha = self.alphas.get(step.model, 0.0) if world.hybrid else None
         cost = world.costs.step(step, model, lane, kept, alpha, self._times[self._turn])
         floor_s = cost.floor_s
@@ -172,19 +184,24 @@ class Compute:
         """A step has run that is simulated on its own; the next of its round follows."""
         if self._dead or (plan is not None and plan != self._plan):
             return
-        run, turn, now = self._line[0], self._turn, self._world.timeline.now
+        turn, now = self._turn, self._world.timeline.now
         self._flow = None
         self._took_s[turn] += now - self._step_s
         self._times[turn] += 1
         self._account(now - self._step_s)
         if self._world.hybrid and self._lane.h2d:
             self._measure_gemms(self._steps[turn], now - self._step_s)
-        ended = self._advance(turn, 1, now, 0.0)
-        self._position += 1
-        if ended or self._stopping or self._position >= len(run.order):
+        self._go_on(1, self._advance(turn, 1, now, 0.0))
+
+    def _go_on(self, steps: int, ended: bool) -> None:
+        """So many more have run; the next one of the order follows unless a sequence has ended, or
+        the policy has been told something."""
+        order = self._line[0].order
+        self._position += steps
+        if ended or self._stopping or self._position >= len(order):
             self._finish()
         else:
-            turn = self._turn = run.order[self._position]
+            turn = self._turn = order[self._position]
             self._start_step(self._steps[turn])
 
     # ---- an order of decodes as one event -------------------------------------------------------
@@ -192,6 +209,7 @@ class Compute:
     def _start_burst(self, run: RunStep, steps: tuple[Step, ...]) -> bool:
         """False: weights stream, so that times depend on who else does: step by step."""
         world, lane = self._world, self._lane
+        self._step_s = world.timeline.now
         models = [world.models[step.model] for step in steps]
         if self._kept is not None and not all(self._kept.all_of(model) for model in models):
             return False
@@ -212,7 +230,26 @@ class Compute:
             self._flow = world.network.start(route, burst.work, 1.0, self._burst_done)
         else:
             self._plan += 1
-            world.timeline.at(world.timeline.now + burst.work, self._burst_done, self._plan)
+            world.timeline.at(self._step_s + burst.work, self._burst_done, self._plan)
+        return True
+
+    def _start_stream(self, step: Step, model: SimModel, kept: float, most: int) -> bool:
+        """Several of an order of one model's decodes as one flow over the link, which takes longer
+        or shorter as others come and go; `most` of them, as what the slice keeps of its weights is
+        taken to change no sooner. False: the next one has to be simulated on its own."""
+        world, lane, left = self._world, self._lane, len(self._line[0].order) - self._position
+        if left < 2 or most < 2 or self._line[0].then or world.hybrid or lane.compute:
+            return False
+        times = min(left, most, *[seq.job.owed - seq.job.drawn for _, seq in self._parts[0]])
+        ahead = self._times[0] + times // 2
+        cost = world.costs.step(step, model, lane, kept, None, ahead)
+        self._floor_s, self._compute_share = cost.floor_s, cost.compute_share
+        if world.noise:
+            self._floor_s *= world.random.lognormvariate(0.0, world.noise / sqrt(times))
+        self._streams = cost.link_bytes
+        rate = cost.link_bytes / self._floor_s
+        burst = self._burst = Burst([cost.link_bytes], (0,) * times, [times])
+        self._flow = world.network.start(lane.h2d, burst.work, rate, self._burst_done)
         return True
 
     def _burst_done(self, plan: int | None = None) -> None:
@@ -221,30 +258,43 @@ class Compute:
         burst, run, now = self._burst, self._line[0], self._world.timeline.now
         assert burst is not None
         self._burst = self._flow = None
-        stretch = (now - self._started_s) / burst.work
-        self._account(now - self._started_s)
+        stretch = (now - self._step_s) / burst.work
+        self._account(now - self._step_s, burst.length)
+        self.use.streamed_bytes += burst.length * self._streams
+        ended = False
         for index, (times, first, last) in enumerate(burst.spans()):
-            self._times[index] = times
-            self._took_s[index] = stretch * burst.costs[index] * times
+            self._times[index] += times
+            self._took_s[index] += stretch * burst.costs[index] * times
             if times:
                 name = self._steps[index].model
                 self._switch(name)
-                if self._kept is not None:
-                    self._kept.use(self._world.models[name], now, times)
+                if more := times - (self._streams > 0.0):
+                    self._keep(self._world.models[name], now, more)
                 gap_s = stretch * (last - first) / (times - 1) if times > 1 else 0.0
-                self._advance(index, times, self._started_s + stretch * last, gap_s)
+                ended |= self._advance(index, times, self._step_s + stretch * last, gap_s)
         if run.then:
             self.use.switches += burst.length - 2
-        self._finish()
+        self._streams = 0.0
+        self._go_on(burst.length, ended)
+
+    def _keep(self, model: SimModel, now: float, times: int) -> tuple[float, int]:
+        """So many steps of it begin, and what streams by is kept. The share of its weights that is
+        here, and for how many steps it has been so."""
+        if self._kept is None:
+            return 1.0, times
+        kept = self._kept.use(model, now, times)
+        before, steps = self._found.get(model.spec.id, (kept, 0))
+        found = self._found[model.spec.id] = kept, times + (steps if kept == before else 0)
+        return found
 
     # ---- what steps come to ---------------------------------------------------------------------
 
-    def _account(self, took_s: float) -> None:
+    def _account(self, took_s: float, steps: int = 1) -> None:
         """What decided how long that took. A step that took longer than its floor waited for the
         link, all along: nothing else would have made it shorter."""
         use = self.use
         use.kv_byte_s += self._book.held_bytes * took_s
-        if took_s > self._floor_s * _WAITED and not self._lane.compute:
+        if took_s > steps * self._floor_s * _WAITED and not self._lane.compute:
             use.link_s += took_s
         else:
             use.compute_s += took_s * self._compute_share

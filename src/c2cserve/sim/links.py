@@ -132,8 +132,16 @@ class Network:
 
     def _share(self, links: Iterable[SharedLink]) -> None:
         """Set the rates anew of all flows that these links, and their flows' links, lead to."""
-        flows: dict[Flow, None] = {}
         seen = dict.fromkeys(links)
+        if not any(link.flows for link in seen):
+            return
+        alike = _of_one_route(seen)
+        if alike is not None:
+            slowest = min(link.bytes_per_s for link in alike[0].route)
+            for flow, rate in zip(alike, shared_rates(alike, slowest), strict=True):
+                self._set(flow, rate)
+            return
+        flows: dict[Flow, None] = {}
         unseen = list(seen)
         while unseen:
             for flow in unseen.pop().flows:
@@ -171,6 +179,33 @@ class Network:
         flow.left = 0.0
         self._leave(flow)
         flow.done()
+
+
+def _of_one_route(links: Iterable[SharedLink]) -> list[Flow] | None:
+    """All flows of these links if they take the same route, and nobody else is on it."""
+    flows = list(next(link for link in links if link.flows).flows)
+    route = flows[0].route
+    for flow in flows:
+        if flow.route != route:
+            return None
+    alone = all(len(link.flows) == len(flows) for link in route)
+    return flows if alone and all(link in route for link in links) else None
+
+
+def shared_rates(flows: Sequence[Flow], bytes_per_s: float) -> list[float]:
+    """`fair_rates` of flows that share all of their links, the slowest of which has so much."""
+    free, rising = bytes_per_s, len(flows)
+    rates = [-1.0] * rising
+    todo = list(range(rising))
+    while todo:
+        level = max(free / rising, 0.0)
+        stop = [number for number in todo if flows[number].cap <= level * (1 + _SLACK)] or todo
+        for number in stop:
+            rates[number] = min(flows[number].cap, level)
+            free -= rates[number]
+            rising -= 1
+        todo = [number for number in todo if rates[number] < 0.0]
+    return rates
 
 
 def fair_rates(flows: Sequence[Flow], links: Sequence[SharedLink]) -> dict[Flow, float]:

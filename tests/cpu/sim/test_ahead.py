@@ -1,5 +1,7 @@
 """Steps that are decided ahead and simulated as one event are those of single decisions."""
 
+from unittest.mock import patch
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +37,30 @@ def test_clients_see_the_same(models: int, gap_s: float) -> None:
     for name, (ttft_s, last_s) in single.items():
         assert ahead[name][0] == pytest.approx(ttft_s, abs=0.05)
         assert ahead[name][1] == pytest.approx(last_s, rel=0.03)
+
+
+def streamed(lookahead: int, gap_s: float) -> tuple[dict[str, tuple[float, float]], int]:
+    """Of models larger than the memory of their slices, which share a link; and flows on it."""
+    names = catalogue("llama-3.1-8b*3")
+    asked = [
+        SimRequest(i * gap_s, names[i % 3].spec.id, 200 + 40 * i, 30 + 17 * (i % 5))
+        for i in range(9)
+    ]
+    slo = Slo(2.0, 0.2)
+    settings = Settings(lookahead=lookahead)
+    world = Simulation(build("gh200:mig7"), names, asked, lambda prompt: slo, settings)
+    with patch.object(world.network, "start", wraps=world.network.start) as start:
+        world.run()
+    return {job.request.id: (job.ttft_s, job.last_s) for job in world.jobs.ended}, start.call_count
+
+
+@pytest.mark.parametrize("gap_s", [0.4, 3.0])
+def test_clients_see_the_same_where_weights_stream(gap_s: float) -> None:
+    (single, many), (ahead, few) = streamed(1, gap_s), streamed(64, gap_s)
+    assert single.keys() == ahead.keys()
+    for name, times in single.items():
+        assert ahead[name] == pytest.approx(times, rel=0.01, abs=0.01)
+    assert few < many / 2
 
 
 COSTS = st.lists(st.floats(0.001, 1.0), min_size=1, max_size=4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.sim.links import Flow, Network, SharedLink, fair_rates
+from c2cserve.sim.links import Flow, Network, SharedLink, fair_rates, shared_rates
 from c2cserve.sim.timeline import Timeline
 
 
@@ -111,6 +111,16 @@ def test_rates_are_max_min_fair(speeds: list[float], wanted: list[tuple[set[int]
             and all(other.rate <= flow.rate * (1 + 1e-6) for other in link.flows)
         ]  # fmt: skip
         assert flow.rate >= flow.cap * (1 - 1e-6) or full
+
+
+@given(LINKS, st.lists(st.floats(0.1, 200.0), min_size=1, max_size=8))
+def test_flows_of_one_route_get_what_is_fair(speeds: list[float], caps: list[float]) -> None:
+    links = [SharedLink(str(i), speed, speed) for i, speed in enumerate(speeds)]
+    flows = [Flow(tuple(links), 1.0, cap, lambda: None) for cap in caps]
+    for link in links:
+        link.flows.update(dict.fromkeys(flows))
+    fair = fair_rates(flows, links)
+    assert shared_rates(flows, min(speeds)) == [fair[flow] for flow in flows]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, 5.0), st.floats(0.1, 50.0)), min_size=1, max_size=10))
