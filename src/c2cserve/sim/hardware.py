@@ -83,6 +83,7 @@ class Lane:
     flops: float
     hbm_bytes_per_s: float
     load_bytes_per_s: float
+    """Of weights that are loaded to be kept; over a link they get no more than their share."""
     step_s: float
     table: str
     h2d: tuple[str, ...] = ()
@@ -203,7 +204,7 @@ def build(
         chosen = _layout(device, layout, hardware)
         for number in range(device.count):
             node = f"{device.name}{number}"
-            lanes += _lanes(hardware, device, chosen, node, settings, preset.parts)
+            lanes += _lanes(hardware, device, chosen, node, settings, preset)
             if preset.parts > 1:
                 links += [(f"{node}.{n}.compute", 1.0) for n in range(chosen.slices)]
             if device.h2d_bytes_per_s > 0:
@@ -228,9 +229,12 @@ def _lanes(
     layout: Layout,
     node: str,
     settings: SliceSettings,
-    parts: int,
+    preset: Preset,
 ) -> list[Lane]:
+    parts = preset.parts
     streams = device.h2d_bytes_per_s > 0
+    # Weights that could stream are where the GPU reads them: the link's speed is theirs.
+    load_bytes_per_s = device.h2d_bytes_per_s if preset.streams else device.load_bytes_per_s
     routes = {
         way: (f"{node}.{way}", *(i for i, (_, ways) in hardware.host_links.items() if way in ways))
         for way in ("h2d", "d2h")
@@ -262,7 +266,7 @@ def _lanes(
             node=node,
             flops=layout.flops,
             hbm_bytes_per_s=layout.hbm_bytes_per_s,
-            load_bytes_per_s=device.load_bytes_per_s,
+            load_bytes_per_s=load_bytes_per_s,
             step_s=device.step_s,
             table=device.table,
             h2d=routes["h2d"] if streams else (),
