@@ -38,6 +38,8 @@ class ClusterPolicy:
         self._preset = preset
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
+        self._outside: dict[str, ModelBook] = {}
+        """Those that are not in the pool."""
         self._queue = WaitingQueue()
         self._actions: list[act.ClusterAction] = []
         self._placer = Placer(preset, self._mean_output)
@@ -121,7 +123,7 @@ class ClusterPolicy:
             case ev.PoolState(budget_bytes):
                 self._budget_bytes = budget_bytes
             case ev.ModelAdded(spec):
-                self._models[spec.id] = ModelBook(spec)
+                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec)
             case ev.ModelUsable(name):
                 self._models[name].usable = True
             case ev.ModelLoaded(name):
@@ -259,11 +261,13 @@ class ClusterPolicy:
             free = -lacking
             self._start_load(self._models[name])
         if not self._draining:
-            for model in residence.unasked_loads(models, self._budget_bytes):
+            outside = self._outside.values()
+            for model in residence.unasked_loads(outside, models, self._budget_bytes):
                 self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
         model.in_pool = True
+        del self._outside[model.spec.id]
         self._actions.append(act.Load(model.spec.id))
 
     def _leave_pool(self, model: ModelBook) -> None:
@@ -272,6 +276,7 @@ class ClusterPolicy:
         for load in self._slices.values():
             self._instances.deactivate(load, name)
         model.in_pool = model.usable = model.loaded = False
+        self._outside[name] = model
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
@@ -383,5 +388,6 @@ class ClusterPolicy:
                 self._removing.remove(name)
                 self._broken.discard(name)
                 self._leave_pool(self._models.pop(name))
+                del self._outside[name]
                 self._actions.append(act.Forget(name))
                 self._pool_changed = True

@@ -9,6 +9,7 @@ from c2cserve.core.actions import Activate, ClusterAction, ResizeKv
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.value import value
 from c2cserve.policy.link_budget import link_demand
 from c2cserve.policy.memory import MemoryBooks
 from c2cserve.policy.quantify import UNKNOWN, Times
@@ -94,7 +95,7 @@ class Instance:
         return link_demand(ceil(self.spec.step_bytes(len(self.jobs))), self.tpot_s)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Work:
     """What there is to do on a slice."""
 
@@ -147,14 +148,16 @@ class SliceLoad:
     def work(self) -> "Work":
         """Of everybody; kept until something changes."""
         if self._work is None:
-            busy = list(self.busy())
-            costs = [one.cost() for one in busy]
-            self._work = Work(
-                sum([cost[0] for cost in costs]),
-                sum([cost[1] for cost in costs]),
-                min([one.tpot_s for one in busy], default=_NEVER_S),
-                sum([cost[2] for cost in costs]),
-            )
+            pending_s, round_s, tpot_s, link = 0.0, 0.0, _NEVER_S, 0
+            for one in self.active.values():
+                if one.jobs:
+                    cost = one.cost()
+                    pending_s += cost[0]
+                    round_s += cost[1]
+                    link += cost[2]
+                    if one.tpot_s < tpot_s:
+                        tpot_s = one.tpot_s
+            self._work = Work(pending_s, round_s, tpot_s, link)
         return self._work
 
     def round_s(self) -> float:
@@ -237,7 +240,7 @@ def kv_token_bytes(spec: ModelSpec) -> float:
     return spec.kv_block_bytes / BLOCK_TOKENS
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Placement:
     slice_id: str
     activate: bool = False

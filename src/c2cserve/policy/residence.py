@@ -52,8 +52,9 @@ def impossible(
     absent: Iterable[ModelBook], models: Iterable[ModelBook], budget_bytes: int
 ) -> Iterator[tuple[str, str]]:
     """Which of these can never enter the pool beside the pinned models, and why."""
-    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned)
-    for spec in (model.spec for model in absent):
+    specs = [model.spec for model in absent]
+    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned) if specs else 0
+    for spec in specs:
         others = pinned - spec.weight_bytes * spec.pinned
         if spec.weight_bytes + others > budget_bytes:
             beside = f" and pinned models keep {others}" if others else ""
@@ -87,13 +88,17 @@ def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | 
     return victims
 
 
-def unasked_loads(models: Collection[ModelBook], budget_bytes: int) -> list[ModelBook]:
-    """What to load although nobody asks, while there is room: pinned, then by priority."""
-    cold = [m for m in models if not m.in_pool and not m.removing and not m.failures]
+def unasked_loads(
+    outside: Iterable[ModelBook], models: Collection[ModelBook], budget_bytes: int
+) -> list[ModelBook]:
+    """What to load although nobody asks, while there is room: pinned, then by priority. `outside`:
+    those of the models that are not in the pool."""
+    cold = [m for m in outside if not m.removing and not m.failures]
     if not cold:
         return []
     loading = sum(model.in_pool and not model.loaded for model in models)
     room = budget_bytes - used_bytes(models)
+    cold = [m for m in cold if m.spec.weight_bytes <= room]
     chosen: list[ModelBook] = []
     for model in sorted(cold, key=lambda m: (not m.spec.pinned, -m.spec.priority, m.spec.id)):
         if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= room:

@@ -138,7 +138,9 @@ class Network:
         alike = _of_one_route(seen)
         if alike is not None:
             slowest = min(link.bytes_per_s for link in alike[0].route)
-            for flow, rate in zip(alike, shared_rates(alike, slowest), strict=True):
+            rates = shared_rates(alike, slowest)
+            assert sum(rates) <= slowest * (1 + 1e-6), "a link is over-committed"
+            for flow, rate in zip(alike, rates, strict=True):
                 self._set(flow, rate)
             return
         flows: dict[Flow, None] = {}
