@@ -67,7 +67,7 @@ class Loop:
         for event in events:
             self.policy.apply(event)
         for action in self.policy.decide(time.monotonic()):
-            flying = self.policy._flying
+            flying = self.policy._flights.flying
             self.executor.submit(action)
             self.ahead += isinstance(action, RunStep) and flying > 1
 

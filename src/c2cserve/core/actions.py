@@ -58,8 +58,8 @@ class Activate:
     model: str
     slice_id: str
     keep: bool = False
-    """Load its weights into the slice's memory before its first step, beside what computes there,
-    and keep them until it is deactivated; else steps read them from where they lie."""
+    """Its weights are loaded into the slice's memory before it computes (`Fetch`), beside what
+    computes there; else steps read them from where they lie."""
 
 
 @value
@@ -166,6 +166,21 @@ class SetAlpha:
     alpha: float
 
 
-SliceAction = RunStep | Drop | Truncate | Move | SetAlpha
+@value
+class Fetch:
+    """Load the weights of an active model that is kept into the slice's memory, beside what
+    computes; then comes `events.Fetched`."""
+
+    model: str
+
+
+@value
+class Release:
+    """Its weights are in the slice's memory no more: their place is free at once."""
+
+    model: str
+
+
+SliceAction = RunStep | Drop | Truncate | Move | SetAlpha | Fetch | Release
 
 Action = ClusterAction | SliceAction

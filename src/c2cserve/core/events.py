@@ -165,6 +165,16 @@ class Activated:
     """The controller gave this slice a model. (No weights move: the segment is mapped.)"""
 
     spec: ModelSpec
+    keep: bool = False
+    """It computes only while all of its weights are in the slice's memory (`actions.Fetch`)."""
+
+
+@value
+class Fetched:
+    """An `actions.Fetch` is done: the model's weights are all here."""
+
+    model: str
+    took_s: float
 
 
 @value
@@ -237,7 +247,7 @@ class GemmsMeasured:
 
 SliceEvent = (
     Activated | Deactivated | Submitted | Withdrawn | StepDone | StepParked | MoveDone
-    | GemmsMeasured
+    | GemmsMeasured | Fetched
 )  # fmt: skip
 
 Event = ClusterEvent | SliceEvent

@@ -16,7 +16,16 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction, Truncate
+from c2cserve.core.actions import (
+    Drop,
+    Fetch,
+    Move,
+    Release,
+    RunStep,
+    SetAlpha,
+    SliceAction,
+    Truncate,
+)
 from c2cserve.core.events import MoveDone, SeqOutcome, SliceEvent, StepDone, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
@@ -134,8 +143,8 @@ class Executor:
                 self._end(request_id)
             case Move():
                 self._move(action)
-            case SetAlpha():
-                raise TypeError(f"no live slice splits GEMMs: {action}")
+            case SetAlpha() | Fetch() | Release():
+                raise TypeError(f"no live slice splits GEMMs or keeps models: {action}")
 
     @property
     def parked(self) -> bool:

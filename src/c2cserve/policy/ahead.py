@@ -81,9 +81,16 @@ def _make_room(models: Sequence[ActiveModel], order: Sequence[int], arena: KvAre
     return True
 
 
-def plan(models: Sequence[ActiveModel], now: float, limits: Limits, late_ran: bool) -> list[int]:
+def plan(
+    models: Sequence[ActiveModel],
+    now: float,
+    limits: Limits,
+    late_ran: bool,
+    favourite: tuple[str, float] | None = None,
+) -> list[int]:
     """Which model runs next, then next, and so on: indices into `models`, which are all that have
-    requests here. Less than two: there is nothing to be decided ahead."""
+    requests here. Less than two: there is nothing to be decided ahead. `favourite`: who runs while
+    everybody has so many seconds of headroom (`policy.shifts`)."""
     left = limits.steps
     for model in models:
         left = min(left, _decodes_left(model))
@@ -92,6 +99,9 @@ def plan(models: Sequence[ActiveModel], now: float, limits: Limits, late_ran: bo
     if len(models) < 2:
         return [0] * left if models else []
     ranks = [model.first() for model in models]
+    top, ease_s = -1, 0.0
+    if favourite is not None:
+        top, ease_s = [model.name for model in models].index(favourite[0]), favourite[1]
     paces = [model.tpot_s if limits.by_headroom else 0.0 for model in models]
     steps_s = [model.time.decode_step_s(len(model.seqs)) for model in models]
     last = [model.last_step for model in models]
@@ -102,7 +112,11 @@ def plan(models: Sequence[ActiveModel], now: float, limits: Limits, late_ran: bo
     for _ in range(limits.steps):
         if punctual and punctual[0][0] < now:
             punctual.clear()
-        if punctual:  # all of them, as a heap: least headroom first
+        while punctual and punctual[0][0] != ranks[punctual[0][1]]:
+            heapreplace(punctual, (ranks[punctual[0][1]], punctual[0][1]))
+        if punctual and top >= 0 and punctual[0][0] >= now + ease_s:
+            index, late_ran = top, False
+        elif punctual:  # all of them, as a heap: least headroom first
             index, late_ran = punctual[0][1], False
             heapreplace(punctual, (ranks[index] + paces[index], index))
         else:

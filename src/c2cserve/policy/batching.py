@@ -9,6 +9,7 @@ from c2cserve.core.step import SeqStep, Step
 from c2cserve.policy.chunking import ChunkCost, smallest_chunk
 from c2cserve.policy.estimate import StepTime, allowed_step_s
 from c2cserve.policy.headroom import due_s
+from c2cserve.policy.presets import Chunks
 
 
 @dataclass(slots=True, eq=False)
@@ -168,6 +169,24 @@ class Flight:
 BY_HEADROOM = attrgetter("due_s")
 BY_ARRIVAL = attrgetter("request.arrival_s")
 _CHUNK_MIN = 16
+
+
+def prefill_budget(
+    chunks: Chunks,
+    models: Iterable[ActiveModel],
+    model: ActiveModel,
+    first: Seq,
+    now: float,
+    decodes: int,
+    most: int,
+) -> int:
+    """Prefill tokens that go into a step of `model` beside so many decodes; `first`: the most
+    urgent of its prompts. `most`: what the slice takes."""
+    if chunks == "headroom":
+        return chunk_tokens(model.time, decodes, models, now, most)
+    if chunks == "smallest":
+        return smallest_chunk_tokens(model.time, decodes, first, now, most)
+    return most if chunks == "fixed" else min(most, first.expected - first.issued)
 
 
 def chunk_tokens(

@@ -9,6 +9,7 @@ A span in which nothing is held or cached goes back to the arena at once. Handin
 to model copies nothing.
 """
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ class KvArena:
         self._taken = bytearray(self.slabs)
         self._busy = bytearray(self.slabs)
         """Slabs in which something is held: what eviction can not free."""
+        self._withheld = 0
+        """Slabs that hold something else, wherever they lie."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0
 
@@ -83,22 +86,43 @@ class KvArena:
         for span in kv.spans.values():
             self._mark(self._taken, kv, span, 0)
 
-    def capacity(self, model: str) -> int:
-        """Blocks the whole arena could hold for the model."""
+    def capacity(self, model: str, withheld: int = 0) -> int:
+        """Blocks the whole arena could hold for the model, but for so many slabs."""
         kv = self._models[model]
-        return self.slabs // kv.span_slabs * kv.per_span
+        return max(0, self.slabs - withheld) // kv.span_slabs * kv.per_span
 
     def available(self, model: str) -> int:
         """Blocks the model could have now, at the expense of everything cached. Exact."""
         kv = self._models[model]
+        room = self._busy.count(0) - self._withheld - len(kv.idle) * kv.span_slabs
         if kv.span_slabs == 1:
-            spans = self._busy.count(0) - len(kv.idle)
+            spans = room
         else:
-            spans = sum(
+            places = sum(
                 first not in kv.spans and not any(self._busy[first : first + kv.span_slabs])
                 for first in self._places(kv)
             )
+            spans = min(places, room // kv.span_slabs)
         return kv.free + len(kv.cached) + spans * kv.per_span
+
+    @property
+    def free_slabs(self) -> int:
+        """Those in which no KV is held, withheld ones too."""
+        return self._busy.count(0)
+
+    def withhold(self, slabs: int) -> None:
+        """So many slabs hold something else than KV from now on, wherever they lie: at most
+        `free_slabs`. What is cached makes way."""
+        assert slabs <= self.free_slabs, "KV is held there"
+        self._withheld = slabs
+        while self._taken.count(0) < slabs:
+            idle = (
+                (tick, span.first_slab, kv, span)
+                for kv in self._models.values()
+                for span, tick in itertools.islice(kv.idle.items(), 1)
+            )
+            _, _, kv, span = min(idle, key=lambda one: one[:2])
+            self._forget_span(kv, span)
 
     # ---- prefix cache ---------------------------------------------------------------------------
 
@@ -232,7 +256,8 @@ class KvArena:
         else:
             free = (p for p in self._places(kv) if not any(self._taken[p : p + kv.span_slabs]))
             first = next(free, -1)
-        if first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
+        full = self._taken.count(0) - self._withheld < kv.span_slabs
+        if full or first < 0 or (first >= self._roomy_slabs and self._can_evict(kv)):
             return False
         base = first * self.slab_bytes
         last = base + (kv.per_span - 1) * kv.block_bytes
@@ -258,7 +283,10 @@ class KvArena:
         if victim is None:
             self._forget(kv, own)
             return
-        owner, span = victim
+        self._forget_span(*victim)
+
+    def _forget_span(self, owner: _ModelKv, span: _Span) -> None:
+        """All that is cached in it; nothing is held there."""
         base = span.first_slab * self.slab_bytes
         for offset in range(base, base + owner.per_span * owner.block_bytes, owner.block_bytes):
             if offset in owner.cached:

@@ -9,7 +9,8 @@ memory (weights that are kept, and KV), and the link its weights come over.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop
+from heapq import heapify, heappop, nlargest
+from itertools import chain
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
@@ -21,6 +22,10 @@ from c2cserve.policy.shadow import OVERESTIMATE
 _ROOMY = 0.5
 """An instance is preferred to an idle slice while its times stay below this share of the targets.
 Above, an idle slice serves sooner, and what is believed about time is rough."""
+
+SHIFT_TOKENS = 24
+"""How many tokens ahead of its clients a model is on average when its weights leave for another's.
+Less is more loading; more is less time in which somebody can be away (chosen in simulation)."""
 
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
@@ -100,7 +105,8 @@ def place(
         if instance is None or not (instance.jobs or _resumes(load, instance, request)):
             others.append(load)
         elif len(instance.jobs) < load.instance_limit:
-            joining = _room(load, 0, kv_bytes, 0, value, model)
+            back = load.keeps and not instance.jobs and not instance.streams
+            joining = _room(load, request, back * spec.weight_bytes, kv_bytes, 0, value)
             if joining is not None:
                 here.append((load, joining[0]))
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
@@ -108,15 +114,20 @@ def place(
     roomy = _first_in_time(here, request, now, _ROOMY)
     if roomy is not None:
         return roomy
+    # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
+    streamed = _streamed(here, others)
     idle = [
-        (load.slice.kind != "cpu", move.cost, len(load.active), load.slice.id, move)
+        (
+            load.slice.kind != "cpu", move.cost, streamed[load.slice.link], len(load.active),
+            load.slice.id, move,
+        )
         for load in others if not load.requests
         and (move := _activation(load, request, spec, kv_bytes, value)) is not None
     ]  # fmt: skip
     heapify(idle)
-    first = idle[0][4] if idle else None
+    first = idle[0][-1] if idle else None
     while idle:
-        move = heappop(idle)[4]
+        move = heappop(idle)[-1]
         if not _bounded(move.load) or in_time(move.load, request, now, 1.0):
             return move.placement()
     able = _first_in_time(here, request, now, 1.0)
@@ -124,6 +135,17 @@ def place(
         return able
     busy = _busy(request, spec, kv_bytes, [load for load, _ in here], others, value, now)
     return first.placement() if busy is None and never_refused and first is not None else busy
+
+
+def _streamed(
+    here: Iterable[tuple[SliceLoad, tuple[str, ...]]], others: Iterable[SliceLoad]
+) -> dict[str, int]:
+    """Link -> bytes per second that its slices ask of it."""
+    streamed: dict[str, int] = {}
+    for load in chain((load for load, _ in here), others):
+        asked = load.work().link_bytes_per_s
+        streamed[load.slice.link] = streamed.get(load.slice.link, 0) + asked
+    return streamed
 
 
 def _first_in_time(
@@ -199,32 +221,51 @@ def _resumes(load: SliceLoad, instance: Instance, request: Request) -> bool:
 # ---- memory: who leaves ------------------------------------------------------------------------
 
 
-def _holds(load: SliceLoad, weights: int, kv_bytes: float) -> bool:
-    """Is there memory for so much more, beside what everybody has?"""
+def _holds(load: SliceLoad, weights: int, kv_bytes: float, tpot_s: float) -> bool:
+    """Is there memory for so much more, beside what everybody has? Where models take shifts, those
+    without requests are not in the way."""
     if not _bounded(load):
         return True
-    return load.weight_bytes + weights + load.kv_bytes + kv_bytes <= load.slice.hbm_bytes
+    free = load.slice.hbm_bytes - load.kv_bytes - kv_bytes
+    if not load.keeps:
+        return load.weight_bytes + weights <= free
+    sizes = [one.spec.weight_bytes for one in load.busy() if not one.streams]
+    sizes += [weights] if weights else []
+    return sum(sizes) <= free or _take_shifts(load, sizes, free, tpot_s)
+
+
+def _take_shifts(load: SliceLoad, sizes: list[int], free: float, tpot_s: float) -> bool:
+    """Could models with weights of these sizes take shifts in so much memory (`policy.shifts`)?
+    Two have to fit, one that computes while the other is loaded; the link has to bring each of them
+    once while a client reads `SHIFT_TOKENS`; and a newcomer has to be the only one that waits for
+    its first load."""
+    period_s = SHIFT_TOKENS * min(tpot_s, load.work().tpot_s)
+    return (
+        sum(nlargest(2, sizes)) <= free
+        and sum(sizes) <= period_s * load.slice.link_bytes_per_s
+        and all(one.ready for one in load.busy())
+    )
 
 
 def _room(
-    load: SliceLoad, weights: int, kv_bytes: float, models: int, value: Value, stays: str = ""
+    load: SliceLoad, request: Request, weights: int, kv_bytes: float, models: int, value: Value
 ) -> Leaving | None:
     """Who leaves for so much memory and so many models more; None: somebody with requests would
-    have to. `stays`: who does not, with or without requests."""
-    places = load.slice.max_active - len(load.active)
-    if places >= models and _holds(load, weights, kv_bytes):
+    have to. The request's own model does not, with or without requests."""
+    places, tpot_s = load.slice.max_active - len(load.active), request.slo.tpot_s
+    if places >= models and _holds(load, weights, kv_bytes, tpot_s):
         return (), ()
     if not load.unused:
         return None
     leaving: list[str] = []
     unused = [(value(name), name) for name, one in load.active.items() if not one.jobs]
     for _, name in sorted(unused):
-        if name == stays:
+        if name == request.model:
             continue
         leaving.append(name)
         one = load.active[name]
-        weights -= 0 if one.streams else one.spec.weight_bytes
-        if places + len(leaving) >= models and _holds(load, weights, kv_bytes):
+        weights -= 0 if load.keeps else one.spec.weight_bytes
+        if places + len(leaving) >= models and _holds(load, weights, kv_bytes, tpot_s):
             return tuple(leaving), value(leaving[-1])
     return None
 
@@ -242,7 +283,7 @@ def _activation(
             return None
         keep = False
     weights = 0 if load.keeps and not keep else spec.weight_bytes
-    leaving = _room(load, weights, kv_bytes, 1 - len(anew), value, spec.id)
+    leaving = _room(load, request, weights, kv_bytes, 1 - len(anew), value)
     if leaving is None:
         return None
     return Move(load, anew + leaving[0], leaving[1], keep)

@@ -24,19 +24,18 @@ from c2cserve.policy.batching import (
     ActiveModel,
     Flight,
     Seq,
-    chunk_tokens,
-    smallest_chunk_tokens,
+    prefill_budget,
     to_preempt,
 )
 from c2cserve.policy.estimate import StepTime
-from c2cserve.policy.headroom import next_turn
+from c2cserve.policy.flights import Flights
 from c2cserve.policy.kv import KvArena
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.rotary import Rotary
+from c2cserve.policy.shifts import EASE_S, Shifts
 
-_LEAD_S = 0.02
-"""How long before the end of a step the next one is planned. It hides the planning and launching
-of a step, and the word that the last one is done; but who comes after it waits for a step more."""
+_LOOKAHEAD_SCARCE = 8
+"""Steps decided at once while a model waits for memory."""
 
 
 class SlicePolicy:
@@ -59,15 +58,13 @@ class SlicePolicy:
         self._rotary: Rotary | None = None
         if preset.rotation is not None and slice_.host_kv_bytes:
             self._rotary = Rotary(self.arena, slice_, preset.rotation)
-        most = 1 if self._rotary is not None else lookahead
-        self._ahead = Limits(most, slice_.max_batch, preset.turn == "headroom")
+        self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
+        self._lookahead = 1 if self._rotary is not None else lookahead
         self._alphas = AlphaBank() if preset.alpha else None
         self._models: dict[str, ActiveModel] = {}
         self._leaving: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
-        self._flights: dict[int, Flight] = {}
-        self._flying = 0
-        """Flights that are not parked."""
+        self._flights = Flights()
         self._times: dict[str, StepTime] = {}
         """Of all models that ever were active here."""
         self._step_ids = count(1)
@@ -95,22 +92,24 @@ class SlicePolicy:
 
     def apply(self, event: ev.SliceEvent) -> None:
         match event:
-            case ev.Activated(spec):
-                self._activate(spec)
+            case ev.Activated(spec, keep):
+                self._activate(spec, keep)
+            case ev.Fetched(name, took_s):
+                self._shifts.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
+                self._shifts.deactivated(name)
                 self._leaving.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
                 self._seqs[request.id] = self._models[request.model].add(request, chained)
+                self._shifts.asked(request.model, request.arrival_s)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.StepDone():
                 self._step_done(event)
             case ev.StepParked(step_id):
-                flight = self._flights[step_id]
-                self._flying -= not flight.parked
-                flight.parked = True
+                self._flights.park(step_id)
             case ev.MoveDone(request_id):
                 self._moved(request_id)
             case ev.GemmsMeasured(name) if self._alphas is not None and name in self._models:
@@ -118,7 +117,7 @@ class SlicePolicy:
             case ev.GemmsMeasured():
                 pass
 
-    def _activate(self, spec: ModelSpec) -> None:
+    def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
             time = self._times.setdefault(spec.id, StepTime())
             key = f"{spec.id}#{next(self._keys)}"
@@ -126,17 +125,15 @@ class SlicePolicy:
             model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, rank)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
+            if keep:
+                self._shifts.activated(model, spec)
 
     def _retire(self, model: ActiveModel) -> None:
         """A deactivated model's memory goes with its last request and step."""
         moving = self._rotary is not None and self._rotary.moving(model)
-        if model in self._leaving and not model.seqs and not self._flights_of(model) and not moving:
+        if model in self._leaving and not model.seqs and not self._flights.of(model) and not moving:
             self._leaving.remove(model)
             self.arena.remove_model(model.key)
-
-    def _flights_of(self, model: ActiveModel) -> list[Flight]:
-        flights = self._flights
-        return [one for one in flights.values() if one.model is model] if flights else []
 
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -169,8 +166,7 @@ class SlicePolicy:
             seq.restart()
 
     def _step_done(self, event: ev.StepDone) -> None:
-        flight = self._flights.pop(event.step_id)
-        self._flying -= not flight.parked
+        flight = self._flights.landed(event.step_id)
         if times := event.times:
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
@@ -209,22 +205,27 @@ class SlicePolicy:
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[SliceAction]:
-        self.wakeup = None
         self._short_of_room = False
         self._now = now
         tried: set[str] = set()
-        if self._rotary is not None and self._flying < self._most_flying and self._is_time(now):
+        self._actions += self._shifts.plan(now, self._flights.models())
+        self.wakeup = self._shifts.wakeup
+        if (
+            self._rotary is not None
+            and self._flights.flying < self._most_flying
+            and self._is_time(now)
+        ):
             self._actions += self._rotary.plan(self._seqs.values(), now)
-        if self._ahead.steps > 1 and not self._flights:
+        if self._lookahead > 1 and not self._flights:
             self._launch_ahead(now)
-        while self._flying < self._most_flying and self._is_time(now):
-            candidates = (
+        while self._flights.flying < self._most_flying and self._is_time(now):
+            candidates = [
                 (model.first(), model.last_step, name)
                 for name, model in self._models.items()
-                if model.seqs and name not in tried
-                and not any(flight.holds_up for flight in self._flights_of(model))
-            )  # fmt: skip
-            turn = next_turn(candidates, now, self._late_ran)
+                if model.seqs and name not in tried and self._shifts.computes(name)
+                and not any(flight.holds_up for flight in self._flights.of(model))
+            ]  # fmt: skip
+            turn = self._shifts.turn(candidates, now, self._late_ran)
             if turn is None:
                 break
             late, name = turn
@@ -235,7 +236,7 @@ class SlicePolicy:
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: others may have room now
             tried.add(name)
-            if self._flying and self._short_of_room:
+            if self._flights.flying and self._short_of_room:
                 break  # who could be preempted has to land first
         actions, self._actions = self._actions, []
         return actions
@@ -249,41 +250,37 @@ class SlicePolicy:
 
     def _launch_ahead(self, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""
-        models = [model for model in self._models.values() if model.seqs]
-        order = plan(models, now, self._ahead, self._late_ran)
+        models = [m for m in self._models.values() if m.seqs and self._shifts.computes(m.name)]
+        steps = min(self._lookahead, _LOOKAHEAD_SCARCE) if self._shifts.scarce else self._lookahead
+        limits = Limits(steps, self._slice.max_batch, self._preset.turn == "headroom")
+        name = self._shifts.favourite([model.name for model in models], now)
+        favourite = None if name is None else (name, EASE_S)
+        order = plan(models, now, limits, self._late_ran, favourite)
         ahead = decide_ahead(models, order, self.arena, self._step_ids) if len(order) > 1 else None
         if ahead is not None:
-            self._flights.update((flight.step.id, flight) for flight in ahead.flights)
-            self._flying += len(ahead.flights)
+            self._flights.launched(ahead.flights)
             self._late_ran = models[order[-1]].first() < now
             self._actions.append(ahead.run)
 
     def _is_time(self, now: float) -> bool:
-        """Whether the next step is due to be planned: nothing runs, or what runs is about to end.
-        Until then, who comes can still have a part in it. While nobody knows how long steps take,
-        there is nothing to hide either."""
-        ahead = next((flight for flight in self._flights.values() if not flight.parked), None)
-        if ahead is None:
-            return True
-        if ahead.since_s is None:
-            ahead.since_s = now
-        if not ahead.expected_s:
-            return False
-        begin_s = ahead.since_s + ahead.expected_s - _LEAD_S
-        if now < begin_s:
-            self.wakeup = begin_s
+        begin_s = self._flights.next_plan_s(now)
+        if now < begin_s < float("inf"):
+            self.wakeup = begin_s if self.wakeup is None else min(begin_s, self.wakeup)
         return now >= begin_s
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
         decodes, prefills = model.line_up()
-        if self._flights_of(model) and self._lacks_room(model, decodes):
+        if self._flights.of(model) and self._lacks_room(model, decodes):
             return False
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
-            budget = self._budget(model, len(decodes), prefills[0], now)
+            budget = prefill_budget(
+                self._preset.chunks, self._models.values(), model, prefills[0], now,
+                len(decodes), self._slice.max_step_tokens,
+            )  # fmt: skip
         for seq in decodes[: self._slice.max_batch]:
             # Paused or not started any more: one of those before it has preempted it.
             room = seq.issued < len(seq.blocks) * BLOCK_TOKENS
@@ -303,20 +300,11 @@ class SlicePolicy:
             return False
         step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes)
         expected_s = model.time.step_s(decoding, budget - left)
-        self._flights[step.id] = Flight(step, model, seqs, decoding, budget - left, expected_s)
-        self._flying += 1
+        flight = Flight(step, model, seqs, decoding, budget - left, expected_s)
+        self._flights.launched((flight,))
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
-
-    def _budget(self, model: ActiveModel, decodes: int, first: Seq, now: float) -> int:
-        """Prefill tokens that go into a step beside so many decodes."""
-        most, chunks = self._slice.max_step_tokens, self._preset.chunks
-        if chunks == "headroom":
-            return chunk_tokens(model.time, decodes, self._models.values(), now, most)
-        if chunks == "smallest":
-            return smallest_chunk_tokens(model.time, decodes, first, now, most)
-        return most if chunks == "fixed" else min(most, first.expected - first.issued)
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
@@ -335,7 +323,7 @@ class SlicePolicy:
         waits for memory, however little he needs himself."""
         model = seq.model
         needed = -(-seq.length // BLOCK_TOKENS)
-        if needed > self.arena.capacity(model.key):
+        if needed > self._shifts.capacity(model):
             self._truncate(seq)
             return False
         if self._rotary is not None:
@@ -361,9 +349,11 @@ class SlicePolicy:
         model, first, rank = seq.model, self._first_in_line, seq.model.rank
         if model.started == self._slice.max_batch:
             return False
-        if first is not None and rank(first) < rank(seq) and not self._parked(first.model):
+        if first is not None and rank(first) < rank(seq) and not self._flights.parked(first.model):
             return False
-        if self.running and self.arena.available(model.key) < needed + self.running:
+        while self.arena.available(model.key) < needed + self.running and self._make_way(model):
+            pass
+        if self.arena.available(model.key) < needed + self.running:
             if first is None or rank(seq) < rank(first):
                 self._first_in_line = seq
             return False
@@ -371,14 +361,13 @@ class SlicePolicy:
             self._first_in_line = None
         return True
 
-    def _parked(self, model: ActiveModel) -> bool:
-        return any(flight.parked for flight in self._flights_of(model))
-
     def _make_room(self, seq: Seq) -> bool:
         """One more block, for the next token, preempting others if need be."""
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
+            if self._make_way(seq.model):
+                continue
             victim = to_preempt(seq, self._seqs.values())
-            if victim is None and self.running == 1:
+            if victim is None and len(seq.blocks) >= self._shifts.capacity(seq.model):
                 self._truncate(seq)
                 return False
             if victim is None or not self._put_aside(victim):
@@ -386,6 +375,12 @@ class SlicePolicy:
                 return False  # the others are more urgent, or in flight: it waits for them
         seq.blocks += block
         return True
+
+    def _make_way(self, model: ActiveModel) -> bool:
+        """Other models' weights go for its KV. False: there are none that can."""
+        gone = self._shifts.make_way(model.name, self._flights.models(), self._now)
+        self._actions += gone
+        return bool(gone)
 
     def _put_aside(self, victim: Seq) -> bool:
         """Preempt it. False: what it held is free only when it has been moved."""

@@ -44,6 +44,18 @@ class BlockBook:
     slabs: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
     """First slab of a block -> model, held blocks that begin in it."""
     held_bytes: int = 0
+    weight_bytes: int = 0
+    """Of weights that are kept in the slice's memory as a whole."""
+
+    def weigh(self, weight_bytes: int) -> None:
+        """Weights come or go."""
+        self.weight_bytes = weight_bytes
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
+        room = self.slice.hbm_bytes
+        assert not room or self.held_bytes + self.weight_bytes <= room, "more than the memory holds"
 
     def begin(self, seq: SeqState, part: SeqStep, times: int) -> None:
         """A step is about to compute `part` of the sequence, so many times."""
@@ -86,7 +98,7 @@ class BlockBook:
             owner, blocks = self.slabs.get(slab, (model, 0))
             assert owner == model, "a slab holds blocks of two models"
             self.slabs[slab] = (model, blocks + count)
-        assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
+        self._check_memory()
 
     def _give(self, seq: SeqState, offsets: Sequence[int]) -> None:
         if self.sharers:

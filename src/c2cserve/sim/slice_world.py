@@ -3,7 +3,7 @@
 from functools import partial
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Move, RunStep, SetAlpha, SliceAction
+from c2cserve.core.actions import Drop, Fetch, Move, Release, RunStep, SetAlpha, SliceAction
 from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.checks import BlockBook, SeqState
@@ -12,6 +12,7 @@ from c2cserve.sim.copy_engine import CopyEngine
 from c2cserve.sim.hardware import Lane
 from c2cserve.sim.jobs import Job
 from c2cserve.sim.kept import KeptWeights
+from c2cserve.sim.links import Flow
 from c2cserve.sim.loop import Loop
 from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.shared import World
@@ -45,8 +46,12 @@ class SimSlice:
         self._out = CopyEngine(world.timeline, world.network, lane.d2h)
         self._loading: dict[str, float] = {}
         """Model whose weights are on their way -> since when."""
+        self._absent: dict[str, None] = {}
+        """Models that are to be kept, whose weights are not here nor on their way."""
         self._paused: dict[str, int] = {}
         """Models that compute nothing for other reasons -> how many of those there are."""
+        self._flows: dict[str, Flow] = {}
+        """What brings them."""
         self._waiting: dict[str, list[RunStep]] = {}
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
@@ -60,16 +65,15 @@ class SimSlice:
         if not self.active:
             self._held_since_s = self._world.timeline.now
         self.active[name] = model
-        self._tell(ev.Activated(model.spec))
-        if keep and self._kept is not None:
-            self._kept.hold(model)
-            self._load(model)
+        keep = keep and self._kept is not None
+        if keep:
+            self._absent[name] = None
+        self._tell(ev.Activated(model.spec, keep))
 
     def deactivate(self, name: str) -> None:
         del self.active[name]
-        self._loading.pop(name, None)
-        if self._kept is not None:
-            self._kept.release(name)
+        self._absent.pop(name, None)
+        self._drop_weights(name)
         self._tell(ev.Deactivated(name))
         if not self.active:
             self.use.held_s += self._world.timeline.now - self._held_since_s
@@ -122,39 +126,51 @@ class SimSlice:
         self.compute.interrupt()
         self._world.turns.tell(self.loop, event)
 
-    # ---- loading, for systems that load (CPUs read weights where they lie) ----------------------
+    # ---- weights that are kept (CPUs read theirs where they lie) --------------------------------
 
     def _load(self, model: SimModel) -> None:
         world, name, size = self._world, model.spec.id, model.spec.weight_bytes
         self.use.loads += 1
         now = self._loading[name] = world.timeline.now
+        del self._absent[name]
         assert self._kept is not None
-        used = self._kept.held_bytes
-        assert used <= self.lane.slice.hbm_bytes, f"{self.lane.slice.id}: weights exceed its memory"
+        self._kept.hold(model)
+        self.book.weigh(self._kept.held_bytes)
         done = partial(self._loaded, name, now)
-        world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
+        flow = world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
+        self._flows[name] = flow
+
+    def _drop_weights(self, name: str) -> None:
+        if self._kept is not None:
+            self._kept.release(name)
+            self.book.weigh(self._kept.held_bytes)
+        if self._loading.pop(name, None) is not None:
+            self._world.network.stop(self._flows.pop(name))
 
     def load_left_s(self, name: str) -> float:
         """About how long its weights are still on their way."""
-        if name not in self._loading:
+        since_s = self._loading.get(name)
+        if since_s is None and name not in self._absent:
             return 0.0
+        now = self._world.timeline.now
         took_s = self.active[name].spec.weight_bytes / self.lane.load_bytes_per_s
-        return max(0.0, self._loading[name] + took_s - self._world.timeline.now)
+        return max(0.0, (now if since_s is None else since_s) + took_s - now)
 
     def _loaded(self, name: str, since_s: float) -> None:
         if self._dead or self._loading.get(name) != since_s:
             return
-        del self._loading[name]
+        del self._loading[name], self._flows[name]
         took_s = self._world.timeline.now - since_s
         for seq in self.seqs.values():
-            if seq.spec.id == name:
+            if seq.spec.id == name and not seq.job.drawn:
                 dispatched_s = max(seq.job.dispatched_s, since_s)
                 seq.job.grace_s += self._world.timeline.now - dispatched_s
+        self._tell(ev.Fetched(name, took_s))
         self._world.controller.tell(ev.InstanceReady(name, self.lane.slice.id, took_s))
         self._release(name)
 
     def _blocked(self, name: str) -> bool:
-        return name in self._loading or self._paused.get(name, 0) > 0
+        return self._paused.get(name, 0) > 0
 
     def _release(self, name: str) -> None:
         if not self._blocked(name):
@@ -178,6 +194,11 @@ class SimSlice:
             self._move(action)
         elif isinstance(action, SetAlpha):
             self.compute.alphas[action.model] = action.alpha
+        elif isinstance(action, Fetch):
+            self._load(self.active[action.model])
+        elif isinstance(action, Release):
+            self._drop_weights(action.model)
+            self._absent[action.model] = None
         else:
             seq = self.seqs[action.request_id]
             self.book.release(seq)

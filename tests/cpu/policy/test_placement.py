@@ -1,7 +1,9 @@
 """Where a request goes: within memory, link and places, without harm to whoever has requests."""
 
+from dataclasses import replace
 from random import Random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,7 +12,7 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
 from c2cserve.policy.link_budget import link_demand
 from c2cserve.policy.load import Placement, SliceLoad
-from c2cserve.policy.placement import place
+from c2cserve.policy.placement import SHIFT_TOKENS, place
 from c2cserve.policy.quantify import StepTable
 
 SPECS = [ModelSpec(f"m{i}", 10 << i, 2, 16, 4096) for i in range(6)]
@@ -41,6 +43,18 @@ def carry_out(load: SliceLoad, request: Request, placement: Placement, kv_bytes:
     if placement.activate:
         load.activate(spec, streams=load.keeps and not placement.keep)
     load.add(request, kv_bytes)
+
+
+def fits(load: SliceLoad) -> bool:
+    """Everybody's weights and KV, or, where models take shifts, the two largest."""
+    free = load.slice.hbm_bytes - load.kv_bytes
+    if not load.keeps:
+        return load.weight_bytes <= free
+    sizes = sorted(one.spec.weight_bytes for one in load.busy() if not one.streams)
+    loads_s = sum(sizes) / load.slice.link_bytes_per_s
+    return sum(sizes) <= free or (
+        sum(sizes[-2:]) <= free and loads_s <= SHIFT_TOKENS * load.work().tpot_s
+    )
 
 
 def demands(load: SliceLoad) -> int:
@@ -80,7 +94,7 @@ def test_whoever_is_placed_fits_and_nobody_with_requests_leaves(seed: int) -> No
         assert len(load.active[spec.id].jobs) <= load.instance_limit
         assert load.keeps or not placement.keep
         if load.slice.hbm_bytes:
-            assert load.weight_bytes + load.kv_bytes <= load.slice.hbm_bytes
+            assert fits(load)
         if load.keeps and placement.activate and not placement.keep:
             larger = spec.weight_bytes + kv_bytes > load.slice.hbm_bytes
             assert (larger and alone) or demands(load) <= load.slice.link_bytes_per_s
@@ -97,6 +111,15 @@ def test_weights_stream_while_the_link_carries_them_and_are_kept_beyond() -> Non
     assert second == Placement("s", activate=True, keep=True)
     carry_out(load, ask("b", other), second, 0.0)
     assert load.weight_bytes == other.weight_bytes
+
+
+def test_of_idle_slices_the_one_whose_link_streams_least() -> None:
+    loads = [slice_load(f"s{i}", 700, 5000.0) for i in range(4)]
+    for load, link in zip(loads, "xxyy", strict=True):
+        load.slice = replace(load.slice, link=link)
+    carry_out(loads[0], ask("a", SPECS[0]), Placement("s0", activate=True), 0.0)
+    placement = place(ask("b", SPECS[1]), SPECS[1], 0.0, loads, lambda name: (), 0.0)
+    assert placement == Placement("s2", activate=True)
 
 
 def test_a_stream_that_paused_is_kept_if_others_have_taken_the_link() -> None:
@@ -117,10 +140,35 @@ def test_a_model_larger_than_the_memory_streams_alone() -> None:
     assert placement == Placement("s", activate=True)
 
 
-def test_unused_neighbours_make_room_for_what_a_batch_grows_by() -> None:
-    load = slice_load("s", 200, 1.0)
+@pytest.mark.parametrize("keeps", [False, True])
+def test_unused_neighbours_make_room_for_what_a_batch_grows_by(keeps: bool) -> None:
+    load = slice_load("s", 200, 1.0, keeps=keeps)
     carry_out(load, ask("a", SPECS[3]), Placement("s", activate=True, keep=True), 60.0)
     carry_out(load, ask("b", SPECS[1]), Placement("s", activate=True, keep=True), 0.0)
     load.remove(SPECS[1].id, "b")
     placement = place(ask("c", SPECS[3]), SPECS[3], 50.0, [load], lambda name: (), 0.0)
-    assert placement == Placement("s", deactivate=(SPECS[1].id,))
+    gone = () if keeps else (SPECS[1].id,)  # where models take shifts, the slice sees to it
+    assert placement == Placement("s", deactivate=gone)
+
+
+def test_as_many_models_take_shifts_as_the_link_loads_in_time() -> None:
+    """Each of 80 bytes, of which two fit at a time."""
+    loads_s = 80 / 1000.0
+    load, now = slice_load("s", 200, 1000.0, max_active=90), 0.0
+    specs = [ModelSpec(f"x{i}", 80, 2, 16, 4096) for i in range(60)]
+    load.profiled = {spec.id: StepTable(((1, 1e-4),), ((512, 1, 1e-4),)) for spec in specs}
+    placed = 0
+    for spec in specs:
+        request = ask(spec.id, spec, 0.05)
+        placement = place(request, spec, 1.0, [load], lambda name: (), now)
+        if placement is None:
+            break
+        assert placement.keep
+        load.activate(spec)
+        load.add(request, 1.0)
+        placed += 1
+    assert placed == int(SHIFT_TOKENS * 0.05 / loads_s)
+    load.active["x0"].ready = False
+    load.remove("x1", "x1")
+    again = place(ask("n", specs[1]), specs[1], 1.0, [load], lambda name: (), now)
+    assert again is None, "somebody waits for his first load already"

@@ -1,0 +1,163 @@
+"""Never more weights and KV than fit, and nobody leaves who would be missed."""
+
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from c2cserve.core.actions import Fetch, Release
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request, Slo
+from c2cserve.policy.batching import BY_HEADROOM, ActiveModel
+from c2cserve.policy.estimate import StepTime
+from c2cserve.policy.kv import KvArena
+from c2cserve.policy.shifts import EASE_S, Shifts
+
+LINK = 10.0
+"""Bytes per second; a slab is one byte, and so is a block."""
+
+
+class World:
+    def __init__(self, hbm_bytes: int, *, rotates: bool = True) -> None:
+        slice_ = Slice(
+            "s", "gpu", kv_bytes=hbm_bytes, slab_bytes=1, gpu=GpuShare("g", 1),
+            hbm_bytes=hbm_bytes, link_bytes_per_s=LINK,
+        )  # fmt: skip
+        self.arena = KvArena(hbm_bytes, 1)
+        self.shifts = Shifts(self.arena, slice_, rotates=rotates)
+        self.hbm_bytes = hbm_bytes
+        self.models: dict[str, ActiveModel] = {}
+        self.there: dict[str, int] = {}
+        self.coming: dict[str, int] = {}
+
+    def activate(self, name: str, size: int) -> ActiveModel:
+        model = ActiveModel(name, name, 1, StepTime(), BY_HEADROOM)
+        self.models[name] = model
+        self.arena.add_model(name, 1)
+        self.shifts.activated(model, ModelSpec(name, size, 1, 1, 4096))
+        return model
+
+    def ask(self, model: ActiveModel, name: str, now: float, ttft_s: float = 2.0) -> None:
+        model.add(Request(name, model.name, 20, 50, now, Slo(ttft_s, 0.1)), False)
+        self.shifts.asked(model.name, now)
+
+    def plan(self, now: float, *flying: str) -> list[Fetch | Release]:
+        actions = self.shifts.plan(now, flying)
+        self.carry_out(actions)
+        return actions
+
+    def carry_out(self, actions: list[Fetch | Release]) -> None:
+        for action in actions:
+            size = self.shifts._kept[action.model].size
+            if isinstance(action, Fetch):
+                assert action.model not in self.there
+                assert action.model not in self.coming
+                self.coming[action.model] = size
+            else:
+                del self.there[action.model]
+            held = sum(self.there.values()) + sum(self.coming.values()) + self.arena.held_bytes
+            assert held <= self.hbm_bytes
+
+    def arrive(self, name: str, took_s: float = 1.0) -> None:
+        self.there[name] = self.coming.pop(name)
+        self.shifts.fetched(name, took_s)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9))
+def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
+    random = Random(seed)
+    world = World(100, rotates=random.random() < 0.8)
+    models = [world.activate(f"m{i}", random.randint(5, 60)) for i in range(5)]
+    blocks: list[tuple[str, int]] = []
+    now, number = 0.0, 0
+    for _ in range(60):
+        now += random.expovariate(1.0)
+        model = random.choice(models)
+        what = random.random()
+        if what < 0.3:
+            number += 1
+            world.ask(model, f"r{number}", now, random.choice((0.5, 2.0, 30.0)))
+        elif what < 0.5 and model.seqs:
+            del model.seqs[random.choice(sorted(model.seqs))]
+        elif what < 0.6 and (more := world.arena.allocate(model.key, random.randint(1, 9))):
+            blocks += [(model.key, offset) for offset in more]
+        elif what < 0.65:
+            world.carry_out(list(world.shifts.make_way(model.name, (), now)))
+        elif what < 0.8 and blocks:
+            key, offset = blocks.pop(random.randrange(len(blocks)))
+            world.arena.release(key, [offset])
+        elif world.coming:
+            world.arrive(min(world.coming))
+        flying = [one.name for one in models if random.random() < 0.2]
+        before = dict(world.there)
+        world.plan(now, *flying)
+        for name in before.keys() - world.there.keys():
+            assert world.shifts._rotates
+            assert name not in flying, "a step is reading its weights"
+        for one in models:
+            assert world.shifts.computes(one.name) == (one.name in world.there)
+
+
+def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> None:
+    world = World(100)
+    ahead, urgent = world.activate("ahead", 60), world.activate("urgent", 60)
+    world.ask(ahead, "r1", 0.0)
+    world.shifts._kept["ahead"].gap_s = 1e3
+    assert world.plan(0.0) == [Fetch("ahead")]
+    world.arrive("ahead", 6.0)
+    ahead.seqs["r1"].due_s = 30.0
+    ahead.seqs["r1"].started, ahead.started = True, 1
+    world.ask(urgent, "r2", 6.0)
+    assert world.plan(6.0) == [Release("ahead"), Fetch("urgent")]
+    world.arrive("urgent", 6.0)
+    urgent.seqs["r2"].due_s = 90.0
+    urgent.seqs["r2"].started, urgent.started = True, 1
+    world.shifts._kept["urgent"].gap_s = 1e3
+    assert world.plan(13.0) == [], "there is time"
+    begin_s = world.shifts.wakeup
+    assert begin_s is not None
+    assert 23.0 < begin_s < 24.0, "six seconds of loading, and a margin"
+    assert world.plan(begin_s) == [Release("urgent"), Fetch("ahead")]
+
+
+def test_who_would_be_missed_stays_and_who_has_no_requests_goes_first() -> None:
+    world = World(130)
+    near, idle, new = (world.activate(name, 60) for name in ("near", "idle", "new"))
+    for model in (near, idle):
+        world.ask(model, f"of {model.name}", 0.0)
+    world.plan(0.0)
+    for name in ("idle", "near"):
+        world.arrive(name, 6.0)
+    near.seqs["of near"].due_s = 8.0
+    idle.seqs.clear()
+    world.ask(new, "n", 7.0)
+    assert world.plan(7.0) == [Release("idle"), Fetch("new")]
+    world.arrive("new", 6.0)
+    new.seqs["n"].due_s = 14.0
+    world.ask(idle, "again", 13.0)
+    assert world.plan(13.0) == [], "nobody could be away for so long"
+
+
+def test_loads_are_begun_early_enough_for_all_of_them() -> None:
+    world = World(1000)
+    for name, size in (("a", 10), ("b", 20), ("c", 30)):
+        world.activate(name, size)
+    assert world.shifts.latest_start_s([(10.0, "a"), (10.5, "b"), (50.0, "c")]) == 7.5
+    assert world.shifts.latest_start_s([(10.0, "a"), (20.0, "b")]) == 9.0
+
+
+def test_while_all_are_far_ahead_the_one_runs_that_makes_room_for_longest() -> None:
+    world = World(1000)
+    popular, rare = world.activate("popular", 60), world.activate("rare", 60)
+    for model in (popular, rare):
+        model.time.learn(1, 0, 0.02)
+        model.seqs.clear()
+    for now in range(10):
+        world.ask(popular, f"p{now}", float(now))
+    world.ask(rare, "r", 9.0)
+    lines = [(10.0 + EASE_S, 1, "popular"), (11.0 + EASE_S, 2, "rare")]
+    assert world.shifts.turn(lines, 9.5, False) == (False, "rare")
+    assert world.shifts.turn(lines, 10.5, False) == (False, "popular"), "least headroom"
+    assert World(10, rotates=False).shifts.favourite(["popular"], 0.0) is None
