@@ -2,11 +2,15 @@
 
 python benchmarks/simulator_speed.py [--requests N] [--seed N] [--out FILE]
 
+  served         what a user would simulate: 128 models of 3B on four H200s, which hold a part of
+                 them, 5 requests a second by Zipf's law, prompts of 400 and answers of 150 tokens,
+                 all in time; five times the requests of the others
   catalogue      256 models of 8B on 64 slices that hold their weights, a few requests each
   busy           the same slices with batches of tens
-  single_steps   `catalogue` with every decode step decided and simulated on its own
+  streams        128 models of 3B on seven small slices whose weights come over one link
+  single_steps   a tenth of `catalogue` with every decode step decided and simulated on its own
 
-Invariants are checked throughout. CPU time is that of this process.
+All with the default preset. Invariants are checked throughout. CPU time is that of this process.
 """
 
 import argparse
@@ -27,7 +31,7 @@ from c2cserve.sim.world import Settings, Simulation
 SLICES = 64
 
 
-def machine() -> SimMachine:
+def many_slices() -> SimMachine:
     """Slices like one H200 whose weights are in its own memory: no link, so that the loops are
     measured and not the link's arithmetic."""
     one = build("h200-x1", SliceSettings(max_active=8))
@@ -43,12 +47,15 @@ def machine() -> SimMachine:
     return replace(one, hardware=hardware, lanes=lanes)
 
 
-def case(requests: int, rate: float, seed: int, lookahead: int) -> dict[str, float]:
-    models = catalogue("llama-3.1-8b*256")
-    text = f"synthetic:rate={rate},duration={requests / rate},sources=256,prompt=400,output=150"
-    asked: list[SimRequest] = workload(WorkloadSettings(text, seed=seed), models)
+def case(
+    machine: SimMachine, catalog: str, requests: int, rate: float, seed: int, lookahead: int = 64
+) -> dict[str, float]:
+    models = catalogue(catalog)
+    text = f"synthetic:rate={rate},duration={requests / rate},sources={len(models)}"
+    trace = WorkloadSettings(f"{text},prompt=400,output=150", seed=seed)
+    asked: list[SimRequest] = workload(trace, models)
     settings = Settings(seed=seed, noise=0.05, lookahead=lookahead)
-    simulation = Simulation(machine(), models, asked, slo_rule("1,0.1"), settings)
+    simulation = Simulation(machine, models, asked, slo_rule("1,0.1"), settings)
     start = time.process_time()
     simulation.run()
     took_s = time.process_time() - start
@@ -56,10 +63,13 @@ def case(requests: int, rate: float, seed: int, lookahead: int) -> dict[str, flo
     steps = sum(node.steps for node in result.nodes.values())
     return {
         "requests": result.requests,
+        "tokens": sum(job.request.prompt_len + job.drawn for job in simulation.jobs.ended),
+        "models": len(models),
+        "slices": len(machine.lanes),
         "cpu_s": round(took_s, 2),
-        "requests_per_s": round(result.requests / took_s, 1),
         "us_per_request": round(1e6 * took_s / result.requests, 1),
         "ticks_per_request": round(result.ticks / result.requests, 2),
+        "steps_per_request": round(steps / result.requests, 1),
         "steps_per_s": round(steps / took_s),
         "virtual_per_real": round(result.duration_s / took_s, 1),
         "met": round(result.slo_attainment, 4),
@@ -69,15 +79,18 @@ def case(requests: int, rate: float, seed: int, lookahead: int) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     n, seed = options.requests, options.seed
+    large = "llama-3.1-8b*256"
     results = {
-        "catalogue": case(n, 20.0, seed, 64),
-        "busy": case(n, 400.0, seed, 64),
-        "single_steps": case(max(1, n // 10), 20.0, seed, 1),
+        "served": case(build("h200-x4"), "llama-3.2-3b*128", 5 * n, 5.0, seed),
+        "catalogue": case(many_slices(), large, n, 20.0, seed),
+        "busy": case(many_slices(), large, n, 400.0, seed),
+        "streams": case(build("gh200:mig7"), "llama-3.2-3b*128", n, 1.0, seed),
+        "single_steps": case(many_slices(), large, max(1, n // 10), 20.0, seed, lookahead=1),
     }
     report(results, options.out, requests=n, seed=seed)
 

@@ -70,8 +70,10 @@ class ClusterPolicy:
 
     @property
     def wakeup(self) -> float | None:
-        waits = (self._recheck_s if self._queue else None, self._instances.wakeup)
-        return min((at for at in waits if at is not None), default=None)
+        idle_s = self._instances.wakeup
+        if not self._queue:
+            return idle_s
+        return self._recheck_s if idle_s is None else min(idle_s, self._recheck_s)
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class ClusterPolicy:
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
-        for name in sorted(self._broken & self._queue.models()):
+        for name in sorted(self._broken & self._queue.models()) if self._broken else ():
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 reason = f"{name} can not be loaded: {model.error}"
@@ -280,8 +282,11 @@ class ClusterPolicy:
 
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
-        names, fresh = set(self._queue.models()), {request.id for request in arrived}
         relieved, self._relieved = self._relieved, {}
+        if not self._queue:
+            self._room_changed = False
+            return
+        names, fresh = set(self._queue.models()), {request.id for request in arrived}
         anywhere = self._room_changed or self._preset.placing != "c2cserve"
         if not self._room_changed and not relieved:
             names = {request.model for request in arrived}  # the others could not be placed before
@@ -365,6 +370,8 @@ class ClusterPolicy:
         self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self._recheck_s
         self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
+        if not self._queue:
+            return
         ahead = 0 if everybody else len(self._queue)
         for request in list(self._queue) if everybody else arrived:
             if request.id in self._queue:

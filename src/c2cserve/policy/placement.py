@@ -79,9 +79,10 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
 
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
     """The only models that may get a place if no slice takes another one; None: some slice does."""
-    if any(len(load.active) < load.slice.max_active or load.unused for load in loads):
-        return None
-    return {name for load in loads for name in load.active}
+    for load in loads:
+        if load.unused or len(load.active) < load.slice.max_active:
+            return None
+    return set[str]().union(*[load.active for load in loads])
 
 
 def place(
@@ -114,15 +115,18 @@ def place(
     roomy = _first_in_time(here, request, now, _ROOMY)
     if roomy is not None:
         return roomy
+    moves = [
+        move for load in others if not load.requests
+        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
+    ]  # fmt: skip
     # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
-    streamed = _streamed(here, others)
+    streamed = _streamed(here, others) if len(moves) > 1 else dict[str, int]()
     idle = [
         (
-            load.slice.kind != "cpu", move.cost, streamed[load.slice.link], len(load.active),
-            load.slice.id, move,
+            move.load.slice.kind != "cpu", move.cost, streamed.get(move.load.slice.link, 0),
+            len(move.load.active), move.load.slice.id, move,
         )
-        for load in others if not load.requests
-        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
+        for move in moves
     ]  # fmt: skip
     heapify(idle)
     first = idle[0][-1] if idle else None
