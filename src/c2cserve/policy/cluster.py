@@ -372,18 +372,21 @@ class ClusterPolicy:
         self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
         if not self._queue:
             return
-        ahead = 0 if everybody else len(self._queue)
+        ahead = 0 if everybody or not arrived else sum(
+            self._queue.count(name) for name in self._queue.models() if self._models[name].usable
+        )
         for request in list(self._queue) if everybody else arrived:
             if request.id in self._queue:
                 self._refuse_late(request, ahead, now)
-                ahead += everybody
+                ahead += everybody and self._models[request.model].usable
 
     def _refuse_late(self, request: Request, ahead: int, now: float) -> None:
         down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
         if down_s > self._settings.no_slice_grace_s:
             self._reject(request, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
         elif not self._never_refused(request):
-            # A model that is loading waits for its weights, not for those ahead.
+            # A model that is loading waits for its weights, not for those ahead; nor are those
+            # ahead who wait for their weights.
             ahead *= self._models[request.model].usable
             why = refusal(request, ahead, self._throughput, self._settings, now)
             if why is not None:

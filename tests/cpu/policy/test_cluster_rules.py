@@ -369,6 +369,22 @@ def test_a_request_that_would_wait_far_too_long_is_refused_early() -> None:
     assert "requests ahead" in refused[0].reason
 
 
+def test_who_waits_for_weights_is_ahead_of_nobody() -> None:
+    """Slices are free while a disk is slow: others are not to be refused for that."""
+    hand = Hand(slice_(max_batch=1), models="a", patience=2.0)
+    hand.arrive("r0", "r1", "r2")
+    while hand.policy._where:  # one request a second is what the slice can do
+        hand.now += 1.0
+        hand.tell(Finished(next(iter(hand.policy._where)), 1))
+    hand.tell(ModelAdded(spec("b")))
+    hand.now += 100.0
+    hand.arrive(*(f"b{i}" for i in range(9)), model="b")
+    actions = hand.arrive("s0", "s1")
+    assert dispatched(actions) == {"s0": "s0"}
+    assert not rejects(actions)
+    assert dispatched(hand.tell(Finished("s0", 1))) == {"s1": "s0"}
+
+
 def test_waiting_alone_is_refused_in_the_end_unless_patience_is_unlimited() -> None:
     for patience, end in ((3.0, {"r2": 429}), (0.0, {})):
         hand = Hand(slice_(max_batch=1), patience=patience)
