@@ -21,6 +21,8 @@ class Figure:
     published: Mapping[str, Points] = field(default_factory=dict[str, Points])
     kind: Literal["lines", "bars"] = "lines"
     log: Literal["", "x", "y"] = ""
+    small: bool = False
+    """For a page that shows many."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -18,7 +18,9 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for figure in figures:
-        drawn, axes = plt.subplots(figsize=(6.4, 4.0), layout="constrained")
+        drawn, axes = plt.subplots(
+            figsize=(4.4, 2.8) if figure.small else (6.4, 4.0), layout="constrained"
+        )
         (_bars if figure.kind == "bars" else _lines)(axes, figure)
         axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
         if figure.log == "y":
