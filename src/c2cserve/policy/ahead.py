@@ -7,7 +7,6 @@ a step when anything else happens.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from heapq import heapreplace
 
 from c2cserve.core.actions import RunStep
@@ -18,7 +17,7 @@ from c2cserve.policy.batching import ActiveModel, Flight, Seq
 from c2cserve.policy.kv import KvArena
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Limits:
     steps: int
     """That may be decided at once."""

@@ -372,8 +372,14 @@ class ClusterPolicy:
         self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
         if not self._queue:
             return
-        ahead = 0 if everybody or not arrived else sum(
-            self._queue.count(name) for name in self._queue.models() if self._models[name].usable
+        ahead = (
+            0
+            if everybody or not arrived
+            else sum(
+                self._queue.count(name)
+                for name in self._queue.models()
+                if self._models[name].usable
+            )
         )
         for request in list(self._queue) if everybody else arrived:
             if request.id in self._queue:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from c2cserve.core.request import Slo
+from c2cserve.core.value import value
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class KvState(Enum):
     """Paused, its KV in host memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tenant:
     """A request that holds HBM or wants to. `kv_bytes`: what it holds (running) or needs to go on.
     `since_s`: t_run, when it began to run; t_arr, its arrival; or t_last, its last token."""
@@ -48,7 +49,7 @@ class Tenant:
     slo: Slo
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Rotation:
     """Who leaves HBM and who comes in, in order: the longest run first, the largest lag first."""
 
