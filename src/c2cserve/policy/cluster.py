@@ -12,7 +12,7 @@ from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
 from c2cserve.policy.consolidation import Placer
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.limits import place_by_limits, scatter
-from c2cserve.policy.load import Placement, SliceLoad, expected_kv_bytes
+from c2cserve.policy.load import Outputs, Placement, SliceLoad, expected_kv_bytes
 from c2cserve.policy.placement import active_if_full, place
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
@@ -20,9 +20,6 @@ from c2cserve.policy.residence import ModelBook
 
 _RECHECK_S = 0.25
 """How often waiting requests are looked at again when nothing else happens."""
-_OUTPUT_WEIGHT = 0.05
-_OUTPUT_UNKNOWN = 256.0
-"""Tokens expected of a model's first requests."""
 
 
 class ClusterPolicy:
@@ -42,12 +39,11 @@ class ClusterPolicy:
         """Those that are not in the pool."""
         self._queue = WaitingQueue()
         self._actions: list[act.ClusterAction] = []
-        self._placer = Placer(preset, self._mean_output)
+        self._outputs = Outputs()
+        self._placer = Placer(preset, self._outputs.mean)
         self._instances = Instances(preset, self._placer, self._actions)
         self._slices = self._instances.slices
         self._where = self._instances.where
-        self._outputs: dict[str, float] = {}
-        """Model -> mean output of its requests lately, tokens."""
         self._arrived: list[Request] = []
         self._failed: list[str] = []
         self._broken: set[str] = set()
@@ -155,11 +151,7 @@ class ClusterPolicy:
     def _finished(self, request_id: str, output_len: int) -> None:
         model = self._left(request_id)
         if model is not None:
-            mean = self._outputs.get(model, float(output_len))
-            self._outputs[model] = mean + _OUTPUT_WEIGHT * (output_len - mean)
-
-    def _mean_output(self, model: str) -> float:
-        return self._outputs.get(model, _OUTPUT_UNKNOWN)
+            self._outputs.learn(model, output_len)
 
     def _left(self, request_id: str) -> str | None:
         """It is on no slice any more, nor on its way from one; the model it was of."""
@@ -293,11 +285,10 @@ class ClusterPolicy:
         self._room_changed = False
         if not names:
             return
-        loads = self._open()
-        welcome = self._welcome(loads)
+        loads, welcome = self._open()
         heads = [
-            (head[0], name) for name in (names if welcome is None else names & welcome)
-            if (head := self._queue.head(name)) and self._models[name].usable
+            (turn, name) for name in (names if welcome is None else names & welcome)
+            if (turn := self._queue.turn(name, now)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
         while heads and loads:
@@ -311,26 +302,24 @@ class ClusterPolicy:
             placement = self._place(head[1], choice, now)
             if placement is not None:
                 self._send(head[1], placement, now)
-                if (head := self._queue.head(name)) is not None:
-                    heappush(heads, (head[0], name))
+                if (turn := self._queue.turn(name, now)) is not None:
+                    heappush(heads, (turn, name))
                 if heads:
-                    loads = self._open()
-                    welcome = self._welcome(loads)
+                    loads, welcome = self._open()
 
-    def _open(self) -> list[SliceLoad]:
-        return [load for load in self._slices.values() if load.open]
-
-    def _welcome(self, loads: Sequence[SliceLoad]) -> set[str] | None:
-        return active_if_full(loads) if self._preset.placing == "c2cserve" else None
+    def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
+        """Slices that take more requests, and of which models only."""
+        loads = [load for load in self._slices.values() if load.open]
+        return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
 
     def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
         spec, preset = self._models[request.model].spec, self._preset
         match preset.placing:
             case "c2cserve":
-                kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
+                kv_bytes = expected_kv_bytes(request, spec, self._outputs.mean(spec.id))
                 return place(
                     request, spec, kv_bytes, loads, self._value, now,
-                    never_refused=self._never_refused(request),
+                    late=self._may_be_late(request, now),
                 )  # fmt: skip
             case "slinfer":
                 return self._placer.place(request, spec, loads, now)
@@ -342,6 +331,11 @@ class ClusterPolicy:
     def _never_refused(self, request: Request) -> bool:
         """Of a waiting one: for being late."""
         return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
+
+    def _may_be_late(self, request: Request, now: float) -> bool:
+        """It waits although it is late, so it might as well be served."""
+        late = now > request.first_token_due_s
+        return (late and self._settings.patience > 1.0) or self._never_refused(request)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
@@ -372,15 +366,8 @@ class ClusterPolicy:
         self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
         if not self._queue:
             return
-        ahead = (
-            0
-            if everybody or not arrived
-            else sum(
-                self._queue.count(name)
-                for name in self._queue.models()
-                if self._models[name].usable
-            )
-        )
+        usable = (name for name in self._queue.models() if self._models[name].usable)
+        ahead = 0 if everybody or not arrived else sum(map(self._queue.count, usable))
         for request in list(self._queue) if everybody else arrived:
             if request.id in self._queue:
                 self._refuse_late(request, ahead, now)

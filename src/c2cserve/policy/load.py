@@ -15,6 +15,9 @@ from c2cserve.policy.memory import MemoryBooks
 from c2cserve.policy.quantify import UNKNOWN, Times
 
 _NEVER_S = float("inf")
+_OUTPUT_WEIGHT = 0.05
+_OUTPUT_UNKNOWN = 256.0
+"""Tokens expected of a model's first requests."""
 _WITH_PROMPTS = 1.6
 """How much longer a round takes on a busy slice than its decodes, for the prompts in between.
 (Chosen in simulation: with 1, SLINFER takes on 17 points more than CPUs can do in time.)"""
@@ -153,12 +156,16 @@ class SliceLoad:
                 if one.jobs:
                     cost = one.cost()
                     pending_s += cost[0]
-                    round_s += cost[1]
+                    round_s += self.stream_s(one.spec, cost[1]) if one.streams else cost[1]
                     link += cost[2]
                     if one.tpot_s < tpot_s:
                         tpot_s = one.tpot_s
             self._work = Work(pending_s, round_s, tpot_s, link)
         return self._work
+
+    def stream_s(self, spec: ModelSpec, decode_s: float) -> float:
+        """A decode step for which the weights come over the slice's share of its link."""
+        return max(decode_s, spec.step_bytes(1) / self.slice.link_bytes_per_s)
 
     def round_s(self) -> float:
         """One decode step of every instance."""
@@ -228,6 +235,20 @@ class SliceLoad:
         if not instance.jobs:
             instance.tpot_s = _NEVER_S
             self.unused += 1
+
+
+class Outputs:
+    """How long a model's answers were lately, tokens."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def learn(self, model: str, tokens: int) -> None:
+        mean = self.mean(model) if model in self._means else float(tokens)
+        self._means[model] = mean + _OUTPUT_WEIGHT * (tokens - mean)
+
+    def mean(self, model: str) -> float:
+        return self._means.get(model, _OUTPUT_UNKNOWN)
 
 
 def expected_kv_bytes(request: Request, spec: ModelSpec, mean_output: float) -> float:

@@ -62,10 +62,6 @@ class MemoryBooks(Generic[T]):
         """What can still be asked for."""
         return self.capacity_bytes - self.budget_bytes
 
-    @property
-    def waiting(self) -> int:
-        return len(self._station)
-
     def up(self, size: int, operation: T) -> bool:
         """Ask for `size` more bytes, at most `free_bytes`. True: carry the operation out now.
         False: it comes out of `freed` later."""

@@ -7,10 +7,10 @@ matters is the sum of what there is to do. A slice's budgets are the time of eve
 memory (weights that are kept, and KV), and the link its weights come over.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, nlargest
-from itertools import chain
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
@@ -36,6 +36,17 @@ Leaving = tuple[tuple[str, ...], Cost]
 
 
 @dataclass(frozen=True, slots=True)
+class _Ask:
+    """What is to be placed, and when."""
+
+    request: Request
+    spec: ModelSpec
+    kv_bytes: float
+    value: Value
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """A slice could take one more model."""
 
@@ -49,10 +60,13 @@ class Move:
         return Placement(self.load.slice.id, True, self.keep, self.leaving)
 
 
-def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool:
+def in_time(
+    load: SliceLoad, request: Request, now: float, share: float, *, late: bool = False
+) -> bool:
     """Would the request get its first token within `share` of the time it has left, and would
     a decode step of every model here stay within that share of everybody's TPOT? (SLINFER
-    figure 15: cases 1, and 2 with 3.) False if some time is not known yet."""
+    figure 15: cases 1, and 2 with 3.) False if some time is not known yet. `late`: its own first
+    token may be late."""
     joined = load.active.get(request.model)
     if not load.requests and joined is not None:
         return True
@@ -72,9 +86,8 @@ def in_time(load: SliceLoad, request: Request, now: float, share: float) -> bool
         round_s = work.round_s - joined.decode_s() + joined.decode_s(1, prompt)
     left_s = request.first_token_due_s - now
     return (
-        OVERESTIMATE * (first_s + round_s) <= share * left_s
-        and OVERESTIMATE * round_s <= share * tpot_s
-    )
+        late or OVERESTIMATE * (first_s + round_s) <= share * left_s
+    ) and OVERESTIMATE * round_s <= share * tpot_s
 
 
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
@@ -93,12 +106,12 @@ def place(
     value: Value,
     now: float,
     *,
-    never_refused: bool = False,
+    late: bool = False,
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
-    slice is never made to leave it. `kv_bytes`: what the request will take of memory.
-    `never_refused`: it takes an idle slice late too, or it would wait for ever."""
-    model = request.model
+    slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
+    goes where nobody else becomes late because of it, too, and to an idle slice in any case."""
+    ask, model = _Ask(request, spec, kv_bytes, value, now), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
     for load in loads:
@@ -107,23 +120,25 @@ def place(
             others.append(load)
         elif len(instance.jobs) < load.instance_limit:
             back = load.keeps and not instance.jobs and not instance.streams
-            joining = _room(load, request, back * spec.weight_bytes, kv_bytes, 0, value)
+            joining = _room(ask, load, back * spec.weight_bytes, 0)
             if joining is not None:
                 here.append((load, joining[0]))
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
     here.sort(key=lambda h: (-len(h[0].active[model].jobs), h[0].requests, h[0].slice.id))
-    roomy = _first_in_time(here, request, now, _ROOMY)
+    roomy = _first_in_time(ask, here, _ROOMY)
     if roomy is not None:
         return roomy
     moves = [
         move for load in others if not load.requests
-        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
+        and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
     # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
-    streamed = _streamed(here, others) if len(moves) > 1 else dict[str, int]()
+    streamed = defaultdict[str, int](int)
+    for load in others if len(moves) > 1 else ():
+        streamed[load.slice.link] += load.work().link_bytes_per_s
     idle = [
         (
-            move.load.slice.kind != "cpu", move.cost, streamed.get(move.load.slice.link, 0),
+            move.load.slice.kind != "cpu", move.cost, streamed[move.load.slice.link],
             len(move.load.active), move.load.slice.id, move,
         )
         for move in moves
@@ -132,43 +147,35 @@ def place(
     first = idle[0][-1] if idle else None
     while idle:
         move = heappop(idle)[-1]
-        if not _bounded(move.load) or in_time(move.load, request, now, 1.0):
+        if not move.load.slice.hbm_bytes or in_time(move.load, request, now, 1.0):
             return move.placement()
-    able = _first_in_time(here, request, now, 1.0)
+    able = _first_in_time(ask, here, 1.0)
     if able is not None:
         return able
-    busy = _busy(request, spec, kv_bytes, [load for load, _ in here], others, value, now)
-    return first.placement() if busy is None and never_refused and first is not None else busy
-
-
-def _streamed(
-    here: Iterable[tuple[SliceLoad, tuple[str, ...]]], others: Iterable[SliceLoad]
-) -> dict[str, int]:
-    """Link -> bytes per second that its slices ask of it."""
-    streamed: dict[str, int] = {}
-    for load in chain((load for load, _ in here), others):
-        asked = load.work().link_bytes_per_s
-        streamed[load.slice.link] = streamed.get(load.slice.link, 0) + asked
-    return streamed
+    slices = [load for load, _ in here]
+    busy = _busy(ask, slices, others)
+    if busy is not None or not late:
+        return busy
+    if first is not None:
+        return first.placement()
+    return _first_in_time(ask, here, 1.0, late=True) or _busy(ask, slices, others, late=True)
 
 
 def _first_in_time(
-    here: Iterable[tuple[SliceLoad, tuple[str, ...]]], request: Request, now: float, share: float
+    ask: _Ask,
+    here: Iterable[tuple[SliceLoad, tuple[str, ...]]],
+    share: float,
+    *,
+    late: bool = False,
 ) -> Placement | None:
     for load, leaving in here:
-        if in_time(load, request, now, share):
+        if in_time(load, ask.request, ask.now, share, late=late):
             return Placement(load.slice.id, deactivate=leaving)
     return None
 
 
 def _busy(
-    request: Request,
-    spec: ModelSpec,
-    kv_bytes: float,
-    here: Sequence[SliceLoad],
-    others: Sequence[SliceLoad],
-    value: Value,
-    now: float,
+    ask: _Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
     """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
     known), one more instance where least is to be done and the request is in time, on CPUs first;
@@ -180,17 +187,17 @@ def _busy(
     heapify(bounded)
     while bounded:
         load = heappop(bounded)[3]
-        if in_time(load, request, now, 1.0):
-            move = _activation(load, request, spec, kv_bytes, value)
+        if in_time(load, ask.request, ask.now, 1.0, late=late):
+            move = _activation(ask, load)
             if move is not None:
                 return move.placement()
     moves = [
-        move for load in others if not _bounded(load)
-        and (move := _activation(load, request, spec, kv_bytes, value)) is not None
+        move for load in others if not load.slice.hbm_bytes
+        and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
     choices = [
         (load.requests, False, (), load.slice.id, Placement(load.slice.id))
-        for load in here if not _bounded(load)
+        for load in here if not load.slice.hbm_bytes
     ]  # fmt: skip
     choices += [
         (move.load.requests, True, move.cost, move.load.slice.id, move.placement())
@@ -199,21 +206,20 @@ def _busy(
     return min(choices, key=lambda c: c[:4])[4] if choices else None
 
 
-def _bounded(load: SliceLoad) -> bool:
-    """Its memory is known, so who could not be in time had better wait for somebody to leave."""
-    return load.slice.hbm_bytes > 0
-
-
 # ---- the link: whether weights stream ----------------------------------------------------------
 
 
 def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
-    """Would the slice's share of the link bring one stream more at everybody's pace (section 6.2)?
-    Nothing of a newcomer is resident yet."""
+    """Would the slice's share of the link bring one stream more at everybody's pace (section 6.2),
+    and would that leave the slice time for others? Nothing of a newcomer is resident yet."""
     demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
     if demand > load.slice.link_bytes_per_s:
         return False
-    return load.work().link_bytes_per_s + demand <= load.slice.link_bytes_per_s
+    work = load.work()
+    return (
+        work.link_bytes_per_s + demand <= load.slice.link_bytes_per_s
+        and work.round_s + load.stream_s(spec, 0.0) <= _ROOMY * tpot_s
+    )
 
 
 def _resumes(load: SliceLoad, instance: Instance, request: Request) -> bool:
@@ -222,72 +228,83 @@ def _resumes(load: SliceLoad, instance: Instance, request: Request) -> bool:
     return not instance.streams or _carries(load, instance.spec, request.slo.tpot_s)
 
 
-# ---- memory: who leaves ------------------------------------------------------------------------
+# ---- memory: who leaves, who takes shifts ------------------------------------------------------
 
 
-def _holds(load: SliceLoad, weights: int, kv_bytes: float, tpot_s: float) -> bool:
-    """Is there memory for so much more, beside what everybody has? Where models take shifts, those
-    without requests are not in the way."""
-    if not _bounded(load):
+def _kept(load: SliceLoad) -> list[int]:
+    """Bytes of the weights of each model with requests that does not stream: where models take
+    shifts, the others are not in the way."""
+    return [one.spec.weight_bytes for one in load.busy() if not one.streams]
+
+
+def _holds(ask: _Ask, load: SliceLoad, weights: int) -> bool:
+    """Is there memory for the request's KV and so much more, beside what everybody has?"""
+    if not load.slice.hbm_bytes:
         return True
-    free = load.slice.hbm_bytes - load.kv_bytes - kv_bytes
+    free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
     if not load.keeps:
         return load.weight_bytes + weights <= free
-    sizes = [one.spec.weight_bytes for one in load.busy() if not one.streams]
-    sizes += [weights] if weights else []
-    return sum(sizes) <= free or _take_shifts(load, sizes, free, tpot_s)
+    sizes = _kept(load)
+    if sum(sizes) + weights <= free:
+        return True
+    if not weights:  # one request more for models that take shifts already
+        return sum(nlargest(2, sizes)) <= free
+    return _shift(ask, load, [*sizes, weights], free)
 
 
-def _take_shifts(load: SliceLoad, sizes: list[int], free: float, tpot_s: float) -> bool:
-    """Could models with weights of these sizes take shifts in so much memory (`policy.shifts`)?
-    Two have to fit, one that computes while the other is loaded; the link has to bring each of them
-    once while a client reads `SHIFT_TOKENS`; and a newcomer has to be the only one that waits for
-    its first load."""
-    period_s = SHIFT_TOKENS * min(tpot_s, load.work().tpot_s)
-    return (
-        sum(nlargest(2, sizes)) <= free
-        and sum(sizes) <= period_s * load.slice.link_bytes_per_s
-        and all(one.ready for one in load.busy())
-    )
+def _shift(ask: _Ask, load: SliceLoad, sizes: list[int], free: float) -> bool:
+    """Could models with weights of these sizes, the newcomer's last, take shifts in so much memory
+    (`policy.shifts`)? Two have to fit, one that computes while the other is loaded; the link has to
+    bring each of them once while a client reads `SHIFT_TOKENS`; and the newcomer's own loading must
+    not come too late because others wait for their first one. (Where it alone takes longer than
+    there is time, nobody else may wait.)"""
+    link_bytes_per_s = load.slice.link_bytes_per_s
+    period_s = SHIFT_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)
+    if sum(nlargest(2, sizes)) > free or sum(sizes) > period_s * link_bytes_per_s:
+        return False
+    ahead = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
+    left_s = ask.request.first_token_due_s - ask.now
+    return ahead <= max(0.0, left_s * link_bytes_per_s - sizes[-1])
 
 
-def _room(
-    load: SliceLoad, request: Request, weights: int, kv_bytes: float, models: int, value: Value
-) -> Leaving | None:
-    """Who leaves for so much memory and so many models more; None: somebody with requests would
-    have to. The request's own model does not, with or without requests."""
-    places, tpot_s = load.slice.max_active - len(load.active), request.slo.tpot_s
-    if places >= models and _holds(load, weights, kv_bytes, tpot_s):
+def _room(ask: _Ask, load: SliceLoad, weights: int, models: int) -> Leaving | None:
+    """Who leaves for the request's KV, so much memory and so many models more; None: somebody with
+    requests would have to. The request's own model does not, with or without requests."""
+    places = load.slice.max_active - len(load.active)
+    if places >= models and _holds(ask, load, weights):
         return (), ()
     if not load.unused:
         return None
     leaving: list[str] = []
-    unused = [(value(name), name) for name, one in load.active.items() if not one.jobs]
+    unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
     for _, name in sorted(unused):
-        if name == request.model:
+        if name == ask.spec.id:
             continue
         leaving.append(name)
-        one = load.active[name]
-        weights -= 0 if load.keeps else one.spec.weight_bytes
-        if places + len(leaving) >= models and _holds(load, weights, kv_bytes, tpot_s):
-            return tuple(leaving), value(leaving[-1])
+        weights -= 0 if load.keeps else load.active[name].spec.weight_bytes
+        if places + len(leaving) >= models and _holds(ask, load, weights):
+            return tuple(leaving), ask.value(leaving[-1])
     return None
 
 
-def _activation(
-    load: SliceLoad, request: Request, spec: ModelSpec, kv_bytes: float, value: Value
-) -> Move | None:
+def _activation(ask: _Ask, load: SliceLoad) -> Move | None:
     """One more model on the slice. None: somebody with requests would have to leave, or there is no
-    budget for it. Its weights stream if the link carries that, else they are kept in memory; those
-    of a model that is larger than the memory stream as well as they can, with none beside them."""
+    budget for it. Its weights are kept if they fit, or if the link would not carry them as a
+    stream; those of a model that is larger than the memory stream as well as they can, with none
+    beside them."""
+    spec = ask.spec
     anew = (spec.id,) if spec.id in load.active else ()
-    keep = load.keeps and not _carries(load, spec, request.slo.tpot_s)
-    if keep and spec.weight_bytes + kv_bytes > load.slice.hbm_bytes:
+    free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
+    keep = load.keeps and (
+        sum(_kept(load)) + spec.weight_bytes <= free
+        or not _carries(load, spec, ask.request.slo.tpot_s)
+    )
+    if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
         if load.work().link_bytes_per_s:
             return None
         keep = False
     weights = 0 if load.keeps and not keep else spec.weight_bytes
-    leaving = _room(load, request, weights, kv_bytes, 1 - len(anew), value)
+    leaving = _room(ask, load, weights, 1 - len(anew))
     if leaving is None:
         return None
     return Move(load, anew + leaving[0], leaving[1], keep)

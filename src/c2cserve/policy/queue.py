@@ -37,6 +37,15 @@ class WaitingQueue:
         line = self._by_model.get(model)
         return line[0] if line else None
 
+    def turn(self, model: str, now: float) -> tuple[bool, Urgency] | None:
+        """When the most urgent request of the model is placed, smallest first: whoever can still
+        be in time goes before those who are late."""
+        head = self.head(model)
+        if head is None:
+            return None
+        urgency, request = head
+        return urgency[0] and now > request.first_token_due_s, urgency
+
     def of(self, model: str) -> list[Request]:
         return [request for _, request in self._by_model.get(model, ())]
 

@@ -18,7 +18,7 @@ runs until it is done (`favourite`).
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import frexp
+from math import frexp, isinf
 from typing import Literal
 
 from c2cserve.core.actions import Fetch, Release
@@ -54,14 +54,6 @@ class _Kept:
     def due_s(self) -> float:
         return self.model.most_urgent_due_s()
 
-    def asked(self, now: float) -> None:
-        gap_s = now - self.asked_s
-        if self.gap_s == float("inf"):
-            self.gap_s = gap_s
-        else:
-            self.gap_s += _WEIGHT * (gap_s - self.gap_s)
-        self.asked_s = now
-
     def needed_s(self, now: float) -> float:
         """When somebody will be waiting for it, if it is not here: its next token is due, or its
         next request is expected (who has not come for long will not come for as long)."""
@@ -78,8 +70,8 @@ class Shifts:
         for them until they are deactivated."""
         self._arena = arena
         self._rotates = rotates
-        self._unknown = not slice_.hbm_bytes
-        self._outside_bytes = max(0, slice_.hbm_bytes - slice_.kv_bytes)
+        outside_bytes = slice_.hbm_bytes - slice_.kv_bytes if slice_.hbm_bytes else 1 << 60
+        self._outside_bytes = max(0, outside_bytes)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._kept: dict[str, _Kept] = {}
         self.wakeup: float | None = None
@@ -106,7 +98,7 @@ class Shifts:
 
     def deactivated(self, name: str) -> None:
         if self._kept.pop(name, None) is not None:
-            self._withhold()
+            self._arena.withhold(self._slabs())
 
     def fetched(self, name: str, took_s: float) -> None:
         one = self._kept.get(name)
@@ -117,8 +109,10 @@ class Shifts:
 
     def asked(self, name: str, now: float) -> None:
         """A request for the model has come."""
-        if name in self._kept:
-            self._kept[name].asked(now)
+        if (one := self._kept.get(name)) is not None:
+            gap_s = now - one.asked_s
+            one.gap_s = gap_s if isinf(one.gap_s) else one.gap_s + _WEIGHT * (gap_s - one.gap_s)
+            one.asked_s = now
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -144,7 +138,7 @@ class Shifts:
                 break
             actions += map(self._release, leaving)
             first.where = "coming"
-            self._withhold()
+            self._arena.withhold(self._slabs())
             actions.append(Fetch(first.model.name))
         return actions
 
@@ -224,7 +218,7 @@ class Shifts:
 
     def _release(self, one: _Kept) -> Release:
         one.where = "out"
-        self._withhold()
+        self._arena.withhold(self._slabs())
         return Release(one.model.name)
 
     # ---- memory ---------------------------------------------------------------------------------
@@ -247,8 +241,4 @@ class Shifts:
         )
 
     def _inside(self, size: int) -> int:
-        inside = 0 if self._unknown else max(0, size - self._outside_bytes)
-        return -(-inside // self._arena.slab_bytes)
-
-    def _withhold(self) -> None:
-        self._arena.withhold(self._slabs())
+        return -(-max(0, size - self._outside_bytes) // self._arena.slab_bytes)

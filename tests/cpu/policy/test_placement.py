@@ -100,17 +100,38 @@ def test_whoever_is_placed_fits_and_nobody_with_requests_leaves(seed: int) -> No
             assert (larger and alone) or demands(load) <= load.slice.link_bytes_per_s
 
 
-def test_weights_stream_while_the_link_carries_them_and_are_kept_beyond() -> None:
-    spec, load = SPECS[3], slice_load("s", 700, 1000.0)  # 80 bytes per 0.1 s: 800 bytes/s
-    first = place(ask("a", spec), spec, 0.0, [load], lambda name: (), 0.0)
+def with_a_neighbour(hbm_bytes: int = 200, link: float = 1000.0) -> SliceLoad:
+    """A slice with 160 bytes of weights kept for somebody."""
+    load = slice_load("s", hbm_bytes, link)
+    carry_out(load, ask("n", SPECS[4], 0.5), Placement("s", activate=True, keep=True), 0.0)
+    return load
+
+
+def test_weights_that_do_not_fit_stream_while_the_link_carries_them() -> None:
+    spec, load = SPECS[3], with_a_neighbour()  # 80 bytes per 0.5 s: 160 bytes/s
+    first = place(ask("a", spec, 0.5), spec, 0.0, [load], lambda name: (), 0.0)
     assert first == Placement("s", activate=True)
-    carry_out(load, ask("a", spec), first, 0.0)
-    assert load.weight_bytes == 0, "a stream takes none of the memory"
-    other = SPECS[2]  # 400 bytes/s more
-    second = place(ask("b", other), other, 0.0, [load], lambda name: (), 0.0)
-    assert second == Placement("s", activate=True, keep=True)
-    carry_out(load, ask("b", other), second, 0.0)
-    assert load.weight_bytes == other.weight_bytes
+    carry_out(load, ask("a", spec, 0.5), first, 0.0)
+    assert load.weight_bytes == 160, "a stream takes none of the memory"
+    other = ModelSpec("x", 180, 2, 16, 4096)  # 0.18 s more of 0.5 s: others would wait for it
+    load.profiled["x"] = TABLE
+    assert place(ask("b", other, 0.5), other, 0.0, [load], lambda name: (), 0.0) is None
+
+
+def test_weights_that_fit_are_kept() -> None:
+    spec, load = SPECS[3], slice_load("s", 100, 1e6)
+    placement = place(ask("a", spec, 0.5), spec, 20.0, [load], lambda name: (), 0.0)
+    assert placement == Placement("s", activate=True, keep=True)
+
+
+def test_who_is_late_goes_where_nobody_else_becomes_late() -> None:
+    spec, load = SPECS[0], with_a_neighbour()
+    request = ask("a", spec)
+    assert place(request, spec, 0.0, [load], lambda name: (), 9.0) is None
+    late = place(request, spec, 0.0, [load], lambda name: (), 9.0, late=True)
+    assert late == Placement("s", activate=True, keep=True)
+    load.add(ask("m", SPECS[4], 0.01), 0.0)
+    assert place(request, spec, 0.0, [load], lambda name: (), 9.0, late=True) is None
 
 
 def test_of_idle_slices_the_one_whose_link_streams_least() -> None:
@@ -119,7 +140,7 @@ def test_of_idle_slices_the_one_whose_link_streams_least() -> None:
         load.slice = replace(load.slice, link=link)
     carry_out(loads[0], ask("a", SPECS[0]), Placement("s0", activate=True), 0.0)
     placement = place(ask("b", SPECS[1]), SPECS[1], 0.0, loads, lambda name: (), 0.0)
-    assert placement == Placement("s2", activate=True)
+    assert placement == Placement("s2", activate=True, keep=True)
 
 
 def test_a_stream_that_paused_is_kept_if_others_have_taken_the_link() -> None:
@@ -168,7 +189,9 @@ def test_as_many_models_take_shifts_as_the_link_loads_in_time() -> None:
         load.add(request, 1.0)
         placed += 1
     assert placed == int(SHIFT_TOKENS * 0.05 / loads_s)
-    load.active["x0"].ready = False
     load.remove("x1", "x1")
-    again = place(ask("n", specs[1]), specs[1], 1.0, [load], lambda name: (), now)
-    assert again is None, "somebody waits for his first load already"
+    again = ask("n", specs[1], 0.05), specs[1], 1.0, [load], lambda name: (), 1.5
+    assert place(*again) is not None
+    for one in load.active.values():
+        one.ready = False
+    assert place(*again) is None, "too many wait for their first load already"

@@ -36,7 +36,8 @@ def test_clients_see_the_same(models: int, gap_s: float) -> None:
     assert single.keys() == ahead.keys()
     for name, (ttft_s, last_s) in single.items():
         assert ahead[name][0] == pytest.approx(ttft_s, abs=0.05)
-        assert ahead[name][1] == pytest.approx(last_s, rel=0.03)
+        # Whose requests are finished first is looked at once in a plan (`policy.shifts`).
+        assert ahead[name][1] == pytest.approx(last_s, rel=0.03, abs=0.3)
 
 
 def streamed(lookahead: int, gap_s: float) -> tuple[dict[str, tuple[float, float]], int]:
