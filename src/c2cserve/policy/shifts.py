@@ -121,7 +121,8 @@ class Shifts:
         which stay."""
         self.wakeup = None
         actions: list[Fetch | Release] = []
-        while sum(one.where == "coming" for one in self._kept.values()) < _AT_A_TIME:
+        most = _AT_A_TIME if self._rotates else len(self._kept)
+        while sum(one.where == "coming" for one in self._kept.values()) < most:
             out = sorted(
                 (one.due_s, name) for name, one in self._kept.items()
                 if one.where == "out" and one.model.seqs
