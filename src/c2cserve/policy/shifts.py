@@ -137,10 +137,7 @@ class Shifts:
             if now < begin_s and any(one.model.seqs for one in leaving):
                 self.wakeup = begin_s
                 break
-            actions += map(self._release, leaving)
-            first.where = "coming"
-            self._arena.withhold(self._slabs())
-            actions.append(Fetch(first.model.name))
+            actions += self._bring(first, leaving)
         return actions
 
     def turn(
@@ -174,9 +171,31 @@ class Shifts:
 
     def make_way(self, model: str, flying: Collection[str], now: float) -> list[Release]:
         """KV finds no room: the weights that go for it, those of the model that would be missed
-        last. Nothing if none can."""
+        last. Nothing if none can, or if KV gains nothing by it."""
         victims = self._victims(model, flying, now)
-        return [self._release(victims[0])] if victims else []
+        if not victims or self._slabs(-victims[0].size) == self._slabs():
+            return []
+        return [self._release(victims[0])]
+
+    def insist(self) -> list[Fetch | Release]:
+        """Nothing runs, so whoever is in waits for memory that somebody holds who is out: he comes
+        in, whoever has to leave."""
+        absent = [one for one in self._kept.values() if one.where == "out" and one.model.seqs]
+        if not absent or any(one.where == "coming" for one in self._kept.values()):
+            return []
+        first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
+        there = [one for one in self._kept.values() if one.where == "in"]
+        there.sort(key=lambda one: (bool(one.model.seqs), -one.due_s, one.model.name))
+        for count in range(len(there) + 1):
+            if self._fits(first, there[:count]):
+                return self._bring(first, there[:count])
+        return []
+
+    def _bring(self, one: _Kept, leaving: Iterable[_Kept]) -> list[Fetch | Release]:
+        actions: list[Fetch | Release] = [self._release(other) for other in leaving]
+        one.where = "coming"
+        self._arena.withhold(self._slabs())
+        return [*actions, Fetch(one.model.name)]
 
     def latest_start_s(self, out: Iterable[tuple[float, str]]) -> float:
         """When loading must begin for everybody to be in time; `out`: (due, model)."""

@@ -55,9 +55,8 @@ class SlicePolicy:
         # On GPUs what KV leaves of the arena is a cache of weights.
         cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
         self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
-        self._rotary: Rotary | None = None
-        if preset.rotation is not None and slice_.host_kv_bytes:
-            self._rotary = Rotary(self.arena, slice_, preset.rotation)
+        rotation = preset.rotation if slice_.host_kv_bytes else None
+        self._rotary = None if rotation is None else Rotary(self.arena, slice_, rotation)
         self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
         self._lookahead = 1 if self._rotary is not None else lookahead
         self._alphas = AlphaBank() if preset.alpha else None
@@ -210,15 +209,11 @@ class SlicePolicy:
         tried: set[str] = set()
         self._actions += self._shifts.plan(now, self._flights.models())
         self.wakeup = self._shifts.wakeup
-        if (
-            self._rotary is not None
-            and self._flights.flying < self._most_flying
-            and self._is_time(now)
-        ):
+        if self._rotary is not None and self._may_launch(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
         if self._lookahead > 1 and not self._flights:
             self._launch_ahead(now)
-        while self._flights.flying < self._most_flying and self._is_time(now):
+        while self._may_launch(now):
             candidates = [
                 (model.first(), model.last_step, name)
                 for name, model in self._models.items()
@@ -238,15 +233,17 @@ class SlicePolicy:
             tried.add(name)
             if self._flights.flying and self._short_of_room:
                 break  # who could be preempted has to land first
+        if not self._flights:
+            self._actions += self._shifts.insist()
         actions, self._actions = self._actions, []
         return actions
 
-    @property
-    def _most_flying(self) -> int:
+    def _may_launch(self, now: float) -> bool:
         """Steps do not overlap while requests compete for memory: only between steps can they
         change places."""
         contended = self._rotary is not None and self._rotary.contended
-        return 1 if contended else self._max_in_flight
+        most = 1 if contended else self._max_in_flight
+        return self._flights.flying < most and self._is_time(now)
 
     def _launch_ahead(self, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""
@@ -349,7 +346,7 @@ class SlicePolicy:
         model, first, rank = seq.model, self._first_in_line, seq.model.rank
         if model.started == self._slice.max_batch:
             return False
-        if first is not None and rank(first) < rank(seq) and not self._flights.parked(first.model):
+        if first is not None and rank(first) < rank(seq) and self._could_run(first.model):
             return False
         while self.arena.available(model.key) < needed + self.running and self._make_way(model):
             pass
@@ -360,6 +357,9 @@ class SlicePolicy:
         if first is seq:
             self._first_in_line = None
         return True
+
+    def _could_run(self, model: ActiveModel) -> bool:
+        return self._shifts.computes(model.name) and not self._flights.parked(model)
 
     def _make_room(self, seq: Seq) -> bool:
         """One more block, for the next token, preempting others if need be."""

@@ -7,11 +7,12 @@ from worlds import check_end, world
 
 from c2cserve.policy.presets import PRESETS
 from c2cserve.sim.faults import SliceFault
+from c2cserve.sim.hardware import SliceSettings
 from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.report import report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.shapes import catalogue
-from c2cserve.sim.workload.build import WorkloadSettings
+from c2cserve.sim.workload.build import WorkloadSettings, workload
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -69,3 +70,21 @@ def test_who_is_never_refused_is_served_however_late() -> None:
     # The first was on the slice when it was lost; the others had never begun.
     lost = endings(20.0, SliceFault("gpu0", 0.05, 20.0))
     assert lost == [("finished", 0), ("rejected", 429), ("rejected", 429)]
+
+
+@pytest.mark.parametrize(("rate", "seconds", "models", "seed"), [(8, 10, 3, 0), (20, 10, 4, 1)])
+def test_short_of_kv_beside_kept_weights_everybody_ends(
+    rate: int, seconds: int, models: int, seed: int
+) -> None:
+    """Who holds KV without his weights, and who has weights and finds no KV, never wait for each
+    other; and weights do not leave for KV that gains nothing by it."""
+    names = catalogue(f"llama-3.2-3b*{models}")
+    load = f"synthetic:rate={rate},duration={seconds},sources={models},prompt=1000,output=150"
+    asked = workload(WorkloadSettings(load, seed=seed), names)
+    slices = SliceSettings(kv_share=0.02)
+    scenario = Scenario(
+        "gh200:mig3", "", WorkloadSettings(""), "1,0.1", patience=1.0, slices=slices, seed=seed
+    )
+    simulation = prepare(scenario, names, asked)
+    simulation.run()
+    check_end(simulation)
