@@ -169,13 +169,16 @@ class Shifts:
         step_s = one.model.time.decode_step_s(len(one.model.seqs))
         return frexp(one.size * gap_s / step_s)[1] if step_s else 0
 
-    def make_way(self, model: str, flying: Collection[str], now: float) -> list[Release]:
-        """KV finds no room: the weights that go for it, those of the model that would be missed
-        last. Nothing if none can, or if KV gains nothing by it."""
-        victims = self._victims(model, flying, now)
-        if not victims or self._slabs(-victims[0].size) == self._slabs():
+    def make_way(self, model: ActiveModel, flying: Collection[str], now: float) -> list[Release]:
+        """KV of a model with requests finds no room: the weights that go for it, those of the model
+        that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
+        more urgent: else the two would make each other leave in turn."""
+        victim = next(iter(self._victims(model.name, flying, now)), None)
+        if victim is None or self._slabs(-victim.size) == self._slabs():
             return []
-        return [self._release(victims[0])]
+        if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
+            return []
+        return [self._release(victim)]
 
     def insist(self) -> list[Fetch | Release]:
         """Nothing runs, so whoever is in waits for memory that somebody holds who is out: he comes

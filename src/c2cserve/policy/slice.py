@@ -378,7 +378,7 @@ class SlicePolicy:
 
     def _make_way(self, model: ActiveModel) -> bool:
         """Other models' weights go for its KV. False: there are none that can."""
-        gone = self._shifts.make_way(model.name, self._flights.models(), self._now)
+        gone = self._shifts.make_way(model, self._flights.models(), self._now)
         self._actions += gone
         return bool(gone)
 

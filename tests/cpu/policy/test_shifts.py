@@ -83,8 +83,8 @@ def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
             del model.seqs[random.choice(sorted(model.seqs))]
         elif what < 0.6 and (more := world.arena.allocate(model.key, random.randint(1, 9))):
             blocks += [(model.key, offset) for offset in more]
-        elif what < 0.65:
-            world.carry_out(list(world.shifts.make_way(model.name, (), now)))
+        elif what < 0.65 and model.seqs:
+            world.carry_out(list(world.shifts.make_way(model, (), now)))
         elif what < 0.8 and blocks:
             key, offset = blocks.pop(random.randrange(len(blocks)))
             world.arena.release(key, [offset])
