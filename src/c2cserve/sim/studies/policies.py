@@ -111,7 +111,7 @@ _TESTBED = _Run(
 )
 _ONE = _Run(
     FCFS, "gh200-144", "qwen2.5-32b", seconds=20.0, prompt=220, output=500, slo="5,0.1",
-    patience=0.0, slices=SliceSettings(kv_share=0.1, max_batch=512),
+    patience=0.0, slices=SliceSettings(kv_share=0.05, max_batch=512),
 )  # fmt: skip
 _PAUSING = replace(_ONE.slices, host_kv_bytes=400_000_000_000)
 _RATE = "requests per second"
@@ -119,10 +119,12 @@ _STREAMS = _preset(keeps=False)
 
 _CASES = (
     _Case(
-        "headroom", "Whose turn it is", _RATE, "% in time", (8.0, 16.0, 24.0, 32.0),
+        "headroom", "Whose turn it is", _RATE, "% in time", (8.0, 12.0, 16.0, 20.0),
         {
-            "least headroom": lambda x: replace(_FEW, rate=x),
-            "first come": lambda x: replace(_FEW, preset=_preset(turn="arrival"), rate=x),
+            "least headroom": lambda x: replace(_FEW, prompt=1500, rate=x),
+            "first come": lambda x: replace(
+                _FEW, prompt=1500, preset=_preset(turn="arrival"), rate=x
+            ),
         },
         _met,
     ),
@@ -165,7 +167,7 @@ _CASES = (
         _met,
     ),
     _Case(
-        "admission", "Refusing what would be late", _RATE, "% in time", (8.0, 12.0, 16.0, 24.0),
+        "admission", "Refusing what would be late", _RATE, "% in time", (12.0, 16.0, 20.0, 24.0),
         {
             "patience 1": lambda x: replace(_FEW, prompt=1000, patience=1.0, rate=x),
             "20 (default)": lambda x: replace(_FEW, prompt=1000, patience=20.0, rate=x),
@@ -191,7 +193,7 @@ _CASES = (
         _p99_ms,
     ),
     _Case(
-        "rotation", "KV that makes room", _RATE, "first tokens in time, %", (6.0, 8.0, 10.0),
+        "rotation", "KV that makes room", _RATE, "first tokens in time, %", (4.0, 8.0, 12.0),
         {
             "rotation": lambda x: replace(_ONE, preset=SUPERINFER, rate=x, slices=_PAUSING),
             "first come": lambda x: replace(_ONE, rate=x),
