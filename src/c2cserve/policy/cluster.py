@@ -309,7 +309,7 @@ class ClusterPolicy:
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Slices that take more requests, and of which models only."""
-        loads = [load for load in self._slices.values() if load.open]
+        loads = [one for one in self._slices.values() if one.requests < one.most_requests]
         return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
 
     def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:

@@ -128,13 +128,13 @@ class SliceLoad:
     """For each model it is chosen whether its weights stream or are kept (`policy.placement`)."""
     memory: MemoryBooks[Activate | ResizeKv] | None = None
     """Where every instance has weights and KV of its own."""
+    most_requests: int = field(init=False)
+    """What waits at the controller can still go to any slice, so this one gets no more than keeps
+    it busy."""
     _work: Work | None = None
 
-    @property
-    def open(self) -> bool:
-        """More requests can be dispatched here. What waits at the controller can still go to any
-        slice, so a slice gets no more than keeps it busy."""
-        return self.requests < 2 * self.slice.max_batch
+    def __post_init__(self) -> None:
+        self.most_requests = 2 * self.slice.max_batch
 
     @property
     def instance_limit(self) -> int:

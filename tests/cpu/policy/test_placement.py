@@ -80,7 +80,7 @@ def test_whoever_is_placed_fits_and_nobody_with_requests_leaves(seed: int) -> No
             continue
         spec, kv_bytes = random.choice(SPECS), float(random.choice((0, 16, 64)))
         request = ask(f"r{number}", spec, random.choice((0.05, 0.2)))
-        able = [load for load in loads.values() if load.open]
+        able = [load for load in loads.values() if load.requests < load.most_requests]
         placement = place(request, spec, kv_bytes, able, lambda name: (float(name[1:]),), 0.0)
         if placement is None:
             continue
