@@ -1,5 +1,5 @@
-"""Room in one stretch of memory for blocks of many sizes, in pieces if need be: while bytes are free
-a block finds room, however they are scattered. No memory is touched."""
+"""Room in one stretch of memory for blocks of many sizes, in pieces if need be: while bytes are
+free a block finds room, however they are scattered. No memory is touched."""
 
 from bisect import bisect_left
 
