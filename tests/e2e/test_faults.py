@@ -46,11 +46,11 @@ async def all_streams(
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 24, 160))
+        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
 
         async def disturbed() -> tuple[list[str], float]:
             victim, begun = server.state()["slices"][0], asyncio.Event()
-            streams = asyncio.create_task(all_streams(server.url, 24, 160, begun))
+            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
             await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
@@ -66,7 +66,7 @@ def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
 
         texts, back_s = asyncio.run(disturbed())
         assert texts == undisturbed
-        assert back_s < 15.0  # 1 to 2 where nobody else has the cores
+        assert back_s < 5.0
         counters = server.state()["counters"]
         assert counters["slice_lost"] == 1
         assert counters["resumed_requests"] >= 8, "the kill hit nothing in flight"

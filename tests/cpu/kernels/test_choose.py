@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise, product
+from statistics import median
 
 import pytest
 from gemm_questions import (
@@ -261,16 +262,15 @@ def test_a_new_question_is_answered_within_a_millisecond_or_so(
     assert len(points) == 2000
     chooser = Chooser(with_points(points))
     took: list[float] = []
-    yardstick: list[float] = []
     for m in range(1100, 4000, 131):
         question = replace(PAPER, m=m, n=5120, k=6144)
-        yardstick.append(looping_s())
+        yardstick_s = looping_s()
         start = time.perf_counter()
         first = chooser.pick(question)
-        took.append(time.perf_counter() - start)
+        took.append((time.perf_counter() - start) / yardstick_s)
         assert chooser.pick(question) is first
-    # The fastest of each, and by this core's speed: other processes have the cores at times.
-    assert min(took) < 6 * min(yardstick)
+    # By this core's speed at the moment, and the median: other processes have the cores at times.
+    assert median(took) < 2.5
 
 
 @pytest.mark.parametrize("m", [1024, 2048, 4096])
