@@ -135,8 +135,9 @@ class Executor:
             case RunStep(step):
                 self._start(step)
             case Drop(request_id, requeued):
-                self._host_kv.forget(request_id)
-                if not requeued:
+                if requeued:
+                    self._host_kv.forget(request_id)
+                else:
                     self._end(request_id)
             case Truncate(request_id):
                 self._truncate(self._seqs[request_id])

@@ -366,12 +366,12 @@ class ClusterPolicy:
         self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
         if not self._queue:
             return
+        waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         usable = (name for name in self._queue.models() if self._models[name].usable)
-        ahead = 0 if everybody or not arrived else sum(map(self._queue.count, usable))
-        for request in list(self._queue) if everybody else arrived:
-            if request.id in self._queue:
-                self._refuse_late(request, ahead, now)
-                ahead += everybody and self._models[request.model].usable
+        ahead = 0 if everybody or not waiting else sum(map(self._queue.count, usable))
+        for request in waiting:
+            self._refuse_late(request, ahead, now)
+            ahead += everybody and self._models[request.model].usable
 
     def _refuse_late(self, request: Request, ahead: int, now: float) -> None:
         down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s

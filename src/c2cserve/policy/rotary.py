@@ -120,12 +120,8 @@ class Rotary:
         if blocks is None:
             return None
         seq.blocks, seq.told, seq.since_s = blocks, 0, now
-        seq.moves += 1
-        self._moving[seq.request.id] = (seq, "in")
-        return Move(
-            seq.request.id, "in", 0, tuple(blocks[: _blocks(seq.computed)]),
-            self._copies.lasting(seq.request.id), self._arena.end_bytes,
-        )  # fmt: skip
+        lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
+        return self._move(seq, "in", 0, blocks[: _blocks(seq.computed)], lasting, end_bytes)
 
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
         """Eagerly, what is full by now, as far as this iteration's budget goes."""
@@ -144,10 +140,13 @@ class Rotary:
                 budget -= count * block
         return moves
 
-    def _move(self, seq: Seq, direction: Direction, first: int, blocks: list[int]) -> Move:
+    def _move(
+        self, seq: Seq, direction: Direction, first: int, blocks: list[int], kept: int = 0,
+        kv_end_bytes: int | None = None,
+    ) -> Move:  # fmt: skip
         seq.moves += 1
         self._moving[seq.request.id] = (seq, direction)
-        return Move(seq.request.id, direction, first, tuple(blocks))
+        return Move(seq.request.id, direction, first, tuple(blocks), kept, kv_end_bytes)
 
     def moved(self, request_id: str) -> Seq:
         """A move is done. Whoever left has no blocks any more, whoever came can run."""

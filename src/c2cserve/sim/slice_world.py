@@ -44,14 +44,12 @@ class SimSlice:
         self.use = self.compute.use
         self._in = CopyEngine(world.timeline, world.network, lane.h2d)
         self._out = CopyEngine(world.timeline, world.network, lane.d2h)
-        self._loading: dict[str, float] = {}
-        """Model whose weights are on their way -> since when."""
+        self._loading: dict[str, tuple[float, Flow]] = {}
+        """Model whose weights are on their way -> since when, and what brings them."""
         self._absent: dict[str, None] = {}
         """Models that are to be kept, whose weights are not here nor on their way."""
         self._paused: dict[str, int] = {}
         """Models that compute nothing for other reasons -> how many of those there are."""
-        self._flows: dict[str, Flow] = {}
-        """What brings them."""
         self._waiting: dict[str, list[RunStep]] = {}
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
@@ -131,35 +129,35 @@ class SimSlice:
     def _load(self, model: SimModel) -> None:
         world, name, size = self._world, model.spec.id, model.spec.weight_bytes
         self.use.loads += 1
-        now = self._loading[name] = world.timeline.now
         del self._absent[name]
         assert self._kept is not None
         self._kept.hold(model)
         self.book.weigh(self._kept.held_bytes)
-        done = partial(self._loaded, name, now)
+        done = partial(self._loaded, name)
         flow = world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
-        self._flows[name] = flow
+        self._loading[name] = world.timeline.now, flow
 
     def _drop_weights(self, name: str) -> None:
         if self._kept is not None:
             self._kept.release(name)
             self.book.weigh(self._kept.held_bytes)
-        if self._loading.pop(name, None) is not None:
-            self._world.network.stop(self._flows.pop(name))
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            self._world.network.stop(loading[1])
 
     def load_left_s(self, name: str) -> float:
         """About how long its weights are still on their way."""
-        since_s = self._loading.get(name)
-        if since_s is None and name not in self._absent:
+        if name not in self._loading and name not in self._absent:
             return 0.0
-        now = self._world.timeline.now
         took_s = self.active[name].spec.weight_bytes / self.lane.load_bytes_per_s
-        return max(0.0, (now if since_s is None else since_s) + took_s - now)
+        if name in self._absent:
+            return took_s
+        return max(0.0, self._loading[name][0] + took_s - self._world.timeline.now)
 
-    def _loaded(self, name: str, since_s: float) -> None:
-        if self._dead or self._loading.get(name) != since_s:
+    def _loaded(self, name: str) -> None:
+        if self._dead:
             return
-        del self._loading[name], self._flows[name]
+        since_s, _ = self._loading.pop(name)
         took_s = self._world.timeline.now - since_s
         for seq in self.seqs.values():
             if seq.spec.id == name and not seq.job.drawn:

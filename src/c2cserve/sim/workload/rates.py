@@ -7,10 +7,11 @@ means      model, rps_...: one Poisson process per model
 clients    of ServeGen: `workload.clients`
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from math import gamma
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from c2cserve.sim.workload.clients import COLUMNS, WINDOW_S, clients
 from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
@@ -33,32 +34,43 @@ def draw(
         raise TraceError(f"{path.name} is empty")
     found = lines[0].keys()
     end_s = start_s + duration_s
-    if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
-        rows = _windows(lines, seed, start_s, end_s, scale)
-    elif {"func", "m1"} <= found:
-        rows = _minutes(lines, seed, start_s, end_s, scale)
-    elif found >= COLUMNS:
-        kept = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
-        if not kept:
-            raise TraceError(f"{path.name} has no clients like these")
-        rows = clients(kept, seed, start_s, end_s, scale)
-    elif "model" in found and any(column.startswith("rps") for column in found):
-        known = [column for column in found if column.startswith("rps")]
-        column = where.get("rates", known[0])
-        if column not in known:
-            raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
-        rows = _means(lines, column, seed, start_s, end_s, scale)
-    else:
-        raise TraceError(f"{path.name} has columns nobody can read: {', '.join(found)}")
+    match _form(found):
+        case "windows":
+            rows = _windows(lines, seed, start_s, end_s, scale)
+        case "minutes":
+            rows = _minutes(lines, seed, start_s, end_s, scale)
+        case "clients":
+            kept = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
+            if not kept:
+                raise TraceError(f"{path.name} has no clients like these")
+            rows = clients(kept, seed, start_s, end_s, scale)
+        case "means":
+            known = [column for column in found if column.startswith("rps")]
+            column = where.get("rates", known[0])
+            if column not in known:
+                raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
+            rows = _means(lines, column, seed, start_s, end_s, scale)
+        case None:
+            raise TraceError(f"{path.name} has columns nobody can read: {', '.join(found)}")
     return sorted(rows, key=lambda row: row.t_s)
 
 
 def has_rates(path: Path) -> bool:
     """Whether `draw` is for this file, not `rows.read`. Raises OSError, TraceError."""
-    found = columns(path)
-    if found >= COLUMNS or {"client", "rate_rps"} <= found or "m1" in found:
-        return True
-    return "model" in found and any(column.startswith("rps") for column in found)
+    return _form(columns(path)) is not None
+
+
+def _form(found: Set[str]) -> Literal["windows", "minutes", "clients", "means"] | None:
+    """Of a file with these columns; None: it has no rates."""
+    if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
+        return "windows"
+    if {"func", "m1"} <= found:
+        return "minutes"
+    if found >= COLUMNS:
+        return "clients"
+    if "model" in found and any(column.startswith("rps") for column in found):
+        return "means"
+    return None
 
 
 def _windows(
