@@ -75,6 +75,18 @@ def test_what_does_not_fit_is_named(changed: dict[str, Any], says: str) -> None:
         check(operands["x"], W, operands["bias"], operands["out"])
 
 
+def test_a_gate_takes_half_of_the_rows() -> None:
+    check(gpu(M, K), W, gpu(N), gpu(M, N // 2), gated=True)
+    check(gpu(M, K), W, None, strided((M, N // 2), (N - 5, 1)), gated=True)
+    with pytest.raises(OperandError, match=r"out is \[6, 24\], not \[6, 12\]"):
+        check(gpu(M, K), W, None, gpu(M, N), gated=True)
+    with pytest.raises(OperandError, match="rows of 12 elements overlap: they are 8 apart"):
+        check(gpu(M, K), W, None, strided((M, N // 2), (8, 1)), gated=True)
+    odd = WeightHandle(4096, (N + 1, K), "bfloat16", "host")
+    with pytest.raises(OperandError, match="a gate and what it gates are as many rows"):
+        check(gpu(M, K), odd, None, gpu(M, N // 2), gated=True)
+
+
 def test_more_rows_than_coordinates_count() -> None:
     rows = 2**31
     with pytest.raises(OperandError, match=f"{rows} rows are too many for 32-bit coordinates"):

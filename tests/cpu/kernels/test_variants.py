@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 from gemm_questions import questions
 from hypothesis import given
+from hypothesis import strategies as st
 
+from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.candidates import candidates
+from c2cserve.kernels.gpu.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.compiler import SOURCES
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.profile import AnyDataflow, Dtype
@@ -73,6 +76,16 @@ def test_stages_hide_latency_and_fill_shared_memory(variant: Variant) -> None:
     assert variant.stages * stage <= SHARED_BYTES
     rest = SHARED_BYTES - variant.stages * stage
     assert variant.stages == 12 or rest < stage + 40_000, "shared memory is left idle"
+
+
+@given(questions(), st.integers(1, ROWS_STREAMED))
+def test_whatever_streams_few_rows_is_built_for_gates_too(question: Question, rows: int) -> None:
+    """What serves up to 64 rows is picked for the shape, whether its W is a gate's or not."""
+    few = replace(question, m=rows, k=-(-question.k // 8) * 8, experts=0, top_k=0)
+    dataflow, tiles = Chooser(assumed_h200()).serving(few)
+    variant = launched(dataflow, tiles, few.dtype)
+    assert variant is not None
+    assert replace(variant, gated=True) in VARIANTS
 
 
 @given(questions())

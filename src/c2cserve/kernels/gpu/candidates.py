@@ -64,7 +64,9 @@ def _built(source: Source, dtype: Dtype, *, tee: bool = False) -> tuple[Tiles, .
     found = {
         Tiles(bx=one.bx, cluster=one.cluster, kp=one.kp or Tiles().kp)
         for one in VARIANTS
-        if (one.source, one.dtype, one.tee) == (source, dtype, tee) and one.partial_bytes != 2
+        if (one.source, one.dtype, one.tee) == (source, dtype, tee)
+        and one.partial_bytes != 2
+        and not one.gated
     }
     return tuple(sorted(found, key=lambda tiles: (tiles.cluster, tiles.bx, tiles.kp)))
 

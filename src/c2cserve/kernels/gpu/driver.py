@@ -44,7 +44,7 @@ def tensor_map(
     128 bytes, swizzled in shared memory. `row_stride` in elements. Outside the matrix, reads give
     zeros and writes go nowhere. Raises `CudaError` for what the engine can not address."""
     item_bytes = _TYPES[dtype][1]
-    return _encode(pointer, (columns, rows), (row_stride * item_bytes,), box_rows, dtype)
+    return _encode(pointer, (columns, rows), (row_stride * item_bytes,), (box_rows,), dtype)
 
 
 @lru_cache(maxsize=4096)
@@ -52,16 +52,29 @@ def stack_map(
     pointer: int, matrices: int, rows: int, columns: int, box_rows: int, dtype: MapType
 ) -> bytes:
     """The same of `matrices` contiguous matrices one after another: a box stays within one."""
+    return _encode_stack(pointer, matrices, rows, columns, (box_rows, 1), dtype)
+
+
+@lru_cache(maxsize=4096)
+def pair_map(pointer: int, rows: int, columns: int, box_rows: int, dtype: MapType) -> bytes:
+    """Of two such matrices: a box has `box_rows` rows of the first, then the same of the second."""
+    return _encode_stack(pointer, 2, rows, columns, (box_rows, 2), dtype)
+
+
+def _encode_stack(
+    pointer: int, matrices: int, rows: int, columns: int, box: tuple[int, int], dtype: MapType
+) -> bytes:
     row_bytes = columns * _TYPES[dtype][1]
     strides = (row_bytes, rows * row_bytes)
-    return _encode(pointer, (columns, rows, matrices), strides, box_rows, dtype)
+    return _encode(pointer, (columns, rows, matrices), strides, box, dtype)
 
 
 def _encode(
-    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box_rows: int, dtype: MapType
-) -> bytes:
+    pointer: int, sizes: tuple[int, ...], strides: tuple[int, ...], box_sizes: tuple[int, ...],
+    dtype: MapType,
+) -> bytes:  # fmt: skip
     kind, item_bytes = _TYPES[dtype]
-    box = (_ROW_BYTES // item_bytes, box_rows, 1)[: len(sizes)]
+    box = (_ROW_BYTES // item_bytes, *box_sizes)
     result = cu.cuTensorMapEncodeTiled(
         kind, len(sizes), pointer,
         [cu.cuuint64_t(size) for size in sizes],

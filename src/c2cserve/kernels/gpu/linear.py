@@ -23,6 +23,7 @@ from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.dataflows.direct import direct, grouped, split
 from c2cserve.kernels.gpu.dataflows.published import hybrid
 from c2cserve.kernels.gpu.dataflows.staged import bring, prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
@@ -79,6 +80,23 @@ class Linear:
         kept = None if place is None else local_weight(place)
         self.launched["prefetch"] += 1
         prefetch(self.lane, x, w, bias, out, tiles, kept)
+        return out
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        """`silu_mul(self(x, w, bias))`, bit for bit: W's first half of rows is the gate; x [M, K]
+        -> [M, N / 2]. Up to 64 rows it is one launch, that of the GEMM. Raises as `__call__`."""
+        rows = x.shape[0]
+        out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
+        if rows == 0:
+            return out
+        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        if dataflow not in ("direct", "split"):
+            return silu_mul(self(x, w, bias))
+        w = self._nearest(w)
+        self._share_link(w)
+        self.launched[dataflow] += 1
+        flow = direct if dataflow == "direct" else split
+        flow(self.lane, x, w, bias, out, tiles, gated=True)
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:

@@ -30,18 +30,23 @@ class FeedParams(ctypes.Structure):
 
 
 def check(
-    x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, *, grouped: bool = False
-) -> None:
-    """What every dataflow needs: x [M, K], out [M, N], rows possibly strided, bias [N], all of W's
-    dtype and on one GPU; W [experts, N, K] if and only if `grouped`. Raises `OperandError`."""
+    x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, *, grouped: bool = False,
+    gated: bool = False,
+) -> None:  # fmt: skip
+    """What every dataflow needs: x [M, K], out [M, N] ([M, N / 2] if `gated`), rows possibly
+    strided, bias [N], all of W's dtype and on one GPU; W [experts, N, K] if and only if `grouped`.
+    Raises `OperandError`."""
     dtype, n = TORCH_DTYPES[w.dtype], w.n
+    columns = n // 2 if gated else n
+    if gated and n % 2:
+        raise OperandError(f"W is {list(w.shape)}: a gate and what it gates are as many rows")
     if bool(w.experts) != grouped:
         wanted = "[experts, N, K] here" if grouped else "[N, K]: experts' rows need offsets"
         raise OperandError(f"W is {list(w.shape)}, not {wanted}")
     if x.dim() != 2 or x.shape[1] != w.k:
         raise OperandError(f"x is {list(x.shape)}: W {list(w.shape)} needs [M, {w.k}]")
-    if out.shape != (x.shape[0], n):
-        raise OperandError(f"out is {list(out.shape)}, not [{x.shape[0]}, {n}]")
+    if out.shape != (x.shape[0], columns):
+        raise OperandError(f"out is {list(out.shape)}, not [{x.shape[0]}, {columns}]")
     if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
         raise OperandError(f"bias is {list(bias.shape)}, not a contiguous [{n}]")
     for name, tensor in (("x", x), ("out", out), ("bias", bias)):
@@ -53,8 +58,10 @@ def check(
             raise OperandError(f"{name} is on {tensor.device}, x on {x.device}: one GPU, please")
         if tensor.stride(-1) != 1:
             raise OperandError(f"{name}'s last dimension has stride {tensor.stride(-1)}, not 1")
-    if out.shape[0] > 1 and out.stride(0) < n:
-        raise OperandError(f"out's rows of {n} elements overlap: they are {out.stride(0)} apart")
+    if out.shape[0] > 1 and out.stride(0) < columns:
+        raise OperandError(
+            f"out's rows of {columns} elements overlap: they are {out.stride(0)} apart"
+        )
     if max(x.shape[0], w.rows) > _ROWS_MAX:
         raise OperandError(f"{max(x.shape[0], w.rows)} rows are too many for 32-bit coordinates")
 

@@ -4,7 +4,7 @@ A variant is compiled once, ahead of serving (`c2cserve kernels build`), and fou
 sizes of its shared memory are worked out here and held against the device code when it compiles.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Source = Literal["direct", "split", "grouped", "ring", "hybrid"]
@@ -28,6 +28,7 @@ BX_SHARED = (192, 256)
 """And where a cluster shares what it streams: fewer rows need no cluster."""
 CLUSTERS = (2, 4, 8)
 BX_SPLIT = (16, 32, 64)
+"""And of few rows, where a cluster shares K, or W is a gate and what it gates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Variant:
     tee: bool = False
     kp: int = 0
     partial_bytes: Literal[0, 2, 4] = 0
+    gated: bool = False
 
     @property
     def name(self) -> str:
@@ -50,6 +52,8 @@ class Variant:
             parts.append(f"c{self.cluster}")
         if self.tee:
             parts.append("tee")
+        if self.gated:
+            parts.append("gated")
         if self.source == "hybrid":
             parts += [f"k{self.kp}", f"p{8 * self.partial_bytes}"]
         return "-".join(parts)
@@ -83,7 +87,10 @@ class Variant:
         }
         match self.source:
             case "direct":
-                defines |= {"CLUSTER": self.cluster, "TEE": int(self.tee)}
+                tee, gated = int(self.tee), int(self.gated)
+                defines |= {"CLUSTER": self.cluster, "TEE": tee, "GATED": gated}
+            case "split":
+                defines |= {"CLUSTER": self.cluster, "GATED": int(self.gated)}
             case "hybrid":
                 defines |= {"KP": self.kp, "PARTIAL": self.partial_bytes}
             case _:
@@ -96,6 +103,8 @@ def _of(dtype: Dtype) -> list[Variant]:
     shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
     tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]
     split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SPLIT]
+    gated = [Variant("direct", dtype, bx, gated=True) for bx in BX_SPLIT]
+    gated += [replace(variant, gated=True) for variant in split]
     grouped = [Variant("grouped", dtype, bx) for bx in BX_ALONE]
     grouped += [Variant("grouped", dtype, 256, cluster) for cluster in CLUSTERS]
     ring = [Variant("ring", dtype, bx) for bx in (128, 256)]
@@ -105,7 +114,7 @@ def _of(dtype: Dtype) -> list[Variant]:
         for bx, kp in ((64, 256), (128, 256), (256, 256), (128, 512))
         for partial in (4, 2)
     ]
-    return alone + shared + tee + split + grouped + ring + hybrid
+    return alone + shared + tee + split + gated + grouped + ring + hybrid
 
 
 VARIANTS: tuple[Variant, ...] = tuple(variant for dtype in DTYPES for variant in _of(dtype))

@@ -1,27 +1,31 @@
 // direct: W from its home straight into the multiply, once for each kCluster x kBX rows of X.
-// With TEE, every tile of W that passes by is also stored into a slot in local memory.
+// With TEE, every tile of W that passes by is also stored into a slot in local memory. With GATED, W
+// is a gate and what it gates, and so is a tile of it (gated.cuh).
 //
-// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, SHARED_BYTES.
-#include "pipeline.cuh"
+// Built with -D: TYPE (Bf16, Fp16), BX, CLUSTER, STAGES, TEE, GATED, SHARED_BYTES.
+#include "gated.cuh"
 
 struct DirectParams {
   CUtensorMap x, w, slot;  // boxes of BX, 128 / CLUSTER and 128 / CLUSTER rows of 64 elements
   Output out;
   Feed feed;
-  int m, n, k;
+  int m, n, k;  // n: columns of O
 };
 
 using Type = wgmma::TYPE;
 using Stream = Pipeline<Type, BX, CLUSTER, STAGES, TEE>;
 static_assert(Stream::kShared <= SHARED_BYTES);
+static_assert(!GATED || (CLUSTER == 1 && !TEE && BX <= 64));
+
+constexpr int kColumns = GATED ? gated::kColumns : kBlockW;  // of O in a tile
 
 // Tiles of this cluster, one after another: columns of O run fastest.
 __device__ __forceinline__ bool find_work(const DirectParams& p, int tile, uint32_t rank,
                                           Work& work) {
-  const int across = tiles_of(p.n, kBlockW);
+  const int across = tiles_of(p.n, kColumns);
   if (tile >= across * tiles_of(p.m, CLUSTER * BX)) return false;
   work.matrix = 0;
-  work.column = work.w_row = tile % across * kBlockW;
+  work.column = work.w_row = tile % across * kColumns;
   work.x_row = (tile / across * CLUSTER + static_cast<int>(rank)) * BX;
   work.rows = p.m - work.x_row;
   return true;
@@ -79,7 +83,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
     float d[BX / 2];
     for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
       stream.multiply(d, group, tiles_of(p.k, kBlockK));
-      stream.store(d, group, work, p.out);
+      if constexpr (GATED) {
+        gated::store(stream, d, group, work, p.out);
+      } else {
+        stream.store(d, group, work, p.out);
+      }
     }
   }
   leave_together<CLUSTER>();

@@ -72,6 +72,21 @@ struct Output {
   const uint16_t* bias;
   long long stride;
   int columns;
+
+  // Eight neighbouring values of a row, as far as they are columns; at once where that is aligned.
+  __device__ __forceinline__ void put(const uint4& values, long long row, int column) const {
+    uint16_t* target = data + row * stride + column;
+    const bool whole = stride % 8 == 0 && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    if (whole && column + 8 <= columns) {
+      *reinterpret_cast<uint4*>(target) = values;
+      return;
+    }
+    const uint16_t* bits = reinterpret_cast<const uint16_t*>(&values);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (column + j < columns) target[j] = bits[j];
+    }
+  }
 };
 
 // How W is fed to a launch. Both may be null; what they point to is written before the launch, so one
@@ -246,17 +261,10 @@ struct Pipeline {
   // Writes a tile through shared memory, so that rows of O leave in whole 128-byte lines.
   __device__ __forceinline__ void store(float (&d)[kBX / 2], int group, const Work& work,
                                         const Output& out) const {
-    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+    const int thread = threadIdx.x % kWarpgroup;
     const int column = work.column + group * 64;
-    float bias[2] = {0.0f, 0.0f};
-    if (out.bias != nullptr) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int n = column + warp * 16 + half * 8 + lane / 4;
-        if (n < out.columns) bias[half] = widen(T{}, out.bias[n]);
-      }
-    }
-    const bool whole = out.stride % 8 == 0 && reinterpret_cast<uintptr_t>(out.data) % 16 == 0;
+    float bias[2];
+    load_bias(bias, out.bias, column, out.columns);
 #pragma unroll
     for (int chunk = 0; chunk < kBX; chunk += kChunk) {
       if (chunk < work.rows) {  // the same for all threads of the warpgroup
@@ -267,20 +275,21 @@ struct Pipeline {
           if (chunk + row >= work.rows) break;
           const uint4 values = *reinterpret_cast<const uint4*>(
               staging(group) + row * 128 + ((piece ^ (row % 8)) * 16));
-          const int n = column + piece * 8;
-          uint16_t* target = out.data + (work.x_row + chunk + row) * out.stride + n;
-          if (whole && n + 8 <= out.columns) {
-            *reinterpret_cast<uint4*>(target) = values;
-          } else {
-            const uint16_t* bits = reinterpret_cast<const uint16_t*>(&values);
-#pragma unroll
-            for (int j = 0; j < 8; ++j) {
-              if (n + j < out.columns) target[j] = bits[j];
-            }
-          }
+          out.put(values, work.x_row + chunk + row, column + piece * 8);
         }
         ptx::named_barrier(1 + group, kWarpgroup);
       }
+    }
+  }
+
+  // Of this thread's two rows of W, the first of which in its warpgroup is `first`; 0 without a bias.
+  __device__ __forceinline__ void load_bias(float (&bias)[2], const uint16_t* values, int first,
+                                            int end) const {
+    const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int n = first + warp * 16 + half * 8 + lane / 4;
+      bias[half] = values != nullptr && n < end ? widen(T{}, values[n]) : 0.0f;
     }
   }
 

@@ -54,6 +54,20 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// ---- arithmetic as Triton's compiler has it ------------------------------------------------------
+
+__device__ __forceinline__ float exp2(float x) {
+  float value;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(value) : "f"(x));
+  return value;
+}
+
+__device__ __forceinline__ float divide(float a, float b) {
+  float value;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+  return value;
+}
+
 // ---- programmatic dependent launch ---------------------------------------------------------------
 
 // What comes after this sees all that earlier kernels of the stream wrote.

@@ -1,21 +1,23 @@
 // split: few rows of X and few tiles of O. The cluster lies along K: each CTA sums its share of K for
 // the same tile, and the shares are added in rank order out of each other's shared memory. More CTAs
-// then read W at once, and results are the same from run to run.
+// then read W at once, and results are the same from run to run. With GATED, W is a gate and what it
+// gates, and so is a tile of it (gated.cuh).
 //
-// Built with -D: TYPE, BX (at most 64), CLUSTER (shares of K), STAGES, SHARED_BYTES.
-#include "pipeline.cuh"
+// Built with -D: TYPE, BX (at most 64), CLUSTER (shares of K), STAGES, GATED, SHARED_BYTES.
+#include "gated.cuh"
 
 struct SplitParams {
   CUtensorMap x, w;  // boxes of BX and 128 rows of 64 elements
   Output out;
   Feed feed;
-  int m, n, k;
+  int m, n, k;  // n: columns of O
 };
 
 using Type = wgmma::TYPE;
 // Each CTA streams for itself: the pipeline knows of no cluster.
 using Stream = Pipeline<Type, BX, 1, STAGES>;
 
+constexpr int kColumns = GATED ? gated::kColumns : kBlockW;  // of O in a tile
 constexpr int kRow = kBlockW + 4;  // floats; the padding spreads a warp's writes over all banks
 constexpr int kPartialAt = ceil_div(Stream::kShared, 16) * 16;
 constexpr int kDoneAt = kPartialAt + BX * kRow * 4;
@@ -23,10 +25,10 @@ static_assert(kDoneAt + 16 <= SHARED_BYTES);
 static_assert(BX <= 64 && CLUSTER > 1);
 
 __device__ __forceinline__ bool find_work(const SplitParams& p, int tile, Work& work) {
-  const int across = tiles_of(p.n, kBlockW);
+  const int across = tiles_of(p.n, kColumns);
   if (tile >= across * tiles_of(p.m, BX)) return false;
   work.matrix = 0;
-  work.column = work.w_row = tile % across * kBlockW;
+  work.column = work.w_row = tile % across * kColumns;
   work.x_row = tile / across * BX;
   work.rows = p.m - work.x_row;
   return true;
@@ -43,22 +45,38 @@ __device__ __forceinline__ void publish(const float (&d)[BX / 2], float* partial
   }
 }
 
-// Adds everybody's sums for this CTA's share of the tile's columns.
-__device__ __forceinline__ void reduce(const float* partial, uint32_t rank, const Work& work,
-                                       const Output& out) {
-  constexpr int kShare = kBlockW / CLUSTER;
+// Everybody's sums of one row of W for one of X, added in rank order to 16 bits. `at`: in a tile.
+struct Shares {
   uint32_t sources[CLUSTER];
+
+  __device__ explicit Shares(const float* partial) {
 #pragma unroll
-  for (int i = 0; i < CLUSTER; ++i) sources[i] = ptx::mapa(ptx::smem(partial), i);
-  for (int i = threadIdx.x - kWarpgroup; i < BX * kShare; i += kConsumers) {
-    const int m = i / kShare, n = rank * kShare + i % kShare;
-    if (m >= work.rows || work.column + n >= out.columns) continue;
+    for (int i = 0; i < CLUSTER; ++i) sources[i] = ptx::mapa(ptx::smem(partial), i);
+  }
+
+  __device__ __forceinline__ uint16_t add(int at, const uint16_t* bias, int column) const {
     float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < CLUSTER; ++j) sum += ptx::load_float(sources[j] + (m * kRow + n) * 4);
-    if (out.bias != nullptr) sum += widen(Type{}, out.bias[work.column + n]);
-    const uint16_t bits = static_cast<uint16_t>(pack(Type{}, sum, 0.0f));
-    out.data[(work.x_row + m) * out.stride + work.column + n] = bits;
+    for (int j = 0; j < CLUSTER; ++j) sum += ptx::load_float(sources[j] + at * 4);
+    if (bias != nullptr) sum += widen(Type{}, bias[column]);
+    return static_cast<uint16_t>(pack(Type{}, sum, 0.0f));
+  }
+};
+
+// Finishes this CTA's share of the tile's columns.
+__device__ __forceinline__ void reduce(const float* partial, uint32_t rank, const Work& work,
+                                       const Output& out) {
+  constexpr int kShare = kColumns / CLUSTER;
+  const Shares shares(partial);
+  for (int i = threadIdx.x - kWarpgroup; i < BX * kShare; i += kConsumers) {
+    const int m = i / kShare, n = rank * kShare + i % kShare, column = work.column + n;
+    if (m >= work.rows || column >= out.columns) continue;
+    uint16_t bits = shares.add(m * kRow + n, out.bias, column);
+    if constexpr (GATED) {
+      const uint16_t up = shares.add(m * kRow + kColumns + n, out.bias, out.columns + column);
+      bits = static_cast<uint16_t>(pack(Type{}, gated::silu_mul(Type{}, bits, up), 0.0f));
+    }
+    out.data[(work.x_row + m) * out.stride + column] = bits;
   }
 }
 

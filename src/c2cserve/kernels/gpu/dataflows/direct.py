@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from c2cserve.kernels.gpu.driver import MAP_BYTES, stack_map, tensor_map
+from c2cserve.kernels.gpu.driver import MAP_BYTES, pair_map, stack_map, tensor_map
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.operands import FeedParams, check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.traffic import BW, Tiles
@@ -13,56 +13,62 @@ _EXPERTS_MAX = 512
 
 
 def direct(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
-) -> None:
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    *, gated: bool = False,
+) -> None:  # fmt: skip
     """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
+
+    With `gated` W's first half of rows is a gate: out [M, N / 2] is silu of what the first half
+    gives times what the second does, both rounded before. No clusters then.
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out)
-    launch_direct(lane, x, w, bias, out, tiles, slot=None)
+    check(x, w, bias, out, gated=gated)
+    launch_direct(lane, x, w, bias, out, tiles, slot=None, gated=gated)
 
 
 def launch_direct(
     lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    slot: Tensor | None,
+    slot: Tensor | None, gated: bool = False,
 ) -> None:  # fmt: skip
     """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
     check_boxes(x, w)
-    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None)
+    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, gated=gated)
     m, share = x.shape[0], BW // tiles.cluster
-    map_w = _weight_map(w, share)
+    map_w = _weight_map(w, share, gated=gated)
     kept = map_w if slot is None else _slot_map(slot, w, share)
-    work = -(-w.n // BW) * -(-m // tiles.block_rows)
+    work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
     lane.launch(
         variant,
         min(work, lane.clusters(variant)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=w.n, k=w.k,
+            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
         ),
         early=_early(w),
     )  # fmt: skip
 
 
 def split(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
-) -> None:
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    *, gated: bool = False,
+) -> None:  # fmt: skip
     """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
+    `gated` as in `direct`.
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
-    check(x, w, bias, out)
+    check(x, w, bias, out, gated=gated)
     check_boxes(x, w)
-    variant = Variant("split", w.dtype, tiles.bx, tiles.cluster)
+    variant = Variant("split", w.dtype, tiles.bx, tiles.cluster, gated=gated)
     m = x.shape[0]
-    work = -(-w.n // BW) * -(-m // tiles.bx)
+    work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
     lane.launch(
         variant,
         min(work, lane.clusters(variant)),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW),
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=w.n, k=w.k,
+            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
+            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
         ),
         early=_early(w),
     )  # fmt: skip
@@ -106,12 +112,23 @@ def weight_map(w: WeightHandle) -> bytes:
     return stack_map(w.pointer, max(1, w.experts), w.n, w.k, BW, w.dtype)
 
 
-def _weight_map(w: WeightHandle, box_rows: int) -> bytes:
-    if not w.map_pointer:
+def gated_map(w: WeightHandle) -> bytes:
+    """The same for launches that are `gated`: a box has 64 rows of each half."""
+    return pair_map(w.pointer, w.n // 2, w.k, BW // 2, w.dtype)
+
+
+def _weight_map(w: WeightHandle, box_rows: int, *, gated: bool = False) -> bytes:
+    if not w.map_pointer and not gated:
         return stack_map(w.pointer, max(1, w.experts), w.n, w.k, box_rows, w.dtype)
     if box_rows != BW:
-        raise OperandError("clusters that share W need its map in the launch, not in memory")
-    return bytes(MAP_BYTES)
+        raise OperandError(
+            "clusters that share W need its map in the launch, not in memory, and no gate in it"
+        )
+    return bytes(MAP_BYTES) if w.map_pointer else gated_map(w)
+
+
+def _column_tiles(out: Tensor, *, gated: bool) -> int:
+    return -(-out.shape[1] // (BW // 2 if gated else BW))
 
 
 def _feed(lane: Lane, w: WeightHandle) -> FeedParams:
