@@ -32,7 +32,7 @@ from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.engine.sequences import Sequence, build_batch, chained
+from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.kernels.ops import Draw, Drawn, Ops
 
 log = logging.getLogger(__name__)
@@ -213,7 +213,7 @@ class Executor:
         if self._place is not None:
             batch = self._place(batch)
         if source is not None:
-            batch = replace(batch, ids=chained(batch.ids, source))
+            batch = replace(batch, ids=self._ops.chained(batch.ids, source))
         started_s = self._clock()
         for seq in run.seqs:
             if seq.clock.started_s is None:

@@ -129,7 +129,7 @@ class Sequence:
 
 def build_batch(parts: list[SeqStep], seqs: list[Sequence]) -> ForwardBatch:
     """The tokens of a step's parts, concatenated. One that is still being drawn is `-1 - row`, to
-    be read from its draw by `chained`."""
+    be read from its draw by `Ops.chained`."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -162,12 +162,6 @@ def build_batch(parts: list[SeqStep], seqs: list[Sequence]) -> ForwardBatch:
         logit_rows=_longs(rows),
         longest=max(context),
     )
-
-
-def chained(ids: Tensor, drawn: Tensor) -> Tensor:
-    """int32[T]: `ids` with every -1 - row replaced by `drawn[row]`, on their device."""
-    rows = (-1 - ids).clamp_(min=0)
-    return torch.where(ids < 0, drawn.index_select(0, rows), ids)
 
 
 def _ints(values: list[int]) -> Tensor:

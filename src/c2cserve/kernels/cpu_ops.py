@@ -291,6 +291,10 @@ class CpuOps:
         """Its tokens are known before a next step could begin."""
         return False
 
+    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
+        rows = (-1 - ids).clamp_(min=0)
+        return torch.where(ids < 0, drawn.index_select(0, rows), ids)
+
     # ---- ceilings, for benchmarks ---------------------------------------------------------------
 
     def read(self, data: Tensor) -> None:

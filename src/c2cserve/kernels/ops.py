@@ -172,6 +172,10 @@ class Ops(Protocol):
 
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw: ...
 
+    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
+        """int32[T]: `ids` with every -1 - row replaced by `drawn[row]`, on their device."""
+        ...
+
     def chains(self, row: RowSampling) -> bool:
         """Whether such a row's token can be read from `Draw.chain`."""
         ...

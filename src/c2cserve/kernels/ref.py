@@ -163,3 +163,7 @@ class RefOps:
 
     def chains(self, row: RowSampling) -> bool:
         return False
+
+    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
+        known = [int(drawn[-1 - one]) if one < 0 else one for one in ids.tolist()]
+        return torch.tensor(known, dtype=torch.int32)

@@ -127,6 +127,10 @@ class PlainKernels:
     def rope_store(*_: object) -> None: ...
 
     @staticmethod
+    def chained(ids: Tensor, drawn: Tensor) -> Tensor:
+        return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)], ids)
+
+    @staticmethod
     def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
         return (y[places] * weights[..., None]).sum(1).to(y.dtype)
 

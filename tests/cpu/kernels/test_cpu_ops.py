@@ -136,6 +136,13 @@ class Cache:
         return {s: out[a:b] for s, (a, b) in zip(spans, pairwise(starts), strict=True)}
 
 
+def test_chained(ops: CpuOps) -> None:
+    ids = torch.tensor([4, -1, 0, -3, 2], dtype=torch.int32)
+    drawn = torch.tensor([70, 71, -1], dtype=torch.int32)
+    assert ops.chained(ids, drawn).tolist() == [4, 70, 0, -1, 2]
+    assert ops.chained(ids, drawn).dtype is torch.int32
+
+
 @pytest.mark.parametrize("window", [0, 20])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ for tokens in (1, 2, 5, 16, 4096):
     x = zeros(tokens, 3072)
     elementwise.add_rms_norm(x, x, zeros(3072, dtype=torch.float32), 1e-6)
     elementwise.silu_mul(zeros(tokens, 1536))
+    elementwise.chained(zeros(tokens, dtype=torch.int32), zeros(3, dtype=torch.int32))
     elementwise.embed(zeros(7, 3072), zeros(tokens, dtype=torch.int32), cpu)
     places = zeros(tokens, 8, dtype=torch.int64)
     elementwise.combine(x, places, zeros(tokens, 8, dtype=torch.float32))
@@ -102,4 +103,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 13
+    assert len(done.stdout.split()) == 14

@@ -99,6 +99,15 @@ def test_rope_store(heads: int, kv_heads: int, dim: int, norm: bool, dtype: torc
     assert written == 3 * 2 * kv_heads * dim
 
 
+def test_chained_ids() -> None:
+    ids = torch.tensor([4, -1, 0, -3, 2, -1] * 200, dtype=torch.int32, device=DEVICE)
+    drawn = torch.tensor([70, 71, -1], dtype=torch.int32, device=DEVICE)
+    want = torch.tensor([4, 70, 0, -1, 2, 70] * 200, dtype=torch.int32)
+    assert torch.equal(elementwise.chained(ids, drawn).cpu(), want)
+    assert torch.equal(REF.chained(ids.cpu(), drawn.cpu()), want)
+    assert elementwise.chained(ids[:0], drawn).shape == (0,)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_combine(dtype: torch.dtype) -> None:
     routing = experts.route(noise(5, 7), 3, renormalize=True)

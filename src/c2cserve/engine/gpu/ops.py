@@ -198,6 +198,9 @@ class GpuOps:
     def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw:
         return self._sampler(logits, rows)
 
+    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
+        return elementwise.chained(ids, drawn)
+
     def chains(self, row: RowSampling) -> bool:
         return is_plain(row)
 

@@ -22,7 +22,6 @@ from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.engine.sequences import chained
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
@@ -202,5 +201,3 @@ def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
         routing = by_expert(*choose(x, min(2, sizes.top_k), renormalize=True), 16)
         x.index_select(0, routing.tokens)
     x[torch.tensor([1], device=device)].float().cpu()
-    ids = torch.tensor([3, -1], dtype=torch.int32, device=device)
-    chained(ids, ids)

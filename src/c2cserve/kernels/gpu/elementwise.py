@@ -63,6 +63,18 @@ def _silu_mul_kernel(
     tl.store(out + row * inner + at, value.to(out.dtype.element_ty), inside)
 
 
+@triton.jit(do_not_specialize=["count"])
+def _chained_kernel(
+    ids, drawn, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    known = tl.load(ids + at, inside, 0)
+    late = known < 0
+    tl.store(out + at, tl.where(late, tl.load(drawn - 1 - known, inside & late, 0), known), inside)
+
+
 @triton.jit(do_not_specialize=["vocab"])
 def _embed_kernel(
     table, ids, out, vocab, hidden, BLOCK: tl.constexpr,
@@ -174,6 +186,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
             BLOCK=_COLUMNS,
             num_warps=4,
             **EARLY,
+        )
+    return out
+
+
+def chained(ids: Tensor, drawn: Tensor) -> Tensor:
+    """`Ops.chained`: int32 [T], of contiguous int32 [T] and [R]."""
+    out = torch.empty_like(ids)
+    if len(ids):
+        _chained_kernel[(-(-len(ids) // _COLUMNS),)](
+            ids, drawn, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **EARLY
         )
     return out
 

@@ -65,6 +65,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
         elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
     greedy(zeros(2, sizes.vocab))
     draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
+    elementwise.chained(integers(3, -1), integers(3))
     qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim)
     one = TokenRows(
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
