@@ -3,18 +3,21 @@
 import random
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-from gpu_engine_run import Counted, Engine, decode_batch
+from gpu_engine_run import Counted, Engine, attention_layer, decode_batch
 from gpu_models import attention_flops, config_of
 from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
+from c2cserve.engine.models.rope import RopeTables
 from c2cserve.kernels.gpu.weight import Home
+from c2cserve.kernels.layer import Layer
 from c2cserve.memory.segment import place_tensors
 
 PARTS = ("stream", "resident", "prefill", "switch", "copy", "cache")
@@ -259,20 +262,18 @@ class Run:
         return engine.watch.end_count()
 
     def _attention_s(self, engine: Engine, decoder: Decoder, rows: int) -> float:
-        """Of all layers, alone in a graph."""
-        config, kv = self.config, decoder.kv
-        batch = decode_batch(kv, rows, CONTEXT + 1, self.machine.device)
+        """Of all layers, alone in a graph: rotation and new keys' way into the cache included."""
+        config, device = self.config, self.machine.device
+        batch = decode_batch(decoder.kv, rows, CONTEXT + 1, device)
         width = (config.heads + 2 * config.kv_heads) * config.head_dim
-        qkv = torch.randn(rows, width, device=self.machine.device).to(torch.bfloat16)
+        qkv = torch.randn(rows, width, device=device).to(torch.bfloat16)
+        rope = RopeTables(config, CONTEXT + 1, device).upto(CONTEXT + 1)
 
-        def attend(layer: int) -> None:
-            engine.ops.attention(
-                qkv, engine.arena, kv, layer, batch.q_start, batch.context_len,
-                batch.block_table, config.head_dim**-0.5, config.windows[layer],
-            )  # fmt: skip
+        def attend(layer: Layer) -> None:
+            engine.ops.attend(qkv, layer, batch, rope, engine.arena)
 
-        layers = [lambda i=i: attend(i) for i in range(config.layers)]
-        return self.machine.chain_s(layers) * config.layers
+        layers = [attention_layer(config, decoder.kv, i, device) for i in range(config.layers)]
+        return self.machine.chain_s([partial(attend, one) for one in layers]) * config.layers
 
 
 def _room(config: ModelConfig) -> int:

@@ -21,7 +21,7 @@ from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.gpu.weight import WeightHandle
-from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp
 from c2cserve.memory.segment import TensorPlace, place_tensors
 
 _GREEDY = Sampling(seed=0, temperature=0.0)
@@ -114,6 +114,10 @@ class Watched:
     def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
         self._note(x, w)
         return self._multiply(x, w, bias)
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        self._note(x, w)
+        return self._multiply.gated(x, w, bias)
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
         self._note(x, w, offsets)
@@ -290,3 +294,16 @@ def decode_batch(kv: KvLayout, rows: int, context: int, device: torch.device) ->
     }  # fmt: skip
     moved = {name: tensor.to(device) for name, tensor in parts.items()}
     return ForwardBatch(**moved, longest=context)
+
+
+def attention_layer(config: ModelConfig, kv: KvLayout, index: int, device: torch.device) -> Layer:
+    """As far as `Ops.attend` looks at one."""
+    nothing = torch.empty(0)
+    ones = torch.ones(config.head_dim, device=device)
+    weights = LayerWeights(
+        nothing, nothing, None, (ones, ones) if config.qk_norm else None, nothing, None, nothing,
+        Mlp(nothing, None, nothing, None), config.windows[index],
+    )  # fmt: skip
+    scale = config.head_dim**-0.5
+    shape = LayerShape(kv, config.hidden, config.heads, config.norm_eps, scale)
+    return Layer(index, weights, shape)

@@ -36,6 +36,7 @@ COMMON: dict[str, Any] = {
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 128}),
     "llama-bias-80": ("Llama", {"head_dim": 80, "attention_bias": True, "mlp_bias": True}),
+    "llama-1000": ("Llama", {"intermediate_size": 1000, "mlp_bias": True}),
     "llama-256": ("Llama", {"head_dim": 256, "num_attention_heads": 4}),
     "mistral-window": ("Mistral", {"sliding_window": 40}),
     "qwen2": ("Qwen2", {"num_attention_heads": 14}),
@@ -92,7 +93,9 @@ class _MovedWeights(Weights):
         return moved
 
 
-def ours_at(folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments) -> Ours:
+def ours_at(
+    folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments, *, blocks: int = 256
+) -> Ours:
     """Our decoder with weights at a home; at `host` they are those of a registered segment, to be
     given back to `segments` as `folder / "segment"`."""
     match home:
@@ -111,7 +114,7 @@ def ours_at(folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments) ->
                 return _MovedWeights(segment, gpu.device)
 
     return Ours(
-        folder, ops=gpu.ops, blocks=256, device=gpu.device, place=gpu.place, weights=weights,
+        folder, ops=gpu.ops, blocks=blocks, device=gpu.device, place=gpu.place, weights=weights,
         longest=1024,
     )  # fmt: skip
 

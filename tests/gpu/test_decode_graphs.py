@@ -13,6 +13,9 @@ from torch import Tensor
 
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
+from c2cserve.kernels.gpu.elementwise import silu_mul
+from c2cserve.kernels.gpu.linear import Linear
+from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.policy.residency import Residency
 
 pytestmark = pytest.mark.gpu
@@ -63,7 +66,10 @@ def talk(ours: Ours, gpu: GpuParts, seqs: tuple[int, ...], *, graphs: bool) -> l
 
 
 @pytest.mark.parametrize("home", HOMES)
-@pytest.mark.parametrize("case", ["llama", "llama-bias-80", "mistral-window", "qwen2", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "case",
+    ["llama", "llama-1000", "llama-bias-80", "mistral-window", "qwen2", "qwen3-tied", "qwen3-moe"],
+)
 def test_the_same_bits(
     gpu: GpuParts, segments: PinnedSegments, folder: Path, case: str, home: str
 ) -> None:
@@ -87,6 +93,47 @@ def test_the_same_bits(
     if home == "host":
         gpu.finish()
         segments.close(folder / "segment")
+
+
+class Apart:
+    """GEMMs of a slice, and activations by kernels of their own."""
+
+    def __init__(self, linear: Linear) -> None:
+        self._linear = linear
+
+    def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        return self._linear(x, w, bias)
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        return silu_mul(self._linear(x, w, bias))
+
+    def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
+        return self._linear.experts(x, w, offsets, top_k)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-1000", "qwen3-moe"])
+def test_the_bits_of_activations_apart(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path, case: str
+) -> None:
+    """Of graphs too, at every number of rows that decodes by them."""
+    make(folder, case)
+    ours = ours_at(folder, "hbm", gpu, segments, blocks=1200)
+    gpu.warm(ours.config)
+    add(gpu, ours, "m")
+    assert gpu.cache is not None
+    gpu.cache.begin_step("m", 0.0, None)
+    fused = gpu.ops._multiply
+    for count in (1, 16, 17, 64):
+        seqs = tuple(range(count))
+        found = [talk(ours, gpu, seqs, graphs=graphs) for graphs in (False, True)]
+        gpu.ops._multiply = Apart(gpu.linear)
+        try:
+            want = talk(ours, gpu, seqs, graphs=False)
+        finally:
+            gpu.ops._multiply = fused
+        for said in found:
+            assert all(torch.equal(a, b) for a, b in zip(said, want, strict=True))
+    gpu.cache.forget("m")
 
 
 def test_models_of_an_architecture_share_graphs(

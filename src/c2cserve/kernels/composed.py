@@ -21,7 +21,7 @@ def run_layers(
         x = run_attention(ops, hidden, layer, rows, rope, arena)
         mlp = layer.weights.mlp
         if isinstance(mlp, Mlp):
-            act = ops.silu_mul(ops.linear(x, mlp.gate_up, mlp.gate_up_bias))
+            act = ops.gated(x, mlp.gate_up, mlp.gate_up_bias)
             hidden += ops.linear(act, mlp.down, mlp.down_bias)
         else:
             logits = ops.linear(x, mlp.router)
@@ -41,13 +41,6 @@ def run_attention(
     weights, shape = layer.weights, layer.shape
     x = ops.rms_norm(hidden, weights.input_norm, shape.eps)
     qkv = ops.linear(x, weights.qkv, weights.qkv_bias)
-    ops.rope_store(
-        qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
-        rows.slots,
-    )  # fmt: skip
-    out = ops.attention(
-        qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
-        shape.scale, weights.window,
-    )  # fmt: skip
+    out = ops.attend(qkv, layer, rows, rope, arena)
     branch = ops.linear(out, weights.o, weights.o_bias)
     return ops.add_rms_norm(branch, hidden, weights.post_norm, shape.eps)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
+from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,43 +91,23 @@ class Ops(Protocol):
         """`residual += x`, in place; returns the norm of the sum."""
         ...
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        arena: Tensor,
-        kv: KvLayout,
-        layer: int,
-        slots: Tensor,
-    ) -> None:
-        """Norm (if `norms`: q's and k's weights [D]) and rotate q and k of qkv [T, (Hq + 2 Hkv) D]
-        in place; write k and v into the arena. `slots` int64[T] = block byte offset * 16 + place.
-        """
+    def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, K] times w [2 I, K] transposed, plus bias [2 I]: silu of the first half of that,
+        times the second -> [T, I]."""
         ...
 
-    def attention(
+    def attend(
         self,
         qkv: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
         arena: Tensor,
-        kv: KvLayout,
-        layer: int,
-        q_start: Tensor,
-        context_len: Tensor,
-        block_table: Tensor,
-        scale: float,
-        window: int,
     ) -> Tensor:
-        """Causal attention of each sequence's new tokens over its cache -> [T, Hq D]. `q_start`
-        int32[S + 1], `context_len` int32[S] (new tokens included), `block_table` int64[S, *] byte
-        offsets. `window`: tokens a query sees, 0 for all."""
-        ...
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of the last dimension, times the second half."""
+        """Causal attention of each sequence's new tokens over its cache, within the layer's window.
+        Of qkv [T, (Hq + 2 Hkv) D] q and k are normed (if the layer does) and rotated, and k and v
+        written into the arena, before -> [T, Hq D]. What is left in qkv is nobody's. `rope`: cos
+        and sin [positions, D / 2]."""
         ...
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
-from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.layer import Layer
 
 
 class PlainMultiply:
@@ -28,6 +28,9 @@ class PlainMultiply:
         self.calls += 1
         y = x.float() @ _owner(w).float().T
         return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        return PlainKernels.silu_mul(self(x, w, bias))
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
         if self._refuses:
@@ -124,9 +127,6 @@ class PlainKernels:
         return torch.nn.functional.silu(gate) * up
 
     @staticmethod
-    def rope_store(*_: object) -> None: ...
-
-    @staticmethod
     def chained(ids: Tensor, drawn: Tensor) -> Tensor:
         return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)], ids)
 
@@ -135,7 +135,8 @@ class PlainKernels:
         return (y[places] * weights[..., None]).sum(1).to(y.dtype)
 
     @staticmethod
-    def attention(qkv: Tensor, arena: Tensor, kv: KvLayout, *_: object) -> Tensor:
+    def attend(qkv: Tensor, layer: Layer, *_: object) -> Tensor:
+        kv = layer.shape.kv
         return qkv[:, : -2 * kv.kv_heads * kv.head_dim].contiguous()
 
 

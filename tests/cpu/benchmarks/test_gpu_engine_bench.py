@@ -44,7 +44,7 @@ def test_shapes_are_as_large_as_published() -> None:
 @pytest.fixture
 def plain_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "elementwise", PlainKernels)
-    monkeypatch.setattr(ops, "attention", PlainKernels.attention)
+    monkeypatch.setattr(ops, "attend", PlainKernels.attend)
 
 
 @pytest.mark.usefixtures("plain_kernels")

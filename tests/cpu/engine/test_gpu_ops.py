@@ -20,6 +20,7 @@ from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import Sampler
 from c2cserve.engine.models.layout import EMBED
 from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
 from c2cserve.kernels.ops import Drawn, RowSampling
 
@@ -40,6 +41,9 @@ class PlainMultiply:
         assert bias is None or bias.dtype is x.dtype
         y = x.float() @ w.owner.float().T
         return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        return silu_mul(self(x, w, bias))
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
         assert isinstance(w.owner, Tensor)

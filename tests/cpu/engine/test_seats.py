@@ -1,11 +1,13 @@
 """Stand-ins for a model's layers, and models that take their place: what a graph reads."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
+from c2cserve.engine.gpu import tables
 from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf, gpu_layer
 from c2cserve.engine.gpu.tables import (
     ModelTables,
@@ -16,6 +18,7 @@ from c2cserve.engine.gpu.tables import (
     vectors,
 )
 from c2cserve.kernels.gpu.driver import MAP_BYTES
+from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.kernels.layer import Experts, KvLayout, LayerShape, LayerWeights, Mlp
 
 CPU = torch.device("cpu")
@@ -66,17 +69,17 @@ def test_whoever_is_seated_is_what_stand_ins_read(kind: dict[str, int]) -> None:
     assert architecture(first) == architecture(second)
     seat = Seat.like(first, rope(1, 40), 64, "host")
     stand_ins = seat.stand_ins(first, "host")
-    for layers, tables in ((second, rope(2, 50)), (first, rope(3, 70))):
+    for layers, angles in ((second, rope(2, 50)), (first, rope(3, 70))):
         own = ModelTables(layers, CPU)
         own.maps = torch.arange(len(seat.maps), dtype=torch.int64).to(torch.uint8)
-        seat.seat(own, tables)
+        seat.seat(own, angles)
         for stand_in, layer in zip(stand_ins, layers, strict=True):
             for mine, theirs in zip(vectors(stand_in), vectors(layer), strict=True):
                 assert mine.data_ptr() != theirs.data_ptr()
                 assert torch.equal(mine, theirs)
         assert torch.equal(seat.maps, own.maps)
-        length = min(64, len(tables[0]))
-        assert torch.equal(seat.rope[1][:length], tables[1][:length])
+        length = min(64, len(angles[0]))
+        assert torch.equal(seat.rope[1][:length], angles[1][:length])
 
 
 def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
@@ -92,6 +95,25 @@ def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
     assert {(w.home, w.pointer, w.owner) for w in handles} == {("peer", 0, None)}
     assert isinstance(seat.stand_ins(layers, "peer")[1].second, SparseHalf)
     assert seat.stand_ins(layers, "peer") is not seat.stand_ins(layers, "hbm")
+
+
+def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By which their kernels read them; maps lie in the order of the matrices' places."""
+
+    def made(kind: int, w: WeightHandle) -> bytes:
+        return bytes([kind]) + w.pointer.to_bytes(MAP_BYTES - 1, "little")
+
+    monkeypatch.setattr(tables, "weight_map", partial(made, 1))
+    monkeypatch.setattr(tables, "gated_map", partial(made, 2))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # there is no GPU to pin it for
+    layers = model(1, experts=4)
+    own = ModelTables(layers, CPU)
+    own.look(None)
+    found = own.maps.view(-1, MAP_BYTES)
+    handles = [w for layer in layers for w in matrices(layer)]
+    assert found[:, 0].tolist() == [1, 1, 2, 1, 1, 1, 1, 1, 1]
+    for w, row in zip(handles, found, strict=True):
+        assert int.from_bytes(bytes(row[1:].tolist()), "little") == w.pointer
 
 
 def test_what_makes_graphs_differ() -> None:

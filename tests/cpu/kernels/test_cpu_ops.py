@@ -136,6 +136,15 @@ class Cache:
         return {s: out[a:b] for s, (a, b) in zip(spans, pairwise(starts), strict=True)}
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_gated(ops: CpuOps, *, biased: bool) -> None:
+    x, w = noise(5, 40), noise(2 * 28, 40, seed=1).bfloat16()
+    bias = noise(2 * 28, seed=2) if biased else None
+    got = ops.gated(x, w, bias)
+    assert torch.equal(got, ops.silu_mul(ops.linear(x, w, bias)))
+    close(got, REF.gated(x, w, bias))
+
+
 def test_chained(ops: CpuOps) -> None:
     ids = torch.tensor([4, -1, 0, -3, 2], dtype=torch.int32)
     drawn = torch.tensor([70, 71, -1], dtype=torch.int32)

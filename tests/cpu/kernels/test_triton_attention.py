@@ -1,90 +1,17 @@
-"""Paged attention against float64: ragged batches, every kind of head, windows, long contexts."""
+"""Paged attention against float64: ragged batches, every kind of head, windows, long contexts, and
+new keys and values turned and stored on the way."""
 
-from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
+from attention_case import Case, layout, turned_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import DEVICE
-from torch import Tensor
-from triton_case import close, noise
+from triton.runtime import interpreter
 
-from c2cserve.kernels.gpu.attention import PIECE_TOKENS, attention
-from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
-from c2cserve.kernels.ref import RefOps, block_views
-
-LAYER = 1
-
-
-@dataclass
-class Case:
-    """Sequences (new tokens, tokens in all) whose caches lie scattered over an arena that is NaN
-    wherever nothing was stored, for both layouts of keys."""
-
-    lengths: list[tuple[int, int]]
-    heads: int
-    kv: KvLayout
-    dtype: torch.dtype = torch.float16
-    window: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        kv = self.kv
-        counts = [-(-length // BLOCK_TOKENS) for _, length in self.lengths]
-        order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(self.seed))
-        self.table = torch.full((len(counts), max(counts)), -(2**40))
-        size = len(order) * kv.block_bytes
-        self.arena = torch.full((size,), 255).to(torch.uint8)
-        self.reference = self.arena.clone()
-        used = 0
-        for s, count in enumerate(counts):
-            self.table[s, :count] = order[used : used + count] * kv.block_bytes
-            used += count
-            self._fill(s, self.lengths[s][1])
-        news = torch.tensor([0] + [new for new, _ in self.lengths])
-        self.q_start = news.cumsum(0).int()
-        self.context = torch.tensor([length for _, length in self.lengths]).int()
-        width = (self.heads + 2 * kv.kv_heads) * kv.head_dim
-        self.qkv = noise(int(news.sum()), width, seed=self.seed + 1).to(self.dtype)
-
-    def _fill(self, seq: int, length: int) -> None:
-        kv, random = self.kv, torch.Generator().manual_seed(77 * self.seed + seq)
-        for i in range(0, length, BLOCK_TOKENS):
-            at, count = int(self.table[seq, i // BLOCK_TOKENS]), min(BLOCK_TOKENS, length - i)
-            planes = self.arena[at : at + kv.block_bytes].view(self.dtype)
-            mine = planes.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS, kv.head_dim)[LAYER]
-            values = torch.randn(2, kv.kv_heads, count, kv.head_dim, generator=random)
-            mine[:, :, :count] = values.to(self.dtype)
-            for view, plane in zip(block_views(self.reference, kv, LAYER, at), mine, strict=True):
-                view[:, :count] = plane[:, :count]
-
-    def run(self, seqs: list[int] | None = None) -> Tensor:
-        """The kernels' answer for some of the sequences, as one batch."""
-        chosen = list(range(len(self.lengths))) if seqs is None else seqs
-        parts = [self.qkv[self.q_start[s] : self.q_start[s + 1]] for s in chosen]
-        starts = torch.tensor([0] + [len(part) for part in parts]).cumsum(0).int()
-        return attention(
-            torch.cat(parts).to(DEVICE), self.arena.to(DEVICE), self.kv, LAYER, starts.to(DEVICE),
-            self.context[chosen].to(DEVICE), self.table[chosen].to(DEVICE), self.scale,
-            self.window,
-        ).cpu()  # fmt: skip
-
-    @property
-    def scale(self) -> float:
-        return float(self.kv.head_dim**-0.5)
-
-    def check(self) -> None:
-        want = RefOps().attention(
-            self.qkv, self.reference, self.kv, LAYER, self.q_start, self.context, self.table,
-            self.scale, self.window,
-        )  # fmt: skip
-        # Weights are rounded before they meet the values.
-        close(self.run(), want, roundings=2.5, mean=1.0)
-
-
-def layout(kv_heads: int, dim: int, dtype: str = "float16") -> KvLayout:
-    return KvLayout(2, kv_heads, dim, dtype)
+from c2cserve.kernels.gpu.attention import PIECE_TOKENS, Arrivals
 
 
 @pytest.mark.parametrize("dim", [24, 64, 80, 96, 128, 256])
@@ -116,6 +43,12 @@ def test_windows(window: int) -> None:
     Case(lengths, 2, layout(1, 64), window=window).check()
 
 
+def test_norms_of_heads() -> None:
+    lengths = [(1, 30), (9, 20), (1, 300), (1, 1)]
+    Case(lengths, 6, layout(2, 64), norm=True).check()
+    Case(lengths, 3, layout(1, 24), norm=True).check()
+
+
 @settings(max_examples=10, deadline=None)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 90)), min_size=1, max_size=4),
@@ -131,7 +64,56 @@ def test_any_batch(
 
 def test_a_sequence_does_not_depend_on_its_batch() -> None:
     case = Case([(1, 600), (30, 100), (1, 20), (7, 300)], 4, layout(2, 64))
-    whole = case.run().split([new for new, _ in case.lengths])
+    whole = case.run()[0].split([new for new, _ in case.lengths])
     for s, part in enumerate(whole):
-        assert torch.equal(case.run([s]), part)
-    assert torch.equal(case.run([2, 0]), torch.cat((whole[2], whole[0])))
+        assert torch.equal(case.run([s])[0], part)
+    assert torch.equal(case.run([2, 0])[0], torch.cat((whole[2], whole[0])))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "norm", "window", "dtype"),
+    [
+        (8, 2, 64, False, 0, torch.bfloat16), (4, 2, 128, True, 0, torch.float16),
+        (20, 1, 80, True, 40, torch.bfloat16), (2, 2, 24, False, 300, torch.float16),
+    ],
+)  # fmt: skip
+def test_a_lone_token_is_turned_as_those_that_come_in_numbers(
+    heads: int, kv_heads: int, dim: int, norm: bool, window: int, dtype: torch.dtype
+) -> None:
+    """Attention that turns and stores, and `rope_store` before attention that turns by nothing:
+    the same bits."""
+    name = "float16" if dtype is torch.float16 else "bfloat16"
+    lengths = [(1, length) for length in (1, 64, 65, 300, 530)]
+    case = Case(lengths, heads, layout(kv_heads, dim, name), dtype, window, norm)
+    out, arena = case.run()
+    again, kept = turned_apart(case).run()
+    assert torch.equal(again, out)
+    assert torch.equal(kept, arena)
+
+
+def test_counters_stay_where_graphs_know_them() -> None:
+    arrivals = Arrivals(DEVICE)
+    first = arrivals.hold(64)
+    assert arrivals.hold(first.numel()) is first
+    more = arrivals.hold(first.numel() + 1)
+    assert more.numel() > first.numel()
+    assert not more.any()
+    assert arrivals.hold(64) is more
+    assert more.data_ptr() != first.data_ptr()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="a GPU's programs end in the order they like")
+@pytest.mark.parametrize("window", [0, 400])
+def test_pieces_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+    case = Case([(1, 700), (1, 20), (1, 300)], 20, layout(1, 64), window=window)
+    out, arena = case.run()
+    builder: Any = interpreter.interpreter_builder
+    in_order = builder.set_grid_idx
+
+    def backwards(*program: int) -> None:
+        in_order(*(n - 1 - i for n, i in zip(builder.grid_dim, program, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", backwards)
+    again, kept = case.run()
+    assert torch.equal(again, out)
+    assert torch.equal(kept, arena)

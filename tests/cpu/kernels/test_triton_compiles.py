@@ -32,12 +32,12 @@ JITFunction.run = compile_only
 made = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **facts: made.append(facts["repr"])
 from c2cserve.kernels.gpu import elementwise
-from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.attention import Arrivals, attend
 from c2cserve.kernels.gpu.draw import draw
 from c2cserve.kernels.gpu.fixed_rows import FixedRows
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.warm import Sizes, warm
-from c2cserve.kernels.layer import KvLayout, TokenRows
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 dim, cpu, dtype = int(sys.argv[1]), torch.device("cpu"), torch.bfloat16
 warm(Sizes(hidden=4096, inner=12288, heads=32, kv_heads=8, head_dim=dim, vocab=151936,
            dtype="bfloat16", qk_norm=dim == 128, top_k=2), cpu)
@@ -70,12 +70,14 @@ for layer, heads, kv_heads in ((0, 1, 1), (1, 28, 4), (35, 64, 8)):
     arena, slots = zeros(kv.block_bytes, dtype=torch.uint8), zeros(5, dtype=torch.int64)
     qkv, table = zeros(5, (heads + 2 * kv_heads) * dim), zeros(9, dim // 2, dtype=torch.float32)
     norm = zeros(dim, dtype=torch.float32)
-    elementwise.rope_store(qkv, ints(0, 1, 2, 3, 4), table, table,
-                           (norm, norm) if dim == 128 else None, 1e-6, arena, kv, layer, slots)
     steps = (((0, 5), 1, 0), ((0, 1, 5), 16, 4096), ((0, 1, 2, 3, 4, 5), 300, 1))
     for starts, width, window in steps:
-        attention(qkv, arena, kv, layer, ints(*starts), ints(*starts[1:]),
-                  zeros(len(starts) - 1, width, dtype=torch.int64), 0.1, window)
+        weights = LayerWeights(norm, norm, None, (norm, norm) if dim == 128 else None, norm, None,
+                               norm, Mlp(norm, None, norm, None), window)
+        rows = TokenRows(ints(0, 1, 2, 3, 4), ints(*starts), ints(*starts[1:]),
+                         zeros(len(starts) - 1, width, dtype=torch.int64), slots)
+        shape = LayerShape(kv, 3072, heads, 1e-6, 0.1)
+        attend(qkv, Layer(layer, weights, shape), rows, (table, table), arena, Arrivals(cpu))
 assert len(made) == len(warmed), made[len(warmed):]
 dump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 for name, kernel in warmed:
@@ -103,4 +105,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 14
+    assert len(done.stdout.split()) == 13

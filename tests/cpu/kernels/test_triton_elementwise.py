@@ -6,11 +6,9 @@ from interpreted import DEVICE
 from triton_case import DTYPES, close, noise
 
 from c2cserve.kernels.gpu import elementwise, experts
-from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
-from c2cserve.kernels.ref import RefOps, block_views
+from c2cserve.kernels.ref import RefOps
 
 REF = RefOps()
-NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -56,47 +54,6 @@ def test_an_id_that_is_none_fails_its_own_row_and_reads_nothing() -> None:
     got = elementwise.embed(table.to(DEVICE), ids, DEVICE).cpu()
     assert got[[0, 2, 3]].isnan().all()
     assert torch.equal(got[1], table[2])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "norm"),
-    [(4, 2, 24, True), (1, 1, 8, False), (7, 1, 80, True), (6, 3, 64, False), (5, 5, 96, False)],
-)
-def test_rope_store(heads: int, kv_heads: int, dim: int, norm: bool, dtype: torch.dtype) -> None:
-    kv = KvLayout(2, kv_heads, dim, NAMES[dtype])
-    qkv = noise(3, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = noise(40, dim // 2, seed=1) * 9
-    norms = (noise(dim, seed=2), noise(dim, seed=3)) if norm else None
-    positions = torch.tensor([0, 39, 17], dtype=torch.int32)
-    blocks = torch.tensor([2, 0, 2]) * kv.block_bytes
-    slots = blocks * BLOCK_TOKENS + torch.tensor([0, 15, 3])
-    mine, arena = qkv.to(DEVICE, copy=True), torch.full((3 * kv.block_bytes,), 255).to(torch.uint8)
-    theirs, arena_ref = qkv.float(), arena.clone()
-    arena = arena.to(DEVICE)
-    norms_mine = None if norms is None else (norms[0].to(DEVICE), norms[1].to(DEVICE))
-    elementwise.rope_store(
-        mine, positions.to(DEVICE), angles.cos().to(DEVICE), angles.sin().to(DEVICE), norms_mine,
-        1e-5, arena, kv, 1, slots.to(DEVICE),
-    )  # fmt: skip
-    REF.rope_store(
-        theirs, positions, angles.cos(), angles.sin(), norms, 1e-5, arena_ref, kv, 1, slots
-    )
-    close(mine, theirs)
-    assert torch.equal(mine.cpu()[:, -kv_heads * dim :], qkv[:, -kv_heads * dim :])
-    written = 0
-    for block in range(3):
-        view = arena[block * kv.block_bytes :][: kv.block_bytes].cpu().view(dtype)
-        planes = view.view(kv.layers, 2, kv_heads, BLOCK_TOKENS, dim)
-        assert planes[0].isnan().all(), "another layer was written"
-        k, v = block_views(arena_ref, kv, 1, block * kv.block_bytes)
-        for ours, want in zip(planes[1], (k, v), strict=True):
-            assert torch.equal(ours.isnan(), want.isnan())
-            there = ~ours.isnan()
-            written += int(there.sum())
-            if there.any():
-                close(ours[there], want[there], roundings=2)
-    assert written == 3 * 2 * kv_heads * dim
 
 
 def test_chained_ids() -> None:

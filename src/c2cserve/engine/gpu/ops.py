@@ -15,10 +15,10 @@ from c2cserve.engine.gpu.graphs import Cached, DecodeGraphs
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
 from c2cserve.engine.gpu.sampling import HostSampler, Marked, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
-from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.attention import Arrivals, attend
 from c2cserve.kernels.gpu.experts import Routing, by_expert, choose, gather
 from c2cserve.kernels.gpu.weight import WeightHandle
-from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
+from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 from c2cserve.kernels.ops import Draw, RowSampling
 
 
@@ -26,6 +26,8 @@ class Multiply(Protocol):
     """What GEMMs are left to: `kernels.gpu.linear.Linear`."""
 
     def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor: ...
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor: ...
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor: ...
 
@@ -49,6 +51,7 @@ class GpuOps:
         self._multiply = multiply
         self._device = device
         self._sampler = Sampler(host_sampler, marked)
+        self._arrivals = Arrivals(device)
         self.graphs: DecodeGraphs | None = None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -64,37 +67,19 @@ class GpuOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return elementwise.add_rms_norm(x, residual, weight, eps)
 
-    def rope_store(
-        self,
-        qkv: Tensor,
-        positions: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        arena: Tensor,
-        kv: KvLayout,
-        layer: int,
-        slots: Tensor,
-    ) -> None:
-        elementwise.rope_store(qkv, positions, cos, sin, norms, eps, arena, kv, layer, slots)
+    def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+        narrow = None if bias is None else bias.to(w.dtype)
+        return self._multiply.gated(x, handle_of(w, self._device), narrow)
 
-    def attention(
+    def attend(
         self,
         qkv: Tensor,
+        layer: Layer,
+        rows: TokenRows,
+        rope: tuple[Tensor, Tensor],
         arena: Tensor,
-        kv: KvLayout,
-        layer: int,
-        q_start: Tensor,
-        context_len: Tensor,
-        block_table: Tensor,
-        scale: float,
-        window: int,
     ) -> Tensor:
-        return attention(qkv, arena, kv, layer, q_start, context_len, block_table, scale, window)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return elementwise.silu_mul(gate_up)
+        return attend(qkv, layer, rows, rope, arena, self._arrivals)
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         ids, weights = choose(logits, k, renormalize=renormalize)
@@ -174,21 +159,14 @@ class GpuOps:
         else:
             x = elementwise.add_rms_norm(branch, hidden, weights.input_norm, shape.eps)
         qkv = self._multiply(x, layer.qkv.weight, layer.qkv.bias)
-        elementwise.rope_store(
-            qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
-            rows.slots,
-        )  # fmt: skip
-        out = attention(
-            qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
-            shape.scale, weights.window,
-        )  # fmt: skip
+        out = attend(qkv, layer, rows, rope, arena, self._arrivals)
         out = self._multiply(out, layer.o.weight, layer.o.bias)
         return elementwise.add_rms_norm(out, hidden, weights.post_norm, shape.eps)
 
     def _second_half(self, x: Tensor, layer: GpuLayer) -> Tensor:
         match layer.second:
             case DenseHalf(gate_up, down):
-                act = elementwise.silu_mul(self._multiply(x, gate_up.weight, gate_up.bias))
+                act = self._multiply.gated(x, gate_up.weight, gate_up.bias)
                 return self._multiply(act, down.weight, down.bias)
             case SparseHalf(router, w13, w2, per_token, renormalize):
                 logits = self._multiply(x, router.weight)

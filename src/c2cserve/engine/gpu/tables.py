@@ -6,7 +6,7 @@ there: some MiB inside HBM, and nothing is captured again. Maps say where each m
 home or in the weight cache, so a graph does not know that either.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf
-from c2cserve.kernels.gpu.dataflows.direct import weight_map
+from c2cserve.kernels.gpu.dataflows.direct import gated_map, weight_map
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.weight import Home, WeightHandle
 from c2cserve.kernels.layer import LayerWeights, Mlp
@@ -43,6 +43,16 @@ def matrices(layer: GpuLayer) -> Iterator[WeightHandle]:
             yield from (gate_up.weight, down.weight)
         case SparseHalf(router, w13, w2):
             yield from (router.weight, w13, w2)
+
+
+def _map_makers(layer: GpuLayer) -> Iterator[Callable[[WeightHandle], bytes]]:
+    """Of the maps by which kernels read `matrices`."""
+    yield from (weight_map, weight_map)
+    match layer.second:
+        case DenseHalf():
+            yield from (gated_map, weight_map)
+        case SparseHalf():
+            yield from (weight_map, weight_map, weight_map)
 
 
 def vectors(layer: GpuLayer) -> Iterator[Tensor]:
@@ -86,6 +96,7 @@ class ModelTables:
         self._device = device
         # Without their owners: a model that is detached must not be held on to.
         self._weights = [replace(w, owner=None) for layer in layers for w in matrices(layer)]
+        self._map_makers = [make for layer in layers for make in _map_makers(layer)]
         self.vectors = _packed([v for layer in layers for v in vectors(layer)])
         self.maps = torch.empty(0, dtype=torch.uint8, device=device)
         self.missing: WeightHandle | None = None
@@ -112,7 +123,8 @@ class ModelTables:
         self.far_bytes = sum(w.bytes for w in far)
         self.peer_bytes = sum(w.bytes for w in far if w.home == "peer")
         self.local_bytes = sum(w.bytes for w in now) - self.far_bytes
-        packed = torch.frombuffer(bytearray().join(map(weight_map, now)), dtype=torch.uint8)
+        maps = (make(w) for make, w in zip(self._map_makers, now, strict=True))
+        packed = torch.frombuffer(bytearray().join(maps), dtype=torch.uint8)
         # Pinned memory goes back once its copy is done; what reads the old maps is enqueued.
         self.maps = packed.pin_memory().to(self._device, non_blocking=True)
 

@@ -3,8 +3,10 @@
 Sequences of any lengths in one call. A sequence with several new tokens is cut into tiles of rows;
 a row is a query head of a token, and the heads that share a key head lie side by side, so that
 grouped queries fill a tile. One with a single new token is cut along its context instead, into
-pieces of fixed length whose results are then put together: few sequences fill the GPU, and a row's
-result does not depend on what else is in the batch.
+pieces of fixed length: few sequences fill the GPU, and a row's result does not depend on what else
+is in the batch. A program turns its own heads' queries; that of the last piece turns and stores the
+new key; and whichever is the last to end puts the pieces together, in their order. So a decode step
+launches one kernel between two GEMMs.
 
 A block holds [layer, k | v, kv_head, 16, head_dim]; a block table has the byte offsets of blocks.
 """
@@ -21,12 +23,15 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.early import EARLY, after_others
-from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
+from c2cserve.kernels.gpu.rope import rope_store, turned
+from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
 PIECE_TOKENS = 256
 """Of context, for one program of a single new token. Never to depend on a batch."""
-_MERGED = 16
-"""Pieces put together at once."""
+_ROWS = 16
+"""Heads of a program: the least that tensor cores take."""
+_ARRIVALS = 1 << 14
+"""Counters to begin with: more than the 64 sequences of a graph need."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -135,11 +140,62 @@ def _many_kernel(
     tl.store(out + (token * heads * DIM + head * DIM)[:, None] + at[None, :], result, inside)
 
 
+@triton.jit
+def _store_new(
+    k_at, kept, kv_heads, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr,
+    TOKENS: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A new key at `k_at` in qkv, turned, and its value into the cache, for this program to read.
+    (Heads that share a key may be those of several programs: all of them store the same.)"""
+    at = tl.arange(0, PAD)[None, :]
+    inside = at < DIM
+    k = turned(k_at, inside, cos, sin, norm, eps, DIM, PAD, NORM).to(kept.dtype.element_ty)
+    v = tl.load(k_at + kv_heads * DIM + at, inside, 0.0)
+    tl.store(kept + at, k, inside)
+    tl.store(kept + kv_heads * TOKENS * DIM + at, v, inside)
+    tl.debug_barrier()  # other threads than those that store will read
+
+
+@triton.jit
+def _is_last(arrived, count):
+    """Whether this is the last of `count` programs to come here. What they have stored before, it
+    can read. `arrived` is 0 again when all were here."""
+    tl.debug_barrier()  # stores of all threads come before the one that arrives for them
+    last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
+def _merged(
+    partial_sums, partial_tops, kept, real, first, stop, DIM: tl.constexpr, PAD: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows [ROWS, PAD] of attention out of their pieces [first, stop), one after another."""
+    at = tl.arange(0, PAD)[None, :]
+    inside = real[:, None] & (at < DIM)
+    sums = tl.zeros((ROWS, PAD), tl.float32)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for piece in tl.range(first, stop, num_stages=4):
+        piece_top = tl.load(partial_tops + (kept + piece) * 2, real, 0.0)
+        piece_total = tl.load(partial_tops + (kept + piece) * 2 + 1, real, 1.0)
+        piece_sums = tl.load(partial_sums + ((kept + piece) * DIM)[:, None] + at, inside, 0.0)
+        top_new = tl.maximum(top, piece_top)
+        shrunk, weight = tl.exp2(top - top_new), tl.exp2(piece_top - top_new)
+        sums = sums * shrunk[:, None] + piece_sums * weight[:, None]
+        total = total * shrunk + piece_total * weight
+        top = top_new
+    return sums / total[:, None]
+
+
 @triton.jit(do_not_specialize=["heads", "kv_heads", "layer", "table_width", "window"])
 def _single_kernel(
-    qkv, arena, partial_sums, partial_tops, q_start, context_len, tables, scale_log2, heads,
-    kv_heads, layer, width, table_width, window, DIM: tl.constexpr, PAD: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr,
+    qkv, positions, cos, sin, q_norm, k_norm, arena, slots, out, partial_sums, partial_tops,
+    arrivals, q_start, context_len, tables, eps, scale_log2, heads, kv_heads, layer, width,
+    table_width, window, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one new token; a program has one piece of the context, for up to ROWS of the
@@ -157,11 +213,21 @@ def _single_kernel(
         return
     row = tile * ROWS + tl.arange(0, ROWS)
     head = kv_head * group + row
-    at = tl.arange(0, PAD)
-    inside = (row < group)[:, None] & (at < DIM)[None, :]
-    q_at = qkv + begin.to(tl.int64) * width + (head * DIM)[:, None] + at[None, :]
-    q = tl.load(q_at, inside, 0.0)
+    at = tl.arange(0, PAD)[None, :]
+    inside = (row < group)[:, None] & (at < DIM)
+    angle = tl.load(positions + begin).to(tl.int64) * (DIM // 2) + at % (DIM // 2)
+    c, s = tl.load(cos + angle, at < DIM, 0.0), tl.load(sin + angle, at < DIM, 0.0)
+    token_at = qkv + begin.to(tl.int64) * width
+    q = turned(token_at + (head * DIM)[:, None], inside, c, s, q_norm, eps, DIM, PAD, NORM)
+    q = q.to(qkv.dtype.element_ty)
     plane = (layer * 2 * kv_heads + kv_head) * TOKENS * DIM
+    if stop == length:
+        slot = tl.load(slots + begin)
+        kept = arena + tl.multiple_of(slot // TOKENS // 2, 8) + plane + slot % TOKENS * DIM
+        _store_new(
+            token_at + (heads + kv_head) * DIM, kept, kv_heads, c, s, k_norm, eps, DIM, PAD, TOKENS,
+            NORM,
+        )  # fmt: skip
     keys_at = arena + plane
     values_at = keys_at + kv_heads * TOKENS * DIM
     table = tables + seq.to(tl.int64) * table_width
@@ -179,93 +245,98 @@ def _single_kernel(
         sums, tops, totals, q, seen_from, seen_to, table, keys_at, values_at, common, stop,
         length, scale_log2, DIM, PAD, KEYS, TOKENS, True,
     )  # fmt: skip
-    kept = (seq.to(tl.int64) * heads + head) * tl.num_programs(2) + piece
-    tl.store(partial_sums + (kept * DIM)[:, None] + at[None, :], sums, inside)
-    tl.store(partial_tops + kept * 2, tops, row < group)
-    tl.store(partial_tops + kept * 2 + 1, totals, row < group)
-
-
-@triton.jit(do_not_specialize=["heads", "pieces", "window"])
-def _merge_kernel(
-    partial_sums, partial_tops, out, q_start, context_len, heads, pieces, window,
-    DIM: tl.constexpr, PAD: tl.constexpr, PIECE: tl.constexpr, MERGED: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
-    """One head of a sequence of one new token, out of its pieces."""
-    after_others(EARLY)
-    seq, head = tl.program_id(0), tl.program_id(1)
-    begin = tl.load(q_start + seq)
-    if tl.load(q_start + seq + 1) - begin != 1:
-        return
-    length = tl.load(context_len + seq)
-    seen = tl.where(window > 0, tl.maximum(0, length - window), 0)
-    first, stop = seen // PIECE, (length + PIECE - 1) // PIECE
-    kept = (seq.to(tl.int64) * heads + head) * pieces
-    at = tl.arange(0, PAD)
-    sums = tl.zeros((PAD,), tl.float32)
-    top = float("-inf")
-    total = 0.0
-    for start in range(first, stop, MERGED):
-        piece = start + tl.arange(0, MERGED)
-        there = piece < stop
-        tops = tl.load(partial_tops + (kept + piece) * 2, there, float("-inf"))
-        totals = tl.load(partial_tops + (kept + piece) * 2 + 1, there, 0.0)
-        some = tl.load(
-            partial_sums + ((kept + piece) * DIM)[:, None] + at[None, :],
-            there[:, None] & (at < DIM)[None, :], 0.0,
-        )  # fmt: skip
-        top_new = tl.maximum(top, tl.max(tops, 0))
-        shrunk, weights = tl.exp2(top - top_new), tl.exp2(tops - top_new)
-        sums = sums * shrunk + tl.sum(some * weights[:, None], 0)
-        total = total * shrunk + tl.sum(totals * weights, 0)
-        top = top_new
-    result = (sums / total).to(out.dtype.element_ty)
-    tl.store(out + (begin.to(tl.int64) * heads + head) * DIM + at, result, at < DIM)
+    kept = (seq.to(tl.int64) * heads + head) * tl.num_programs(2)
+    tl.store(partial_sums + ((kept + piece) * DIM)[:, None] + at, sums, inside)
+    tl.store(partial_tops + (kept + piece) * 2, tops, row < group)
+    tl.store(partial_tops + (kept + piece) * 2 + 1, totals, row < group)
+    first_piece, pieces = seen // PIECE, (length + PIECE - 1) // PIECE
+    arrived = arrivals + seq * tl.num_programs(1) + tl.program_id(1)
+    if _is_last(arrived, pieces - first_piece):
+        result = _merged(
+            partial_sums, partial_tops, kept, row < group, first_piece, pieces, DIM, PAD, ROWS
+        )
+        token = tl.load(q_start + seq).to(tl.int64)  # anew: a register less in the loops
+        out_at = out + ((token * heads + head) * DIM)[:, None] + at
+        tl.store(out_at, result.to(out.dtype.element_ty), inside)
 
 
 # ---- launcher -----------------------------------------------------------------------------------
 
 
-def attention(
+class Arrivals:
+    """Counters of the programs that share a sequence's heads. All are 0 between two launches, so
+    that graphs can be replayed; launches that share them run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._counts = [torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)]
+
+    def hold(self, count: int) -> Tensor:
+        """At least so many. They stay where they are: graphs know their address."""
+        last = self._counts[-1]
+        if last.numel() < count:
+            last = last.new_zeros(2 * count)
+            self._counts.append(last)
+        return last
+
+
+def attend(
     qkv: Tensor,
+    layer: Layer,
+    rows: TokenRows,
+    rope: tuple[Tensor, Tensor],
     arena: Tensor,
-    kv: KvLayout,
-    layer: int,
-    q_start: Tensor,
-    context_len: Tensor,
-    block_table: Tensor,
-    scale: float,
-    window: int,
+    arrivals: Arrivals,
 ) -> Tensor:
-    """`Ops.attention`: qkv [T, (Hq + 2 Hkv) D], 16-bit, of the cache's dtype -> [T, Hq D]."""
-    tokens, seqs, dim = len(qkv), len(context_len), kv.head_dim
-    heads = qkv.shape[1] // dim - 2 * kv.kv_heads
+    """`Ops.attend`: qkv [T, (Hq + 2 Hkv) D], 16-bit, of the cache's dtype -> [T, Hq D]. What it
+    leaves in qkv is nobody's."""
+    tokens, seqs = len(qkv), len(rows.context_len)
+    dim, kv_heads = layer.shape.kv.head_dim, layer.shape.kv.kv_heads
+    heads = qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty((tokens, heads * dim), dtype=qkv.dtype, device=qkv.device)
-    if not tokens:
-        return out
-    cache = arena.view(qkv.dtype)
-    pad = max(16, triton.next_power_of_2(dim))
-    where = (q_start, context_len, block_table, scale * _LOG2_E)
-    group = heads // kv.kv_heads
     if tokens > seqs:
-        rows = 128 if pad <= 128 else 64
-        _many_kernel[(tokens * group // rows + seqs, kv.kv_heads)](
-            qkv, cache, out, *where, seqs, heads, kv.kv_heads, layer, qkv.shape[1],
-            block_table.shape[1], window, DIM=dim, PAD=pad, ROWS=rows, KEYS=64,
-            TOKENS=BLOCK_TOKENS, num_warps=8, num_stages=2, **EARLY,
-        )  # fmt: skip
-        if seqs == 1:
-            return out
-    pieces = -(-block_table.shape[1] * BLOCK_TOKENS // PIECE_TOKENS)
+        rope_store(qkv, layer, rows, rope, arena)
+        _attend_many(qkv, layer, rows, arena, out, heads)
+    if tokens and (seqs > 1 or tokens == 1):
+        _attend_single(qkv, layer, rows, rope, arena, arrivals, out, heads)
+    return out
+
+
+def _attend_many(
+    qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor, heads: int
+) -> None:
+    kv, seqs, width = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
+    pad = max(16, triton.next_power_of_2(kv.head_dim))
+    tile = 128 if pad <= 128 else 64
+    _many_kernel[(len(qkv) * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads)](
+        qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table,
+        layer.shape.scale * _LOG2_E, seqs, heads, kv.kv_heads, layer.index, qkv.shape[1], width,
+        layer.weights.window, DIM=kv.head_dim, PAD=pad, ROWS=tile, KEYS=64, TOKENS=BLOCK_TOKENS,
+        num_warps=8, num_stages=2, **EARLY,
+    )  # fmt: skip
+
+
+def _attend_single(
+    qkv: Tensor,
+    layer: Layer,
+    rows: TokenRows,
+    rope: tuple[Tensor, Tensor],
+    arena: Tensor,
+    arrivals: Arrivals,
+    out: Tensor,
+    heads: int,
+) -> None:
+    kv, seqs, width = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
+    dim, norms = kv.head_dim, layer.weights.qk_norms
+    pad, pieces = max(16, triton.next_power_of_2(dim)), -(-width * BLOCK_TOKENS // PIECE_TOKENS)
+    q_norm, k_norm = norms or rope
+    shared = kv.kv_heads * -(-(heads // kv.kv_heads) // _ROWS)
     sums = torch.empty((seqs, heads, pieces, dim), dtype=torch.float32, device=qkv.device)
     tops = torch.empty((seqs, heads, pieces, 2), dtype=torch.float32, device=qkv.device)
-    _single_kernel[(seqs, kv.kv_heads * -(-group // 16), pieces)](
-        qkv, cache, sums, tops, *where, heads, kv.kv_heads, layer, qkv.shape[1],
-        block_table.shape[1], window, DIM=dim, PAD=pad, ROWS=16, KEYS=64, PIECE=PIECE_TOKENS,
-        TOKENS=BLOCK_TOKENS, num_warps=4, num_stages=3 if pad <= 128 else 2, **EARLY,
+    _single_kernel[(seqs, shared, pieces)](
+        qkv, rows.positions, *rope, q_norm, k_norm, arena.view(qkv.dtype), rows.slots, out, sums,
+        tops, arrivals.hold(seqs * shared), rows.q_start, rows.context_len, rows.block_table,
+        layer.shape.eps, layer.shape.scale * _LOG2_E, heads, kv.kv_heads, layer.index,
+        qkv.shape[1], width, layer.weights.window, DIM=dim, PAD=pad, ROWS=_ROWS, KEYS=64,
+        PIECE=PIECE_TOKENS, TOKENS=BLOCK_TOKENS, NORM=norms is not None, num_warps=4,
+        num_stages=3 if pad <= 128 else 2, **EARLY,
     )  # fmt: skip
-    _merge_kernel[(seqs, heads)](
-        sums, tops, out, q_start, context_len, heads, pieces, window, DIM=dim, PAD=pad,
-        PIECE=PIECE_TOKENS, MERGED=_MERGED, num_warps=2, **EARLY,
-    )  # fmt: skip
-    return out

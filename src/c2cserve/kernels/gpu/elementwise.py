@@ -1,6 +1,6 @@
-"""What a decoder does between its GEMMs, in Triton: norms, activation, embedding, rotation, KV.
+"""What a decoder does between its GEMMs and attention, in Triton: norms, activation, embedding.
 
-Activations are 16-bit and contiguous, vectors (norm weights, rotary tables) float32, sums float32;
+Activations are 16-bit and contiguous, vectors (norm weights) float32, sums float32;
 every result is rounded once. A row's result depends on nothing but the row. Sizes that change from
 step to step are not specialised on, so that once a model is warm nothing is compiled
 (`kernels.gpu.warm`).
@@ -16,12 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.early import EARLY, after_others
-from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout
 
 _COLUMNS = 1024
 """A program's share of a row where a row needs no sum."""
-_HEADS = 8
-"""A program's share of a token's heads."""
 
 
 # ---- device code --------------------------------------------------------------------------------
@@ -88,47 +85,6 @@ def _embed_kernel(
     known = (token >= 0) & (token < vocab)
     value = tl.load(table + token * hidden + at, inside & known, float("nan"))
     tl.store(out + row * hidden + at, value, inside)
-
-
-@triton.jit(do_not_specialize=["heads", "kv_heads", "layer"])
-def _rope_store_kernel(
-    qkv, positions, cos, sin, q_norm, k_norm, arena, slots, eps, heads, kv_heads, layer, width,
-    DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr, NORM: tl.constexpr,
-    HEADS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    after_others(EARLY)
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    at = tl.arange(0, HALF_PAD)[None, :]
-    turned = head < heads + kv_heads
-    inside = (head < heads + 2 * kv_heads) & (at < HALF)
-    first = qkv + token * width + head * DIM + at
-    a = tl.load(first, inside, 0.0).to(tl.float32)
-    b = tl.load(first + HALF, inside, 0.0).to(tl.float32)
-    if NORM:
-        is_query, half = head < heads, at < HALF
-        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        low = tl.where(is_query, tl.load(q_norm + at, half), tl.load(k_norm + at, half))
-        high = tl.where(
-            is_query, tl.load(q_norm + HALF + at, half), tl.load(k_norm + HALF + at, half)
-        )
-        a = tl.where(turned, a * scale * low, a)
-        b = tl.where(turned, b * scale * high, b)
-    angle = tl.load(positions + token).to(tl.int64) * HALF + at
-    c = tl.where(turned, tl.load(cos + angle, at < HALF, 0.0), 1.0)
-    s = tl.where(turned, tl.load(sin + angle, at < HALF, 0.0), 0.0)
-    low = (a * c - b * s).to(qkv.dtype.element_ty)
-    high = (b * c + a * s).to(qkv.dtype.element_ty)
-    tl.store(first, low, inside & turned)
-    tl.store(first + HALF, high, inside & turned)
-    slot = tl.load(slots + token)
-    block, place = slot // TOKENS // 2, slot % TOKENS
-    # Planes of a block: [layer][k, v][kv head], so v's heads follow k's as they do in qkv.
-    plane = layer * 2 * kv_heads + head - heads
-    kept = arena + tl.multiple_of(block, 8) + ((plane * TOKENS + place) * DIM + at)
-    tl.store(kept, low, inside & (head >= heads))
-    tl.store(kept + HALF, high, inside & (head >= heads))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -218,31 +174,6 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
             **EARLY,
         )
     return out
-
-
-def rope_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    norms: tuple[Tensor, Tensor] | None,
-    eps: float,
-    arena: Tensor,
-    kv: KvLayout,
-    layer: int,
-    slots: Tensor,
-) -> None:
-    """`Ops.rope_store`. In a block, keys and values lie alike: [16, head_dim]."""
-    dim, tokens = kv.head_dim, len(qkv)
-    heads = qkv.shape[1] // dim - 2 * kv.kv_heads
-    q_norm, k_norm = norms or (cos, cos)
-    if tokens:
-        _rope_store_kernel[(tokens, -(-(heads + 2 * kv.kv_heads) // _HEADS))](
-            qkv, positions, cos, sin, q_norm, k_norm, arena.view(qkv.dtype), slots, eps, heads,
-            kv.kv_heads, layer, qkv.shape[1], DIM=dim, HALF=dim // 2,
-            HALF_PAD=triton.next_power_of_2(dim // 2), NORM=norms is not None, HEADS=_HEADS,
-            TOKENS=BLOCK_TOKENS, num_warps=2, **EARLY,
-        )  # fmt: skip
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from c2cserve.kernels.gpu import elementwise
-from c2cserve.kernels.gpu.attention import attention
+from c2cserve.kernels.gpu.attention import Arrivals, attend
 from c2cserve.kernels.gpu.draw import asked_of, draw
 from c2cserve.kernels.gpu.fixed_rows import FixedRows
 from c2cserve.kernels.gpu.greedy import greedy
 from c2cserve.kernels.gpu.weight import TORCH_DTYPES, Dtype
-from c2cserve.kernels.layer import KvLayout, TokenRows
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 from c2cserve.kernels.ops import RowSampling
 
 
@@ -46,8 +46,7 @@ COMMON = [
 
 def warm(sizes: Sizes, device: torch.device) -> None:
     """Compile, or load, and run all kernels such a model needs."""
-    dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
-    kv = KvLayout(1, sizes.kv_heads, dim, sizes.dtype)
+    dtype = TORCH_DTYPES[sizes.dtype]
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -66,19 +65,35 @@ def warm(sizes: Sizes, device: torch.device) -> None:
     greedy(zeros(2, sizes.vocab))
     draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
     elementwise.chained(integers(3, -1), integers(3))
-    qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim)
     one = TokenRows(
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
         zeros(1, dtype=torch.int64),
     )  # fmt: skip
     FixedRows.make(2, sizes.hidden, 32, dtype, device).settle(x[:1], one)
-    arena, table = zeros(kv.block_bytes, dtype=torch.uint8), zeros(4, dim // 2, dtype=torch.float32)
-    norms = (zeros(dim, dtype=torch.float32), zeros(dim, dtype=torch.float32))
-    elementwise.rope_store(
-        qkv, integers(0, 1, 0), table, table, norms if sizes.qk_norm else None, 1e-5, arena, kv, 0,
-        zeros(3, dtype=torch.int64),
+    _warm_attention(sizes, device)
+
+
+def _warm_attention(sizes: Sizes, device: torch.device) -> None:
+    """One sequence of two new tokens and one of one: all of its kernels."""
+    dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
+    kv = KvLayout(1, sizes.kv_heads, dim, sizes.dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def integers(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    nothing = zeros(0)
+    norms = (zeros(dim), zeros(dim)) if sizes.qk_norm else None
+    mlp = Mlp(nothing, None, nothing, None)
+    weights = LayerWeights(nothing, nothing, None, norms, nothing, None, nothing, mlp, window=0)
+    layer = Layer(0, weights, LayerShape(kv, sizes.hidden, sizes.heads, 1e-5, 1.0))
+    rows = TokenRows(
+        positions=integers(0, 1, 0), q_start=integers(0, 2, 3), context_len=integers(2, 1),
+        block_table=integers(0, 0, dtype=torch.int64)[:, None],
+        slots=integers(0, 1, 2, dtype=torch.int64),
     )  # fmt: skip
-    # One sequence of two new tokens and one of one: both kernels, and the merge.
-    attention(
-        qkv, arena, kv, 0, integers(0, 2, 3), integers(2, 1), zeros(2, 1, dtype=torch.int64), 1.0, 0
-    )
+    qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim, dtype=dtype)
+    rope = zeros(4, dim // 2), zeros(4, dim // 2)
+    attend(qkv, layer, rows, rope, zeros(kv.block_bytes, dtype=torch.uint8), Arrivals(device))
