@@ -33,8 +33,9 @@ from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 _CONTEXT_LEAST = 1024
 """Tokens; contexts are rounded up to powers of two, and block tables to as many blocks."""
 
-Run = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], None]
-"""`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena."""
+Run = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
+"""`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. What it returns is to be
+added to hidden."""
 
 
 class Cached(Whereabouts, Protocol):
@@ -60,6 +61,8 @@ class _Model:
 class _Graph:
     graph: torch.cuda.CUDAGraph
     fixed: FixedRows
+    branch: Tensor
+    """The last layer's, to be added to `fixed.hidden`."""
     launched: Counter[str]
 
 
@@ -114,7 +117,7 @@ class DecodeGraphs:
             graph = self._capture(key, seat, layers, hidden, arena)
         graph.fixed.settle(hidden, rows)
         graph.graph.replay()
-        hidden.copy_(graph.fixed.hidden[:seqs])
+        torch.add(graph.fixed.hidden[:seqs], graph.branch[:seqs], out=hidden)
         self._count(graph, tables)
         return True
 
@@ -153,10 +156,10 @@ class DecodeGraphs:
             # Other slices' threads go on meanwhile: what they call is theirs.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                self._run(fixed.hidden, stand_ins, fixed.rows, seat.rope, arena)
+                branch = self._run(fixed.hidden, stand_ins, fixed.rows, seat.rope, arena)
             finally:
                 graph.capture_end()
-        made = self._graphs[key] = _Graph(graph, fixed, self._launched - before)
+        made = self._graphs[key] = _Graph(graph, fixed, branch, self._launched - before)
         self._launched.subtract(made.launched)  # nothing ran
         self.captures += 1
         return made

@@ -112,7 +112,7 @@ class GpuOps:
     ) -> None:
         mine = [_gpu_layer(layer) for layer in layers]
         if self.graphs is None or not self.graphs(hidden, mine, rows, rope, arena):
-            self._launch_layers(hidden, mine, rows, rope, arena)
+            hidden += self._launch_layers(hidden, mine, rows, rope, arena)
 
     def _launch_layers(
         self,
@@ -121,14 +121,15 @@ class GpuOps:
         rows: TokenRows,
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
-    ) -> None:
+    ) -> Tensor:
+        """Returns the last layer's branch, which is still to be added to `hidden`."""
         branch: Tensor | None = None
         """Of the layer before: added to `hidden` where the next norm reads it."""
         for layer in layers:
             x = self._first_half(hidden, branch, layer, rows, rope, arena)
             branch = self._second_half(x, layer)
-        if branch is not None:
-            hidden += branch
+        assert branch is not None, "no layers"
+        return branch
 
     def capture_decoding(self, launched: Counter[str], cached: Cached | None) -> None:
         """Steps of one new token a sequence run as graphs from now on."""
