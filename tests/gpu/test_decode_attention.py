@@ -1,11 +1,13 @@
-"""Attention of single new tokens on a GPU, where the programs that share a sequence really race:
+"""Attention on a GPU. Of single new tokens, where the programs that share a sequence really race:
 turned and stored as by `rope_store`, pieces put together once, in their order, launch after launch.
+Of prompts, the same bits however they are cut.
 
 The harness is that of tests/cpu/kernels, which run on a GPU too where there is one.
 """
 
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,13 +62,13 @@ def test_replayed_launches_give_the_same_bits_and_leave_no_counts(batch: int) ->
     case = Case([(1, 2000 + 7 * i) for i in range(batch)], 32, kind, BF16)
     want, _ = case.run()
     rows, qkv = case.on_device(list(range(batch))), case.qkv.to(DEVICE)
-    arena, layer = case.arena.to(DEVICE), on_device(case.layer)
+    arena, layer, rope = case.arena.to(DEVICE), on_device(case.layer), case.rope_there
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph, outs = torch.cuda.CUDAGraph(), []
     with torch.cuda.stream(stream), torch.cuda.graph(graph, stream=stream):
         for _ in range(20):
-            outs.append(attend(qkv, layer, rows, case.rope_there, arena, ARRIVALS))
+            outs.append(attend(qkv, layer, rows, rope, arena, ARRIVALS))
     for _ in range(20):
         for out in outs:
             out.fill_(torch.nan)
@@ -75,3 +77,29 @@ def test_replayed_launches_give_the_same_bits_and_leave_no_counts(batch: int) ->
         assert not ARRIVALS.hold(1).any()
         for out in outs:
             assert torch.equal(out.cpu(), want)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "norm", "window"), KINDS)
+def test_a_prompt_is_the_same_in_any_chunks(
+    heads: int, kv_heads: int, dim: int, norm: bool, window: int
+) -> None:
+    new, cached = 300, 70
+    case = Case([(new, cached + new)], heads, layout(kv_heads, dim, "bfloat16"), BF16, window, norm)
+    want, arena = case.run()
+    whole = case.on_device([0])
+    for chunk in (7, 24, 31, 64, 150):
+        kept, outs = case.arena.to(DEVICE, copy=True), []
+        for start in range(0, new, chunk):
+            stop = min(new, start + chunk)
+            rows = replace(
+                whole,
+                positions=whole.positions[start:stop],
+                slots=whole.slots[start:stop],
+                q_start=torch.tensor([0, stop - start], dtype=torch.int32, device=DEVICE),
+                context_len=torch.tensor([cached + stop], dtype=torch.int32, device=DEVICE),
+            )
+            qkv = case.qkv[start:stop].to(DEVICE)
+            layer = on_device(case.layer)
+            outs.append(attend(qkv, layer, rows, case.rope_there, kept, ARRIVALS).cpu())
+        assert torch.equal(torch.cat(outs), want), chunk
+        assert torch.equal(kept.cpu(), arena), chunk

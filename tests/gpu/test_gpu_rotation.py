@@ -68,7 +68,7 @@ def test_requests_that_take_turns_get_the_text_of_an_idle_slice(
     make(folder, "llama")
     model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
     prompts = {f"r{i}": PROMPT[i:] + PROMPT[:i] for i in range(12)}
-    # At most 64 rows in a step: then no sum depends on what else is in it.
+    # At most 64 rows in a step: no sum depends on what else is in it, or on how a prompt is cut.
     alone = Loop(gpu, model, at_a_time, 64 << 20, max_step_tokens=32)
     for name, prompt in prompts.items():
         alone.submit(name, prompt, 200)
@@ -84,4 +84,3 @@ def test_requests_that_take_turns_get_the_text_of_an_idle_slice(
     assert {n: tight.tokens(n) for n in prompts} == {n: alone.tokens(n) for n in prompts}
     assert gpu.host_kv.counts.in_bytes > before
     assert gpu.host_kv.used_bytes == 0
-    segments.close_all()

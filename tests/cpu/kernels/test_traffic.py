@@ -14,7 +14,7 @@ from c2cserve.kernels.gpu.traffic import Dataflow, Tiles, panels, sym_columns, t
     ("field", "bad"),
     [
         *[("bx", bad) for bad in (0, 12, 264)],
-        *[("cluster", bad) for bad in (0, 3, 16)],
+        *[("cluster", bad) for bad in (0, 5, 16)],
         *[("kp", bad) for bad in (0, 96)],
         *[("panel_rows", bad) for bad in (0, 100)],
         *[("panel_growth", 0), ("slots", 0), ("alpha", 1.01), ("alpha", -0.1)],

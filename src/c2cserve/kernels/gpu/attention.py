@@ -66,14 +66,15 @@ def _visit(
         else:
             k = tl.load(k_at, (at < DIM)[:, None], 0.0)
             v = tl.load(v_at, (at < DIM)[None, :], 0.0)
-        scores = tl.dot(q, k) * scale_log2
+        scores = tl.dot(q, k)
         if MASKED:
             seen = (key[None, :] >= seen_from[:, None]) & (key[None, :] <= seen_to[:, None])
             scores = tl.where(seen, scores, float("-inf"))
-        tops_new = tl.maximum(tops, tl.max(scores, 1))
+        tops_new = tl.maximum(tops, tl.max(scores, 1) * scale_log2)
         # A row that has seen nothing yet has no top: without this it would be inf - inf.
         base = tl.where(tops_new == float("-inf"), 0.0, tops_new)
-        weights = tl.exp2(scores - base[:, None])
+        # One rounding, masked or not: which it is depends on the other rows of a tile.
+        weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
         shrunk = tl.exp2(tops - base)
         totals = totals * shrunk + tl.sum(weights, 1)
         sums = tl.dot(weights.to(v.dtype), v, sums * shrunk[:, None])

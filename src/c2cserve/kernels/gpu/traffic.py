@@ -46,8 +46,8 @@ class Tiles:
     def __post_init__(self) -> None:
         if not (8 <= self.bx <= 256 and self.bx % 8 == 0):
             raise ValueError(f"bx must be a multiple of 8 up to 256, not {self.bx}")
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"cluster must be 1, 2, 4 or 8, not {self.cluster}")
+        if self.cluster not in (1, 2, 3, 4, 8):
+            raise ValueError(f"cluster must be 1, 2, 3, 4 or 8, not {self.cluster}")
         if self.kp < BK or self.kp % BK:
             raise ValueError(f"kp must be a multiple of {BK}, not {self.kp}")
         if self.panel_rows < BW or self.panel_rows % BW:

@@ -29,6 +29,9 @@ BX_SHARED = (192, 256)
 CLUSTERS = (2, 4, 8)
 BX_SPLIT = (16, 32, 64)
 """And of few rows, where a cluster shares K, or W is a gate and what it gates."""
+CLUSTERS_SPLIT = (2, 3, 4, 8)
+"""Clusters that share K. Three: of 32 tiles, more CTAs than two, and all of them run at once, which
+32 clusters of four do not on a chip some of whose groups of SMs are smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,7 @@ def _of(dtype: Dtype) -> list[Variant]:
     alone = [Variant("direct", dtype, bx) for bx in BX_ALONE]
     shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
     tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]
-    split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SPLIT]
+    split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS_SPLIT for bx in BX_SPLIT]
     gated = [Variant("direct", dtype, bx, gated=True) for bx in BX_SPLIT]
     gated += [replace(variant, gated=True) for variant in split]
     grouped = [Variant("grouped", dtype, bx) for bx in BX_ALONE]

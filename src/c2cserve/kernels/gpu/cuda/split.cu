@@ -18,6 +18,7 @@ using Type = wgmma::TYPE;
 using Stream = Pipeline<Type, BX, 1, STAGES>;
 
 constexpr int kColumns = GATED ? gated::kColumns : kBlockW;  // of O in a tile
+constexpr int kShare = ceil_div(kColumns, CLUSTER);          // of those, a CTA finishes
 constexpr int kRow = kBlockW + 4;  // floats; the padding spreads a warp's writes over all banks
 constexpr int kPartialAt = ceil_div(Stream::kShared, 16) * 16;
 constexpr int kDoneAt = kPartialAt + BX * kRow * 4;
@@ -66,11 +67,10 @@ struct Shares {
 // Finishes this CTA's share of the tile's columns.
 __device__ __forceinline__ void reduce(const float* partial, uint32_t rank, const Work& work,
                                        const Output& out) {
-  constexpr int kShare = kColumns / CLUSTER;
   const Shares shares(partial);
   for (int i = threadIdx.x - kWarpgroup; i < BX * kShare; i += kConsumers) {
     const int m = i / kShare, n = rank * kShare + i % kShare, column = work.column + n;
-    if (m >= work.rows || column >= out.columns) continue;
+    if (m >= work.rows || n >= kColumns || column >= out.columns) continue;
     uint16_t bits = shares.add(m * kRow + n, out.bias, column);
     if constexpr (GATED) {
       const uint16_t up = shares.add(m * kRow + kColumns + n, out.bias, out.columns + column);
