@@ -214,6 +214,19 @@ def test_few_tiles_of_w_are_split_along_k() -> None:
     assert choice.tiles.cluster > 1
 
 
+@pytest.mark.parametrize(("three_us", "cluster"), [(31.5, 3), (35.0, 2)])
+def test_in_graphs_more_readers_win_among_equals(three_us: float, cluster: int) -> None:
+    """32 tiles: 64 CTAs that are as fast alone as 96 are not where SMs happen to be free."""
+    asked = Question(16, 4096, 14336, "bfloat16", "hbm", 132)
+    took_us = {("split", 2): 31.0, ("split", 3): three_us, ("direct", 1): 55.0}
+    points = [
+        point(asked, candidate, took_us.get((candidate[0], candidate[1].cluster), 60.0) / 1e6)
+        for candidate in candidates(replace(asked, by_map=True))
+    ]
+    served, tiles = Chooser(with_points(points)).serving(replace(asked, m=1))
+    assert (served, tiles.cluster) == ("split", cluster)
+
+
 def test_why_is_a_sentence_with_the_parts() -> None:
     why = Chooser(H200).pick(replace(PAPER, m=2048)).why
     assert why.startswith("direct (bx 256, cluster 8) is modelled at 408 us, 1.10x the floor")
