@@ -18,8 +18,9 @@ from c2cserve.cli.output import (
     show_bytes,
     show_seconds,
 )
-from c2cserve.kernels.gpu import compiler
+from c2cserve.kernels.gpu import compiler, flash_modules
 from c2cserve.kernels.gpu.compiler import BuildError, default_folder
+from c2cserve.kernels.gpu.flash_modules import MODULES, installed
 from c2cserve.kernels.gpu.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
 
 app = typer.Typer(help="Build, list, check and explain the GPU kernels.", no_args_is_help=True)
@@ -36,8 +37,9 @@ def build(
     folder: FolderOption = None,
     force: Annotated[bool, typer.Option("--force", help="Also what is built already.")] = False,
 ) -> None:
-    """Compile every kernel that is not built yet. Needs nvcc, takes a minute; where a GPU is, also
-    fills Triton's cache (TRITON_CACHE_DIR) with what most models need."""
+    """Compile every kernel that is not built yet. Needs nvcc, takes a minute; where FlashInfer is
+    installed, also its attention, which takes many; where a GPU is, also fills Triton's cache
+    (TRITON_CACHE_DIR) with what most models need."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     folder, began_s = folder or default_folder(), time.monotonic()
@@ -54,13 +56,12 @@ def build(
             )
         except BuildError as error:
             bar.stop()
-            line, _, words = str(error).partition("\n")
-            sys.stderr.write(words)
-            raise CliError(line) from error
+            raise _said(error) from error
     said = f"built {len(made)} of {len(VARIANTS)} kernels" if made else "every kernel was built"
     took = f" in {show_seconds(time.monotonic() - began_s)}" if made else ""
     sys.stdout.write(f"{said}{took}: {folder}\n")
     _refuse(compiler.check(VARIANTS, folder))
+    sys.stdout.write(f"{_build_flash(folder, force)}\n")
     sys.stdout.write(f"{_fill_triton_cache()}\n")
 
 
@@ -71,7 +72,7 @@ def list_kernels(
 ) -> None:
     """Every kernel: what it is compiled with, and whether it is built."""
     folder = folder or default_folder()
-    rows = [_row(folder, variant) for variant in VARIANTS]
+    rows = [*(_row(folder, variant) for variant in VARIANTS), *_flash_rows(folder)]
     if as_json:
         print_json(rows)
         return
@@ -83,7 +84,8 @@ def list_kernels(
         table.add_column(head, justify="right" if head in ("stages", "registers") else "left")
     for row in rows:
         registers = "-" if row["registers"] is None else str(row["registers"])
-        table.add_row(str(row["name"]), str(row["stages"]), registers, str(row["state"]))
+        stages = "-" if row["stages"] is None else str(row["stages"])
+        table.add_row(str(row["name"]), stages, registers, str(row["state"]))
     console().print(table)
     counted = ", ".join(f"{count} {name}" for name, count in states.items())
     sys.stdout.write(f"{len(rows)} kernels, {counted}: {folder}\n")
@@ -91,17 +93,58 @@ def list_kernels(
 
 @app.command("check")
 def check(folder: FolderOption = None) -> None:
-    """End with 1 and name every kernel that is not built, is stale, or uses local memory."""
+    """End with 1 and name every kernel that is not built, is stale, or uses local memory. What
+    FlashInfer lacks is named too, but can be done without."""
     folder = folder or default_folder()
     _refuse(compiler.check(VARIANTS, folder))
     sys.stdout.write(f"{len(VARIANTS)} kernels are built and fit: {folder}\n")
+    version = installed()
+    lacking = [] if version is None else flash_modules.check(folder, version)
+    sys.stdout.write("".join(f"{line}: prompts take our own kernel\n" for line in lacking))
 
 
 @app.command("clean")
 def clean(folder: FolderOption = None) -> None:
     """Remove what was built from other sources than these, and what killed builds left."""
     folder = folder or default_folder()
-    sys.stdout.write(f"removed {compiler.clean(VARIANTS, folder)} files: {folder}\n")
+    removed = compiler.clean(VARIANTS, folder) + flash_modules.clean(folder, installed())
+    sys.stdout.write(f"removed {removed} files: {folder}\n")
+
+
+def _said(error: BuildError) -> CliError:
+    """Its first line, once the compiler's words are shown."""
+    line, _, words = str(error).partition("\n")
+    sys.stderr.write(words)
+    return CliError(line)
+
+
+def _build_flash(folder: Path, force: bool) -> str:
+    """What was done, in words."""
+    version = installed()
+    if version is None:
+        return "FlashInfer's attention: not built, it is not installed ('c2cserve[flash]')"
+    began_s = time.monotonic()
+    try:
+        made = flash_modules.build(folder, version, force=force)
+    except BuildError as error:
+        raise _said(error) from error
+    if not made:
+        return f"FlashInfer's attention: every module was built, by {version}"
+    took = show_seconds(time.monotonic() - began_s)
+    return f"FlashInfer's attention: built {len(made)} of {len(MODULES)} modules in {took}"
+
+
+def _flash_rows(folder: Path) -> list[dict[str, object]]:
+    version = installed()
+    if version is None:
+        return []
+    return [
+        {
+            "name": kind.name, "stages": None, "registers": None,
+            "state": flash_modules.state(folder, kind, version), "flashinfer": version,
+        }
+        for kind in MODULES
+    ]  # fmt: skip
 
 
 def _fill_triton_cache() -> str:

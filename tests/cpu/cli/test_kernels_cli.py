@@ -24,6 +24,7 @@ FEW = VARIANTS[:5]
 def few_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("c2cserve.cli.kernels.VARIANTS", FEW)
+    monkeypatch.setattr("c2cserve.cli.kernels.installed", lambda: None)
 
 
 def run(*args: str) -> int:
@@ -44,8 +45,9 @@ def test_build_then_build_again(fake_nvcc: FakeNvcc, tmp_path: Path, capsys: Any
     assert run("build") == 0
     said = capsys.readouterr().out
     assert said.startswith("built 5 of 5 kernels in ")
-    built, triton = said.splitlines()
+    built, flash, triton = said.splitlines()
     assert built.endswith(f": {folder}")
+    assert flash.startswith("FlashInfer's attention: not built, it is not installed")
     assert triton.startswith("Triton's kernels: not compiled, no GPU here")
     assert len(list(folder.glob("*.cubin"))) == 5
     assert run("build") == 0
