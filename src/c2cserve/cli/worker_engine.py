@@ -171,11 +171,14 @@ class _GpuBackend:
     def weights(self) -> WeightUse:
         cache, graphs = self._gpu.cache, self._gpu.ops.graphs
         steps = 0 if graphs is None else graphs.replays
+        flash = self._gpu.flashinfer.flash
         if cache is None:
-            return WeightUse(graph_steps=steps)
+            return WeightUse(
+                graph_steps=steps, flash_steps=flash.steps, flash_missed_steps=flash.missed
+            )
         counts, peers = cache.counts, self._gpu.peers
         return WeightUse(
-            cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps,
+            cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps, flash.steps, flash.missed,
             lent_bytes=0 if peers is None else peers.pool.bytes, peer_bytes=counts.peer_bytes,
         )  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A decoder layer's weights and a step's rows: what the operators that run whole layers take."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -97,3 +97,5 @@ class TokenRows:
     """int64[S, B]: byte offsets into the arena."""
     slots: Tensor
     """int64[T]: block offset * 16 + place in the block."""
+    host: "TokenRows | None" = field(default=None, kw_only=True)
+    """The same on the host, where these were moved from there."""

@@ -66,6 +66,10 @@ class SliceStatus:
     """bytes read over the link,"""
     graph_steps: int = 0
     """steps launched as one graph,"""
+    flash_steps: int = 0
+    """long steps whose prompts FlashInfer's attention computed,"""
+    flash_missed_steps: int = 0
+    """those whose prompts ours did, for want of a module,"""
     weights_lent_bytes: int = 0
     """weights copied into neighbours' memory (all slices of a GPU share them),"""
     weights_peer_bytes: int = 0

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton_case import close, noise
 
 from c2cserve.kernels.gpu.attention import Arrivals, attend
+from c2cserve.kernels.gpu.flash import Flash
 from c2cserve.kernels.gpu.rope import rope_store
 from c2cserve.kernels.layer import (
     BLOCK_TOKENS,
@@ -51,6 +52,7 @@ class Case:
     window: int = 0
     norm: bool = False
     seed: int = 0
+    flash: Flash | None = None
 
     def __post_init__(self) -> None:
         kv = self.kv
@@ -104,7 +106,7 @@ class Case:
         rows = self.on_device(list(range(len(self.lengths))) if seqs is None else seqs)
         qkv = self.qkv[self._tokens(seqs)].to(DEVICE)
         arena = self.arena.to(DEVICE, copy=True)
-        out = attend(qkv, on_device(self.layer), rows, self.rope_there, arena, ARRIVALS)
+        out = attend(qkv, on_device(self.layer), rows, self.rope_there, arena, ARRIVALS, self.flash)
         assert not ARRIVALS.hold(1).any()
         return out.cpu(), arena.cpu()
 
@@ -123,8 +125,9 @@ class Case:
             block_table=self.rows.block_table[seqs],
             slots=self.rows.slots[tokens],
         )
-        names = [field.name for field in fields(rows)]
-        return TokenRows(**{name: getattr(rows, name).to(DEVICE) for name in names})
+        names = [field.name for field in fields(rows) if field.name != "host"]
+        there = {name: getattr(rows, name).to(DEVICE) for name in names}
+        return TokenRows(**there, host=rows)
 
     @property
     def rope_there(self) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from c2cserve.engine.gpu.sampling import HostSampler, Marked, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention import Arrivals, attend
 from c2cserve.kernels.gpu.experts import Routing, by_expert, choose, gather
+from c2cserve.kernels.gpu.flash import Flash
 from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 from c2cserve.kernels.ops import Draw, RowSampling
@@ -46,12 +47,14 @@ class GpuOps:
         device: torch.device,
         host_sampler: HostSampler,
         marked: Marked | None = None,
+        flash: Flash | None = None,
     ) -> None:
-        """`marked`: see `Sampler`."""
+        """`marked`: see `Sampler`. `flash`: attention of long prompts, see `attend`."""
         self._multiply = multiply
         self._device = device
         self._sampler = Sampler(host_sampler, marked)
         self._arrivals = Arrivals(device)
+        self._flash = flash
         self.graphs: DecodeGraphs | None = None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class GpuOps:
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> Tensor:
-        return attend(qkv, layer, rows, rope, arena, self._arrivals)
+        return attend(qkv, layer, rows, rope, arena, self._arrivals, self._flash)
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         ids, weights = choose(logits, k, renormalize=renormalize)
@@ -160,7 +163,7 @@ class GpuOps:
         else:
             x = elementwise.add_rms_norm(branch, hidden, weights.input_norm, shape.eps)
         qkv = self._multiply(x, layer.qkv.weight, layer.qkv.bias)
-        out = attend(qkv, layer, rows, rope, arena, self._arrivals)
+        out = attend(qkv, layer, rows, rope, arena, self._arrivals, self._flash)
         out = self._multiply(out, layer.o.weight, layer.o.bias)
         return elementwise.add_rms_norm(out, hidden, weights.post_norm, shape.eps)
 

@@ -26,6 +26,8 @@ from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.experts import by_expert, choose
+from c2cserve.kernels.gpu.flash_library import FlashInfer
+from c2cserve.kernels.gpu.flash_modules import FlashKind
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.linear import Linear
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
@@ -61,12 +63,16 @@ class GpuParts:
     """Copies of weights in neighbours' memory."""
     host_kv: HostKv
     """Where KV of paused requests is."""
+    flashinfer: FlashInfer
 
     def warm(self, config: ModelConfig) -> None:
         """Have everything compiled, loaded and allocated that a model needs; quick where another
         model of its kind was before. Raises ValueError for one that GPU slices can not run."""
         sizes = sizes_of(config)
         warm(sizes, self.device)
+        for windowed in sorted({window > 0 for window in config.windows}):
+            kind = FlashKind(sizes.dtype, sizes.head_dim, windowed)
+            self.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
         _touch_libraries(sizes, self.device)
 
     def fatal(self, fault: Exception) -> bool:
@@ -129,11 +135,22 @@ def open_gpu(
     cache = None if keeper is None else HbmCache(arena, keeper, borrower)
     linear = Linear(lane, chooser, cache)
     marked = None if ring is None else Bell(where, ring).after
-    ops = GpuOps(linear, where, host_sampler, marked)
+    flashinfer = FlashInfer(where, kernels)
+    ops = GpuOps(linear, where, host_sampler, marked, flashinfer.flash)
     ops.capture_decoding(linear.launched, cache)
     host_kv = _host_kv(arena, host_kv_bytes, stream, ring)
     parts = GpuParts(
-        where, stream, lane, linear, ops, arena, Staging(where), cache, borrower, host_kv
+        where,
+        stream,
+        lane,
+        linear,
+        ops,
+        arena,
+        Staging(where),
+        cache,
+        borrower,
+        host_kv,
+        flashinfer,
     )
     for sizes in COMMON:
         warm(sizes, where)

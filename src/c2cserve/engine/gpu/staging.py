@@ -53,7 +53,7 @@ class Staging:
             name: there[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
         }
-        return replace(batch, **moved)
+        return replace(batch, **moved, host=batch)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

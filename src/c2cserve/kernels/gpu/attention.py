@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.gpu.flash import Flash
 from c2cserve.kernels.gpu.rope import rope_store, turned
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
@@ -287,16 +288,18 @@ def attend(
     rope: tuple[Tensor, Tensor],
     arena: Tensor,
     arrivals: Arrivals,
+    flash: Flash | None = None,
 ) -> Tensor:
     """`Ops.attend`: qkv [T, (Hq + 2 Hkv) D], 16-bit, of the cache's dtype -> [T, Hq D]. What it
-    leaves in qkv is nobody's."""
+    leaves in qkv is nobody's. `flash`: asked first for sequences of several new tokens."""
     tokens, seqs = len(qkv), len(rows.context_len)
     dim, kv_heads = layer.shape.kv.head_dim, layer.shape.kv.kv_heads
     heads = qkv.shape[1] // dim - 2 * kv_heads
     out = torch.empty((tokens, heads * dim), dtype=qkv.dtype, device=qkv.device)
     if tokens > seqs:
         rope_store(qkv, layer, rows, rope, arena)
-        _attend_many(qkv, layer, rows, arena, out, heads)
+        if flash is None or not flash(qkv, layer, rows, arena, out):
+            _attend_many(qkv, layer, rows, arena, out, heads)
     if tokens and (seqs > 1 or tokens == 1):
         _attend_single(qkv, layer, rows, rope, arena, arrivals, out, heads)
     return out

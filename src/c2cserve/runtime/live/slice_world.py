@@ -78,6 +78,10 @@ class WeightUse:
     """Read from their home, over the link."""
     graph_steps: int = 0
     """Steps that were one launch."""
+    flash_steps: int = 0
+    """Steps whose prompts went through FlashInfer's attention,"""
+    flash_missed_steps: int = 0
+    """and those too long for small steps' kernels whose prompts did not: it has no module."""
     lent_bytes: int = 0
     """Copied now into neighbours' memory, for all slices of the GPU."""
     peer_bytes: int = 0
@@ -241,6 +245,8 @@ class SliceWorld:
         page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
         page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
         page[Field.GRAPH_STEPS] = weights.graph_steps
+        page[Field.FLASH_STEPS] = weights.flash_steps
+        page[Field.FLASH_MISSED_STEPS] = weights.flash_missed_steps
         page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
         page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
         kv = self.engine.paused_kv

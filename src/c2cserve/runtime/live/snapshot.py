@@ -95,6 +95,8 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         weights_hit_bytes=int(fields[Field.WEIGHTS_HIT_BYTES]),
         weights_streamed_bytes=int(fields[Field.WEIGHTS_STREAMED_BYTES]),
         graph_steps=int(fields[Field.GRAPH_STEPS]),
+        flash_steps=int(fields[Field.FLASH_STEPS]),
+        flash_missed_steps=int(fields[Field.FLASH_MISSED_STEPS]),
         weights_lent_bytes=int(fields[Field.WEIGHTS_LENT_BYTES]),
         weights_peer_bytes=int(fields[Field.WEIGHTS_PEER_BYTES]),
         kv_host_bytes=int(fields[Field.KV_HOST_BYTES]),

@@ -37,6 +37,8 @@ class Field(IntEnum):
     KV_HOST_BYTES = 19
     KV_OUT_BYTES = 20
     KV_IN_BYTES = 21
+    FLASH_STEPS = 22
+    FLASH_MISSED_STEPS = 23
 
 
 _BYTES = len(Field) * 8
