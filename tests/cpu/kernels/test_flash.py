@@ -40,9 +40,11 @@ class AtOnce(Flash):
 def gpu(monkeypatch: pytest.MonkeyPatch) -> LateGpu:
     late = LateGpu()
     monkeypatch.setattr(torch.cuda, "Event", late.event)
-    monkeypatch.setattr(
-        flash_module, "_pinned", lambda count: torch.full((count,), -7, dtype=torch.int32)
-    )
+
+    def pinned(count: int) -> torch.Tensor:
+        return torch.full((count,), -7, dtype=torch.int32)
+
+    monkeypatch.setattr(flash_module, "_pinned", pinned)
     return late
 
 

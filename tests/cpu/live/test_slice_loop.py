@@ -26,7 +26,9 @@ class Engine:
     """Steps are over when `finish` is called, from any thread."""
 
     parked = False
-    weights = WeightUse(3, 5, 7, graph_steps=2, lent_bytes=11, peer_bytes=6)
+    weights = WeightUse(
+        3, 5, 7, graph_steps=2, flash_steps=23, flash_missed_steps=29, lent_bytes=11, peer_bytes=6
+    )
     paused_kv = PausedKv(13, 17, 19)
 
     def __init__(self, world: SliceWorld) -> None:
@@ -124,6 +126,7 @@ def test_the_page_tells_what_computes(bench: Bench) -> None:
     assert (page[Field.STEPS], page[Field.BUSY_S]) == (2.0, 0.5)
     weights = (Field.WEIGHTS_KEPT_BYTES, Field.WEIGHTS_HIT_BYTES, Field.WEIGHTS_STREAMED_BYTES)
     assert [page[field] for field in weights] == [3.0, 5.0, 7.0]
+    assert (page[Field.FLASH_STEPS], page[Field.FLASH_MISSED_STEPS]) == (23.0, 29.0)
     assert (page[Field.WEIGHTS_LENT_BYTES], page[Field.WEIGHTS_PEER_BYTES]) == (11.0, 6.0)
     assert page[Field.GRAPH_STEPS] == 2.0
     kv = (Field.KV_HOST_BYTES, Field.KV_OUT_BYTES, Field.KV_IN_BYTES)
