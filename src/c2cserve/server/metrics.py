@@ -213,14 +213,8 @@ def _slices(snapshot: Snapshot) -> Iterator[Metric]:
             lambda s: s.weights_peer_bytes,
         ),
         "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
-        "flash_steps": (
-            "Long steps whose prompts FlashInfer's attention computed.",
-            lambda s: s.flash_steps,
-        ),
-        "flash_missed_steps": (
-            "Long steps whose prompts our own attention computed: FlashInfer has no module.",
-            lambda s: s.flash_missed_steps,
-        ),
+        "flash_steps": ("Long steps with FlashInfer's attention.", lambda s: s.flash_steps),
+        "flash_missed_steps": ("Those it has no module for.", lambda s: s.flash_missed_steps),
         "kv_out_bytes": ("Bytes of KV copied to host memory.", lambda s: s.kv_out_bytes),
         "kv_in_bytes": ("Bytes of KV copied back.", lambda s: s.kv_in_bytes),
         "restarts": ("Workers replaced.", lambda s: s.restarts),

@@ -14,7 +14,6 @@ import torch
 
 from c2cserve.kernels.gpu import flash_modules
 from c2cserve.kernels.gpu.compiler import BuildError
-from c2cserve.kernels.gpu.flash import Flash
 from c2cserve.kernels.gpu.flash_library import FlashInfer
 from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind
 
@@ -120,7 +119,7 @@ class Missing(RuntimeError):
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """A FlashInfer whose modules are files: `wants(kind)` is where it looks."""
-    env = SimpleNamespace(FLASHINFER_AOT_DIR=tmp_path / "aot")
+    env = SimpleNamespace(FLASHINFER_AOT_DIR=tmp_path / "aot", full=False)
     loaded: list[Path] = []
 
     class Wrapper:
@@ -128,6 +127,8 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             assert (layout, backend) == ("HND", "fa3")
 
         def plan(self, *given: Any, q_data_type: torch.dtype, **asked: Any) -> None:
+            if env.full:
+                raise OSError("no space left")
             name = f"{q_data_type}_{given[6]}_{asked['window_left'] >= 0}"
             if not (env.FLASHINFER_AOT_DIR / name).exists():
                 raise Missing(name)
@@ -157,6 +158,7 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         return torch.empty(count, dtype=torch.int32)
 
     monkeypatch.setattr("c2cserve.kernels.gpu.flash._pinned", pinned)
+    monkeypatch.setattr("c2cserve.kernels.gpu.flash_library.installed", lambda: "0.7.2")
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
 
     def offer(folder: Path, *names: str) -> None:
@@ -165,10 +167,6 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             (folder / f"torch.{name}").touch()
 
     return SimpleNamespace(env=env, loaded=loaded, offer=offer, aot=tmp_path / "aot")
-
-
-def _ready(flash: Flash) -> set[FlashKind]:
-    return flash._ready
 
 
 def test_ours_come_before_those_that_came_with_it(
@@ -184,9 +182,16 @@ def test_ours_come_before_those_that_came_with_it(
         ours / "torch.float16_128_False",
     ]  # fmt: skip
     assert library.aot == library.env.FLASHINFER_AOT_DIR, "as it was"
-    assert _ready(found.flash) == {*MODULES} - {FlashKind("float16", 64)}
+    assert found.flash.kinds == {*MODULES} - {FlashKind("float16", 64)}
     (line,) = caplog.messages
     assert "FlashInfer 0.7.2 has no flashinfer_float16_64 (`c2cserve kernels build`)" in line
+
+
+def test_a_workspace_that_it_can_not_write(library: Any, tmp_path: Path, caplog: Any) -> None:
+    library.offer(library.aot, "bfloat16_128_False")
+    library.env.full = True
+    assert FlashInfer(CPU, tmp_path).flash.kinds == set()
+    assert "FlashInfer can not use its workspace: no space left" in caplog.messages
 
 
 def test_it_is_told_to_compile_nothing(
@@ -204,7 +209,7 @@ def test_a_models_own_kind_is_looked_for_once(library: Any, tmp_path: Path, capl
         found.load(window, 8, 2)
         found.load(odd, 8, 2)
     assert library.loaded == [library.aot / "torch.bfloat16_128_True"]
-    assert _ready(found.flash) == {window}, "it has no FlashAttention 3 for 80"
+    assert found.flash.kinds == {window}, "it has no FlashAttention 3 for 80"
 
 
 @pytest.mark.parametrize(
@@ -224,6 +229,6 @@ def test_without_it_the_log_says_so(
     monkeypatch.setattr("c2cserve.kernels.gpu.flash_library.import_module", refuse)
     found = FlashInfer(CPU, tmp_path)
     found.load(KIND, 8, 2)
-    assert _ready(found.flash) == set()
+    assert found.flash.kinds == set()
     (line,) = caplog.messages
     assert words in line

@@ -79,7 +79,7 @@ class FakeGateway:
             active_models=tuple(self.files), last_model=next(iter(self.files), ""),
             kv_used_bytes=25, kv_total_bytes=100, steps=70, switches=7, busy_share=0.5,
             prompt_tokens=500, output_tokens=600, cached_tokens=50, preemptions=4,
-            heartbeat_age_s=0.1,
+            heartbeat_age_s=0.1, flash_steps=31, flash_missed_steps=37,
         )  # fmt: skip
         return Snapshot(
             instance="test", started_s=1.0, draining=self.draining, slices=(one,),

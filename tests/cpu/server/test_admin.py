@@ -214,6 +214,8 @@ def test_metrics_of_the_snapshot(served: Served) -> None:
     assert value("vllm:num_preemptions_total", slice="cpu0") == 4
     assert value("c2cserve:slice_switches_total", slice="cpu0") == 7
     assert value("c2cserve:slice_output_tokens_total", slice="cpu0") == 600
+    assert value("c2cserve:slice_flash_steps_total", slice="cpu0") == 31
+    assert value("c2cserve:slice_flash_missed_steps_total", slice="cpu0") == 37
     assert value("c2cserve:pool_used_bytes") == 3000
     assert value("c2cserve:pool_budget_bytes") == 9000
     assert value("c2cserve:rejected_429_total") == 5

@@ -27,6 +27,7 @@ from c2cserve.kernels.gpu.weight import TORCH_DTYPES
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
 _TURNS = 2
+"""Wrappers, each of 8 MiB pinned and as much on the GPU."""
 
 
 class Flash:
@@ -37,7 +38,8 @@ class Flash:
         FlashInfer, and nothing is taken."""
         self._device = device
         self._wrapper = wrapper
-        self._ready: set[FlashKind] = set()
+        self.kinds: set[FlashKind] = set()
+        """Those that come here."""
         self._turns: dict[bool, list[_Turn]] = {}
         """By whether there is a window, the one that was planned last at the end."""
         self.steps = 0
@@ -59,7 +61,7 @@ class Flash:
         cache = torch.zeros(2, 1, kv_heads, BLOCK_TOKENS, dim, dtype=dtype, device=self._device)
         q = torch.zeros(2, heads, dim, dtype=dtype, device=self._device)
         turn.run(q, cache[0], cache[1], torch.empty_like(q))
-        self._ready.add(kind)
+        self.kinds.add(kind)
 
     def __call__(
         self, qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor
@@ -70,7 +72,7 @@ class Flash:
         if len(qkv) <= ROWS_STREAMED or rows.host is None:
             return False
         kv = layer.shape.kv
-        taken = _kind(layer) in self._ready
+        taken = _kind(layer) in self.kinds
         if layer.index == 0:
             self.steps += taken
             self.missed += not taken

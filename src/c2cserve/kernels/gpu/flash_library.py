@@ -16,7 +16,7 @@ import torch
 
 from c2cserve.kernels.gpu.compiler import default_folder
 from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind, modules_folder
+from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind, installed, modules_folder
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class FlashInfer:
             return
         self._env: Any = import_module("flashinfer.jit.env")
         self._missing: type[Exception] = import_module("flashinfer.jit").MissingJITCacheError
-        ours = modules_folder(folder or default_folder(), library.__version__)
+        version = installed() or library.__version__
+        ours = modules_folder(folder or default_folder(), version)
         self._places = (ours, self._env.FLASHINFER_AOT_DIR)
         room = torch.zeros(_ROOM_BYTES, dtype=torch.uint8, device=device)
         self.flash = Flash(
@@ -55,7 +56,7 @@ class FlashInfer:
         if lacking:
             log.warning(
                 "prompts of some models take our own attention, the slower one: FlashInfer %s has"
-                " no %s (`c2cserve kernels build`)", library.__version__, ", ".join(lacking),
+                " no %s (`c2cserve kernels build`)", version, ", ".join(lacking),
             )  # fmt: skip
 
     def load(self, kind: FlashKind, heads: int, kv_heads: int) -> None:
@@ -79,6 +80,9 @@ class FlashInfer:
             try:
                 self.flash.ready(kind, heads, kv_heads)
             except self._missing:
+                return False
+            except OSError as error:  # it writes sources into its workspace, needed or not
+                log.warning("FlashInfer can not use its workspace: %s", error)
                 return False
             finally:
                 self._env.FLASHINFER_AOT_DIR = usual
