@@ -310,11 +310,11 @@ def _attend_many(
 ) -> None:
     kv, seqs, width = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
     pad = max(16, triton.next_power_of_2(kv.head_dim))
-    tile = 128 if pad <= 128 else 64
+    tile = 128 if pad <= 128 else 64  # of keys, too
     _many_kernel[(len(qkv) * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads)](
         qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table,
         layer.shape.scale * _LOG2_E, seqs, heads, kv.kv_heads, layer.index, qkv.shape[1], width,
-        layer.weights.window, DIM=kv.head_dim, PAD=pad, ROWS=tile, KEYS=64, TOKENS=BLOCK_TOKENS,
+        layer.weights.window, DIM=kv.head_dim, PAD=pad, ROWS=tile, KEYS=tile, TOKENS=BLOCK_TOKENS,
         num_warps=8, num_stages=2, **EARLY,
     )  # fmt: skip
 
@@ -341,6 +341,6 @@ def _attend_single(
         tops, arrivals.hold(seqs * shared), rows.q_start, rows.context_len, rows.block_table,
         layer.shape.eps, layer.shape.scale * _LOG2_E, heads, kv.kv_heads, layer.index,
         qkv.shape[1], width, layer.weights.window, DIM=dim, PAD=pad, ROWS=_ROWS, KEYS=64,
-        PIECE=PIECE_TOKENS, TOKENS=BLOCK_TOKENS, NORM=norms is not None, num_warps=4,
-        num_stages=3 if pad <= 128 else 2, **EARLY,
+        PIECE=PIECE_TOKENS, TOKENS=BLOCK_TOKENS, NORM=norms is not None, num_warps=4, num_stages=2,
+        **EARLY,
     )  # fmt: skip
