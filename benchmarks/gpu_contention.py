@@ -43,6 +43,7 @@ class _Lane:
     def __init__(self, parts: GpuParts, sampler: Any) -> None:
         self.device, self.arena, self.staging = parts.device, parts.arena, parts.place
         self.host_sampler, self.linear, self._parts = sampler, parts.linear, parts
+        self.flash = parts.flashinfer.flash
 
     def synchronize(self) -> None:
         self._parts.finish()

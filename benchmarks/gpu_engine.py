@@ -43,6 +43,8 @@ def main() -> None:
         machine = Gpu(_KV_BYTES)
     except SETUP_ERRORS as error:
         raise SystemExit(f"gpu_engine: {error}") from error
+    if given.own_attention:
+        machine.flash = None
     if given.homes:
         machine.homes = given.homes.split(",")
     failed = measure(machine, given, began_s)
@@ -58,6 +60,7 @@ def _arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of each shape, at most")
     parser.add_argument("--homes", help="peer, host or both; default: what the machine has")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--own-attention", action="store_true", help="for prompts: no FlashInfer")
     parser.add_argument("--repeats", type=int, default=5, help="of each measurement, about")
     parser.add_argument("--budget-s", type=float, default=140.0, help="no part begins after it")
     parser.add_argument("--out", type=Path, help="JSON, written after every part")
@@ -77,7 +80,8 @@ def measure(machine: Any, given: argparse.Namespace, began_s: float) -> list[str
     _show_limits(limits, time.monotonic() - began_s)
     results: dict[str, Any] = {
         "gpu": machine.name, "torch": torch.__version__, "cuda": torch.version.cuda,
-        "picked_by": machine.picked_by, "limits": limits, "shapes": {}, "failed": {},
+        "picked_by": machine.picked_by, "flashinfer": _modules(machine.flash), "limits": limits,
+        "shapes": {}, "failed": {},
     }  # fmt: skip
 
     def write() -> None:
@@ -98,6 +102,11 @@ def measure(machine: Any, given: argparse.Namespace, began_s: float) -> list[str
     bars = [row for one in results["shapes"].values() for row in one["figures"] if "met" in row]
     print(f"{sum(row['met'] for row in bars)} of {len(bars)} bars met", flush=True)
     return list(results["failed"])
+
+
+def _modules(flash: Any) -> list[str]:
+    """Of FlashInfer, that prompts may go through."""
+    return [] if flash is None else sorted(kind.name for kind in flash.kinds)
 
 
 def _attempt(run: Run, part: str, until_s: float, failed: dict[str, str]) -> None:

@@ -35,6 +35,8 @@ class Machine(Protocol):
     arena: Tensor
     host_sampler: Any
     staging: Any
+    flash: Any
+    """Attention of long prompts, of the slice; None: our kernel's."""
 
     def synchronize(self) -> None: ...
 
@@ -167,7 +169,7 @@ class Engine:
         self.machine = machine
         self._pause_s = pause_s
         self.watch = Watched(multiply, machine)
-        self.ops = GpuOps(self.watch, machine.device, machine.host_sampler)
+        self.ops = GpuOps(self.watch, machine.device, machine.host_sampler, flash=machine.flash)
         self._cache = cache
         if graphs:
             machine.capture_decoding(self.ops, multiply, cache)

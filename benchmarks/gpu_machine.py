@@ -18,6 +18,7 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.assumed import assumed_h200
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import enable_peer
+from c2cserve.kernels.gpu.flash import Flash
 from c2cserve.kernels.gpu.linear import Linear
 from c2cserve.kernels.gpu.measure import chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
@@ -57,6 +58,7 @@ class Gpu:
         self.device, self.arena = self._parts.device, self._parts.arena
         self.staging, self.warm = self._parts.place, self._parts.warm
         self.lane = self._parts.lane
+        self.flash: Flash | None = self._parts.flashinfer.flash
         self.homes: list[Home] = ["host"]
         if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER):
             enable_peer(DEVICE, PEER)

@@ -55,7 +55,7 @@ class FakeMachine:
     device = DEVICE
     name = "a GPU that is not there"
     picked_by = "nothing"
-    host_sampler = staging = None
+    host_sampler = staging = flash = None
 
     def __init__(self, homes: Sequence[Home] = ("peer", "host"), **multiply: bool) -> None:
         self.homes = list(homes)
