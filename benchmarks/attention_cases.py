@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from c2cserve.kernels.gpu.flash_pages import paged
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout, TokenRows
 
 ITEM_BYTES = 2
@@ -111,13 +112,7 @@ def kv_pages(arena: Tensor, kv: KvLayout, layer: int, unit: int) -> tuple[Tensor
     the block at byte p * unit. `arena` is uint8; K is not transposed in a block."""
     if unit % ITEM_BYTES or kv.block_bytes % unit:
         raise ValueError(f"pages {unit} bytes apart do not meet blocks of {kv.block_bytes}")
-    numbers = arena.view(torch.bfloat16)
-    head = BLOCK_TOKENS * kv.head_dim
-    shape = ((arena.numel() - kv.block_bytes) // unit + 1, kv.kv_heads, BLOCK_TOKENS, kv.head_dim)
-    strides = (unit // ITEM_BYTES, head, kv.head_dim, 1)
-    first = numbers.storage_offset() + layer * 2 * kv.kv_heads * head
-    keys = numbers.as_strided(shape, strides, first)
-    return keys, numbers.as_strided(shape, strides, first + kv.kv_heads * head)
+    return paged(arena.view(torch.bfloat16), kv, layer, unit)
 
 
 @dataclass(frozen=True, slots=True)
