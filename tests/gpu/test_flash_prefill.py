@@ -187,19 +187,19 @@ def test_logits_are_those_of_our_kernel(folder: Path, monkeypatch: pytest.Monkey
         segments = PinnedSegments()
         answers: list[Tensor] = []
         flash = gpu.flashinfer.flash
-        for taken in (flash, None):
+        ours = ours_at(folder, "hbm", gpu, segments)
+        gpu.warm(ours.config)
+        for seq, other, taken in ((0, 1, flash), (2, 3, None)):
             monkeypatch.setattr(gpu.ops, "_flash", taken)
-            ours = ours_at(folder, "hbm", gpu, segments)
-            gpu.warm(ours.config)
             steps = flash.steps
-            parts = [ours.step([(1, prompt[:9], 0), (0, prompt[:150], 0)])[1]]
-            parts.append(ours.step([(1, [prompt[9]], 9), (0, prompt[150:250], 150)])[1])
-            parts.append(ours.step([(0, prompt[250:], 250)])[0])
+            parts = [ours.step([(other, prompt[:9], 0), (seq, prompt[:150], 0)])[1]]
+            parts.append(ours.step([(other, [prompt[9]], 9), (seq, prompt[150:250], 150)])[1])
+            parts.append(ours.step([(seq, prompt[250:], 250)])[0])
             assert flash.steps - steps == (2 if taken is not None else 0)
             answers.append(torch.cat(parts).float().cpu())
         gpu.finish()
     torch.cuda.set_stream(before)
     theirs, mine = answers
     off = (theirs - mine).double().square().mean().sqrt()
-    assert 0 < off < 0.02 * mine.double().std(), f"{off:.2g} of {mine.std():.2g}"
+    assert 0 < off < 0.05 * mine.double().std(), f"{off:.2g} of {mine.std():.2g}"
     assert (theirs.argmax(-1) == mine.argmax(-1)).float().mean() > 0.9

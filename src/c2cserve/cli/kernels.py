@@ -61,8 +61,8 @@ def build(
     took = f" in {show_seconds(time.monotonic() - began_s)}" if made else ""
     sys.stdout.write(f"{said}{took}: {folder}\n")
     _refuse(compiler.check(VARIANTS, folder))
-    sys.stdout.write(f"{_build_flash(folder, force)}\n")
     sys.stdout.write(f"{_fill_triton_cache()}\n")
+    sys.stdout.write(f"{_build_flash(folder, force)}\n")  # last: it can be done without
 
 
 @app.command("list")

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from c2cserve.cli.main import app
-from c2cserve.kernels.gpu import compiler
+from c2cserve.kernels.gpu import compiler, flash_modules
+from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind
 from c2cserve.kernels.gpu.variants import SHARED_BYTES, VARIANTS
 from c2cserve.kernels.gpu.warm import COMMON, Sizes
 
@@ -45,7 +46,7 @@ def test_build_then_build_again(fake_nvcc: FakeNvcc, tmp_path: Path, capsys: Any
     assert run("build") == 0
     said = capsys.readouterr().out
     assert said.startswith("built 5 of 5 kernels in ")
-    built, flash, triton = said.splitlines()
+    built, triton, flash = said.splitlines()
     assert built.endswith(f": {folder}")
     assert flash.startswith("FlashInfer's attention: not built, it is not installed")
     assert triton.startswith("Triton's kernels: not compiled, no GPU here")
@@ -176,3 +177,35 @@ def test_torch_is_not_needed(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert f"{VARIANTS[0].name} is not built" in done.stdout
+
+
+def test_flashinfers_attention(
+    fake_nvcc: FakeNvcc, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Built after all else, listed with its kernels, missed by `check` without a fault."""
+    fake_nvcc()
+    asked: list[Path] = []
+
+    def build(folder: Path, version: str, *, force: bool) -> list[FlashKind]:
+        asked.append(flash_modules.modules_folder(folder, version))
+        return list(MODULES)
+
+    monkeypatch.setattr("c2cserve.cli.kernels.installed", lambda: "0.7.2")
+    monkeypatch.setattr(flash_modules, "build", build)
+    assert run("build") == 0
+    assert "FlashInfer's attention: built 4 of 4 modules in " in capsys.readouterr().out
+    assert asked == [tmp_path / "home" / "kernels" / "flashinfer-0.7.2"]
+    rows = listed(capsys)
+    assert [rows[kind.name]["state"] for kind in MODULES] == ["missing"] * 4
+    assert run("list") == 0
+    assert "9 kernels, 5 built, 4 missing" in capsys.readouterr().out
+    assert run("check") == 0
+    assert f"{MODULES[0].name} is not built: prompts take our own" in capsys.readouterr().out
+
+    def fail(folder: Path, version: str, *, force: bool) -> list[FlashKind]:
+        raise compiler.BuildError("flashinfer_bfloat16_128 failed\nprefill.cu(7): error")
+
+    monkeypatch.setattr(flash_modules, "build", fail)
+    assert run("build") == 1
+    assert "prefill.cu(7): error" in (said := capsys.readouterr()).err
+    assert "Triton's kernels: " in said.out
