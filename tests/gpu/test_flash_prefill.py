@@ -61,7 +61,7 @@ def case_of(
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_near_to_float64(flash: Flash, sizes: list[tuple[int, int]]) -> None:
     """And what lies between blocks, or behind the last token, is NaN."""
-    case_of(sizes, flash=flash).check()
+    case_of(sizes, flash=flash).check(roundings=6.0)  # the worst of two million numbers
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (14, 2), (5, 1), (40, 8)])

@@ -193,12 +193,12 @@ def test_flashinfers_attention(
     monkeypatch.setattr("c2cserve.cli.kernels.installed", lambda: "0.7.2")
     monkeypatch.setattr(flash_modules, "build", build)
     assert run("build") == 0
-    assert "FlashInfer's attention: built 4 of 4 modules in " in capsys.readouterr().out
+    assert "FlashInfer's attention: built 3 of 3 modules in " in capsys.readouterr().out
     assert asked == [tmp_path / "home" / "kernels" / "flashinfer-0.7.2"]
     rows = listed(capsys)
-    assert [rows[kind.name]["state"] for kind in MODULES] == ["missing"] * 4
+    assert [rows[kind.name]["state"] for kind in MODULES] == ["missing"] * 3
     assert run("list") == 0
-    assert "9 kernels, 5 built, 4 missing" in capsys.readouterr().out
+    assert "8 kernels, 5 built, 3 missing" in capsys.readouterr().out
     assert run("check") == 0
     assert f"{MODULES[0].name} is not built: prompts take our own" in capsys.readouterr().out
 

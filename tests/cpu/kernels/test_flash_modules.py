@@ -173,18 +173,17 @@ def test_ours_come_before_those_that_came_with_it(
     library: Any, tmp_path: Path, caplog: Any
 ) -> None:
     ours = flash_modules.modules_folder(tmp_path, "0.7.2")
-    library.offer(ours, "bfloat16_128_False", "float16_128_False")
+    library.offer(ours, "bfloat16_128_False")
     library.offer(library.aot, "bfloat16_128_False", "bfloat16_64_False")
     with caplog.at_level(logging.INFO):
         found = FlashInfer(CPU, tmp_path)
     assert library.loaded == [
         ours / "torch.bfloat16_128_False", library.aot / "torch.bfloat16_64_False",
-        ours / "torch.float16_128_False",
     ]  # fmt: skip
     assert library.aot == library.env.FLASHINFER_AOT_DIR, "as it was"
-    assert found.flash.kinds == {*MODULES} - {FlashKind("float16", 64)}
+    assert found.flash.kinds == {*MODULES} - {FlashKind("float16", 128)}
     (line,) = caplog.messages
-    assert "FlashInfer 0.7.2 has no flashinfer_float16_64 (`c2cserve kernels build`)" in line
+    assert "FlashInfer 0.7.2 has no flashinfer_float16_128 (`c2cserve kernels build`)" in line
 
 
 def test_a_workspace_that_it_can_not_write(library: Any, tmp_path: Path, caplog: Any) -> None:
