@@ -1,7 +1,8 @@
 """A catalogue of models of published shapes, with random weights, that fits a machine.
 
 All models of one shape share one large file; each has a small one of its own (its last layer's last
-matrices), so that no two give the same numbers. The weights are made so that answers do not hang on
+matrices, and a last norm whose weights are a number of its own), so that no two give the same
+numbers, nor nearly. The weights are made so that answers do not hang on
 a rounding: the head's rows are the embedding's, moved on by `STRIDE` rows (none in tied models), so
 the likeliest token follows from the last one by far, whatever the layers add, and the layers decide
 how likely it is. What a wrong weight changes is therefore the log-probabilities, not the text.
@@ -35,8 +36,13 @@ _COSINE = 20.0
 """Between the last hidden state and the embedding of the last token, times the root of their size:
 enough that the likeliest token wins by far, and little enough that layers make up most of it."""
 _OWN_SCALE, _ROUTER_SCALE = 3.0, 4.0
+_GAINS = (0.5, 1.0)
+"""Of last norms, the models of a shape evenly between. Log-probabilities of twelve models of 3B are
+0.35 nats apart then (rms over six tokens; an answer may be 0.1 off). More would make all likeliest
+tokens certain."""
 _ATTENDED_RMS, _SILU_RMS = 0.25, 0.56
 """What is left of numbers of size 1 by a mean over a prompt, and by the activation."""
+_LAST_NORM = "model.norm.weight"
 _SHARED, _OWN = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -110,17 +116,25 @@ def write_catalogue(folder: Path, made: Pick) -> Path:
         _write_tokenizer(shared / "tokenizer.json", config_of(shape).vocab)
         _write_weights(shared / _SHARED, config_of(shape, layers), ring, own=None)
     tables = ["[defaults]\nttft_s = 1000.0\ntpot_s = 1000.0\n"]
+    gains = {shape: _gains(made, shape) for shape in made.shapes}
     for entry in made.entries:
         directory = folder / "models" / entry.id
         directory.mkdir(parents=True)
         for name in ("config.json", "tokenizer.json", _SHARED):
             (directory / name).symlink_to(folder / entry.shape / name)
         config = config_of(entry.shape, entry.layers)
-        _write_weights(directory / _OWN, config, ring, own=entry.id)
+        gain = next(gains[entry.shape])
+        _write_weights(directory / _OWN, config, ring, own=entry.id, gain=gain)
         tables.append(f'[[models]]\nid = "{entry.id}"\npath = "{directory}"\npinned = true\n')
     catalog = folder / "catalog.toml"
     catalog.write_text("\n".join(tables))
     return catalog
+
+
+def _gains(made: Pick, shape: str) -> Iterator[float]:
+    """One for each of a shape's models."""
+    count, (low, high) = sum(entry.shape == shape for entry in made.entries), _GAINS
+    return (low + (high - low) * (i + 0.5) / count for i in range(count))
 
 
 def _write_tokenizer(path: Path, vocab: int) -> None:
@@ -138,16 +152,20 @@ class _Tensor:
     name: str
     shape: tuple[int, ...]
     std: float
-    """0: all ones."""
+    """0: all are `fill`."""
     start: int
     """In the ring."""
+    fill: float = 1.0
 
 
-def _write_weights(path: Path, config: ModelConfig, ring: torch.Tensor, own: str | None) -> None:
-    """A safetensors file of the tensors all models of the shape share, or of one's own."""
+def _write_weights(
+    path: Path, config: ModelConfig, ring: torch.Tensor, own: str | None, gain: float = 1.0
+) -> None:
+    """A safetensors file of the tensors all models of the shape share, or of one's own, whose last
+    norm has `gain` for weights."""
     tensors = [
         tensor
-        for tensor in _tensors(config, own or "")
+        for tensor in _tensors(config, own or "", gain)
         if _is_own(tensor.name, config) == bool(own)
     ]
     header, end = {}, 0
@@ -160,12 +178,13 @@ def _write_weights(path: Path, config: ModelConfig, ring: torch.Tensor, own: str
     text = json.dumps(header).encode()
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        numbers: dict[float, memoryview] = {}
+        numbers: dict[tuple[float, float], memoryview] = {}
         for one in tensors:
-            if one.std not in numbers:
-                made = ring * one.std if one.std else torch.ones(_RING)
-                numbers[one.std] = memoryview(made.bfloat16().view(torch.uint8).numpy())
-            _write_ring(file, numbers[one.std], one.start, math.prod(one.shape))
+            kind = one.std, one.fill
+            if kind not in numbers:
+                made = ring * one.std if one.std else torch.full((_RING,), one.fill)
+                numbers[kind] = memoryview(made.bfloat16().view(torch.uint8).numpy())
+            _write_ring(file, numbers[kind], one.start, math.prod(one.shape))
 
 
 def _write_ring(file: BinaryIO, ring: memoryview, start: int, count: int) -> None:
@@ -176,10 +195,11 @@ def _write_ring(file: BinaryIO, ring: memoryview, start: int, count: int) -> Non
 
 
 def _is_own(name: str, config: ModelConfig) -> bool:
-    return name.startswith(f"model.layers.{config.layers - 1}.mlp.") and "down_proj" in name
+    last = f"model.layers.{config.layers - 1}.mlp."
+    return name == _LAST_NORM or (name.startswith(last) and "down_proj" in name)
 
 
-def _tensors(config: ModelConfig, own: str) -> Iterator[_Tensor]:
+def _tensors(config: ModelConfig, own: str, gain: float) -> Iterator[_Tensor]:
     head_norm, branch = head_norm_of(config), branch_of(config)
     embed_std = head_norm / math.sqrt(config.hidden)
     embed_start = zlib.crc32(b"embedding") % _RING
@@ -199,7 +219,8 @@ def _tensors(config: ModelConfig, own: str) -> Iterator[_Tensor]:
                 std *= embed_std * branch / _SILU_RMS * (_OWN_SCALE if own else 1.0)
             elif part.target.endswith("router"):
                 std *= _ROUTER_SCALE
-            yield _Tensor(part.source, part.shape, std, start)
+            fill = gain if part.source == _LAST_NORM else 1.0
+            yield _Tensor(part.source, part.shape, std, start, fill)
 
 
 def branch_of(config: ModelConfig) -> float:

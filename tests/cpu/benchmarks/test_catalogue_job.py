@@ -57,6 +57,7 @@ def test_checkpoints_are_complete_and_no_two_models_are_alike(tmp_path: Path) ->
     catalog = load_catalog(write_catalogue(tmp_path, made))
     assert [entry["id"] for entry in catalog.raw] == [entry.id for entry in made.entries]
     own: dict[str, list[bytes]] = {}
+    gains: dict[str, list[float]] = {}
     for entry in made.entries:
         directory, config = tmp_path / "models" / entry.id, config_of(entry.shape, entry.layers)
         names = frozenset(name for file in find_files(directory) for name in read_header(file))
@@ -66,12 +67,15 @@ def test_checkpoints_are_complete_and_no_two_models_are_alike(tmp_path: Path) ->
         [down] = [n for n in sources if n.startswith(last) and n.endswith("down_proj.weight")][:1]
         own.setdefault(entry.shape, []).append(_raw(sources[down]).tobytes())
         assert np.isfinite(_numbers(sources["model.layers.0.self_attn.q_proj.weight"])).all()
-        norm = _numbers(sources["model.norm.weight"])
-        assert (norm == 1).all()
+        assert (_numbers(sources["model.layers.0.input_layernorm.weight"]) == 1).all()
+        [gain] = set(_numbers(sources["model.norm.weight"]).tolist())
+        gains.setdefault(entry.shape, []).append(gain)
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
         assert tokenizer.decode([7, config.vocab - 1]) == f" 7 {config.vocab - 1}"
     assert all(len(set(some)) == len(some) for some in own.values())
     assert len(own["tiny-llama"]) == 2
+    assert gains["tiny-llama"] == [0.625, 0.875]
+    assert all(one == [0.75] for shape, one in gains.items() if shape != "tiny-llama")
     assert (tmp_path / "models" / "tiny-llama.1" / "model-00001-of-00002.safetensors").is_symlink()
 
 
