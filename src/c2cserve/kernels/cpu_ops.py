@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from c2cserve.kernels.apart import Apart
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, TokenRows
 from c2cserve.kernels.layer_records import (
     DTYPES,
@@ -32,7 +33,7 @@ def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype is dtype and tensor.is_contiguous()
 
 
-class CpuOps:
+class CpuOps(Apart):
     """`kernels.ops.Ops` on a pool of `threads` threads, helpers pinned to `cpus` if given (the
     caller pins itself). Results do not depend on the number of threads. Not thread-safe."""
 
@@ -130,9 +131,6 @@ class CpuOps:
         layer: int,
         slots: Tensor,
     ) -> None:
-        """Norm (if `norms`: q's and k's weights [D]) and rotate q and k of qkv [T, (Hq + 2 Hkv) D]
-        in place; write k and v into the arena. `slots` int64[T] = block byte offset * 16 + place.
-        """
         heads = _query_heads("rope_store", qkv, kv, layer)
         tokens, table = qkv.shape[0], cos.shape[0]
         if (
@@ -168,9 +166,6 @@ class CpuOps:
         scale: float,
         window: int,
     ) -> Tensor:
-        """Causal attention of each sequence's new tokens over its cache -> [T, Hq D]. `q_start`
-        int32[S + 1], `context_len` int32[S] (new tokens included), `block_table` int64[S, *] byte
-        offsets. `window`: tokens a query sees, 0 for all."""
         heads = _query_heads("attention", qkv, kv, layer)
         seqs = len(context_len)
         if (
@@ -193,34 +188,12 @@ class CpuOps:
         return out
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of the last dimension, times the second half."""
         tokens, width = gate_up.shape
         if not _dense(gate_up, torch.float32) or width % 2:
             raise misfit("silu_mul", gate_up=gate_up)
         out = torch.empty((tokens, width // 2))
         self._lib.c2c_silu_mul(self._pool, out.data_ptr(), gate_up.data_ptr(), tokens, width // 2)
         return out
-
-    def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.silu_mul(self.linear(x, w, bias))
-
-    def attend(
-        self,
-        qkv: Tensor,
-        layer: Layer,
-        rows: TokenRows,
-        rope: tuple[Tensor, Tensor],
-        arena: Tensor,
-    ) -> Tensor:
-        weights, shape = layer.weights, layer.shape
-        self.rope_store(
-            qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
-            rows.slots,
-        )  # fmt: skip
-        return self.attention(
-            qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
-            shape.scale, weights.window,
-        )  # fmt: skip
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         tokens, experts = logits.shape

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels import composed
+from c2cserve.kernels.apart import Apart
 from c2cserve.kernels.layer import (
     BLOCK_TOKENS,
     KvLayout,
@@ -32,7 +33,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.double()
 
 
-class RefOps:
+class RefOps(Apart):
     """`kernels.ops.Ops`, slowly and exactly; results are rounded to float32 at the end of each."""
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -62,9 +63,6 @@ class RefOps:
         layer: int,
         slots: Tensor,
     ) -> None:
-        """Norm (if `norms`: q's and k's weights [D]) and rotate q and k of qkv [T, (Hq + 2 Hkv) D]
-        in place; write k and v into the arena. `slots` int64[T] = block byte offset * 16 + place.
-        """
         dim, half = kv.head_dim, kv.head_dim // 2
         heads = qkv.view(len(qkv), -1, dim)
         rotated = heads[:, : -kv.kv_heads].double()
@@ -91,9 +89,6 @@ class RefOps:
         scale: float,
         window: int,
     ) -> Tensor:
-        """Causal attention of each sequence's new tokens over its cache -> [T, Hq D]. `q_start`
-        int32[S + 1], `context_len` int32[S] (new tokens included), `block_table` int64[S, *] byte
-        offsets. `window`: tokens a query sees, 0 for all."""
         q = qkv.view(len(qkv), -1, kv.head_dim)[:, : -2 * kv.kv_heads].double()
         out = torch.empty(q.shape)
         starts = q_start.tolist()
@@ -113,30 +108,8 @@ class RefOps:
         return out.view(len(qkv), -1)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of the last dimension, times the second half."""
         gate, up = gate_up.double().chunk(2, -1)
         return (torch.nn.functional.silu(gate) * up).float()
-
-    def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.silu_mul(self.linear(x, w, bias))
-
-    def attend(
-        self,
-        qkv: Tensor,
-        layer: Layer,
-        rows: TokenRows,
-        rope: tuple[Tensor, Tensor],
-        arena: Tensor,
-    ) -> Tensor:
-        weights, shape = layer.weights, layer.shape
-        self.rope_store(
-            qkv, rows.positions, *rope, weights.qk_norms, shape.eps, arena, shape.kv, layer.index,
-            rows.slots,
-        )  # fmt: skip
-        return self.attention(
-            qkv, arena, shape.kv, layer.index, rows.q_start, rows.context_len, rows.block_table,
-            shape.scale, weights.window,
-        )  # fmt: skip
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         weights, ids = logits.double().softmax(-1).sort(stable=True, dim=-1, descending=True)
