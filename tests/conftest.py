@@ -1,16 +1,25 @@
 """CI draws the same examples every time; everybody else new ones (a find becomes a test first).
+How long one takes is no fault of the code's where other processes have the cores.
 
 Triton's kernels run interpreted where there is no GPU. They are what that is decided for when they
-are imported, so it is decided here."""
+are imported, so it is decided here. So are torch's threads: one where tests run in several
+processes, which have the cores between them."""
 
 import os
 from pathlib import Path
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+settings.register_profile(
+    "tests",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("tests")
 
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
