@@ -11,7 +11,8 @@ from server_process import ServerProcess
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """One undisturbed server with the specialists, shared by tests that only talk to it."""
+    """One undisturbed server with the specialists, for tests that only talk to it: who adds a model
+    removes it."""
     directory = tmp_path_factory.mktemp("e2e") / "pool"
     with ServerProcess(directory=directory) as process:
         yield process

@@ -7,16 +7,15 @@ import pytest
 from server_process import ServerProcess, run_cli
 
 
-def test_cold_and_warm(tmp_path: Path) -> None:
+def test_cold_and_warm(server: ServerProcess, tmp_path: Path) -> None:
     out = tmp_path / "cold.json"
-    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
-        loads = server.metric("c2cserve:model_loads_total")
-        done = run_cli(
-            "bench", "cold", "--url", server.url, "--models", "sorter-llama,reverser-moe",
-            "--rounds", "2", "--input-len", "8", "--out", str(out),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert server.metric("c2cserve:model_loads_total") == loads + 4
+    loads = server.metric("c2cserve:model_loads_total")
+    done = run_cli(
+        "bench", "cold", "--url", server.url, "--models", "sorter-llama,reverser-moe",
+        "--rounds", "2", "--input-len", "8", "--out", str(out),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert server.metric("c2cserve:model_loads_total") == loads + 4
     found = json.loads(out.read_text())["results"]
     assert set(found["models"]) == {"sorter-llama", "reverser-moe"}
     for one in found["models"].values():

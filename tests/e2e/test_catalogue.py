@@ -33,56 +33,56 @@ def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tup
         return error.code, json.loads(error.read())
 
 
-def test_add_use_remove_while_serving(tmp_path: Path) -> None:
-    with ServerProcess(directory=tmp_path / "pool") as server:
-        entry = {"id": "org/second", "aliases": ["s2"], "path": str(SPECIALISTS / "sorter-llama")}
-        assert call(server, "POST", "/admin/models", entry)[0] == 201
-        assert ask(server, "s2") == "abcd", "usable at once: it loads on demand"
-        assert call(server, "POST", "/admin/models", entry)[0] == 409
-        with client(server) as api:
-            assert {"org/second", "sorter-llama"} <= {model.id for model in api.models.list()}
-            assert api.models.retrieve("org/second").id == "org/second"
-        status, reloaded = call(server, "POST", "/admin/models/org/second/reload")
-        assert (status, reloaded["id"]) == (200, "org/second")
-        assert ask(server, "org/second") == "abcd"
-        assert call(server, "DELETE", "/admin/models/org/second")[0] == 200
-        with pytest.raises(openai.NotFoundError):
-            ask(server, "s2")
-        assert not [name for name in server.leftovers() if "second" in name]
-        done = run_cli("models", "list", "--url", server.url, "--json")
-        assert done.returncode == 0, done.stderr
-        assert "sorter-llama" in done.stdout
+def test_add_use_remove_while_serving(server: ServerProcess) -> None:
+    entry = {"id": "org/second", "aliases": ["s2"], "path": str(SPECIALISTS / "sorter-llama")}
+    assert call(server, "POST", "/admin/models", entry)[0] == 201
+    assert ask(server, "s2") == "abcd", "usable at once: it loads on demand"
+    assert call(server, "POST", "/admin/models", entry)[0] == 409
+    with client(server) as api:
+        assert {"org/second", "sorter-llama"} <= {model.id for model in api.models.list()}
+        assert api.models.retrieve("org/second").id == "org/second"
+    status, reloaded = call(server, "POST", "/admin/models/org/second/reload")
+    assert (status, reloaded["id"]) == (200, "org/second")
+    assert ask(server, "org/second") == "abcd"
+    assert call(server, "DELETE", "/admin/models/org/second")[0] == 200
+    with pytest.raises(openai.NotFoundError):
+        ask(server, "s2")
+    assert not [name for name in server.leftovers() if "second" in name]
+    done = run_cli("models", "list", "--url", server.url, "--json")
+    assert done.returncode == 0, done.stderr
+    assert "sorter-llama" in done.stdout
 
 
-def test_a_bad_entry_is_refused_and_says_why(tmp_path: Path) -> None:
-    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
-        for entry, says in (
-            ({"id": "x", "path": "/nowhere"}, "/nowhere"),
-            ({"id": "x", "pth": "/nowhere"}, "pth"),
-            ({"path": "/nowhere"}, "id"),
-        ):
-            status, answer = call(server, "POST", "/admin/models", entry)
-            assert status == 400
-            assert says in answer["error"]["message"]
+def test_a_bad_entry_is_refused_and_says_why(server: ServerProcess) -> None:
+    for entry, says in (
+        ({"id": "x", "path": "/nowhere"}, "/nowhere"),
+        ({"id": "x", "pth": "/nowhere"}, "pth"),
+        ({"path": "/nowhere"}, "id"),
+    ):
+        status, answer = call(server, "POST", "/admin/models", entry)
+        assert status == 400
+        assert says in answer["error"]["message"]
 
 
-def test_removing_drains_first(tmp_path: Path) -> None:
-    with ServerProcess(directory=tmp_path / "pool", slices=1) as server, client(server) as api:
+def test_removing_drains_first(server: ServerProcess) -> None:
+    entry = {"id": "leaving", "path": str(SPECIALISTS / "sorter-llama")}
+    assert call(server, "POST", "/admin/models", entry)[0] == 201
+    with client(server) as api:
         stream = api.completions.create(
-            model="sort", prompt="sort: dcba =>", temperature=0, max_tokens=300, stream=True,
+            model="leaving", prompt="sort: dcba =>", temperature=0, max_tokens=300, stream=True,
             extra_body={"ignore_eos": True},
         )  # fmt: skip
         next(iter(stream))
         removed: list[int] = []
         remover = threading.Thread(
-            target=lambda: removed.append(call(server, "DELETE", "/admin/models/sort")[0])
+            target=lambda: removed.append(call(server, "DELETE", "/admin/models/leaving")[0])
         )
         remover.start()
         wait_until(
             lambda: "draining" in [m["state"] for m in server.state()["models"]], 5, "draining"
         )
         with pytest.raises(openai.NotFoundError):
-            ask(server, "sort")
+            ask(server, "leaving")
         assert sum(bool(chunk.choices) for chunk in stream) >= 299 - 2
         remover.join(10)
         assert removed == [200]
@@ -130,6 +130,7 @@ def proportional_bytes(pid: int, directory: str) -> int:
     return total
 
 
+@pytest.mark.alone
 def test_a_client_that_leaves_frees_its_request(server: ServerProcess) -> None:
     with client(server) as api:
         stream = api.completions.create(
