@@ -43,14 +43,15 @@ async def all_streams(
     return await asyncio.gather(*(stream_text(url, i, max_tokens, begun) for i in range(count)))
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
+        undisturbed = asyncio.run(all_streams(server.url, 32, 200))
 
         async def disturbed() -> tuple[list[str], float]:
             victim, begun = server.state()["slices"][0], asyncio.Event()
-            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
+            streams = asyncio.create_task(all_streams(server.url, 32, 200, begun))
             await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
@@ -72,6 +73,7 @@ def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
         assert counters["resumed_requests"] >= 8, "the kill hit nothing in flight"
 
 
+@pytest.mark.alone
 def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
     with ServerProcess(
         "--hang-timeout", "2", directory=tmp_path / "pool", slices=1
@@ -125,7 +127,7 @@ def test_workers_die_with_the_server_and_the_next_start_cleans_up(tmp_path: Path
         wait_until(lambda: not any(map(alive, pids)), 5, "workers die with their server")
         dead = set(first.leftovers())
         assert dead, "a killed server leaves its segments"
-    with ServerProcess(directory=pool) as second:
+    with ServerProcess(directory=pool, slices=1) as second:
         assert not dead & set(second.leftovers())
     assert second.leftovers() == []
 

@@ -64,9 +64,11 @@ def rms(got: Tensor, want: Tensor) -> float:
 
 
 def make(directory: Path, case: str, dtype: torch.dtype = torch.float16) -> PreTrainedModel:
-    """Of two layers: the interpreter is slow."""
+    """Of two layers and four heads: the interpreter is slow."""
     name, overrides = CASES[case]
-    return make_model(directory, name, {**COMMON, **overrides, "num_hidden_layers": 2}, 1, dtype)
+    fields = {**COMMON, **overrides, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields["num_key_value_heads"] = min(4, fields["num_key_value_heads"])
+    return make_model(directory, name, fields, 1, dtype)
 
 
 @pytest.mark.parametrize(
