@@ -19,6 +19,7 @@ def bench(tmp_path: Path, url: str, *args: str) -> dict[str, Any]:
     return document
 
 
+@pytest.mark.alone
 def test_measured_times_are_the_servers(tmp_path: Path) -> None:
     with fake_openai(ttft_s=0.05, tpot_s=0.01) as url:
         results = bench(
@@ -39,6 +40,7 @@ def test_measured_times_are_the_servers(tmp_path: Path) -> None:
     assert results["generator"]["cpu_s_per_request"] < 5e-3
 
 
+@pytest.mark.alone
 def test_slo_attainment_counts_both_targets(tmp_path: Path) -> None:
     with fake_openai(ttft_s=0.03, tpot_s=0.02) as url:
         common = ("--requests", "8", "--output-len", "4")
@@ -129,6 +131,7 @@ def test_without_usage_pieces_are_counted(tmp_path: Path, capsys: Any) -> None:
     assert "no usage" in capsys.readouterr().err
 
 
+@pytest.mark.alone
 def test_processes_share_one_load(tmp_path: Path) -> None:
     with fake_openai(ttft_s=0.02) as url:
         results = bench(
@@ -140,6 +143,7 @@ def test_processes_share_one_load(tmp_path: Path) -> None:
     assert results["elapsed_s"] == pytest.approx(1.0, rel=0.3)
 
 
+@pytest.mark.alone
 def test_trace(tmp_path: Path) -> None:
     rows = ["t_s,func,input_tokens,output_tokens"]
     rows += [f"{100 + i},{'x' if i % 3 else 'y'},{500 + i},{40 + i}" for i in range(30)]

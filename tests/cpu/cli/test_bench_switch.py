@@ -22,6 +22,7 @@ def bench(tmp_path: Path, *args: str) -> dict[str, Any]:
     return document["results"]
 
 
+@pytest.mark.alone
 def test_the_difference_is_the_switch(tmp_path: Path) -> None:
     with fake_openai(models="a,b", ttft_s=0.004, switch_s=0.006) as url:
         found = bench(tmp_path, "--url", url, "--pairs", "60")
@@ -31,6 +32,7 @@ def test_the_difference_is_the_switch(tmp_path: Path) -> None:
     assert found["slice_switches"] >= found["expected_switches"] > 60
 
 
+@pytest.mark.alone
 def test_no_difference_where_there_is_none(tmp_path: Path) -> None:
     with fake_openai(models="a,b,c", ttft_s=0.003) as url:
         found = bench(tmp_path, "--url", url, "--models", "a,b,c", "--pairs", "60")

@@ -28,6 +28,7 @@ def test_help_lists_every_command() -> None:
         assert lazy.help.split()[0] in result.stdout
 
 
+@pytest.mark.alone
 def test_help_is_fast_and_light() -> None:
     probe = (
         "import sys; from c2cserve.cli.main import app\n"

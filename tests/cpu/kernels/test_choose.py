@@ -267,6 +267,7 @@ def looping_s() -> float:
     return time.perf_counter() - start
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("points_of", [profile_of_2000_points, one_series_of_2000_points])
 def test_a_new_question_is_answered_within_a_millisecond_or_so(
     points_of: Callable[[], list[Point]],

@@ -46,6 +46,7 @@ def test_messages_are_whole_however_their_bytes_arrive(
     assert got == messages
 
 
+@pytest.mark.alone
 def test_a_slow_reader_blocks_nobody_and_misses_nothing(pair: Pair) -> None:
     one, other = pair
     messages = [bytes([i]) * 300_000 for i in range(20)]

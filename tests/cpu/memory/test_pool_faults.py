@@ -270,6 +270,7 @@ def test_a_pipe_in_the_place_of_a_file(tmp_path: Path) -> None:
     assert done.returncode == 7
 
 
+@pytest.mark.alone
 def test_a_shape_of_a_million_dimensions(tmp_path: Path) -> None:
     """pool-6: the product of so many large numbers took minutes."""
     header = {"a": {"dtype": "F32", "shape": [(1 << 62) + 1] * 300_000, "data_offsets": [0, 4]}}
@@ -297,6 +298,7 @@ def test_names_in_a_message_stay_on_its_line(tmp_path: Path) -> None:
     assert str(caught.value).isprintable()
 
 
+@pytest.mark.alone
 def test_demand_is_cheap_with_many_groups(tmp_path: Path) -> None:
     """pool-7: every chunk looked at every group's flag in turn, under the loader's lock (6,144
     experts: 1.6 ms per chunk)."""

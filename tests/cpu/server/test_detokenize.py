@@ -87,6 +87,7 @@ def test_cut_in_the_middle_of_a_character(byte_dir: Path) -> None:
     assert whole == "é\N{REPLACEMENT CHARACTER}"
 
 
+@pytest.mark.alone
 def test_cost_per_token_does_not_grow(byte_dir: Path) -> None:
     tokenizer = Tokenizer(byte_dir)
     draw = random.Random(5)

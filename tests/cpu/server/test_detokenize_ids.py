@@ -38,6 +38,7 @@ def test_a_character_begun_in_the_prompt(byte_dir: Path, text: str) -> None:
         assert (tokenizer.decode(prompt).rstrip("\N{REPLACEMENT CHARACTER}") + shown) == "a" + text
 
 
+@pytest.mark.alone
 def test_long_runs_without_text_cost_no_more(tokenizer: Tokenizer) -> None:
     half = tokenizer.encode("👋", special=False)[0]
 

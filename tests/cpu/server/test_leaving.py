@@ -12,6 +12,8 @@ from served import BYTE, Served
 
 from c2cserve.server.leaving import unless_gone
 
+pytestmark = pytest.mark.alone
+
 COMPLETION = ("/v1/completions", {"model": BYTE, "prompt": "hello", "max_tokens": 200})
 CHAT = (
     "/v1/chat/completions",
