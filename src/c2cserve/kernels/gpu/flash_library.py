@@ -98,5 +98,5 @@ def _imported() -> tuple[Any, str]:
         if error.name == "flashinfer":
             return None, "FlashInfer is not installed (pip install 'c2cserve[flash]')"
         return None, f"FlashInfer does not load: {error}"
-    except (ImportError, OSError, RuntimeError) as error:
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return None, f"FlashInfer does not load: {error}"
