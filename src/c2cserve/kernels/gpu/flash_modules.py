@@ -48,7 +48,7 @@ class FlashKind:
 MODULES = (
     FlashKind("bfloat16", 128), FlashKind("float16", 128), FlashKind("bfloat16", 64),
 )  # fmt: skip
-"""Built ahead, what most models have first; each takes two cores some twenty minutes. Others are
+"""Built ahead, what most models have first; each takes two cores some ten minutes. Others are
 found where FlashInfer's own packages of modules are installed, and left to our kernel where they
 are not."""
 
