@@ -47,11 +47,11 @@ async def all_streams(
 @pytest.mark.parametrize("slices", [1, 2])
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 32, 200))
+        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
 
         async def disturbed() -> tuple[list[str], float]:
             victim, begun = server.state()["slices"][0], asyncio.Event()
-            streams = asyncio.create_task(all_streams(server.url, 32, 200, begun))
+            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
             await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -170,16 +171,19 @@ class _GpuBackend:
     @property
     def weights(self) -> WeightUse:
         cache, graphs = self._gpu.cache, self._gpu.ops.graphs
-        steps = 0 if graphs is None else graphs.replays
         flash = self._gpu.flashinfer.flash
+        steps = WeightUse(
+            graph_steps=0 if graphs is None else graphs.replays,
+            flash_steps=flash.steps,
+            flash_missed_steps=flash.missed,
+        )
         if cache is None:
-            return WeightUse(
-                graph_steps=steps, flash_steps=flash.steps, flash_missed_steps=flash.missed
-            )
+            return steps
         counts, peers = cache.counts, self._gpu.peers
-        return WeightUse(
-            cache.bytes, counts.hit_bytes, counts.streamed_bytes, steps, flash.steps, flash.missed,
-            lent_bytes=0 if peers is None else peers.pool.bytes, peer_bytes=counts.peer_bytes,
+        return replace(
+            steps, kept_bytes=cache.bytes, hit_bytes=counts.hit_bytes,
+            streamed_bytes=counts.streamed_bytes, peer_bytes=counts.peer_bytes,
+            lent_bytes=0 if peers is None else peers.pool.bytes,
         )  # fmt: skip
 
 

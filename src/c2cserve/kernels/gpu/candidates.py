@@ -89,7 +89,7 @@ def _by_map(q: Question) -> list[Candidate]:
     it need not wait for the kernel before it. What reads by most SMs comes first: a kernel that
     starts while another ends runs where SMs happen to be free, and a few of them that lie together
     share their way to memory. (Alone, W [4096, 14336] takes clusters of two 31 us and of three 32;
-    in a decode step 40 and 30.)"""
+    in a decode step 39 and 31.)"""
     alone = [tiles for tiles in _fitting("direct", q) if tiles.cluster == 1]
     found: list[Candidate] = [("direct", tiles) for tiles in covers(alone, q.m)]
     found.extend(("split", tiles) for tiles in _split(q))
