@@ -51,6 +51,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       const CUtensorMap* map_w = stream.begin(p.feed, &p.w);
       stream.produce(map_w, &p.x, 0, tiles_of(p.k, kBlockK), first, step,
                      [&](int tile, Work& found) { return find_work(p, tile, stream.rank, found); });
+      stream.drain();
     } else if (TEE && threadIdx.x == 32) {
       ptx::wait_for_earlier_kernels();  // they may read the slot
       for (int tile = first; find_work(p, tile, stream.rank, work); tile += step) {
@@ -90,5 +91,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       }
     }
   }
-  leave_together<CLUSTER>();
 }

@@ -99,6 +99,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       for (int tile = first; find_work(p, tables, tile, stream.rank, work); tile += step) {
         stream.load_tile(map_w, &p.x, work, 0, p.k);
       }
+      stream.drain();
     }
   } else {
     ptx::take_registers<232>();
@@ -109,5 +110,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       stream.store(d, group, work, p.out);
     }
   }
-  leave_together<CLUSTER>();
 }

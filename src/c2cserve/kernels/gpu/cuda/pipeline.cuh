@@ -220,6 +220,20 @@ struct Pipeline {
     }
   }
 
+  // The producer's last act: waits until every stage it filled is empty, in its own barriers. So
+  // all arrivals that other CTAs of the cluster owe this one have landed before it can leave: an
+  // arrival at a CTA that has left is a launch failure, or lands in the barriers of the CTA that has
+  // its place by then. (A cluster's barrier does not do: it orders threads, and an arrival at
+  // another CTA may still be on its way when the thread that sent it is through.)
+  __device__ __forceinline__ void drain() {
+    if constexpr (kCluster > 1) {
+      for (int i = 0; i < kStages; ++i) {
+        ptx::wait(empty(cursor.stage), cursor.parity ^ 1);
+        cursor.advance();
+      }
+    }
+  }
+
   // ---- consumers: two warpgroups -----------------------------------------------------------------
 
   // One thread of a warpgroup tells each CTA of the cluster: these threads, spread over the warps.
@@ -319,15 +333,5 @@ __device__ __forceinline__ void start_together() {
     ptx::cluster_wait();
   } else {
     __syncthreads();
-  }
-}
-
-// And ends with: nobody leaves while others may still write to its shared memory.
-template <int kCluster>
-__device__ __forceinline__ void leave_together() {
-  __syncwarp();
-  if constexpr (kCluster > 1) {
-    ptx::cluster_arrive();
-    ptx::cluster_wait();
   }
 }

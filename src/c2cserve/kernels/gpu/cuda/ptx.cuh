@@ -115,8 +115,8 @@ __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni over;\n"
-      "bra.uni again;\n"
+      "@done bra over;\n"
+      "bra again;\n"
       "over:\n"
       "}" ::"r"(smem(barrier)),
       "r"(parity)
@@ -136,8 +136,8 @@ __device__ __forceinline__ void wait_acquire(uint64_t* barrier, uint32_t parity)
       ".reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra.uni over;\n"
-      "bra.uni again;\n"
+      "@done bra over;\n"
+      "bra again;\n"
       "over:\n"
       "}" ::"r"(smem(barrier)),
       "r"(parity)

@@ -202,6 +202,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
         }
         stream.load_tile(&p.w, &p.x, work, 0, p.k);
       }
+      stream.drain();
     }
   } else {
     ptx::take_registers<232>();
@@ -215,5 +216,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       stream.store(d, group, work, p.out);
     }
   }
-  leave_together<CLUSTER>();
 }

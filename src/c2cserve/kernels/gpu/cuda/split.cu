@@ -126,6 +126,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(kTh
       ptx::named_barrier(1, kConsumers);
       if (thread < CLUSTER) ptx::arrive_release_at(reduced, thread);
     }
+    // Others read this CTA's sums, and arrive here when they have: it stays until all did.
+    ptx::wait_acquire(reduced, (round & 1) ^ 1);
   }
-  leave_together<CLUSTER>();
 }
