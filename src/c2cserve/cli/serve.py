@@ -261,7 +261,7 @@ class _Server:
         reason = await ended
         http.should_exit = True
         await serving
-        gateway.join(5.0)
+        await asyncio.to_thread(gateway.join)
         return reason
 
     def _drain(self) -> None:
