@@ -20,7 +20,7 @@ from gemm_cases import PAPER_ROWS, LinkHome, slice_cases, table_cases
 from report import report
 
 from c2cserve.devices.discover import discover
-from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.assumed import assumed_profile
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
 
@@ -104,8 +104,9 @@ def _profile(path: Path | None, gpu: str) -> tuple[Profile, str]:
     except ProfileError as error:
         if path is not None:
             raise
-        print(f"{error}: picks are by known speeds of an H200")
-        return assumed_h200(), "known speeds of an H200; nothing was measured for it here"
+        assumed = assumed_profile(gpu)
+        print(f"{error}: picks are by {assumed.note}")
+        return assumed.profile, assumed.note
     return found, f"profile of {found.date:%Y-%m-%d %H:%M} UTC, measured apart from this run"
 
 

@@ -41,6 +41,7 @@ from host_memory import grow_memory, memory_bytes
 from report import report
 
 from c2cserve.cli.gpu_ready import usable_gpus
+from c2cserve.kernels.gpu.assumed import assumed_profile
 from c2cserve.kernels.gpu.profile import ProfileError, load_profile
 
 _POOL_SHARE, _RESERVE = 0.65, 4 << 30
@@ -149,17 +150,18 @@ def _on_gpus(arguments: list[str]) -> list[str]:
 
 
 def _by_profile(arguments: list[str], results: dict[str, Any]) -> list[str]:
-    """`c2cserve serve`'s arguments: where this machine was not measured, picks are by an H200's
-    known rates, which the results say."""
+    """`c2cserve serve`'s arguments: where this machine was not measured, picks are by the
+    known rates of the nearest GPU, which the results say."""
     results["picked_by"] = "as asked for, or measured"
     if "--gpu-profile" in arguments:
         return arguments
-    for name in sorted({gpu.name for gpu in usable_gpus()}):
+    for name, size in sorted({(gpu.name, gpu.memory_bytes) for gpu in usable_gpus()}):
         try:
             load_profile(gpu=name)
         except ProfileError as error:
-            print(f"{error}: picks are by known speeds of an H200", flush=True)
-            results["picked_by"] = "known speeds of an H200; nothing was measured here"
+            note = assumed_profile(name, size).note
+            print(f"{error}: picks are by {note}", flush=True)
+            results["picked_by"] = note
             return [*arguments, "--gpu-profile", "assumed"]
     return arguments
 

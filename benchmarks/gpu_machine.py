@@ -15,7 +15,7 @@ from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.setup import SETUP_ERRORS as OPENING_ERRORS
 from c2cserve.engine.gpu.setup import open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.assumed import assumed_profile
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import enable_peer
 from c2cserve.kernels.gpu.flash import Flash
@@ -166,6 +166,7 @@ def _profile(gpu: str) -> tuple[Profile, ProfileChoice, str]:
     try:
         found = load_profile(gpu=gpu)
     except ProfileError as error:
-        print(f"{error}: picks are by known speeds of an H200", flush=True)
-        return assumed_h200(), "assumed", "known speeds of an H200; nothing was measured here"
+        assumed = assumed_profile(gpu, torch.cuda.get_device_properties(0).total_memory)
+        print(f"{error}: picks are by {assumed.note}", flush=True)
+        return assumed.profile, "assumed", assumed.note
     return found, "measured", f"profile of {found.date:%Y-%m-%d %H:%M} UTC"

@@ -145,10 +145,17 @@ def test_a_killed_worker_loses_no_token(whole: Bench) -> None:
     assert list(check(whole, whole.kill).values()) == [1]
 
 
-def test_a_server_whose_slices_failed_ends_as_it_should(whole: Bench) -> None:
+def test_a_server_whose_slices_failed_ends_as_it_should(
+    whole: Bench, record_property: Callable[[str, object], None]
+) -> None:
     process = whole.server._running
+    began_s = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0
+    record_property("seconds from SIGTERM to the end", time.monotonic() - began_s)
+    ends = [line for line in whole.log.read_text().splitlines() if "all workers ended" in line]
+    assert len(ends) == 1
+    record_property("of which for workers", ends[0])
 
 
 def test_parts_of_a_gpu_fall_and_rise_together(parts: Bench) -> None:

@@ -3,11 +3,14 @@
 import time
 
 import pytest
+import torch
 
 from c2cserve.cli.profile_gpu import GpuBench
+from c2cserve.cli.profile_process import ProcessBench
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.survey import survey
+from c2cserve.kernels.gpu.profile import AnyDataflow
+from c2cserve.kernels.gpu.survey import Failed, survey
 from c2cserve.kernels.gpu.traffic import Tiles
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
@@ -72,3 +75,24 @@ def test_a_survey_ends_in_time_and_picks(bench: GpuBench) -> None:
         choice = chooser.pick(Question(m, 4096, 4096, "bfloat16", "host", bench.sms[0]))
         assert choice.basis == "measured"
         assert choice.predicted_s < 2 * choice.floor_s
+
+
+class BrokenByMany(GpuBench):
+    """A measurement of 64 rows reads an index that is not there: an error that sticks."""
+
+    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+        if question.m == 64:
+            nowhere = torch.tensor([1 << 20], device="cuda")
+            torch.zeros(4, device="cuda")[nowhere] = 1.0
+            torch.cuda.synchronize()
+        return super().seconds(question, dataflow, tiles, chain)
+
+
+def test_an_error_that_sticks_costs_one_measurement() -> None:
+    with ProcessBench(BrokenByMany) as bench:
+        few, many = (Question(m, 16384, 4096, "bfloat16", "host", bench.sms[0]) for m in (16, 64))
+        before_s = bench.seconds(few, "direct", DIRECT, 4)
+        with pytest.raises(Failed, match="CUDA error: device-side assert"):
+            bench.seconds(many, "direct", Tiles(bx=64), 4)
+        after_s = bench.seconds(few, "direct", DIRECT, 4)
+    assert 0.8 < after_s / before_s < 1.25

@@ -74,7 +74,9 @@ def _profiles(names: Iterable[str], lent: bool) -> Iterator[Obstacle]:
         try:
             links = load_profile(gpu=name).links
         except ProfileError as error:
-            fix = "c2cserve profile (or, on an H200, serve with --gpu-profile assumed)"
+            fix = (
+                "c2cserve profile (or serve with --gpu-profile assumed: an H200's or H100's rates)"
+            )
             yield Obstacle(str(error), fix)
             continue
         if lent and "peer" not in links:

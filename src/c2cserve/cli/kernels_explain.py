@@ -30,7 +30,7 @@ def explain(
         Path | None, typer.Option(metavar="FILE", help="Default: this machine's.")
     ] = None,
     assume: Annotated[
-        Literal["h200"] | None, typer.Option(help="Known speeds instead of a profile.")
+        Literal["h200", "h100"] | None, typer.Option(help="Known speeds instead of a profile.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -57,15 +57,16 @@ def explain(
         _show(question, source, choice, served, estimates)
 
 
-def _profile(path: Path | None, assume: str | None) -> tuple["Profile", str]:
+def _profile(path: Path | None, assume: Literal["h200", "h100"] | None) -> tuple["Profile", str]:
     """The profile to decide by, and what to say of it."""
-    from c2cserve.kernels.gpu.assumed import assumed_h200
+    from c2cserve.kernels.gpu.assumed import assumed_h100, assumed_h200
     from c2cserve.kernels.gpu.profile import ProfileMissing, load_profile
 
     if assume is not None:
         if path is not None:
             raise CliError("--assume and --profile: give one of them", exit_code=2)
-        return assumed_h200(), "assumed: known speeds of an H200, nothing was measured here"
+        known = assumed_h100() if assume == "h100" else assumed_h200()
+        return known, f"assumed: known speeds of an {known.machine.gpu}, nothing was measured here"
     try:
         found = load_profile(path, gpu=_this_gpu() if path is None else None)
     except ProfileMissing as error:

@@ -32,21 +32,22 @@ def profile(
 ) -> None:
     """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into one file.
 
-    Nothing else should run on it meanwhile.
+    Nothing else should run on it meanwhile. A measurement that fails, or hangs, is left out and
+    named at the end.
     """
+    from c2cserve.cli.profile_process import ProcessBench
     from c2cserve.kernels.gpu.profile import save_profile
-    from c2cserve.kernels.gpu.survey import Refused, survey
+    from c2cserve.kernels.gpu.survey import Lost, Refused, survey
 
     began_s = time.monotonic()
     until_s = began_s + (_QUICK_UNTIL_S if quick else _UNTIL_S)
-    with _progress(began_s, until_s) as tell:
+    with _progress(began_s, until_s) as tell, ProcessBench(_open_bench) as bench:
         tell("loading kernels")
-        bench = _open_bench()
         try:
             measured = survey(
                 bench, commit=_commit(), until_s=until_s, clock=time.monotonic, tell=tell
             )
-        except Refused as error:
+        except (Refused, Lost) as error:
             raise CliError(f"this GPU can not be measured: {error}") from error
     path = save_profile(measured, out)
     _show(measured)
@@ -55,7 +56,8 @@ def profile(
 
 
 def _open_bench() -> "Bench":
-    """This machine's GPU, ready to be measured. Raises `CliError` if it can not be."""
+    """This machine's GPU, ready to be measured by this process. Raises `CliError` if it can not
+    be."""
     # Streams share 8 hardware queues unless told otherwise, and 7 slices have more than 8 streams.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch

@@ -43,6 +43,13 @@ from c2cserve.server.settings import ServerSettings
 log = logging.getLogger(__name__)
 
 
+_GpuProfile = Annotated[
+    ProfileChoice,
+    typer.Option(
+        help="Pick GEMM dataflows by this machine's profile, or by known rates of the nearest GPU:"
+        " H200 or H100."
+    ),
+]
 _HostKvBytes = Annotated[
     int,
     typer.Option(
@@ -92,10 +99,7 @@ def serve(
     gpu_kv_bytes: Annotated[
         int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
     ] = None,
-    gpu_profile: Annotated[
-        ProfileChoice,
-        typer.Option(help="Pick GEMM dataflows by this machine's profile or by an H200's rates."),
-    ] = "measured",
+    gpu_profile: _GpuProfile = "measured",
     gpu_peer_bytes: Annotated[
         int,
         typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes."),
@@ -261,7 +265,7 @@ class _Server:
         reason = await ended
         http.should_exit = True
         await serving
-        gateway.join(5.0)
+        await asyncio.to_thread(gateway.join)
         return reason
 
     def _drain(self) -> None:

@@ -7,7 +7,7 @@ SliceKind = Literal["cpu", "gpu", "green", "mig"]
 
 
 ProfileChoice = Literal["measured", "assumed"]
-"""What dataflows are picked by: this machine's profile, or the known rates of an H200."""
+"""What dataflows are picked by: this machine's profile, or known rates of the nearest GPU."""
 
 
 @dataclass(frozen=True, slots=True)

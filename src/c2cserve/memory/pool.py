@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 PREFIX = "c2cserve"
 _LOADS_AT_ONCE = 2
+_REMOVALS_AT_ONCE = 8
 _UNMAP_S = 10.0
 """How long after an eviction its memory may still be mapped: a worker lets go between two steps."""
 _RETRY_S = 0.02
@@ -214,8 +215,16 @@ class Pool:
 
     def close(self) -> None:
         """Give up all loads and remove everything of this instance."""
-        for model in list(self._entries):
-            self.evict(model)
+        with self._lock:
+            entries = list(self._entries.values())
+            self._entries.clear()
+            for entry in entries:
+                entry.gone, entry.segment = True, None
+                if entry.loader is not None:
+                    entry.loader.cancel()
+        # The last mapping is gone as a rule: to remove a segment is to free its pages, one by one.
+        with ThreadPoolExecutor(_REMOVALS_AT_ONCE, thread_name_prefix="pool-remove") as removals:
+            list(removals.map(remove_segment, [entry.path for entry in entries]))
         self._executor.shutdown(wait=True, cancel_futures=True)
         remove_instance(self.directory, self.instance)
         os.close(self._lock_fd)

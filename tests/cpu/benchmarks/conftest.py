@@ -1,6 +1,7 @@
-"""The benchmarks are scripts beside each other: they import one another by file name."""
+"""Benchmarks, and scripts, are files beside each other: they import one another by file name."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+ROOT = Path(__file__).parents[3]
+sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "scripts")]

@@ -226,9 +226,10 @@ def test_test_gpu_goes_on_after_a_failure_and_says_so_in_the_end(tmp_path: Path)
         command, capture_output=True, text=True, timeout=60, check=False, env=environment
     )
     assert done.returncode == 1
-    assert "failed: tests engine catalogue" in done.stderr
-    parts = json.loads((tmp_path / "test-gpu.json").read_text())
-    assert all(part["exit"] for part in parts.values())
+    assert "failed: tests_gemm tests_engine tests_server engine catalogue" in done.stderr
+    parts = [json.loads(path.read_text()) for path in tmp_path.glob("verdict_*.json")]
+    assert len(parts) == 5
+    assert all(part["exit"] for part in parts)
     for wrong in (["--only", "test"], ["--quck"]):
         refused = subprocess.run(
             [script, *wrong], capture_output=True, text=True, timeout=60, check=False

@@ -57,7 +57,7 @@ def test_assumed_speeds_are_marked_as_such() -> None:
     assert lines[0] == (
         "O[2048, 16384] = X[2048, 4096] W[16384, 4096]^T, bfloat16, W at peer, 132 SMs"
     )
-    assert lines[1] == "assumed: known speeds of an H200, nothing was measured here"
+    assert lines[1] == "assumed: known speeds of an NVIDIA H200, nothing was measured here"
     assert lines[-3] == "floor: 372 us, the larger of cuBLAS and W once over the link"
     assert lines[-2].startswith("pick: direct (bx 256, cluster 8) is modelled at 408 us, 1.10x")
     assert lines[-1] == "serving: prefetch (whole), whose answers do not depend on where W is"

@@ -64,6 +64,26 @@ def test_many_draws_of_few_values(way: dict) -> None:
     assert len(set(ids)) > 3
 
 
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"top_k": 100, "min_p": 0.1},
+        {"top_k": 100, "min_p": 0.1, "top_p": 0.7},
+        {"top_k": 100, "temperature": 0.02},
+        {"top_k": 100, "temperature": 0.02, "top_p": 0.95},
+    ],
+    ids=str,
+)
+def test_more_are_asked_for_than_have_any_weight(way: dict) -> None:
+    """min-p, or a low temperature, leaves fewer tokens than top-k would."""
+    logits = (noise(1, 300, seed=4) * 4).bfloat16().expand(12, -1).contiguous()
+    logits[:, 7] = logits.max()
+    rows = [RowSampling(seed, 3, **way) for seed in range(12)]
+    ids, _ = drawn(logits, rows)
+    assert ids == CpuOps(1).sample(logits.float(), rows).ids
+    assert len(set(ids)) > 1
+
+
 def test_negative_zero_is_zero() -> None:
     logits = torch.zeros(8, 40).bfloat16()
     logits[:, ::2] = -0.0

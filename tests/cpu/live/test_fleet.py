@@ -12,6 +12,7 @@ import pytest
 from c2cserve.core.machine import Slice
 from c2cserve.runtime.live import fleet as fleets
 from c2cserve.runtime.live.fleet import Fleet, FleetSettings
+from c2cserve.runtime.live.messages import Quit
 from c2cserve.runtime.live.workers import Worker, first_config
 
 
@@ -23,10 +24,14 @@ class SlowToDie:
     def __init__(self, *_: object) -> None:
         self.pid, self.exit_code, self.up = 4711 + len(self.made), None, True
         self.ending = self.closed = False
+        self.sent: list[object] = []
         self.made.append(self)
 
     def kill(self) -> None:
         self.ending = True
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
 
     def hung(self, now: float, *_: float) -> str | None:
         return "no sign of life" if now > 100.0 and self is self.made[0] else None
@@ -81,6 +86,35 @@ def test_a_shutdown_ends_those_that_are_leaving_too(fleet: Fleet) -> None:
     SlowToDie.made[0].exit_code = -9
     fleet.close(0.0)
     assert SlowToDie.made[0].closed
+
+
+def test_a_shutdown_tells_workers_that_are_up_and_kills_those_that_start(fleet: Fleet) -> None:
+    fleet.start_due(0.0)
+    [worker] = SlowToDie.made
+    worker.up = False
+    worker.exit_code = -9
+    fleet.close(30.0)
+    assert (worker.ending, worker.sent) == (True, [])
+
+
+def test_workers_that_outlast_their_grace_are_all_killed_before_any_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class WaitedFor(SlowToDie):
+        def close(self) -> None:
+            assert all(worker.ending for worker in self.made), "one still runs"
+            self.closed = True
+
+    SlowToDie.made = []
+    monkeypatch.setattr(fleets, "Worker", WaitedFor)
+    monkeypatch.setattr(fleets, "Spawner", NoSpawner)
+    slices = [Slice(f"s{i}", "cpu", (i,)) for i in range(3)]
+    configs = [first_config(one, "warning", "text", None) for one in slices]
+    fleet = Fleet(configs, tmp_path / "x", FleetSettings())
+    fleet.start_due(0.0)
+    fleet.close(0.05)
+    assert [worker.sent for worker in SlowToDie.made] == [[Quit()]] * 3
+    assert all(worker.closed for worker in SlowToDie.made)
 
 
 @pytest.fixture

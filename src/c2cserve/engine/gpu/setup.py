@@ -22,7 +22,7 @@ from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.kernels.gpu.assumed import assumed_h200
+from c2cserve.kernels.gpu.assumed import assumed_profile
 from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.experts import by_expert, choose
@@ -198,8 +198,9 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     name = torch.cuda.get_device_name(device)
     if choice == "measured":
         return load_profile(gpu=name)
-    log.warning("dataflows on %s are picked by an H200's known rates: nothing was measured", name)
-    return assumed_h200()
+    assumed = assumed_profile(name, torch.cuda.get_device_properties(device).total_memory)
+    log.warning("dataflows on %s are picked by %s", name, assumed.note)
+    return assumed.profile
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:

@@ -171,7 +171,8 @@ def _draw_kernel(
             one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
             mass = _held(logits, vocab, border + 1, top, scale, min_p, nothing, False, SHIFT, BLOCK)
             there = _held(logits, vocab, border, top, scale, min_p, nothing, True, SHIFT, BLOCK)
-            mass += tl.minimum(ties, there - above) * one
+            # Where fewer have any weight, the border is the number of no logit, and `one` is NaN.
+            mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
         if top_p < 1.0:
             limit = top_p * mass
             lowest = border

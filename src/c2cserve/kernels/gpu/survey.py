@@ -8,10 +8,11 @@ anything is measured is the `Bench`'s affair: nothing here touches a GPU.
 
 import datetime
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -77,12 +78,23 @@ _COST_MAX_S = 1.5
 """What takes longer tells too little for its time."""
 
 
+T = TypeVar("T")
+
+
 class Refused(Exception):
     """This machine can not run this; says why."""
 
 
+class Failed(Refused):
+    """The measurement broke what measured it, which was replaced. The next one may be asked for."""
+
+
+class Lost(Exception):
+    """Nothing can be measured any more; says why."""
+
+
 class Bench(Protocol):
-    """A machine to measure."""
+    """A machine to measure. Every measurement may raise `Refused` or `Lost`."""
 
     @property
     def facts(self) -> MachineFacts: ...
@@ -117,7 +129,7 @@ class Bench(Protocol):
 
     def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
         """Of one GEMM in a chain of so many, on as many SMs as the question says, while as many
-        other slices as it says read from the same home. Raises `Refused`."""
+        other slices as it says read from the same home."""
         ...
 
 
@@ -179,14 +191,15 @@ def survey(
 ) -> Profile:
     """Measure until `until_s` by the clock. `tell` hears what is being measured now.
 
-    The rates are measured in any case: a few seconds. Raises `Refused` if one slice alone can not
-    read, or cuBLAS not multiply.
+    The rates are measured in any case: a few seconds. A measurement that fails is left out, and
+    `Profile.cut` says so; when the bench is `Lost` on the way, what was measured before is the
+    profile. Raises `Refused`, or `Lost`, if there is no rate of any link, of HBM, or of cuBLAS.
     """
     cut = list(bench.notes)
     profile = _rates(bench, commit, cut, tell)
+    points: list[Point] = []
     for part in parts(bench):
-        points = list(profile.points)
-        tasks, left = plan(part, bench.homes, Chooser(profile)), 0
+        tasks, left = plan(part, tuple(profile.links), Chooser(profile)), 0
         for number, task in enumerate(tasks, 1):
             if task.cost_s > _COST_MAX_S or clock() + task.cost_s > until_s:
                 left += 1
@@ -195,11 +208,30 @@ def survey(
             try:
                 points.append(_measured(bench, task))
             except Refused as error:
-                cut.append(f"{describe(task.dataflow, task.tiles)} on {part.sms} SMs: {error}")
+                cut.append(f"{_named(task, error)}: {error}")
+            except Lost as error:
+                cut.append(f"{_named(task, error)}, and all after it: {error}")
+                return _with(profile, points, cut)
         if left:
             cut.append(f"{part.name}: {left} of {len(tasks)} measurements, for lack of time")
-        profile = msgspec.structs.replace(profile, points=tuple(points))
-    return msgspec.structs.replace(profile, cut=tuple(dict.fromkeys(cut)))
+        profile = _with(profile, points, cut)
+    return profile
+
+
+def _with(profile: Profile, points: Sequence[Point], cut: Sequence[str]) -> Profile:
+    return msgspec.structs.replace(profile, points=tuple(points), cut=tuple(dict.fromkeys(cut)))
+
+
+def _named(task: Task, error: Exception) -> str:
+    """What was not measured. A dataflow is refused whatever its shape, and said so once; but each
+    measurement that broke something is named."""
+    q = task.question
+    what = describe(task.dataflow, task.tiles)
+    if isinstance(error, Failed | Lost):
+        experts = f", {q.top_k} of {q.experts} experts" if q.experts else ""
+        beside = f" beside {q.neighbours} others" if q.neighbours else ""
+        what = f"{what} of M {q.m}, N {q.n}, K {q.k}{experts}, W at {q.home}{beside}"
+    return f"{what} on {q.sms} SMs"
 
 
 def parts(bench: Bench) -> Iterator[Part]:
@@ -272,20 +304,40 @@ def _measured(bench: Bench, task: Task) -> Point:
     )  # fmt: skip
 
 
+def _tried(what: str, cut: list[str], measure: Callable[[], T]) -> T | None:
+    """None, and a line for the profile, where it can not be measured."""
+    try:
+        return measure()
+    except Refused as error:
+        cut.append(f"{what}: {error}")
+        return None
+
+
+def _there(rates: Iterable[T | None]) -> tuple[T, ...]:
+    return tuple(rate for rate in rates if rate is not None)
+
+
 def _rates(bench: Bench, commit: str, cut: list[str], tell: Callable[[str], None]) -> Profile:
+    """Raises `Refused` if one of them is missing altogether: dataflows are compared by them."""
     links: dict[LinkHome, LinkRates] = {}
     for home in bench.homes:
         tell(f"link to {home}")
-        links[home] = _link_rates(bench, home, cut)
+        link = _link_rates(bench, home, cut)
+        if link is not None:
+            links[home] = link
     tell("HBM")
-    hbm = tuple(
-        HbmRate(sms, _read_bytes_per_s(bench, "hbm", sms), bench.write_bytes_per_s(sms))
-        for sms in bench.sms
+    hbm = _there(
+        _tried(f"HBM by {sms} SMs", cut, partial(_hbm_rate, bench, sms)) for sms in bench.sms
     )
     matmul_flops: list[MatmulRate] = []
     for sms in bench.sms:
         tell(f"cuBLAS on {sms} SMs")
-        matmul_flops += [MatmulRate(m, sms, _flops_per_s(bench, m, sms)) for m in MATMUL_ROWS]
+        matmul_flops += _there(
+            _tried(f"cuBLAS, M {m}, on {sms} SMs", cut, partial(_matmul_rate, bench, m, sms))
+            for m in MATMUL_ROWS
+        )
+    if not (links and hbm and matmul_flops):
+        raise Refused(cut[-1])
     return Profile(
         machine=bench.facts,
         date=datetime.datetime.now(datetime.UTC),
@@ -296,19 +348,36 @@ def _rates(bench: Bench, commit: str, cut: list[str], tell: Callable[[str], None
     )
 
 
-def _link_rates(bench: Bench, home: LinkHome, cut: list[str]) -> LinkRates:
-    to_gpu, from_gpu, duplex = bench.copies(home)
+def _link_rates(bench: Bench, home: LinkHome, cut: list[str]) -> LinkRates | None:
+    copies = _tried(f"copies to and from {home}", cut, lambda: bench.copies(home))
+    if copies is None:
+        return None
     whole, smallest = bench.sms[0], bench.sms[-1]
-    alone = [ctas for ctas in READ_CTAS if ctas < whole] + [whole]
-    reads = [ReadRate(ctas, 1, _read_bytes_per_s(bench, home, ctas)) for ctas in alone]
-    for slices in range(2, bench.slices + 1):
-        try:
-            rate = _read_bytes_per_s(bench, home, smallest, neighbours=slices - 1)
-        except Refused as error:
-            cut.append(f"{slices} slices that read from {home} at once: {error}")
-            continue
-        reads.append(ReadRate(smallest, slices, rate))
-    return LinkRates(to_gpu, from_gpu, duplex, tuple(reads))
+
+    def rate(ctas: int, slices: int) -> ReadRate:
+        return ReadRate(ctas, slices, _read_bytes_per_s(bench, home, ctas, slices - 1))
+
+    alone = _there(
+        _tried(f"{ctas} CTAs that read from {home}", cut, partial(rate, ctas, 1))
+        for ctas in [ctas for ctas in READ_CTAS if ctas < whole] + [whole]
+    )
+    if not alone:
+        return None
+    shared = _there(
+        _tried(
+            f"{slices} slices that read from {home} at once", cut, partial(rate, smallest, slices)
+        )
+        for slices in range(2, bench.slices + 1)
+    )
+    return LinkRates(*copies, (*alone, *shared))
+
+
+def _hbm_rate(bench: Bench, sms: int) -> HbmRate:
+    return HbmRate(sms, _read_bytes_per_s(bench, "hbm", sms), bench.write_bytes_per_s(sms))
+
+
+def _matmul_rate(bench: Bench, m: int, sms: int) -> MatmulRate:
+    return MatmulRate(m, sms, _flops_per_s(bench, m, sms))
 
 
 def _read_bytes_per_s(bench: Bench, home: Home, ctas: int, neighbours: int = 0) -> float:

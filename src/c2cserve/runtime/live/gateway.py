@@ -26,6 +26,8 @@ from c2cserve.runtime.ports import Policy, Recorder
 
 log = logging.getLogger(__name__)
 
+_GRACE_S = 2.0
+"""Of workers that were told to quit: a step that is under way ends first."""
 _STALLED_S = 5.0
 """A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
 
@@ -65,7 +67,8 @@ class LiveGateway:
         on_end: Callable[[str | None], None],
     ) -> None:
         """`on_end` is called on the event loop when the controller's loop has ended: with None
-        after a drain, else with the reason it could not go on."""
+        after a drain, else with the reason it could not go on. The workers end from then on;
+        `join` waits for them."""
         self._instance = instance
         self._loop = asyncio.get_running_loop()
         self._policy = policy
@@ -101,8 +104,9 @@ class LiveGateway:
             # The last stop for a defect in the loop: the server can not go on without it.
             log.exception("the controller failed")
             reason = f"the controller failed: {fault!r}"
-        self._world.close(grace_s=2.0)
+        # The event loop ends its connections while the workers end.
         self._loop.call_soon_threadsafe(self._ended, reason)
+        self._world.close(grace_s=_GRACE_S)
 
     def _flush(self) -> None:
         if self._outbox:
@@ -238,5 +242,6 @@ class LiveGateway:
     def draining(self) -> bool:
         return self._draining
 
-    def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+    def join(self) -> None:
+        """Wait until all workers are gone. Blocks for as long as the last one takes to die."""
+        self._thread.join()

@@ -8,6 +8,7 @@ import logging
 import os
 import select
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -74,6 +75,8 @@ class World:
         self._forgotten = forgotten
         self._inbox: deque[ClusterEvent | LiveJob] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # Loaders and signals may post until the process ends: its number is not given away before.
+        weakref.finalize(self, os.close, self._wake_fd)
         self._looked_s = 0.0
         self._abort: str | None = None
         self.counters: Counter[str] = Counter()
@@ -268,6 +271,5 @@ class World:
         worker.attached.append(record.id)
 
     def close(self, grace_s: float) -> None:
-        self._fleet.broadcast(msg.Quit())
+        """End all workers. Events may still be posted; they are never read."""
         self._fleet.close(grace_s)
-        os.close(self._wake_fd)

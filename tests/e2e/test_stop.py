@@ -1,0 +1,29 @@
+"""SIGTERM of a server that has nothing to do: over at once, with nothing left behind."""
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess, wait_until
+
+pytestmark = pytest.mark.alone
+
+LIMIT_S = 2.0
+
+
+class Listening(ServerProcess):
+    """Handed over when it listens, before any of its workers is up."""
+
+    def wait_ready(self, timeout_s: float = 60) -> None:
+        wait_until(lambda: " models, " in self.log.read_text(), timeout_s, "listening", 0.01)
+
+
+@pytest.mark.parametrize("kind", [ServerProcess, Listening], ids=["idle", "starting"])
+def test_a_server_without_requests_ends_at_once(kind: type[ServerProcess], tmp_path: Path) -> None:
+    with kind(directory=tmp_path / "pool") as server:
+        began_s = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.wait(30) == 0
+        assert time.monotonic() - began_s < LIMIT_S
+        assert server.leftovers() == []
