@@ -226,18 +226,30 @@ class Engine:
     def decode(self, names: Sequence[str], steps: int) -> list[float]:
         """Seconds from step to step, the next one planned and launched while this one runs, as a
         slice does it. All prompts are computed."""
+        return self.steps([names] * (steps + 1))
+
+    def steps(self, batches: Sequence[Sequence[str]]) -> list[float]:
+        """The same of steps that differ: one time less than there are batches."""
         self._begin()
-        self._submit(names)
+        self._submit(batches[0])
         times: list[float] = []
         begin_s = time.perf_counter()
-        for done in range(1, steps + 1):
+        for done, names in enumerate(batches[1:], 1):
             self._submit(names)
             self._until_done(done)
             end_s = time.perf_counter()
             times.append(end_s - begin_s)
             begin_s = end_s
-        self._until_done(steps + 1)
+        self._until_done(len(batches))
         return times
+
+    def launch(self, names: Sequence[str]) -> None:
+        """Submit one step; `finish` waits for it."""
+        self._begin()
+        self._submit(names)
+
+    def finish(self) -> None:
+        self._until_done(1)
 
     def _begin(self) -> None:
         self._events.clear()

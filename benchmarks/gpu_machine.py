@@ -31,6 +31,8 @@ DEVICE, PEER = 0, 1
 _PIECE = 64 << 20
 """Random numbers made once; buffers repeat them."""
 _COPIED_BYTES = 1 << 30
+_CLOCK_HERTZ = 2.0e9
+"""No lower than a Hopper GPU's highest."""
 _MATMULS = ((8192, 8192, 8192), (8192, 16384, 4096), (8192, 28672, 4096), (16384, 16384, 4096))
 """Rows, columns, K: the peak is the best of them."""
 
@@ -47,11 +49,12 @@ class Gpu:
     """`gpu_engine_run.Machine`: a slice of the whole first GPU, as a worker opens one, with the
     second GPU's memory as `peer`. The calling thread's work goes to the slice's stream."""
 
-    def __init__(self, kv_bytes: int) -> None:
+    def __init__(self, kv_bytes: int, rates: ProfileChoice | None = None) -> None:
+        """`rates`: by what GEMM kernels are picked; None: a profile of this GPU if there is one."""
         if not torch.cuda.is_available():
             raise NoGpu(f"torch {torch.__version__} sees no GPU")
         self.name = torch.cuda.get_device_name(DEVICE)
-        profile, self.choice, self.picked_by = _profile(self.name)
+        profile, self.choice, self.picked_by = _profile(self.name, rates)
         self._chooser = Chooser(profile)
         self.host_sampler = CpuOps(1).sample
         self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=self.choice)
@@ -130,6 +133,11 @@ class Gpu:
         event.record()
         return event
 
+    def hold(self, seconds: float) -> None:
+        """Keep the GPU busy: what is launched next starts no earlier."""
+        sleep: Any = vars(torch.cuda)["_sleep"]
+        sleep(int(seconds * _CLOCK_HERTZ))
+
     def elapsed_s(self, begin: Any, end: Any) -> float:
         end.synchronize()
         return begin.elapsed_time(end) / 1e3
@@ -161,12 +169,16 @@ class Gpu:
         return 2.0 * m * n * k / seconds
 
 
-def _profile(gpu: str) -> tuple[Profile, ProfileChoice, str]:
+def _profile(gpu: str, rates: ProfileChoice | None) -> tuple[Profile, ProfileChoice, str]:
     """What to pick by. Without a profile, known speeds: the results say so."""
+    known = assumed_profile(gpu, torch.cuda.get_device_properties(0).total_memory)
+    if rates == "assumed":
+        return known.profile, "assumed", known.note
     try:
         found = load_profile(gpu=gpu)
     except ProfileError as error:
-        assumed = assumed_profile(gpu, torch.cuda.get_device_properties(0).total_memory)
-        print(f"{error}: picks are by {assumed.note}", flush=True)
-        return assumed.profile, "assumed", assumed.note
+        if rates == "measured":
+            raise
+        print(f"{error}: picks are by {known.note}", flush=True)
+        return known.profile, "assumed", known.note
     return found, "measured", f"profile of {found.date:%Y-%m-%d %H:%M} UTC"

@@ -67,24 +67,41 @@ def rope(seed: int, length: int) -> tuple[Tensor, Tensor]:
 def test_whoever_is_seated_is_what_stand_ins_read(kind: dict[str, int]) -> None:
     first, second = model(1, **kind), model(2, **kind)
     assert architecture(first) == architecture(second)
-    seat = Seat.like(first, rope(1, 40), 64, "host")
+    seat = Seat.like(first, CPU)
+    turned = seat.rope(64, rope(1, 40))
     stand_ins = seat.stand_ins(first, "host")
     for layers, angles in ((second, rope(2, 50)), (first, rope(3, 70))):
         own = ModelTables(layers, CPU)
         own.maps = torch.arange(len(seat.maps), dtype=torch.int64).to(torch.uint8)
-        seat.seat(own, angles)
+        seat.seat(own)
+        seat.turn(64, angles)
         for stand_in, layer in zip(stand_ins, layers, strict=True):
             for mine, theirs in zip(vectors(stand_in), vectors(layer), strict=True):
                 assert mine.data_ptr() != theirs.data_ptr()
                 assert torch.equal(mine, theirs)
         assert torch.equal(seat.maps, own.maps)
         length = min(64, len(angles[0]))
-        assert torch.equal(seat.rope[1][:length], angles[1][:length])
+        assert torch.equal(turned[1][:length], angles[1][:length])
+
+
+def test_longer_contexts_have_tables_of_their_own() -> None:
+    """Those of shorter ones stay where they are: graphs know their addresses."""
+    layers = model(1)
+    seat = Seat.like(layers, CPU)
+    short, long = rope(1, 64), rope(1, 256)
+    before = [table.data_ptr() for table in seat.rope(64, short)]
+    seat.turn(64, short)
+    seat.turn(256, long)
+    assert [table.data_ptr() for table in seat.rope(64, long)] == before
+    assert torch.equal(seat.rope(256, long)[0], long[0])
+    assert torch.equal(seat.rope(64, long)[0], short[0])
+    seat.turn(64, long)
+    assert torch.equal(seat.rope(64, long)[0], long[0][:64])
 
 
 def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
     layers = model(1, experts=4)
-    seat = Seat.like(layers, rope(1, 8), 8, "peer")
+    seat = Seat.like(layers, CPU)
     handles = [w for layer in seat.stand_ins(layers, "peer") for w in matrices(layer)]
     originals = [w for layer in layers for w in matrices(layer)]
     first = seat.maps.data_ptr()
@@ -108,7 +125,8 @@ def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # there is no GPU to pin it for
     layers = model(1, experts=4)
     own = ModelTables(layers, CPU)
-    own.look(None)
+    assert own.look(None, layers)
+    assert not own.look(None, layers)
     found = own.maps.view(-1, MAP_BYTES)
     handles = [w for layer in layers for w in matrices(layer)]
     assert found[:, 0].tolist() == [1, 1, 2, 1, 1, 1, 1, 1, 1]

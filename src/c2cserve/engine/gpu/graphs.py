@@ -1,21 +1,30 @@
-"""Decode steps as CUDA graphs: per architecture, batch and context, for any model of it.
+"""How a slice launches a step's layers: decode steps as CUDA graphs, the rest kernel by kernel.
 
 Launching a layer's kernels one by one takes the host longer than a resident model takes to run
-them. A graph is one launch. It knows no model (`engine.gpu.tables`), so a switch captures nothing:
-graphs are made when a size is met for the second time, once for all models of an architecture. The
-kernels are those that would have been launched one by one; the answers are bit for bit the same.
+them. A graph is one launch. There are two kinds:
+
+- up to 64 sequences a graph knows no model (`engine.gpu.tables`), so a switch captures nothing.
+  Kernels, and therefore bits, are those that would have been launched one by one;
+- above, GEMMs are cuBLAS's, which is given addresses. A graph is a model's own, for as long as all
+  of its weights stay where they are in HBM. The rows of such a step are padded to the same number
+  however it is launched, so its bits do not depend on whether there is a graph.
+
+A capture that fails is logged and counted, and its size is launched kernel by kernel from then on.
 """
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from c2cserve.engine.gpu.layers import GpuLayer
+from c2cserve.engine.gpu.graph_cache import GraphCache, GraphKey, bucket
+from c2cserve.engine.gpu.graph_pool import Captured, CaptureError, GraphPool
+from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf
 from c2cserve.engine.gpu.tables import (
     ModelTables,
     Rope,
@@ -26,14 +35,18 @@ from c2cserve.engine.gpu.tables import (
 )
 from c2cserve.kernels.gpu.choose import ROWS_STREAMED
 from c2cserve.kernels.gpu.fixed_rows import FixedRows
-from c2cserve.kernels.gpu.measure import no_collection
-from c2cserve.kernels.gpu.weight import Home, WeightHandle
+from c2cserve.kernels.gpu.weight import WeightHandle
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
+
+log = logging.getLogger(__name__)
 
 _CONTEXT_LEAST = 1024
 """Tokens; contexts are rounded up to powers of two, and block tables to as many blocks."""
+_TOKENS_MOST = 8 << 20
+"""Rows times context of a graph: its scratch is 2 KiB of a token for 32 heads of 128, over 32. Only
+batches of very unequal contexts are larger; they are launched kernel by kernel."""
 
-Run = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
+Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
 """`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. What it returns is to be
 added to hidden."""
 
@@ -48,127 +61,204 @@ class Cached(Whereabouts, Protocol):
     def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None: ...
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Model:
     """None of it keeps the model's weights alive beyond its layers."""
 
+    number: int
+    """From 1 on; never given to another model."""
     kind: int | None
-    """Its architecture's number; None if graphs can not run it."""
+    """Its architecture's number; None if graphs cannot run it."""
+    sparse: bool
     tables: ModelTables
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    """What `DecodeGraphs.run` is given."""
+
+    hidden: Tensor
+    layers: Sequence[GpuLayer]
+    rows: TokenRows
+    rope: Rope
+    arena: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Graph:
-    graph: torch.cuda.CUDAGraph
+    captured: Captured[Tensor]
+    """The last layer's branch, to be added to `fixed.hidden`."""
     fixed: FixedRows
-    branch: Tensor
-    """The last layer's, to be added to `fixed.hidden`."""
     launched: Counter[str]
-
-
-_Key = tuple[int, int, int, Home, int]
-"""Architecture, rows, context, where the weights are, and the arena's address."""
 
 
 class DecodeGraphs:
     """One per slice; belongs to its thread, as its lane does."""
 
-    def __init__(self, run: Run, launched: Counter[str], cached: Cached | None) -> None:
-        """`launched`: what `run` counts its launches in."""
-        self._run = run
+    def __init__(self, launch: Launch, launched: Counter[str], cached: Cached | None) -> None:
+        """`launched`: what `launch` counts its launches in."""
+        self._launch = launch
         self._launched = launched
         self._cached = cached
         self._models: WeakKeyDictionary[GpuLayer, _Model] = WeakKeyDictionary()
+        self._numbered = 0
         self._kinds: dict[tuple[object, ...], int] = {}
         """Numbers, because a step has no time to hash all layers' shapes."""
         self._seats: dict[int, Seat] = {}
-        self._graphs: dict[_Key, _Graph] = {}
-        self._met: set[_Key] = set()
-        self._pool: Any = None
-        """Of the memory between kernels: no two graphs of a slice run at once."""
+        self._graphs: GraphCache[_Graph] = GraphCache()
+        self._pool = GraphPool()
         self.replays = 0
         self.captures = 0
+        self.failures = 0
+        """Captures that failed."""
 
-    def __call__(
+    @property
+    def dropped(self) -> int:
+        """Graphs that went: for newer ones, or because weights they knew have moved."""
+        return self._graphs.dropped
+
+    def run(
         self, hidden: Tensor, layers: Sequence[GpuLayer], rows: TokenRows, rope: Rope, arena: Tensor
-    ) -> bool:
-        """Run a step, in place, if it is one for graphs: all layers, one new token a sequence."""
-        seqs, first = len(rows.context_len), layers[0]
-        whole = first.index == 0 and len(layers) == first.shape.kv.layers
-        if not whole or len(hidden) != seqs or seqs > ROWS_STREAMED:
-            return False
-        model = self._model(layers, hidden.device)
-        if model.kind is None:
-            return False
-        tables = model.tables
-        tables.look(self._cached)
-        cached, missing = self._cached, tables.missing
-        if cached is not None and missing is not None and cached.wants(missing):
-            return False  # its weights are to be kept as they stream by
-        context = _rounded(rows.block_table.shape[1] * BLOCK_TOKENS, _CONTEXT_LEAST)
-        key = (model.kind, _rounded(seqs, 1), context, tables.home, arena.data_ptr())
-        graph = self._graphs.get(key)
-        if graph is None and key not in self._met:
-            self._met.add(key)  # whatever loads on first use does so outside of a capture
-            return False
-        seat = self._seat(model.kind, layers, rope, context, tables.home)
-        seat.seat(tables, rope)
-        if graph is None:
-            graph = self._capture(key, seat, layers, hidden, arena)
-        graph.fixed.settle(hidden, rows)
-        graph.graph.replay()
-        torch.add(graph.fixed.hidden[:seqs], graph.branch[:seqs], out=hidden)
-        self._count(graph, tables)
-        return True
+    ) -> None:
+        """Run a step's layers in place: `hidden` [T, H] becomes what the last one leaves."""
+        step = _Step(hidden, layers, rows, rope, arena)
+        decodes = len(hidden) == len(rows.context_len)
+        whole = layers[0].index == 0 and len(layers) == layers[0].shape.kv.layers
+        model = self._model(layers, hidden.device) if whole else None
+        if decodes:
+            self._graphs.begin_step()
+            if model is not None and self._replayed(step, model):
+                return
+        resident = None if model is None else model.tables.resident
+        if model is not None and resident is not None:
+            self._count(model.tables)
+            step = _Step(hidden, resident, rows, rope, arena)
+        if decodes and len(hidden) > ROWS_STREAMED:
+            self._launch_padded(step)
+        else:
+            hidden += self._launch(hidden, step.layers, rows, rope, arena)
+
+    # ---- models ---------------------------------------------------------------------------------
 
     def _model(self, layers: Sequence[GpuLayer], device: torch.device) -> _Model:
+        """What is known of the model, brought up to date."""
         model = self._models.get(layers[0])
         if model is None:
             kind = None
             if can_be_seated(layers):
                 kind = self._kinds.setdefault(architecture(layers), len(self._kinds))
-            model = self._models[layers[0]] = _Model(kind, ModelTables(layers, device))
+            self._numbered += 1
+            sparse = any(isinstance(layer.second, SparseHalf) for layer in layers)
+            model = _Model(self._numbered, kind, sparse, ModelTables(layers, device))
+            self._models[layers[0]] = model
+        if model.tables.look(self._cached, layers):
+            self._graphs.forget(model.number)
         return model
 
-    def _seat(
-        self, kind: int, layers: Sequence[GpuLayer], rope: Rope, context: int,
-        home: Home,
-    ) -> Seat:  # fmt: skip
-        """The architecture's, with room for rotary tables of `context` tokens."""
-        seat = self._seats.get(kind)
-        if seat is None or len(seat.rope[0]) < context:
-            # Graphs of shorter contexts know the old one's addresses.
-            for key in [key for key in self._graphs if key[0] == kind]:
-                del self._graphs[key]
-            seat = self._seats[kind] = Seat.like(layers, rope, context, home)
-        return seat
-
-    def _capture(
-        self, key: _Key, seat: Seat, layers: Sequence[GpuLayer], hidden: Tensor, arena: Tensor
-    ) -> _Graph:
-        _, count, context, home, _ = key
-        fixed = FixedRows.make(count, hidden.shape[1], context, hidden.dtype, hidden.device)
-        stand_ins = seat.stand_ins(layers, home)
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph, before = torch.cuda.CUDAGraph(), self._launched.copy()
-        with no_collection():
-            # Other slices' threads go on meanwhile: what they call is theirs.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                branch = self._run(fixed.hidden, stand_ins, fixed.rows, seat.rope, arena)
-            finally:
-                graph.capture_end()
-        made = self._graphs[key] = _Graph(graph, fixed, branch, self._launched - before)
-        self._launched.subtract(made.launched)  # nothing ran
-        self.captures += 1
-        return made
-
-    def _count(self, graph: _Graph, tables: ModelTables) -> None:
-        self.replays += 1
-        self._launched.update(graph.launched)
+    def _count(self, tables: ModelTables) -> None:
+        """Weights are read without being asked for one by one."""
         if self._cached is not None:
             self._cached.count(tables.local_bytes, tables.far_bytes, tables.peer_bytes)
+
+    # ---- decode steps ---------------------------------------------------------------------------
+
+    def _replayed(self, step: _Step, model: _Model) -> bool:
+        """Run a decode step of a whole model as a graph, if there is or now comes to be one."""
+        key = self._key(step, model)
+        if key is None:
+            return False
+        seat = self._seats.get(key.kind)
+        if seat is None:
+            seat = self._seats[key.kind] = Seat.like(step.layers, step.hidden.device)
+        graph = self._graph(key, step, model, seat)
+        if graph is None:
+            return False
+        if key.model == 0:
+            seat.seat(model.tables)
+        # A larger graph than asked for has tables of the same context.
+        seat.turn(key.context, step.rope)
+        graph.fixed.settle(step.hidden, step.rows, repeated=_repeated(key, model))
+        graph.captured.graph.replay()
+        _add(graph.fixed, graph.captured.result, step.hidden)
+        self.replays += 1
+        self._launched.update(graph.launched)
+        self._count(model.tables)
+        return True
+
+    def _key(self, step: _Step, model: _Model) -> GraphKey | None:
+        """The graph that would run the step; None if none may."""
+        tables, seqs = model.tables, len(step.hidden)
+        if model.kind is None:
+            return None
+        missing = tables.missing
+        if self._cached is not None and missing is not None and self._cached.wants(missing):
+            return None  # its weights are to be kept as they stream by
+        rows = bucket(seqs)
+        context = _rounded(step.rows.block_table.shape[1] * BLOCK_TOKENS, _CONTEXT_LEAST)
+        if rows * context > _TOKENS_MOST:
+            return None
+        number = 0
+        if seqs > ROWS_STREAMED:
+            if tables.resident is None:
+                return None
+            number = model.number
+        return GraphKey(model.kind, number, rows, context, tables.home, step.arena.data_ptr())
+
+    def _graph(self, key: GraphKey, step: _Step, model: _Model, seat: Seat) -> _Graph | None:
+        graphs = self._graphs
+        graph = graphs.get(key)
+        if graph is None and graphs.wants(key):
+            graphs.keep_models({model.number for model in self._models.values()})
+            try:
+                graph = self._capture(key, step, model, seat)
+                graphs.put(key, graph)
+            except CaptureError as error:
+                self.failures += 1
+                graphs.refuse(key)
+                log.warning("decode steps of %d rows are launched kernel by kernel: %s", key.rows,
+                            error)  # fmt: skip
+        if graph is None and key.model == 0:
+            graph = graphs.larger(key)
+        return graph
+
+    def _capture(self, key: GraphKey, step: _Step, model: _Model, seat: Seat) -> _Graph:
+        """Raises `CaptureError`."""
+        hidden, resident = step.hidden, model.tables.resident
+        fixed = FixedRows.make(
+            key.rows, hidden.shape[1], key.context, hidden.dtype, hidden.device
+        )  # fmt: skip
+        layers = resident if key.model and resident else seat.stand_ins(step.layers, key.home)
+        rope, before = seat.rope(key.context, step.rope), self._launched.copy()
+        try:
+            captured = self._pool.capture(
+                lambda: self._launch(fixed.hidden, layers, fixed.rows, rope, step.arena)
+            )
+        finally:
+            launched = self._launched - before
+            self._launched.subtract(launched)  # nothing ran
+        self.captures += 1
+        return _Graph(captured, fixed, launched)
+
+    def _launch_padded(self, step: _Step) -> None:
+        """Launch a decode step kernel by kernel, with as many rows as its graph has."""
+        hidden, rows = step.hidden, step.rows
+        context = rows.block_table.shape[1] * BLOCK_TOKENS
+        count = bucket(len(hidden))
+        fixed = FixedRows.make(count, hidden.shape[1], context, hidden.dtype, hidden.device)
+        fixed.settle(hidden, rows)
+        branch = self._launch(fixed.hidden, step.layers, fixed.rows, step.rope, step.arena)
+        _add(fixed, branch, hidden)
+
+
+def _repeated(key: GraphKey, model: _Model) -> bool:
+    """Whether rows that are not there choose the first one's experts: see `fixed_rows`."""
+    return model.sparse and key.model == 0
+
+
+def _add(fixed: FixedRows, branch: Tensor, hidden: Tensor) -> None:
+    """The rows that are there."""
+    count = len(hidden)
+    torch.add(fixed.hidden[:count], branch[:count], out=hidden)
 
 
 def _rounded(count: int, least: int) -> int:

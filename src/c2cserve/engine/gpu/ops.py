@@ -114,8 +114,10 @@ class GpuOps:
         arena: Tensor,
     ) -> None:
         mine = [_gpu_layer(layer) for layer in layers]
-        if self.graphs is None or not self.graphs(hidden, mine, rows, rope, arena):
+        if self.graphs is None:
             hidden += self._launch_layers(hidden, mine, rows, rope, arena)
+        else:
+            self.graphs.run(hidden, mine, rows, rope, arena)
 
     def _launch_layers(
         self,

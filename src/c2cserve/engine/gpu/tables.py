@@ -7,7 +7,7 @@ home or in the weight cache, so a graph does not know that either.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf
 from c2cserve.kernels.gpu.dataflows.direct import gated_map, weight_map
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.weight import Home, WeightHandle
+from c2cserve.kernels.gpu.weight import Home, WeightHandle, for_libraries
 from c2cserve.kernels.layer import LayerWeights, Mlp
 
 _ALIGNMENT = 16
@@ -90,12 +90,11 @@ def can_be_seated(layers: Sequence[GpuLayer]) -> bool:
 
 
 class ModelTables:
-    """A model's own: what is copied where its architecture's graphs read."""
+    """A model's own: where its weights are now, and what is copied where its architecture's graphs
+    read. Nothing in it refers to the layers it was made for."""
 
     def __init__(self, layers: Sequence[GpuLayer], device: torch.device) -> None:
         self._device = device
-        # Without their owners: a model that is detached must not be held on to.
-        self._weights = [replace(w, owner=None) for layer in layers for w in matrices(layer)]
         self._map_makers = [make for layer in layers for make in _map_makers(layer)]
         self.vectors = _packed([v for layer in layers for v in vectors(layer)])
         self.maps = torch.empty(0, dtype=torch.uint8, device=device)
@@ -103,30 +102,42 @@ class ModelTables:
         """The first matrix that is not in HBM, at its home."""
         self.home: Home = "hbm"
         """Where that one is read; `hbm` once all matrices are there."""
+        self.resident: list[GpuLayer] | None = None
+        """The layers with all matrices where they are in HBM; None while one is elsewhere."""
         self.local_bytes = 0
         self.far_bytes = 0
         self.peer_bytes = 0
         """Of `far_bytes`, in a neighbour's memory."""
         self._seen = -1
+        self._places: list[tuple[Home, int]] = []
 
-    def look(self, where: Whereabouts | None) -> None:
-        """Bring `maps` and the rest up to date."""
+    def look(self, where: Whereabouts | None, layers: Sequence[GpuLayer]) -> bool:
+        """Bring everything up to date. Return whether one of this model's weights has moved."""
         changes = 0 if where is None else where.changes
         if changes == self._seen:
-            return
+            return False
         self._seen = changes
-        now = [w if where is None else where.location(w) for w in self._weights]
+        weights = [w for layer in layers for w in matrices(layer)]
+        now = [w if where is None else where.location(w) for w in weights]
+        places: list[tuple[Home, int]] = [(w.home, w.pointer) for w in now]
+        if places == self._places:
+            return False  # what came or went was another model's
+        self._places = places
         far = [w for w in now if w.home != "hbm"]
-        pairs = zip(self._weights, now, strict=True)
-        self.missing = next((w for w, there in pairs if there.home != "hbm"), None)
+        pairs = zip(weights, now, strict=True)
+        missing = next((w for w, there in pairs if there.home != "hbm"), None)
+        # Without its owner: a model that is detached must not be held on to.
+        self.missing = None if missing is None else replace(missing, owner=None)
         self.home = far[0].home if far else "hbm"
         self.far_bytes = sum(w.bytes for w in far)
         self.peer_bytes = sum(w.bytes for w in far if w.home == "peer")
         self.local_bytes = sum(w.bytes for w in now) - self.far_bytes
+        self.resident = None if far else _located(layers, now)
         maps = (make(w) for make, w in zip(self._map_makers, now, strict=True))
         packed = torch.frombuffer(bytearray().join(maps), dtype=torch.uint8)
         # Pinned memory goes back once its copy is done; what reads the old maps is enqueued.
         self.maps = packed.pin_memory().to(self._device, non_blocking=True)
+        return True
 
 
 @dataclass(slots=True)
@@ -135,25 +146,23 @@ class Seat:
 
     maps: Tensor
     vectors: Tensor
-    rope: Rope
     layers: dict[Home, list[GpuLayer]]
     """Stand-ins, by where the weights of those who sit are at the time (kernels hold to a share of
     a link only where there is one)."""
+    ropes: dict[int, Rope]
+    """Rotary tables by their length. A longer context has tables of its own: graphs of shorter
+    ones know the addresses of theirs."""
     maps_from: Tensor | None = None
     vectors_from: Tensor | None = None
-    rope_from: Tensor | None = None
+    ropes_from: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @classmethod
-    def like(cls, layers: Sequence[GpuLayer], rope: Rope, length: int, home: Home) -> "Seat":
-        """For models like this one and contexts of up to `length` tokens."""
+    def like(cls, layers: Sequence[GpuLayer], device: torch.device) -> "Seat":
+        """Return a place for models like this one."""
         count = sum(1 for layer in layers for _ in matrices(layer))
-        device = rope[0].device
         maps = torch.zeros(count * MAP_BYTES, dtype=torch.uint8, device=device)
         packed = _packed([v for layer in layers for v in vectors(layer)])
-        tables = [torch.zeros(length, t.shape[1], dtype=t.dtype, device=device) for t in rope]
-        seat = cls(maps, torch.empty_like(packed), (tables[0], tables[1]), {})
-        seat.stand_ins(layers, home)
-        return seat
+        return cls(maps, torch.empty_like(packed), {}, {})
 
     def stand_ins(self, layers: Sequence[GpuLayer], home: Home) -> list[GpuLayer]:
         """Layers to capture with."""
@@ -163,19 +172,50 @@ class Seat:
             self.layers[home] = [_stand_in(one, home, places, pieces) for one in layers]
         return self.layers[home]
 
-    def seat(self, model: ModelTables, rope: Rope) -> None:
-        """The graphs' next runs are this model's."""
+    def rope(self, length: int, like: Rope) -> Rope:
+        """Rotary tables to capture with, for contexts of up to `length` tokens."""
+        if length not in self.ropes:
+            cos, sin = (t.new_zeros(length, t.shape[1]) for t in like)
+            self.ropes[length] = cos, sin
+        return self.ropes[length]
+
+    def seat(self, model: ModelTables) -> None:
+        """The next runs of graphs that know no model are this model's."""
         if self.maps_from is not model.maps:
             self.maps.copy_(model.maps)
             self.maps_from = model.maps
         if self.vectors_from is not model.vectors:
             self.vectors.copy_(model.vectors)
             self.vectors_from = model.vectors
-        if self.rope_from is not rope[0]:
-            length = min(len(rope[0]), len(self.rope[0]))
-            for mine, given in zip(self.rope, rope, strict=True):
-                mine[:length].copy_(given[:length])
-            self.rope_from = rope[0]
+
+    def turn(self, length: int, rope: Rope) -> None:
+        """The next runs of graphs for contexts of `length` tokens rotate by a model's `rope`."""
+        if self.ropes_from.get(length) is not rope[0]:
+            mine = self.rope(length, rope)
+            shorter = min(length, len(rope[0]))
+            for table, given in zip(mine, rope, strict=True):
+                table[:shorter].copy_(given[:shorter])
+            self.ropes_from[length] = rope[0]
+
+
+def _located(layers: Sequence[GpuLayer], now: Sequence[WeightHandle]) -> list[GpuLayer]:
+    """Layers with their matrices as `now` has them, all in HBM, in the order of `matrices`."""
+    places = iter(now)
+
+    def matrix(like: Matrix) -> Matrix:
+        return Matrix(for_libraries(next(places)), like.bias)
+
+    located: list[GpuLayer] = []
+    for layer in layers:
+        qkv, o = matrix(layer.qkv), matrix(layer.o)
+        half: DenseHalf | SparseHalf
+        match layer.second:
+            case DenseHalf(gate_up, down):
+                half = DenseHalf(matrix(gate_up), matrix(down))
+            case SparseHalf(router) as sparse:
+                half = replace(sparse, router=matrix(router), w13=next(places), w2=next(places))
+        located.append(replace(layer, qkv=qkv, o=o, second=half))
+    return located
 
 
 def _stand_in(

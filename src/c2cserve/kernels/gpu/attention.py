@@ -16,14 +16,16 @@ A block holds [layer, k | v, kv_head, 16, head_dim]; a block table has the byte 
 # ruff: noqa: N803
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.gpu.early import after_others
 from c2cserve.kernels.gpu.flash import Flash
+from c2cserve.kernels.gpu.launcher import Launcher
 from c2cserve.kernels.gpu.rope import rope_store, turned
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
@@ -308,15 +310,36 @@ def attend(
 def _attend_many(
     qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor, heads: int
 ) -> None:
-    kv, seqs, width = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
-    pad = max(16, triton.next_power_of_2(kv.head_dim))
-    tile = 128 if pad <= 128 else 64  # of keys, too
-    _many_kernel[(len(qkv) * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads)](
-        qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table,
-        layer.shape.scale * _LOG2_E, seqs, heads, kv.kv_heads, layer.index, qkv.shape[1], width,
-        layer.weights.window, DIM=kv.head_dim, PAD=pad, ROWS=tile, KEYS=tile, TOKENS=BLOCK_TOKENS,
-        num_warps=8, num_stages=2, **EARLY,
+    kv, seqs = layer.shape.kv, len(rows.context_len)
+    width, tile = qkv.shape[1], _tile(kv.head_dim)
+    grid = len(qkv) * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads, 1
+    tensors = (
+        qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table
     )  # fmt: skip
+    numbers = (
+        layer.shape.scale * _LOG2_E, seqs, heads, kv.kv_heads, layer.index, width,
+        rows.block_table.shape[1], layer.weights.window,
+    )  # fmt: skip
+    _launch_many(grid, tensors, numbers, (qkv.dtype, width, kv.head_dim))
+
+
+def _tile(head_dim: int) -> int:
+    """Rows of a tile, and keys."""
+    return 128 if head_dim <= 128 else 64
+
+
+def _many_constants(_dtype: torch.dtype, _width: int, dim: int) -> dict[str, Any]:
+    return {
+        "DIM": dim, "PAD": _pad(dim), "ROWS": _tile(dim), "KEYS": _tile(dim),
+        "TOKENS": BLOCK_TOKENS, "num_warps": 8, "num_stages": 2,
+    }  # fmt: skip
+
+
+def _pad(head_dim: int) -> int:
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+_launch_many = Launcher(_many_kernel, _many_constants)
 
 
 def _attend_single(
@@ -329,18 +352,30 @@ def _attend_single(
     out: Tensor,
     heads: int,
 ) -> None:
-    kv, seqs, width = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
-    dim, norms = kv.head_dim, layer.weights.qk_norms
-    pad, pieces = max(16, triton.next_power_of_2(dim)), -(-width * BLOCK_TOKENS // PIECE_TOKENS)
+    kv, seqs, blocks = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
+    dim, width, norms = kv.head_dim, qkv.shape[1], layer.weights.qk_norms
+    pieces = -(-blocks * BLOCK_TOKENS // PIECE_TOKENS)
     q_norm, k_norm = norms or rope
     shared = kv.kv_heads * -(-(heads // kv.kv_heads) // _ROWS)
     sums = torch.empty((seqs, heads, pieces, dim), dtype=torch.float32, device=qkv.device)
     tops = torch.empty((seqs, heads, pieces, 2), dtype=torch.float32, device=qkv.device)
-    _single_kernel[(seqs, shared, pieces)](
+    tensors = (
         qkv, rows.positions, *rope, q_norm, k_norm, arena.view(qkv.dtype), rows.slots, out, sums,
         tops, arrivals.hold(seqs * shared), rows.q_start, rows.context_len, rows.block_table,
-        layer.shape.eps, layer.shape.scale * _LOG2_E, heads, kv.kv_heads, layer.index,
-        qkv.shape[1], width, layer.weights.window, DIM=dim, PAD=pad, ROWS=_ROWS, KEYS=64,
-        PIECE=PIECE_TOKENS, TOKENS=BLOCK_TOKENS, NORM=norms is not None, num_warps=4, num_stages=2,
-        **EARLY,
     )  # fmt: skip
+    numbers = (
+        layer.shape.eps, layer.shape.scale * _LOG2_E, heads, kv.kv_heads, layer.index, width,
+        blocks, layer.weights.window,
+    )  # fmt: skip
+    key = qkv.dtype, width, dim, norms is not None
+    _launch_single((seqs, shared, pieces), tensors, numbers, key)
+
+
+def _single_constants(_dtype: torch.dtype, _width: int, dim: int, norm: bool) -> dict[str, Any]:
+    return {
+        "DIM": dim, "PAD": _pad(dim), "ROWS": _ROWS, "KEYS": 64, "PIECE": PIECE_TOKENS,
+        "TOKENS": BLOCK_TOKENS, "NORM": norm, "num_warps": 4, "num_stages": 2,
+    }  # fmt: skip
+
+
+_launch_single = Launcher(_single_kernel, _single_constants)

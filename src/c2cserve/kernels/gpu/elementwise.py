@@ -10,12 +10,15 @@ step to step are not specialised on, so that once a model is warm nothing is com
 # pyright: basic, reportCallIssue=false
 # ruff: noqa: N803
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.gpu.launcher import Launcher
 
 _COLUMNS = 1024
 """A program's share of a row where a row needs no sum."""
@@ -120,13 +123,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 def _norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, add: bool) -> Tensor:
     out = torch.empty_like(x)
     tokens, hidden = x.shape
-    block = max(16, triton.next_power_of_2(hidden))
     if tokens:
-        _norm_kernel[(tokens,)](
-            x, residual, weight, out, hidden, eps, ADD=add, BLOCK=block,
-            num_warps=min(16, max(1, block // 512)), **EARLY,
-        )  # fmt: skip
+        key = x.dtype, hidden, add
+        _launch_norm((tokens, 1, 1), (x, residual, weight, out), (hidden, eps), key)
     return out
+
+
+def _norm_constants(_dtype: torch.dtype, hidden: int, add: bool) -> dict[str, Any]:
+    block = max(16, triton.next_power_of_2(hidden))
+    return {"ADD": add, "BLOCK": block, "num_warps": min(16, max(1, block // 512))}
+
+
+_launch_norm = Launcher(_norm_kernel, _norm_constants)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -135,15 +143,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     inner = width // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
     if tokens:
-        _silu_mul_kernel[(tokens, -(-inner // _COLUMNS))](
-            gate_up,
-            out,
-            inner,
-            BLOCK=_COLUMNS,
-            num_warps=4,
-            **EARLY,
-        )
+        grid = tokens, -(-inner // _COLUMNS), 1
+        _launch_silu_mul(grid, (gate_up, out), (inner,), (gate_up.dtype, inner))
     return out
+
+
+def _silu_mul_constants(_dtype: torch.dtype, _inner: int) -> dict[str, Any]:
+    return {"BLOCK": _COLUMNS, "num_warps": 4}
+
+
+_launch_silu_mul = Launcher(_silu_mul_kernel, _silu_mul_constants)
 
 
 def chained(ids: Tensor, drawn: Tensor) -> Tensor:

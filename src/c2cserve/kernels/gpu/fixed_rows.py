@@ -1,7 +1,9 @@
 """Rows of a decode step where a graph has them: at fixed addresses, as many as it was captured for.
 
-Rows that are not there repeat the first one: they compute what it computes, store what it stores,
-choose the experts it chooses, and nobody reads their results.
+Rows that are not there begin as the first one does, and no result of theirs is read. Their context
+is of no token, so attention neither reads nor stores anything for them, and what it leaves in their
+rows is not defined. Where a mixture of experts streams from afar they repeat the first row to the
+end instead: they choose the experts it chooses, and no others have to come.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -9,24 +11,26 @@ choose the experts it chooses, and nobody reads their results.
 # ruff: noqa: N803
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.gpu.early import after_others
+from c2cserve.kernels.gpu.launcher import Launcher
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 
 _COLUMNS = 1024
 """A program's share of a row."""
 
 
-@triton.jit(do_not_specialize=["rows", "table_width", "fixed_width"])
+@triton.jit(do_not_specialize=["rows", "table_width", "fixed_width", "repeated"])
 def _settle_kernel(
     hidden, positions, context_len, tables, slots, fixed_hidden, fixed_positions,
     fixed_context_len, fixed_tables, fixed_slots, rows, width, table_width, fixed_width,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    repeated, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_others(EARLY)
     target = tl.program_id(0).to(tl.int64)
@@ -38,7 +42,8 @@ def _settle_kernel(
     tl.store(fixed_tables + target * fixed_width + at, block, at < fixed_width)
     if tl.program_id(1) == 0:
         tl.store(fixed_positions + target, tl.load(positions + source))
-        tl.store(fixed_context_len + target, tl.load(context_len + source))
+        attends = (target < rows) | (repeated != 0)
+        tl.store(fixed_context_len + target, tl.where(attends, tl.load(context_len + source), 0))
         tl.store(fixed_slots + target, tl.load(slots + source))
 
 
@@ -53,28 +58,38 @@ class FixedRows:
     def make(
         cls, count: int, width: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> "FixedRows":
-        """For `count` sequences of up to `context` tokens."""
+        """For `count` sequences of up to `context` tokens; `settle` writes all of it."""
 
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
+        def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
 
         rows = TokenRows(
-            positions=zeros(count, dtype=torch.int32),
+            positions=empty(count, dtype=torch.int32),
             q_start=torch.arange(count + 1, dtype=torch.int32, device=device),
-            context_len=zeros(count, dtype=torch.int32),
-            block_table=zeros(count, -(-context // BLOCK_TOKENS), dtype=torch.int64),
-            slots=zeros(count, dtype=torch.int64),
+            context_len=empty(count, dtype=torch.int32),
+            block_table=empty(count, -(-context // BLOCK_TOKENS), dtype=torch.int64),
+            slots=empty(count, dtype=torch.int64),
         )
-        return cls(zeros(count, width, dtype=dtype), rows)
+        return cls(empty(count, width, dtype=dtype), rows)
 
-    def settle(self, hidden: Tensor, rows: TokenRows) -> None:
+    def settle(self, hidden: Tensor, rows: TokenRows, *, repeated: bool = False) -> None:
         """Bring a step's rows here: at most as many, with block tables at most as wide, all on this
-        GPU and contiguous."""
+        GPU and contiguous. `repeated`: the others repeat the first one, attention included."""
         (count, width), mine = self.hidden.shape, self.rows
         longest = max(width, mine.block_table.shape[1])
-        _settle_kernel[(count, -(-longest // _COLUMNS))](
+        tensors = (
             hidden, rows.positions, rows.context_len, rows.block_table, rows.slots, self.hidden,
-            mine.positions, mine.context_len, mine.block_table, mine.slots, len(hidden), width,
-            rows.block_table.shape[1], mine.block_table.shape[1], BLOCK=_COLUMNS, num_warps=4,
-            **EARLY,
+            mine.positions, mine.context_len, mine.block_table, mine.slots,
         )  # fmt: skip
+        numbers = (
+            len(hidden), width, rows.block_table.shape[1], mine.block_table.shape[1], int(repeated)
+        )  # fmt: skip
+        grid = count, -(-longest // _COLUMNS), 1
+        _launch_settle(grid, tensors, numbers, (hidden.dtype, width))
+
+
+def _constants(_dtype: torch.dtype, _width: int) -> dict[str, Any]:
+    return {"BLOCK": _COLUMNS, "num_warps": 4}
+
+
+_launch_settle = Launcher(_settle_kernel, _constants)

@@ -82,10 +82,10 @@ class Flash:
         turn = self._planned(rows.host, layer, heads, qkv.dtype)
         pages = turn.pages
         assert pages is not None, "it was planned"
-        several = slice(pages.begin, pages.end)
-        q = qkv[several].unflatten(1, (-1, kv.head_dim))[:, :heads]
+        several, count = slice(pages.begin, pages.end), pages.end - pages.begin
+        q = qkv[several].view(count, -1, kv.head_dim)[:, :heads]
         keys, values = paged(arena.view(qkv.dtype), kv, layer.index, pages.unit)
-        turn.run(q, keys, values, out[several].unflatten(1, (heads, kv.head_dim)))
+        turn.run(q, keys, values, out[several].view(count, heads, kv.head_dim))
         return True
 
     def _planned(self, rows: TokenRows, layer: Layer, heads: int, dtype: torch.dtype) -> "_Turn":

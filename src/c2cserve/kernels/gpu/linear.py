@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.dataflows.direct import direct, grouped, split
 from c2cserve.kernels.gpu.dataflows.published import hybrid
@@ -27,7 +27,7 @@ from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.lane import Lane
 from c2cserve.kernels.gpu.profile import AnyDataflow
 from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import TORCH_DTYPES, OperandError, WeightHandle
+from c2cserve.kernels.gpu.weight import OperandError, WeightHandle, local_weight
 
 
 class Kept(Protocol):
@@ -64,6 +64,10 @@ class Linear:
         """x [M, K], rows possibly strided -> out [M, N] of x's dtype. With no rows nothing is
         launched. Raises `OperandError`, `KernelMissingError`, `CudaError`, `ProfileMismatch`."""
         rows = x.shape[0]
+        if rows > ROWS_STREAMED and w.transposed is not None and out is None:
+            # What most layers of most long steps are: nothing is looked up, and torch allocates.
+            self.launched["resident"] += 1
+            return _multiplied(x, w.transposed, bias)
         if out is None:
             out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
         if rows == 0:
@@ -173,12 +177,6 @@ def launch(
             raise OperandError("experts' rows come with offsets: Linear.experts")
 
 
-def local_weight(w: WeightHandle) -> Tensor:
-    """W in this GPU's memory as a tensor, for libraries. Raises `OperandError` if it is not one:
-    a handle made by `weight_of` from a tensor on the GPU is."""
-    if w.home != "hbm" or not isinstance(w.owner, Tensor):
-        raise OperandError(f"W at home {w.home!r} is not a tensor in this GPU's memory")
-    base = w.owner.data_ptr()
-    first = (w.pointer - base) // w.owner.element_size()
-    flat = w.owner.view(TORCH_DTYPES[w.dtype]).flatten()
-    return flat[first : first + w.rows * w.k].view(w.shape)
+def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
+    """`resident` into new memory."""
+    return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)

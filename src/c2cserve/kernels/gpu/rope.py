@@ -9,11 +9,15 @@ products are fused and squares summed as it is written here, whatever the shape 
 # pyright: basic, reportCallIssue=false
 # ruff: noqa: N803
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.early import EARLY, after_others
+from c2cserve.kernels.gpu.early import after_others
+from c2cserve.kernels.gpu.launcher import Launcher
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
 _HEADS = 8
@@ -123,9 +127,23 @@ def rope_store(
     heads = qkv.shape[1] // dim - 2 * kv.kv_heads
     q_norm, k_norm = norms or rope
     if tokens:
-        _rope_store_kernel[(tokens, -(-(heads + 2 * kv.kv_heads) // _HEADS))](
+        width = qkv.shape[1]
+        grid = tokens, -(-(heads + 2 * kv.kv_heads) // _HEADS), 1
+        tensors = (
             qkv, rows.positions, *rope, q_norm, k_norm, arena.view(qkv.dtype), rows.slots,
-            rows.q_start, layer.shape.eps, len(rows.context_len), heads, kv.kv_heads, layer.index,
-            qkv.shape[1], DIM=dim, HALF=dim // 2, HALF_PAD=triton.next_power_of_2(dim // 2),
-            NORM=norms is not None, HEADS=_HEADS, TOKENS=BLOCK_TOKENS, num_warps=2, **EARLY,
+            rows.q_start,
         )  # fmt: skip
+        numbers = (
+            layer.shape.eps, len(rows.context_len), heads, kv.kv_heads, layer.index, width
+        )  # fmt: skip
+        _launch(grid, tensors, numbers, (qkv.dtype, width, dim, norms is not None))
+
+
+def _constants(_dtype: torch.dtype, _width: int, dim: int, norm: bool) -> dict[str, Any]:
+    return {
+        "DIM": dim, "HALF": dim // 2, "HALF_PAD": triton.next_power_of_2(dim // 2), "NORM": norm,
+        "HEADS": _HEADS, "TOKENS": BLOCK_TOKENS, "num_warps": 2,
+    }  # fmt: skip
+
+
+_launch = Launcher(_rope_store_kernel, _constants)

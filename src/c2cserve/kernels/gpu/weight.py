@@ -1,6 +1,6 @@
 """A weight as kernels take it: where it is, its shape, and what reading it crosses."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -36,6 +36,8 @@ class WeightHandle:
     map_pointer: int = 0
     """Where in GPU memory the weight's tensor map is (`dataflows.direct.weight_map`), for launches
     that are replayed with another weight in its place: they go by the map alone. 0: nowhere."""
+    transposed: Tensor | None = field(default=None, compare=False, repr=False)
+    """W^T [K, N] as a tensor, for libraries, where `for_libraries` made it once for many steps."""
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
@@ -80,3 +82,20 @@ def weight_of(tensor: Tensor, home: Home) -> WeightHandle:
         raise OperandError("a host weight must be pinned (memory.pinning), or the GPU faults on it")
     shape = tuple(tensor.shape)
     return WeightHandle(tensor.data_ptr(), shape, DTYPES[tensor.dtype], home, tensor)
+
+
+def local_weight(w: WeightHandle) -> Tensor:
+    """W in this GPU's memory as a tensor, for libraries. Raises `OperandError` if it is not one:
+    a handle made by `weight_of` from a tensor on the GPU is."""
+    if w.home != "hbm" or not isinstance(w.owner, Tensor):
+        raise OperandError(f"W at home {w.home!r} is not a tensor in this GPU's memory")
+    base = w.owner.data_ptr()
+    first = (w.pointer - base) // w.owner.element_size()
+    flat = w.owner.view(TORCH_DTYPES[w.dtype]).flatten()
+    return flat[first : first + w.rows * w.k].view(w.shape)
+
+
+def for_libraries(w: WeightHandle) -> WeightHandle:
+    """Return the handle of a matrix in this GPU's memory with `transposed` set. Raises
+    `OperandError` as `local_weight` does."""
+    return replace(w, transposed=local_weight(w).t())

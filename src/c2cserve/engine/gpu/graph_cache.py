@@ -1,0 +1,131 @@
+"""Which decode graphs there are, and when the next one may be captured. Nothing here needs a GPU.
+
+    rows of a step     1  2  4  8  16  24 .. 64  68 .. 128  136 .. 256  272 ..
+                       `--- x 2 -'`--- + 8 ---'`--- + 4 --'`--- + 8 --'`- + 16
+
+A graph is wanted when its size was seen before, and while the allowance lasts: a load that sweeps
+through all sizes must not capture in every step. The graph that was unused for longest goes when
+there are too many.
+"""
+
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
+
+from c2cserve.kernels.gpu.weight import Home
+
+_GRAPHS_MOST = 128
+"""Of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""
+_SEEN_MOST = 8 * _GRAPHS_MOST
+_BURST = 8
+_STEPS_PER_CAPTURE = 8
+"""Decode steps that earn one capture, of which up to `_BURST` are saved. A capture takes about as
+long as launching its step kernel by kernel."""
+_STREAMED = 64
+
+
+class GraphKey(NamedTuple):
+    """What a graph was captured for."""
+
+    kind: int
+    """The architecture's number."""
+    model: int
+    """The model's number, for a graph that knows its weights' addresses; 0: any of its kind."""
+    rows: int
+    context: int
+    """Tokens that block tables and rotary tables have room for."""
+    home: Home
+    """Where the first weight that is not in HBM is read; `hbm` if all are there."""
+    arena: int
+    """The arena's address."""
+
+
+def bucket(seqs: int) -> int:
+    """The rows that a step of `seqs` sequences is padded to: above 64 at most 6 % more."""
+    if seqs <= 8:
+        return 1 << (seqs - 1).bit_length()
+    step = 8 if seqs <= 64 else 4 if seqs <= 128 else 8 if seqs <= 256 else 16
+    return -(-seqs // step) * step
+
+
+_Graph = TypeVar("_Graph")
+
+
+class GraphCache(Generic[_Graph]):
+    """Graphs by their keys, at most `most`. Not thread-safe."""
+
+    def __init__(self, most: int = _GRAPHS_MOST) -> None:
+        self._most = most
+        self._graphs: dict[GraphKey, _Graph] = {}
+        """The one that was used last at the end."""
+        self._seen: dict[GraphKey, None] = {}
+        self._refused: set[GraphKey] = set()
+        self._allowance = float(_BURST)
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def begin_step(self) -> None:
+        """Count a decode step: captures are earned by steps."""
+        self._allowance = min(_BURST, self._allowance + 1 / _STEPS_PER_CAPTURE)
+
+    def get(self, key: GraphKey) -> _Graph | None:
+        """Return the graph of this very key."""
+        graph = self._graphs.pop(key, None)
+        if graph is not None:
+            self._graphs[key] = graph
+        return graph
+
+    def larger(self, key: GraphKey) -> _Graph | None:
+        """Return the next larger graph that serves `key` at less than twice its rows, if there is
+        one."""
+        rows = bucket(key.rows + 1)
+        while rows <= min(2 * key.rows, _STREAMED):
+            graph = self.get(key._replace(rows=rows))
+            if graph is not None:
+                return graph
+            rows = bucket(rows + 1)
+        return None
+
+    def wants(self, key: GraphKey) -> bool:
+        """Note that a step would have used such a graph; return whether to capture it now."""
+        if key in self._refused:
+            return False
+        if key not in self._seen:
+            # What loads on first use does so in a step that is launched kernel by kernel.
+            self._seen[key] = None
+            if len(self._seen) > _SEEN_MOST:
+                del self._seen[next(iter(self._seen))]
+            return False
+        if self._allowance < 1:
+            return False
+        self._allowance -= 1
+        return True
+
+    def put(self, key: GraphKey, graph: _Graph) -> None:
+        """Keep a graph that was captured, in place of the one unused for longest."""
+        while len(self._graphs) >= self._most:
+            self._drop(next(iter(self._graphs)))
+        self._graphs[key] = graph
+
+    def refuse(self, key: GraphKey) -> None:
+        """Never want this one again: it could not be captured."""
+        self._refused.add(key)
+
+    def forget(self, model: int) -> None:
+        """Drop the graphs that know the addresses of this model's weights."""
+        self._forget(lambda key: key.model == model)
+
+    def keep_models(self, alive: set[int]) -> None:
+        """Drop the graphs of all models but these; those of any model of a kind stay."""
+        self._forget(lambda key: key.model != 0 and key.model not in alive)
+
+    def _forget(self, gone: Callable[[GraphKey], bool]) -> None:
+        for key in [key for key in self._graphs if gone(key)]:
+            self._drop(key)
+        self._seen = {key: None for key in self._seen if not gone(key)}
+        self._refused = {key for key in self._refused if not gone(key)}
+
+    def _drop(self, key: GraphKey) -> None:
+        del self._graphs[key]
+        self.dropped += 1

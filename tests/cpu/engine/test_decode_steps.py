@@ -1,0 +1,236 @@
+"""Which steps run as graphs, and that they compute what launching kernel by kernel does: on fakes
+of CUDA's graphs and a made-up layer stack."""
+
+import gc
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from fake_graphs import FakeAllocator, install
+from interpreted import DEVICE
+from test_seats import HIDDEN, model, rope
+from torch import Tensor
+
+from c2cserve.engine.gpu import graphs as graphs_module
+from c2cserve.engine.gpu import tables
+from c2cserve.engine.gpu.graph_cache import bucket
+from c2cserve.engine.gpu.graphs import DecodeGraphs
+from c2cserve.engine.gpu.layers import GpuLayer
+from c2cserve.engine.gpu.tables import Rope, matrices
+from c2cserve.kernels.gpu.driver import MAP_BYTES
+from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.layer import TokenRows
+
+pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="tests/gpu has the like on real ones")
+
+ARENA = torch.zeros(64, dtype=torch.uint8)
+ROPE = rope(1, 16384)
+
+
+class Launches:
+    """`GpuOps._launch_layers` of a model that adds to each token where it is stored."""
+
+    def __init__(self, allocator: FakeAllocator) -> None:
+        self._allocator = allocator
+        self.counts: Counter[str] = Counter()
+        self.rows: list[int] = []
+        """Of the launches that were not captured."""
+        self.layers: list[Sequence[GpuLayer]] = []
+
+    def __call__(
+        self, hidden: Tensor, layers: Sequence[GpuLayer], rows: TokenRows, _: Rope, arena: Tensor
+    ) -> Tensor:
+        branch = torch.empty_like(hidden)
+
+        def kernel() -> None:
+            branch.copy_(rows.slots[:, None].expand_as(branch))
+
+        self.counts["gemm"] += len(layers)
+        self.layers.append(layers)
+        if self._allocator.open is None:
+            kernel()
+            self.rows.append(len(hidden))
+        else:
+            self._allocator.open.launch(kernel)
+        return branch
+
+
+@dataclass
+class Cache:
+    """The weight cache: all weights are in HBM, or none."""
+
+    resident: bool = True
+    changes: int = 0
+    shift: int = 0
+    wanted: bool = False
+    counted: int = 0
+
+    def location(self, w: WeightHandle) -> WeightHandle:
+        if not self.resident:
+            return w
+        return replace(w, home="hbm", pointer=w.pointer + self.shift)
+
+    def wants(self, w: WeightHandle) -> bool:
+        return self.wanted
+
+    def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None:
+        self.counted += 1
+
+    def move(self, **fields: bool | int) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+        self.changes += 1
+
+
+class Slice:
+    def __init__(self, allocator: FakeAllocator, cache: Cache) -> None:
+        self.launch = Launches(allocator)
+        self.graphs = DecodeGraphs(self.launch, self.launch.counts, cache)
+
+    def step(
+        self, layers: list[GpuLayer], seqs: int, *, context: int = 600, prompt: int = 0
+    ) -> tuple[int, int]:
+        """Run one and check its result; the graphs replayed and captured by it."""
+        before = self.graphs.replays, self.graphs.captures
+        tokens, lengths = seqs + prompt, seqs + (prompt > 0)
+        starts = [*range(seqs + 1), tokens] if prompt else range(seqs + 1)
+        rows = TokenRows(
+            positions=torch.zeros(tokens, dtype=torch.int32),
+            q_start=torch.tensor(starts, dtype=torch.int32),
+            context_len=torch.full((lengths,), context, dtype=torch.int32),
+            block_table=torch.zeros(lengths, -(-context // 16), dtype=torch.int64),
+            slots=torch.randint(100, (tokens,)),
+        )
+        hidden = torch.randn(tokens, HIDDEN).bfloat16()
+        want = hidden + rows.slots[:, None].bfloat16()
+        self.graphs.run(hidden, layers, rows, ROPE, ARENA)
+        assert torch.equal(hidden, want)
+        return self.graphs.replays - before[0], self.graphs.captures - before[1]
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
+    def blank(w: WeightHandle) -> bytes:
+        return bytes(MAP_BYTES)
+
+    monkeypatch.setattr(tables, "weight_map", blank)
+    monkeypatch.setattr(tables, "gated_map", blank)
+    monkeypatch.setattr(tables, "for_libraries", lambda w: w)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)
+    return install(monkeypatch)
+
+
+def test_graphs_below_and_above_64_sequences(allocator: FakeAllocator) -> None:
+    cache = Cache()
+    one, layers = Slice(allocator, cache), model(1)
+    for seqs in (1, 3, 64, 65, 128, 300):
+        found = [one.step(layers, seqs) for _ in range(3)]
+        assert found == [(0, 0), (1, 1), (1, 0)]
+        assert cache.counted == 3
+        cache.counted = 0
+    assert one.launch.rows == [1, 3, 64, 68, 128, 304], "above 64 always padded"
+    assert one.launch.counts["gemm"] == 2 * 3 * 6, "as many as have run"
+
+
+def test_contexts_get_longer_and_shorter(allocator: FakeAllocator) -> None:
+    """Graphs of short contexts stay; the pool takes the next graph in either case."""
+    one, layers = Slice(allocator, Cache()), model(1)
+    for context in (512, 8192, 512, 16000, 600):
+        for _ in range(2):
+            one.step(layers, 2, context=context)
+        assert one.step(layers, 2, context=context) == (1, 0)
+    assert (one.graphs.captures, one.graphs.dropped, one.graphs.failures) == (3, 0, 0)
+
+
+def test_models_share_graphs_of_few_sequences_only(allocator: FakeAllocator) -> None:
+    one, models = Slice(allocator, Cache()), [model(1), model(2)]
+    for seqs, expected in ((4, 1), (80, 2)):
+        before = one.graphs.captures
+        for _ in range(3):
+            for layers in models:
+                one.step(layers, seqs)
+        assert one.graphs.captures - before == expected
+
+
+def test_a_model_whose_weights_move_loses_the_graphs_that_knew_them(
+    allocator: FakeAllocator,
+) -> None:
+    cache = Cache()
+    one, layers = Slice(allocator, cache), model(1)
+    for _ in range(2):
+        one.step(layers, 80)
+        one.step(layers, 4)
+    cache.move()
+    assert one.step(layers, 80) == (1, 0), "another model's weights came or went"
+    cache.move(shift=1 << 20)
+    assert one.step(layers, 80) == (0, 0)
+    assert one.graphs.dropped == 1
+    assert one.step(layers, 80) == (1, 1)
+    handles = [w for layer in one.launch.layers[-1] for w in matrices(layer)]
+    assert all(w.home == "hbm" for w in handles)
+    cache.move(resident=False)
+    assert [one.step(layers, 80)[0] for _ in range(3)] == [0, 0, 0]
+    assert one.step(layers, 4)[0] == 0
+    assert [one.step(layers, 4)[0] for _ in range(2)] == [1, 1], "maps say where weights are"
+
+
+def test_weights_that_are_to_be_kept_are_launched_one_by_one(allocator: FakeAllocator) -> None:
+    cache = Cache(resident=False, wanted=True)
+    one, layers = Slice(allocator, cache), model(1)
+    assert [one.step(layers, 4)[0] for _ in range(3)] == [0, 0, 0]
+    assert cache.counted == 0, "weights are counted as they are asked for"
+
+
+def test_a_capture_that_fails_is_launched_one_by_one(
+    allocator: FakeAllocator, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, layers = Slice(allocator, Cache()), model(1)
+    for seqs in (4, 80):
+        allocator.fails.append("end")
+        assert [one.step(layers, seqs) for _ in range(4)] == [(0, 0)] * 4
+    assert one.graphs.failures == len(caplog.records) == 2
+    assert [one.step(layers, 8) for _ in range(3)] == [(0, 0), (1, 1), (1, 0)]
+    assert one.launch.counts["gemm"] == 2 * 11, "what was captured in vain did not run"
+
+
+def test_graphs_do_not_keep_a_model(allocator: FakeAllocator) -> None:
+    one, layers = Slice(allocator, Cache()), model(1)
+    for _ in range(2):
+        one.step(layers, 80)
+    assert len(one.graphs._models) == 1
+    one.launch.layers.clear()
+    del layers
+    gc.collect()
+    assert len(one.graphs._models) == 0
+    other = model(2)
+    for _ in range(2):
+        one.step(other, 96)
+    assert one.graphs.dropped == 1
+
+
+def test_mixed_steps_know_where_weights_are(allocator: FakeAllocator) -> None:
+    """All in HBM: nothing is looked up by a GEMM, and all of it is counted at once."""
+    cache = Cache()
+    one, layers = Slice(allocator, cache), model(1)
+    one.step(layers, 4, prompt=30)
+    found = [w for layer in one.launch.layers[-1] for w in matrices(layer)]
+    assert [w.home for w in found] == ["hbm"] * len(found)
+    assert cache.counted == 1
+    cache.move(resident=False)
+    one.step(layers, 4, prompt=30)
+    assert {w.home for layer in one.launch.layers[-1] for w in matrices(layer)} == {"host"}
+    assert cache.counted == 1
+
+
+def test_batches_of_very_unequal_contexts_have_no_graph(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scratch would be of the longest one's size for each."""
+    monkeypatch.setattr(graphs_module, "_TOKENS_MOST", 64 * 1024)
+    one, layers = Slice(allocator, Cache()), model(1)
+    assert [one.step(layers, 64)[0] for _ in range(2)] == [0, 1]
+    assert [one.step(layers, 64, context=1100)[0] for _ in range(3)] == [0, 0, 0]
+    assert [one.step(layers, 80)[0] for _ in range(3)] == [0, 0, 0]
+    assert one.launch.rows[-1] == bucket(80)
