@@ -151,6 +151,8 @@ def show_state(model: ModelStatus) -> str:
         return f"loading {model.loaded_bytes / max(1, model.weight_bytes):.0%}"
     if model.state is ModelState.FAILED:
         return f"failed: {model.error}"
+    if model.failed_slices:
+        return f"{model.state.value}, fails on {', '.join(model.failed_slices)}"
     return model.state.value
 
 

@@ -73,10 +73,16 @@ class Options:
     record: Path | None
     log_level: str
     log_format: LogFormat
-    hang_timeout_s: float
+    fleet: FleetSettings
     drain_timeout_s: float
     admission: AdmissionSettings
     server: ServerSettings
+
+StallOption = Annotated[
+    float,
+    typer.Option(help="Seconds with requests and no step done before a slice is in trouble."),
+]
+
 
 
 def serve(
@@ -117,6 +123,7 @@ def serve(
     hang_timeout: Annotated[
         float, typer.Option(help="Seconds without a sign of life before a worker is replaced.")
     ] = 5.0,
+    stall_timeout: StallOption = 60.0,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = 60.0,
@@ -139,7 +146,8 @@ def serve(
             slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
             host_kv_bytes,
         ),
-        pool_bytes, pool_dir, record, log_level, log_format, hang_timeout, drain_timeout,
+        pool_bytes, pool_dir, record, log_level, log_format,
+        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
         AdmissionSettings(max_waiting=max_waiting, patience=patience),
         ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),
     )  # fmt: skip
@@ -233,7 +241,7 @@ class _Server:
             first_config(one, options.log_level, options.log_format, record) for one in slices
         ]
         prefix = options.pool_dir / f"c2cserve.{self._instance}"
-        fleet = Fleet(configs, prefix, FleetSettings(beat_timeout_s=options.hang_timeout_s))
+        fleet = Fleet(configs, prefix, options.fleet)
         recorder = no_record
         if options.record is not None:
             options.record.unlink(missing_ok=True)

@@ -147,7 +147,7 @@ def _usage(policy: SlicePolicy) -> Callable[[], Usage]:
     def usage() -> Usage:
         return Usage(
             policy.running, policy.waiting, policy.arena.held_bytes, policy.cached_tokens,
-            policy.preemptions,
+            policy.preemptions, policy.retries, policy.given_up,
         )  # fmt: skip
 
     return usage

@@ -122,7 +122,7 @@ class _GpuBackend:
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
-            place=gpu.place, fatal=gpu.fatal, host_kv=gpu.host_kv,
+            place=gpu.place, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
         )  # fmt: skip
         self.host_kv = gpu.host_kv
 
@@ -246,6 +246,10 @@ class WorkerEngine:
     @property
     def weights(self) -> WeightUse:
         return self._backend.weights
+
+    @property
+    def renewals(self) -> int:
+        return self._executor.renewals
 
     @property
     def paused_kv(self) -> PausedKv:

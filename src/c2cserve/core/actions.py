@@ -27,8 +27,9 @@ class Withdraw:
 @value
 class Reject:
     """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
-    deadline or queue full), 503 (draining, no slice, model larger than the pool), 500 (its model
-    failed to load, if need be while it ran), 404 (its model is being removed)."""
+    deadline or queue full), 503 (draining, no slice, model larger than the pool, model fails on
+    every slice), 500 (its model failed to load, if need be while it ran), 404 (its model is being
+    removed)."""
 
     request_id: str
     status: int
@@ -94,9 +95,19 @@ class Forget:
     model: str
 
 
+@value
+class Replace:
+    """End the slice's process and start another one: nothing works on the slice any more. Its
+    requests continue as after any loss (`events.SliceLost`)."""
+
+    slice_id: str
+    reason: str
+
+
 ClusterAction = (
     Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
-)
+    | Replace
+)  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------
 
@@ -119,11 +130,42 @@ class RunStep:
 
 @value
 class Drop:
-    """Free what the executor holds for a request (withdrawn, or preempted to run again later when
-    `requeued`: then its tokens stay and only its block table goes)."""
+    """Free what the executor holds for a request: withdrawn, or (`requeued`) to run again later,
+    preempted or after a failed step. Then its tokens stay and only its block table goes."""
 
     request_id: str
     requeued: bool = False
+
+
+@value
+class Fail:
+    """End the request with an error: its steps fail, also alone and on parts built anew."""
+
+    request_id: str
+    reason: str
+
+
+@value
+class Return:
+    """Give the request back to the controller, with what it has drawn; nothing of it stays."""
+
+    request_id: str
+
+
+@value
+class GiveUp:
+    """Tell the controller that every request of the model fails here (`events.InstanceFailed`)."""
+
+    model: str
+    reason: str
+    others_work: bool
+
+
+@value
+class Recover:
+    """Tell the controller that a model which was given up works again."""
+
+    model: str
 
 
 @value
@@ -181,6 +223,8 @@ class Release:
     model: str
 
 
-SliceAction = RunStep | Drop | Truncate | Move | SetAlpha | Fetch | Release
+SliceAction = (
+    RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move | SetAlpha | Fetch | Release
+)
 
 Action = ClusterAction | SliceAction

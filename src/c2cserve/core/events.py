@@ -147,6 +147,33 @@ class Recalled:
 
 
 @value
+class InstanceFailed:
+    """`actions.GiveUp` of a slice: every request of the model fails there, also alone.
+    `others_work`: another model has worked on the slice since the first of these failures."""
+
+    slice_id: str
+    model: str
+    reason: str
+    others_work: bool
+
+
+@value
+class InstanceRecovered:
+    """`actions.Recover` of a slice: a model that was given up there works again."""
+
+    slice_id: str
+    model: str
+
+
+@value
+class Returned:
+    """`actions.Return` of a slice: the request is on no slice any more, to be placed again.
+    `request` has its lengths as of the last token its client has got."""
+
+    request: Request
+
+
+@value
 class Draining:
     """The server is going down: refuse what is new, finish what is there."""
 
@@ -154,7 +181,7 @@ class Draining:
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Finished | SliceUp | SliceLost | ModelAdded | ModelUsable
     | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled | InstanceReady
-    | KvResized | Recalled | Draining
+    | KvResized | Recalled | InstanceFailed | InstanceRecovered | Returned | Draining
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------
@@ -219,6 +246,16 @@ class StepDone:
 
 
 @value
+class StepFailed:
+    """The step ended with an exception that the slice survives. Its requests have drawn nothing in
+    it, and what steps in flight draw for them is not delivered until they begin anew (a `fresh`
+    step). Everything that runs after this event runs on parts that were built anew."""
+
+    step_id: int
+    reason: str
+
+
+@value
 class StepParked:
     """The step waits for weights that are still loading; the slice is free for other models.
     Its `StepDone` comes later."""
@@ -246,7 +283,7 @@ class GemmsMeasured:
 
 
 SliceEvent = (
-    Activated | Deactivated | Submitted | Withdrawn | StepDone | StepParked | MoveDone
+    Activated | Deactivated | Submitted | Withdrawn | StepDone | StepFailed | StepParked | MoveDone
     | GemmsMeasured | Fetched
 )  # fmt: skip
 

@@ -50,6 +50,8 @@ class ModelState(StrEnum):
     DRAINING = "draining"
     """Being removed: finishes what it has, takes nothing new."""
     FAILED = "failed"
+    """Its files could not be loaded, or every slice that is up has given it up: it is tried again
+    after a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +71,5 @@ class ModelStatus:
     waiting: int = 0
     created_s: int = 0
     error: str = ""
+    failed_slices: tuple[str, ...] = ()
+    """Those that gave it up, because each of its requests failed there."""

@@ -11,61 +11,43 @@ known. One that meets weights still loading is parked, and resumed by `poll`.
 
 import logging
 from collections import deque
-from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from torch import Tensor
 
 from c2cserve.core.actions import (
     Drop,
+    Fail,
     Fetch,
+    GiveUp,
     Move,
+    Recover,
     Release,
+    Return,
     RunStep,
     SetAlpha,
     SliceAction,
     Truncate,
 )
-from c2cserve.core.events import MoveDone, SeqOutcome, SliceEvent, StepDone, StepParked
-from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
+from c2cserve.core.events import (
+    MoveDone,
+    SeqOutcome,
+    SliceEvent,
+    StepDone,
+    StepFailed,
+    StepParked,
+)
+from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.rotation import HostKv, no_copies
+from c2cserve.engine.run import Run, Work
 from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.kernels.ops import Draw, Drawn, Ops
 
 log = logging.getLogger(__name__)
-
-_Work = Generator[list[int], None, Draw]
-"""A step from building its batch to the launch of drawing; yields when weights are missing."""
-
-
-@dataclass(slots=True)
-class _Run:
-    """A step under way."""
-
-    step: Step
-    picked_s: float
-    switched: bool
-    parts: list[SeqStep] = field(default_factory=list[SeqStep])
-    """Of the requests that are still here when it starts."""
-    seqs: list[Sequence] = field(default_factory=list[Sequence])
-    drawing: list[Sequence] = field(default_factory=list[Sequence])
-    """Those whose tokens are drawn, in the order of the rows."""
-    scored: list[tuple[SeqStep, Sequence, Tensor]] = field(
-        default_factory=list[tuple[SeqStep, Sequence, Tensor]]
-    )
-    """Parts whose prompt tokens' log-probabilities are wanted, and their logits."""
-    draw: Draw | None = None
-    compute_s: float = 0.0
-    launched_s: float = 0.0
-    """When its last part began to be launched."""
-    parked_since_s: float | None = None
-    failed: str = ""
-    """Why it could not be launched, or collected."""
-    outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
-    deltas: list[Delta] = field(default_factory=list[Delta])
 
 
 class Executor:
@@ -82,17 +64,22 @@ class Executor:
         *,
         place: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: Callable[[Exception], bool] = lambda _: False,
+        renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `place` moves a batch, made on the host,
         to where the operators read it (None: that is the host). An exception that `fatal` says
         yes to is not a step's own: it is raised out of `submit` or `poll`, and the executor is not
-        to be used again. `host_kv`: where requests are that are paused, if the policy may."""
-        self._launched: deque[_Run] = deque()
+        to be used again. After any other one `renew` waits for what is launched and builds anew
+        what operators keep from step to step (None: they keep nothing). `host_kv`: where requests
+        are that are paused, if the policy may."""
+        self._launched: deque[Run] = deque()
         self._collected_s = 0.0
         self._slice_id = slice_id
         self._place = place
         self._fatal = fatal
+        self._renew = renew
+        self.renewals = 0
         self._ops = ops
         self._emit = emit
         self._deliver = deliver
@@ -100,7 +87,7 @@ class Executor:
         self._arena = arena
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
-        self._parked: list[tuple[_Run, _Work]] = []
+        self._parked: list[tuple[Run, Work]] = []
         self._last_model = ""
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
 
@@ -114,9 +101,11 @@ class Executor:
 
     def add(self, job: Job) -> bool:
         """Whether the request's next step may be submitted before its last one is done. (What is
-        asked for its first row is the most that is: tokens are banned only at the beginning.)"""
-        seq = self._seqs[job.request.id] = Sequence.of(job, self._clock())
+        asked for its first row is the most that is: tokens are banned only at the beginning.) What
+        this raises is the request's own fault, and nothing of it is held then."""
+        seq = Sequence.of(job, self._clock())
         seq.chained = self._ops.chains(seq.row_sampling())
+        self._seqs[job.request.id] = seq
         return seq.chained
 
     def __len__(self) -> int:
@@ -142,10 +131,15 @@ class Executor:
             case Truncate(request_id):
                 self._truncate(self._seqs[request_id])
                 self._end(request_id)
+            case Fail(request_id, reason):
+                self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+                self._end(request_id)
+            case Return(request_id):
+                self._end(request_id)
             case Move():
                 self._move(action)
-            case SetAlpha() | Fetch() | Release():
-                raise TypeError(f"no live slice splits GEMMs or keeps models: {action}")
+            case SetAlpha() | Fetch() | Release() | GiveUp() | Recover():
+                raise TypeError(f"not for the executor of a live slice: {action}")
 
     @property
     def parked(self) -> bool:
@@ -184,25 +178,25 @@ class Executor:
     def _start(self, step: Step) -> None:
         switched = bool(self._last_model) and self._last_model != step.model
         self._last_model = step.model
-        run = _Run(step, self._clock(), switched)
+        run = Run(step, self._clock(), switched)
         if self._behind_parked(run):
             self._park(run, self._work(run))
         else:
             self._advance(run, self._work(run))
 
-    def _behind_parked(self, run: _Run) -> bool:
+    def _behind_parked(self, run: Run) -> bool:
         """Whether a request of it has its step before this one parked."""
         ids = {part.request_id for part in run.step.seqs}
         return any(part.request_id in ids for other, _ in self._parked for part in other.step.seqs)
 
-    def _park(self, run: _Run, work: _Work) -> None:
+    def _park(self, run: Run, work: Work) -> None:
         self._parked.append((run, work))
         if run.parked_since_s is None:
             self._emit(StepParked(run.step.id))
         run.parked_since_s = self._clock()
 
-    def _work(self, run: _Run) -> _Work:
-        """All of a step that can fail: whatever it raises fails the step's sequences alone."""
+    def _work(self, run: Run) -> Work:
+        """All of a step that can fail: what it raises fails this step alone."""
         source = self._take_parts(run)
         if not run.parts:
             return Drawn([], [])
@@ -223,14 +217,13 @@ class Executor:
         logits = yield from decoder.forward(batch, self._ops, self._arena)
         return self._draw(run, logits)
 
-    def _take_parts(self, run: _Run) -> Tensor | None:
+    def _take_parts(self, run: Run) -> Tensor | None:
         """Bring the sequences up to date with the policy. Returns what their unknown tokens are to
         be read from (None: all are known), and if that is not one draw, waits for it."""
         unknown = [
             seq
             for part in run.step.seqs
-            if (seq := self._seqs.get(part.request_id)) is not None
-            and part.start + part.tokens > seq.length
+            if (seq := self._present(part)) is not None and part.start + part.tokens > seq.length
         ]
         draw = unknown[0].draw if unknown else None
         source = None if draw is None else draw.chain
@@ -238,15 +231,20 @@ class Executor:
             source = None
             self._collect(wait=True)
         for part in run.step.seqs:
-            # One that failed in a step of which the policy had not heard is left out.
-            seq = self._seqs.get(part.request_id)
+            seq = self._present(part)
             if seq is not None:
                 seq.take(part)
                 run.parts.append(part)
                 run.seqs.append(seq)
         return source
 
-    def _draw(self, run: _Run, logits: Tensor) -> Draw:
+    def _present(self, part: SeqStep) -> Sequence | None:
+        """The part's request. None: it ended, or a step of it failed, and the policy had not heard
+        of that; the step is without it."""
+        seq = self._seqs.get(part.request_id)
+        return None if seq is None or (seq.lost and not part.fresh) else seq
+
+    def _draw(self, run: Run, logits: Tensor) -> Draw:
         rows: list[int] = []
         row = 0
         for part, seq in zip(run.parts, run.seqs, strict=True):
@@ -265,7 +263,7 @@ class Executor:
             seq.draw, seq.row = draw, row
         return draw
 
-    def _advance(self, run: _Run, work: _Work) -> None:
+    def _advance(self, run: Run, work: Work) -> None:
         """Launch the step, or what of it has its weights."""
         started_s = self._clock()
         if run.parked_since_s is not None:
@@ -278,9 +276,8 @@ class Executor:
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            # Whatever a step does wrong, it fails its own sequences and not the slice.
-            log.exception("step %d of %s failed", run.step.id, run.step.model)
-            run.failed = f"{type(fault).__name__}: {fault}"
+            self._collect(wait=True)  # what steps before it drew is not lost
+            self._survive(run, fault)
         else:
             run.compute_s += self._clock() - started_s
             self._park(run, work)
@@ -288,6 +285,17 @@ class Executor:
         run.launched_s = started_s
         self._launched.append(run)
         self._collect()
+
+    def _survive(self, run: Run, fault: Exception) -> None:
+        """A step failed, and neither the slice nor any other step: what the exception may have left
+        half done is built anew before anything else runs. Raises what `renew` does."""
+        log.error("step %d of %s failed", run.step.id, run.step.model, exc_info=fault)
+        run.failed = f"{type(fault).__name__}: {fault}"
+        for seq in run.seqs:
+            seq.lost = True
+        if self._renew is not None:
+            self._renew()
+            self.renewals += 1
 
     # ---- what came of it ------------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class Executor:
             self._launched.popleft()
             self._complete(run)
 
-    def _complete(self, run: _Run) -> None:
+    def _complete(self, run: Run) -> None:
         drawn: Drawn | None = None
         try:
             if run.draw is not None:
@@ -310,8 +318,8 @@ class Executor:
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            log.exception("what step %d of %s drew is lost", run.step.id, run.step.model)
-            run.failed = f"{type(fault).__name__}: {fault}"
+            drawn = None
+            self._survive(run, fault)
         now = self._clock()
         # It ran from its launch on, or from the end of what was launched before.
         run.compute_s += now - max(run.launched_s, self._collected_s)
@@ -319,14 +327,12 @@ class Executor:
         if run.draw is not None:
             for seq in run.drawing:
                 seq.drawing -= 1
-        if drawn is None or run.failed:
-            for seq in run.seqs:
-                if self._holds(seq):
-                    self._fail(run, seq, run.failed)
-        else:
-            for seq in run.seqs:
-                seq.clock.compute_s += run.compute_s
-            self._record(run, drawn)
+        if drawn is None:
+            self._emit(StepFailed(run.step.id, run.failed))
+            return
+        for seq in run.seqs:
+            seq.clock.compute_s += run.compute_s
+        self._record(run, drawn)
         if run.deltas:
             self._deliver(run.deltas)
         self._emit(StepDone(run.step.id, tuple(run.outcomes), run.compute_s))
@@ -335,7 +341,7 @@ class Executor:
         """Whether it has not ended: it may have, in the step before one under way."""
         return self._seqs.get(seq.job.request.id) is seq
 
-    def _fail(self, run: _Run, seq: Sequence, reason: str) -> None:
+    def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
         request_id = seq.job.request.id
         run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
         run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
@@ -352,9 +358,9 @@ class Executor:
 
     # ---- drawing --------------------------------------------------------------------------------
 
-    def _record(self, run: _Run, drawn: Drawn) -> None:
+    def _record(self, run: Run, drawn: Drawn) -> None:
         for i, (seq, token) in enumerate(zip(run.drawing, drawn.ids, strict=True)):
-            if not self._holds(seq):
+            if seq.lost or not self._holds(seq):
                 continue
             if token < 0:
                 self._fail(run, seq, "the model computed values that are not numbers")
@@ -366,7 +372,7 @@ class Executor:
             self._take(run, seq, token, logprobs)
 
     def _take(
-        self, run: _Run, seq: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
+        self, run: Run, seq: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
     ) -> None:
         """Record a drawn token and say so."""
         request = seq.job.request
@@ -383,17 +389,9 @@ class Executor:
             seq.delivered = True
             delta = Delta(
                 request.id, (token,), logprobs, tuple(seq.prompt_logprobs), finish,
-                seq.cached_tokens, self._timing(seq),
+                seq.cached_tokens, seq.clock.timing(self._slice_id),
             )  # fmt: skip
         run.deltas.append(delta)
         run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
         if finish is not None:
             self._end(request.id)
-
-    def _timing(self, seq: Sequence) -> Timing:
-        clock = seq.clock
-        started_s = clock.added_s if clock.started_s is None else clock.started_s
-        return Timing(
-            self._slice_id, clock.switched, started_s - clock.added_s, clock.switch_s,
-            clock.parked_s, clock.compute_s,
-        )  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from c2cserve.core.request import BLOCK_TOKENS, Job, TokenLogprob
+from c2cserve.core.request import BLOCK_TOKENS, Job, Timing, TokenLogprob
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
 from c2cserve.kernels.ops import Draw, RowSampling
@@ -23,6 +23,13 @@ class Clockwork:
     switch_s: float = 0.0
     parked_s: float = 0.0
     compute_s: float = 0.0
+
+    def timing(self, slice_id: str) -> Timing:
+        started_s = self.added_s if self.started_s is None else self.started_s
+        return Timing(
+            slice_id, self.switched, started_s - self.added_s, self.switch_s, self.parked_s,
+            self.compute_s,
+        )  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +47,8 @@ class Sequence:
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     delivered: bool = False
+    lost: bool = False
+    """A step of it failed: what steps in flight draw for it is in vain, until it begins anew."""
     chained: bool = False
     """Its rows are such that `Ops.chains`."""
     drawing: int = 0
@@ -82,7 +91,7 @@ class Sequence:
             self.block_count = 0
             if not self.drawn and not self.job.request.sent and not self.moved_in:
                 self.cached_tokens = step.start
-            self.moved_in = False
+            self.moved_in = self.lost = False
         count = len(step.new_blocks)
         if count:
             self.blocks[self.block_count : self.block_count + count] = step.new_blocks

@@ -181,6 +181,12 @@ class HbmCache:
         self._models = [one for one in self._models if one[2] != model]
         self._drop(self._keeper.forget(model))
 
+    def clear(self) -> None:
+        """Keep nothing of what is here: some of it may not have been filled after all."""
+        for key in list(self._kept):
+            self._keeper.drop(key)
+            self._drop([key])
+
     def _model_of(self, address: int) -> str:
         at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
         if at >= 0:

@@ -41,6 +41,15 @@ class Seq:
     """Blocks that the executor has been told of; none before the first step since (re)start."""
     started: bool = False
     withdrawn: bool = False
+    failures: int = 0
+    """Failed steps that it had a part in."""
+    alone_until: int = 0
+    """The length up to which it runs alone after a failed step."""
+    stopping: bool = False
+    """It leaves what it holds once nothing has it in hand: a step of it failed, or its model was
+    given up."""
+    at_fault: str = ""
+    """Why its step failed again, alone."""
     ended: bool = False
     """The executor has forgotten it. What is withdrawn or ended while in flight holds its blocks
     until it has landed."""
@@ -49,6 +58,11 @@ class Seq:
     def busy(self) -> bool:
         """Its blocks are being read or written."""
         return self.flights > 0 or self.moves > 0
+
+    @property
+    def suspect(self) -> bool:
+        """A step that it had a part in failed, and it has not run long enough since."""
+        return self.length < self.alone_until
 
     @property
     def expected(self) -> int:
@@ -81,11 +95,16 @@ class Seq:
                 self.due_s += self.request.slo.tpot_s * (times - 1)
         self.length += drawn
 
+    def fail(self, part: SeqStep) -> None:
+        """A step that it had `part` in failed, and drew nothing."""
+        if part.emits:
+            self.drawing -= 1
+
     def restart(self) -> None:
         """Its KV is gone; its tokens are not."""
         self.blocks = []
         self.computed = self.issued = self.told = 0
-        self.started = self.paused = False
+        self.started = self.paused = self.stopping = False
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +120,9 @@ class ActiveModel:
     rank: "Callable[[Seq], float]"
     """Orders its requests, first come or least headroom first."""
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
+    suspects: bool = False
+    """Some of them may be (`policy.faults`)."""
+    given_up: bool = False
     last_step: int = 0
     started: int = 0
     ttft_s: float = float("inf")
@@ -131,7 +153,7 @@ class ActiveModel:
         started: list[Seq] = []
         waiting: list[Seq] = []
         for seq in sorted(self.seqs.values(), key=self.rank):
-            if seq.paused:
+            if seq.paused or seq.stopping:
                 continue
             expected = seq.length + seq.drawing
             if not seq.started:

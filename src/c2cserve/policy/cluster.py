@@ -10,6 +10,7 @@ from c2cserve.core.request import Request
 from c2cserve.policy import residence
 from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
 from c2cserve.policy.consolidation import Placer
+from c2cserve.policy.failing import Failing
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.limits import place_by_limits, scatter
 from c2cserve.policy.load import Outputs, Placement, SliceLoad, expected_kv_bytes
@@ -44,6 +45,7 @@ class ClusterPolicy:
         self._instances = Instances(preset, self._placer, self._actions)
         self._slices = self._instances.slices
         self._where = self._instances.where
+        self._failing = Failing(self._instances)
         self._arrived: list[Request] = []
         self._failed: list[str] = []
         self._broken: set[str] = set()
@@ -81,9 +83,9 @@ class ClusterPolicy:
                 self._cancelled(request_id)
             case ev.FirstToken(request_id, ttft_s):
                 self._instances.first_token(request_id, ttft_s)
-            case ev.Finished(request_id, output_len):
+            case ev.Finished():
                 self._throughput.finished()
-                self._finished(request_id, output_len)
+                self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
                 self._room_changed = True
@@ -92,28 +94,19 @@ class ClusterPolicy:
             case ev.Draining():
                 self._draining = True
             case ev.StepTimes() | ev.Profiled() | ev.InstanceReady() | ev.KvResized():
-                self._apply_instance(event)
-            case ev.Recalled(request):
-                if self._instances.recalled.pop(request.id, None) is not None:
-                    self._models[request.model].running -= 1
+                self._instances.apply(event)
+                self._room_changed |= not isinstance(event, ev.StepTimes)
+            case ev.Recalled(request) | ev.Returned(request):
+                if self._left(request.id) is not None:
                     self._queue.push(request, displaced=True)
                     self._room_changed = True
+            case ev.InstanceFailed(slice_id, _, reason):
+                if slice_id in self._slices and self._failing.failed(event):
+                    self._actions.append(act.Replace(slice_id, reason))
+            case ev.InstanceRecovered(slice_id, name):
+                self._room_changed |= self._failing.works(name, slice_id)
             case _:
                 self._apply_model(event)
-
-    def _apply_instance(
-        self, event: ev.StepTimes | ev.Profiled | ev.InstanceReady | ev.KvResized
-    ) -> None:
-        match event:
-            case ev.StepTimes():
-                self._instances.measured(event)
-            case ev.Profiled():
-                self._instances.profiled(event)
-            case ev.InstanceReady():
-                self._instances.ready(event)
-            case ev.KvResized():
-                self._instances.resized(event)
-        self._room_changed |= not isinstance(event, ev.StepTimes)
 
     def _apply_model(self, event: ev.ClusterEvent) -> None:
         self._pool_changed = self._room_changed = True
@@ -148,10 +141,12 @@ class ClusterPolicy:
         else:
             self._arrived = [r for r in self._arrived if r.id != request_id]
 
-    def _finished(self, request_id: str, output_len: int) -> None:
-        model = self._left(request_id)
+    def _finished(self, event: ev.Finished) -> None:
+        if not event.failed and event.request_id in self._where:
+            self._room_changed |= self._failing.works(*self._where[event.request_id])
+        model = self._left(event.request_id)
         if model is not None:
-            self._outputs.learn(model, output_len)
+            self._outputs.learn(model, event.output_len)
 
     def _left(self, request_id: str) -> str | None:
         """It is on no slice any more, nor on its way from one; the model it was of."""
@@ -164,6 +159,7 @@ class ClusterPolicy:
         return name
 
     def _slice_lost(self, slice_id: str, displaced: Iterable[Request]) -> None:
+        self._failing.slice_lost(slice_id)
         for name in self._instances.slice_lost(slice_id):
             self._models[name].running -= 1
         for request in displaced:
@@ -177,6 +173,8 @@ class ClusterPolicy:
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
+        if self._failing:
+            self._back_off(now)
         self._fail(now)
         if self._pool_changed or now >= self._recheck_s:
             self._load(now)
@@ -209,10 +207,9 @@ class ClusterPolicy:
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
                 model.failed(now)
-            reason = f"{name} can not be loaded: {model.error}"
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._instances.undispatch(request_id)
-                self._actions.append(act.Reject(request_id, 500, reason, 5.0))
+                self._actions.append(act.Reject(request_id, 500, model.unloadable, 5.0))
                 self._left(request_id)
             self._leave_pool(model)
             self._broken.add(name)
@@ -220,9 +217,15 @@ class ClusterPolicy:
         for name in sorted(self._broken & self._queue.models()) if self._broken else ():
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
-                reason = f"{name} can not be loaded: {model.error}"
                 for request in self._queue.of(name):
-                    self._reject(request, 500, reason, model.retry_s - now)
+                    self._reject(request, 500, model.unloadable, model.retry_s - now)
+
+    def _back_off(self, now: float) -> None:
+        """Keep models that fail away from slices, and end what can only wait for them."""
+        self._room_changed |= self._failing.settle(now)
+        for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
+            for request in self._queue.of(name):
+                self._reject(request, 503, why, retry_s)
 
     def _load(self, now: float) -> None:
         """Bring in what is asked for, evicting what is not used; then what there is room for."""
@@ -299,6 +302,8 @@ class ClusterPolicy:
             choice = loads
             if not anywhere and head[1].id not in fresh:
                 choice = [load for load in loads if load.slice.id in relieved]
+            if self._failing:
+                choice = [load for load in choice if self._failing.open(load, name, now)]
             placement = self._place(head[1], choice, now)
             if placement is not None:
                 self._send(head[1], placement, now)
@@ -339,9 +344,7 @@ class ClusterPolicy:
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
-        model = self._models[name]
-        wanted = self._queue.count(name) > 0
-        return wanted, model.spec.pinned, model.spec.priority, model.warm_until_s
+        return self._queue.count(name) > 0, *self._models[name].value
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]
@@ -390,6 +393,7 @@ class ClusterPolicy:
             if not self._models[name].running and not self._queue.count(name):
                 self._removing.remove(name)
                 self._broken.discard(name)
+                self._failing.forget(name)
                 self._leave_pool(self._models.pop(name))
                 del self._outside[name]
                 self._actions.append(act.Forget(name))

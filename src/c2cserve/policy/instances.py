@@ -56,6 +56,17 @@ class Instances:
         lost = [request_id for one in load.active.values() for request_id in one.jobs]
         return [self.where.pop(request_id)[0] for request_id in lost]
 
+    def apply(self, event: ev.StepTimes | ev.Profiled | ev.InstanceReady | ev.KvResized) -> None:
+        match event:
+            case ev.StepTimes():
+                self.measured(event)
+            case ev.Profiled():
+                self.profiled(event)
+            case ev.InstanceReady():
+                self.ready(event)
+            case ev.KvResized():
+                self.resized(event)
+
     def _profile_of(self, slice_id: str) -> dict[str, Times]:
         return self._profiles.setdefault(slice_id, {})
 

@@ -35,6 +35,16 @@ class ModelBook:
         """What least-recently-used goes by."""
         return self.last_used_s + self.spec.keep_warm_s
 
+    @property
+    def value(self) -> tuple[float, ...]:
+        """What it costs to let it leave a slice, as far as the model goes; lowest first."""
+        return self.spec.pinned, self.spec.priority, self.warm_until_s
+
+    @property
+    def unloadable(self) -> str:
+        """Why its requests fail after a load that did."""
+        return f"{self.spec.id} can not be loaded: {self.error}"
+
     def failed(self, now: float) -> None:
         """Back off: a file that is broken now is likely to be broken in a second."""
         self.retry_s = now + min(_RETRY_MOST_S, _RETRY_FIRST_S * 2**self.failures)

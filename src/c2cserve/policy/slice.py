@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -25,20 +25,18 @@ from c2cserve.policy.batching import (
     Flight,
     Seq,
     prefill_budget,
-    to_preempt,
 )
 from c2cserve.policy.estimate import StepTime
-from c2cserve.policy.flights import Flights
-from c2cserve.policy.kv import KvArena
+from c2cserve.policy.faults import Faults, groups, set_apart
 from c2cserve.policy.presets import C2CSERVE, Preset
-from c2cserve.policy.rotary import Rotary
-from c2cserve.policy.shifts import EASE_S, Shifts
+from c2cserve.policy.shifts import EASE_S
+from c2cserve.policy.slice_memory import SliceMemory
 
 _LOOKAHEAD_SCARCE = 8
 """Steps decided at once while a model waits for memory."""
 
 
-class SlicePolicy:
+class SlicePolicy(SliceMemory):
     """`runtime.ports.Policy[SliceEvent, SliceAction]`. Never done: its process is ended."""
 
     done = False
@@ -49,36 +47,22 @@ class SlicePolicy:
     ) -> None:
         """`max_in_flight`: steps at a time that are not parked. They run in the order of their
         launch; more than one or two only make newcomers wait. `lookahead`: see `policy.ahead`."""
-        self._slice = slice_
+        super().__init__(slice_, preset)
         self._max_in_flight = max_in_flight
         self._preset = preset
-        # On GPUs what KV leaves of the arena is a cache of weights.
-        cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
-        self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
-        rotation = preset.rotation if slice_.host_kv_bytes else None
-        self._rotary = None if rotation is None else Rotary(self.arena, slice_, rotation)
-        self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
         self._lookahead = 1 if self._rotary is not None else lookahead
         self._alphas = AlphaBank() if preset.alpha else None
         self._models: dict[str, ActiveModel] = {}
-        self._leaving: list[ActiveModel] = []
-        self._seqs: dict[str, Seq] = {}
-        self._flights = Flights()
         self._times: dict[str, StepTime] = {}
         """Of all models that ever were active here."""
+        self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)
         self._late_ran = False
-        self._first_in_line: Seq | None = None
-        """The most urgent request that waits for memory."""
-        self._now = 0.0
-        self._short_of_room = False
-        """A running request found no block for its next token."""
-        self._actions: list[SliceAction] = []
-        self.running = 0
-        """Requests that have started (and so hold KV, here or on the host)."""
-        self.cached_tokens = 0
-        self.preemptions = 0
+        self.retries = 0
+        """Requests whose step failed and that ran again,"""
+        self.given_up = 0
+        """and those that failed again, alone."""
 
     @property
     def waiting(self) -> int:
@@ -101,12 +85,17 @@ class SlicePolicy:
                 self._leaving.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
-                self._seqs[request.id] = self._models[request.model].add(request, chained)
+                model = self._models[request.model]
+                seq = self._seqs[request.id] = model.add(request, chained)
                 self._shifts.asked(request.model, request.arrival_s)
+                if model.given_up:
+                    self._give_back(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.StepDone():
                 self._step_done(event)
+            case ev.StepFailed(step_id, reason):
+                self._step_failed(step_id, reason)
             case ev.StepParked(step_id):
                 self._flights.park(step_id)
             case ev.MoveDone(request_id):
@@ -127,42 +116,11 @@ class SlicePolicy:
             if keep:
                 self._shifts.activated(model, spec)
 
-    def _retire(self, model: ActiveModel) -> None:
-        """A deactivated model's memory goes with its last request and step."""
-        moving = self._rotary is not None and self._rotary.moving(model)
-        if model in self._leaving and not model.seqs and not self._flights.of(model) and not moving:
-            self._leaving.remove(model)
-            self.arena.remove_model(model.key)
-
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
         if seq is not None:  # else it ended by itself while the word was on its way
             seq.withdrawn = True
             self._leave(seq)
-
-    def _leave(self, seq: Seq) -> None:
-        """No more steps of it; its memory goes at once, or when nothing writes to it any more."""
-        if self._first_in_line is seq:
-            self._first_in_line = None
-        del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
-        if not seq.busy:
-            self._forget(seq)
-            self._retire(seq.model)
-
-    def _forget(self, seq: Seq) -> None:
-        if seq.withdrawn and not seq.ended:
-            self._actions.append(Drop(seq.request.id))
-        self._stop(seq)
-
-    def _stop(self, seq: Seq) -> None:
-        """Take its memory away."""
-        if self._rotary is not None:
-            self._rotary.forget(seq)
-        if seq.started:
-            seq.model.started -= 1
-            self.running -= 1
-            self.arena.release(seq.model.key, seq.blocks)
-            seq.restart()
 
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.landed(event.step_id)
@@ -173,33 +131,78 @@ class SlicePolicy:
             self._land(seq, part, outcomes.get(part.request_id), times)
         self._retire(flight.model)
 
+    def _step_failed(self, step_id: int, reason: str) -> None:
+        flight = self._flights.landed(step_id)
+        for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
+            seq.flights -= 1
+            if not seq.ended:
+                seq.fail(part)
+                seq.stopping = True
+                if len(flight.seqs) == 1 and seq.suspect:
+                    seq.at_fault = reason
+            self._settle(seq)
+        self._retire(flight.model)
+
+    def _settle(self, seq: Seq) -> None:
+        """What was put off while a step or a move had it in hand."""
+        if seq.busy:
+            return
+        if seq.ended or seq.withdrawn:
+            self._forget(seq)
+        elif seq.at_fault:
+            self._end_at_fault(seq)
+        elif seq.stopping and seq.model.given_up:
+            self._give_back(seq)
+        elif seq.stopping:
+            self.retries += 1
+            self._stop(seq)
+            set_apart(seq)
+            self._actions.append(Drop(seq.request.id, requeued=True))
+
+    def _end_at_fault(self, seq: Seq) -> None:
+        """It fails, and if it is one of too many in a row, its model is given up."""
+        model = seq.model
+        self.given_up += 1
+        self._actions.append(Fail(seq.request.id, seq.at_fault))
+        self._leave(seq)
+        verdict = self._faults.at_fault(model.name, seq.at_fault)
+        if verdict is not None and not model.given_up:
+            model.given_up = True
+            self._actions.append(verdict)
+            for other in list(model.seqs.values()):
+                other.stopping = True
+                self._settle(other)
+
+    def _give_back(self, seq: Seq) -> None:
+        self._actions.append(Return(seq.request.id))
+        self._leave(seq)
+
     def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None, times: int) -> None:
         seq.flights -= 1
         if not seq.ended:
             hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
-            if part.start < hashed and (outcome is None or not outcome.failed):
+            failed = seq.stopping or (outcome is not None and outcome.failed)
+            if part.start < hashed and not failed:
                 self._seal(seq, part)
             seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
+            if self._faults and not failed:
+                self._learn_of_work(seq)
             if seq.ended and not seq.withdrawn:
                 self._leave(seq)
                 return
-        if (seq.ended or seq.withdrawn) and not seq.busy:
-            self._forget(seq)
+        self._settle(seq)
+
+    def _learn_of_work(self, seq: Seq) -> None:
+        recovery = self._faults.landed(seq)
+        if recovery is not None:
+            self._actions.append(recovery)
 
     def _moved(self, request_id: str) -> None:
         assert self._rotary is not None
         seq = self._rotary.moved(request_id)
-        if not seq.busy and (seq.ended or seq.withdrawn):
-            self._forget(seq)
-            self._retire(seq.model)
-
-    def _seal(self, seq: Seq, part: SeqStep) -> None:
-        """What the step filled of its prompt's blocks can be reused from now on."""
-        hashes = seq.request.prefix_hashes
-        end = min((part.start + part.tokens) // BLOCK_TOKENS, len(hashes))
-        for index in range(part.start // BLOCK_TOKENS, end):
-            self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
+        self._settle(seq)
+        self._retire(seq.model)
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -267,9 +270,14 @@ class SlicePolicy:
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
-        decodes, prefills = model.line_up()
-        if self._flights.of(model) and self._lacks_room(model, decodes):
+        line = model.line_up()
+        if self._flights.of(model) and self._lacks_room(model, line[0]):
             return False
+        return any(self._launch_group(model, *group, now) for group in groups(model, line))
+
+    def _launch_group(
+        self, model: ActiveModel, decodes: list[Seq], prefills: list[Seq], now: float
+    ) -> bool:
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
@@ -302,99 +310,3 @@ class SlicePolicy:
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
-
-    def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
-        """Whether decodes of a model with a step in flight need more blocks than there are. They
-        wait then until it has landed: nobody could be preempted for them before."""
-        needed = sum(seq.issued == len(seq.blocks) * BLOCK_TOKENS for seq in decodes)
-        short = needed > 0 and self.arena.available(model.key) < needed
-        self._short_of_room |= short
-        return short
-
-    # ---- memory ---------------------------------------------------------------------------------
-
-    def _admit(self, seq: Seq) -> bool:
-        """Start a request: blocks for all tokens known of it, reusing what of its prefix is cached
-        (never its last token: that one draws the next). One block for each running request stays
-        free, so that they can go on for a while; and nobody overtakes a more urgent request that
-        waits for memory, however little he needs himself."""
-        model = seq.model
-        needed = -(-seq.length // BLOCK_TOKENS)
-        if needed > self._shifts.capacity(model):
-            self._truncate(seq)
-            return False
-        if self._rotary is not None:
-            if seq.request.id not in self._rotary.welcome:
-                return False
-            if self.arena.available(model.key) < needed:
-                return False
-        elif not self._may_start(seq, needed):
-            return False
-        reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
-        seq.blocks = self.arena.match(model.key, reusable)
-        seq.computed = seq.issued = len(seq.blocks) * BLOCK_TOKENS
-        rest = self.arena.allocate(model.key, needed - len(seq.blocks))
-        assert rest is not None, "room was promised"
-        seq.blocks += rest
-        seq.started = True
-        model.started += 1
-        self.running += 1
-        self.cached_tokens += seq.issued
-        return True
-
-    def _may_start(self, seq: Seq, needed: int) -> bool:
-        model, first, rank = seq.model, self._first_in_line, seq.model.rank
-        if model.started == self._slice.max_batch:
-            return False
-        if first is not None and rank(first) < rank(seq) and self._could_run(first.model):
-            return False
-        while self.arena.available(model.key) < needed + self.running and self._make_way(model):
-            pass
-        if self.arena.available(model.key) < needed + self.running:
-            if first is None or rank(seq) < rank(first):
-                self._first_in_line = seq
-            return False
-        if first is seq:
-            self._first_in_line = None
-        return True
-
-    def _could_run(self, model: ActiveModel) -> bool:
-        return self._shifts.computes(model.name) and not self._flights.parked(model)
-
-    def _make_room(self, seq: Seq) -> bool:
-        """One more block, for the next token, preempting others if need be."""
-        while (block := self.arena.allocate(seq.model.key, 1)) is None:
-            if self._make_way(seq.model):
-                continue
-            victim = to_preempt(seq, self._seqs.values())
-            if victim is None and len(seq.blocks) >= self._shifts.capacity(seq.model):
-                self._truncate(seq)
-                return False
-            if victim is None or not self._put_aside(victim):
-                self._short_of_room = True
-                return False  # the others are more urgent, or in flight: it waits for them
-        seq.blocks += block
-        return True
-
-    def _make_way(self, model: ActiveModel) -> bool:
-        """Other models' weights go for its KV. False: there are none that can."""
-        gone = self._shifts.make_way(model, self._flights.models(), self._now)
-        self._actions += gone
-        return bool(gone)
-
-    def _put_aside(self, victim: Seq) -> bool:
-        """Preempt it. False: what it held is free only when it has been moved."""
-        self.preemptions += 1
-        held = len(victim.blocks)
-        move = None if self._rotary is None else self._rotary.pause(victim, self._now)
-        if move is None:
-            self._stop(victim)
-            self._actions.append(Drop(victim.request.id, requeued=True))
-            return True
-        self._actions.append(move)
-        return len(move.blocks) < held
-
-    def _truncate(self, seq: Seq) -> None:
-        """Not even the whole arena would hold its next token."""
-        self._actions.append(Truncate(seq.request.id))
-        self._leave(seq)

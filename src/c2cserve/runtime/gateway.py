@@ -80,6 +80,20 @@ class SliceStatus:
     """bytes of KV copied there since the start,"""
     kv_in_bytes: int = 0
     """and back."""
+    step_failures: int = 0
+    """Steps that ended with an exception,"""
+    step_retries: int = 0
+    """requests of theirs that ran again,"""
+    retries_failed: int = 0
+    """those that failed again, alone,"""
+    parts_rebuilt: int = 0
+    """and how often what steps leave on a GPU was built anew."""
+    failed_models: tuple[str, ...] = ()
+    """Given up here, because each of their requests failed."""
+    stalled_s: float = 0.0
+    """How long it has had requests without a step being done; 0 while it waits for weights."""
+    trouble: str = ""
+    """Why requests do not get on there; empty while they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +132,13 @@ class Gateway(Protocol):
 
     @property
     def ready(self) -> bool:
-        """At least one slice is up and the server is not draining."""
+        """At least one slice is up and in no trouble, and the server is not draining."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """The controller's loop makes progress (not merely: the process exists)."""
+        """The controller's loop makes progress (not merely: the process exists), and of the slices
+        that are up not all are in trouble."""
         ...
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:

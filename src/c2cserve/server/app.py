@@ -194,11 +194,20 @@ class _Routes:
 
     async def _health(self, http: HttpRequest) -> Response:
         healthy = self._gateway.healthy
-        return _json({"healthy": healthy}, 200 if healthy else 503)
+        return _json({"healthy": healthy, "slices": self._conditions()}, 200 if healthy else 503)
 
     async def _ready(self, http: HttpRequest) -> Response:
         ready = self._gateway.ready
-        return _json({"ready": ready}, 200 if ready else 503)
+        return _json({"ready": ready, "slices": self._conditions()}, 200 if ready else 503)
+
+    def _conditions(self) -> dict[str, dict[str, Any]]:
+        """Of each slice: its state, why its requests do not get on, and which models fail there."""
+        return {
+            one.id: {
+                "state": one.state, "trouble": one.trouble, "failed_models": one.failed_models
+            }
+            for one in self._gateway.snapshot().slices
+        }  # fmt: skip
 
     async def _version(self, http: HttpRequest) -> Response:
         return _json({"version": __version__})

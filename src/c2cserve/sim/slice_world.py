@@ -3,7 +3,16 @@
 from functools import partial
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fetch, Move, Release, RunStep, SetAlpha, SliceAction
+from c2cserve.core.actions import (
+    Drop,
+    Fetch,
+    Move,
+    Release,
+    RunStep,
+    SetAlpha,
+    SliceAction,
+    Truncate,
+)
 from c2cserve.policy.slice import SlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.checks import BlockBook, SeqState
@@ -197,11 +206,13 @@ class SimSlice:
         elif isinstance(action, Release):
             self._drop_weights(action.model)
             self._absent[action.model] = None
-        else:
+        elif isinstance(action, Truncate):
             seq = self.seqs[action.request_id]
             self.book.release(seq)
             self._leave(seq)
             self._world.controller.truncated(seq.job)
+        else:
+            raise TypeError(f"no simulated step fails: {action}")
 
     def _run(self, run: RunStep) -> None:
         """Steps of models that can compute nothing now wait beside the line; where one of several

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from c2cserve.core.actions import Drop, RunStep, Truncate
-from c2cserve.core.events import SliceEvent, StepDone, StepParked
+from c2cserve.core.actions import Drop, Fail, RunStep, Truncate
+from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.cpu.arena import make_arena
@@ -82,7 +82,7 @@ class Lane:
     def __init__(
         self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
         place: Callable[[ForwardBatch], ForwardBatch] | None = None,
-        fatal: tuple[type[Exception], ...] = (),
+        fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
@@ -90,7 +90,7 @@ class Lane:
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
             self.events.append, self.deltas.extend, lambda: float(next(ticks)), place=place,
-            fatal=lambda fault: isinstance(fault, fatal),
+            fatal=lambda fault: isinstance(fault, fatal), renew=renew,
         )  # fmt: skip
         self._steps = itertools.count()
         self._next_block = 0
@@ -117,7 +117,7 @@ class Lane:
         """Begin with the other's first full blocks."""
         self._blocks[name] = self._blocks[other][: tokens // BLOCK_TOKENS]
 
-    def step(self, *parts: tuple[str, int, int]) -> StepDone | StepParked:
+    def step(self, *parts: tuple[str, int, int]) -> StepDone | StepFailed | StepParked:
         """One step of (request, start, tokens) parts of one model."""
         model = self._model_of[parts[0][0]]
         step = Step(next(self._steps), model, tuple(self._part(*part) for part in parts))
@@ -126,11 +126,20 @@ class Lane:
         while len(self.events) == before:  # a GPU takes its time
             self.executor.poll()
         (event,) = self.events[before:]
-        assert isinstance(event, StepDone | StepParked)
+        assert isinstance(event, StepDone | StepFailed | StepParked)
         assert event.step_id == step.id
         if isinstance(event, StepDone):
             self.note(event)
         return event
+
+    def failed(self, *parts: tuple[str, int, int]) -> str:
+        """Why a step fails. Its requests are not told, and begin anew with their next one."""
+        event = self.step(*parts)
+        assert isinstance(event, StepFailed)
+        for name, _, _ in parts:
+            assert not self.ended(name)
+            self.preempt(name)
+        return event.reason
 
     def land(self) -> StepDone:
         """What comes of a step that was parked, once all its weights are there."""
@@ -159,6 +168,9 @@ class Lane:
     def preempt(self, name: str) -> None:
         self.executor.submit(Drop(name, requeued=True))
         self._blocks[name], self._told[name] = [], -1
+
+    def fail(self, name: str, reason: str) -> None:
+        self.executor.submit(Fail(name, reason))
 
     def drop(self, name: str) -> None:
         self.executor.submit(Drop(name))

@@ -267,24 +267,44 @@ class Failing(CpuOps):
         super().run_layers(hidden, layers, rows, rope, arena)
 
 
-def test_failed_step_fails_its_sequences_and_the_slice_goes_on(made: Made) -> None:
-    ops = Failing(1)
-    lane = Lane(ops)
+def test_requests_of_a_failed_step_go_on_or_fail_as_they_are_told(made: Made) -> None:
+    ops, renewed = Failing(1), list[bool]()
+    lane = Lane(ops, renew=lambda: renewed.append(ops.armed))
     lane.attach("m", made.model.decoder)
     for name in ("a", "b", "c"):
         lane.add(name, "m", PROMPT, 4)
     ops.armed = True
-    done = lane.step(("a", 0, 40), ("b", 0, 20))
+    assert "no room for activations" in lane.failed(("a", 0, 40), ("b", 0, 20))
     ops.armed = False
-    assert isinstance(done, StepDone)
-    assert {o.request_id: (o.drawn, o.failed) for o in done.outcomes} == {
-        "a": (0, True), "b": (0, True),
-    }  # fmt: skip
-    for name in ("a", "b"):
-        assert lane.ended(name) is FinishReason.ERROR
-        assert "no room for activations" in lane.of(name)[-1].error
+    assert renewed == [True]
+    assert lane.executor.renewals == 1
+    lane.fail("b", "no room")
+    lane.finish("a")
     lane.finish("c")
-    assert lane.ended("c") is FinishReason.LENGTH
+    assert (lane.ended("b"), lane.of("b")[-1].error) == (FinishReason.ERROR, "no room")
+    assert lane.tokens("a") == lane.tokens("c")
+    assert len(lane.executor) == 0
+
+
+def test_a_slice_whose_parts_can_not_be_built_anew_ends(made: Made) -> None:
+    def lost() -> None:
+        raise OSError("no device")
+
+    ops = Failing(1)
+    lane = Lane(ops, renew=lost)
+    lane.attach("m", made.model.decoder)
+    lane.add("a", "m", PROMPT, 4)
+    ops.armed = True
+    with pytest.raises(OSError, match="no device"):
+        lane.step(("a", 0, 40))
+
+
+def test_a_request_that_can_not_be_taken_leaves_nothing(made: Made) -> None:
+    lane = Lane()
+    lane.attach("m", made.model.decoder)
+    with pytest.raises(OverflowError):
+        lane.add("a", "m", [1, 2**31], 4)
+    assert len(lane.executor) == 0
 
 
 def test_detached_model_is_unmapped(made: Made) -> None:

@@ -144,7 +144,7 @@ def test_a_step_waits_for_weights_and_reads_the_prompts_rows_meanwhile(tmp_path:
     assert lane.tokens("a") == reference.tokens("a")
 
 
-def test_an_id_outside_the_vocabulary_fails_its_request_alone(tmp_path: Path) -> None:
+def test_an_id_outside_the_vocabulary_fails_its_own_sequence_alone(tmp_path: Path) -> None:
     make(tmp_path, "llama")
     lane, model = Lane(gpu_ops()), LateModel(tmp_path).load_all()
     lane.attach("m", model.decoder)
@@ -177,8 +177,7 @@ def test_weights_no_kernel_takes_are_refused(tmp_path: Path) -> None:
     lane = Lane(gpu_ops())
     lane.attach("m", LateModel(tmp_path).load_all().decoder)
     lane.add("a", "m", PROMPT[:5], 2)
-    lane.step(("a", 0, 5))
-    assert "float32" in lane.of("a")[-1].error
+    assert "float32" in lane.failed(("a", 0, 5))
     with pytest.raises(OperandError, match="contiguous"):
         handle_of(torch.zeros(4, 4, dtype=torch.float16).T, DEVICE)
 

@@ -1,5 +1,6 @@
 """Steps that overlap: what is drawn is known a step late, and nobody's text changes by that."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from test_with_policy import SHARED, World, hashes, job, models
 from tiny import make_checkpoint
 
 from c2cserve.core.actions import Drop, RunStep
-from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepParked
+from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepFailed, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.cpu.arena import make_arena
@@ -107,7 +108,10 @@ def test_a_stop_costs_one_step_and_a_limit_none(models: dict[str, LateModel]) ->
 class Bench:
     """An executor with late operators and one model, driven step by step."""
 
-    def __init__(self, model: LateModel, fatal: type[Exception] = ZeroDivisionError) -> None:
+    def __init__(
+        self, model: LateModel, fatal: type[Exception] = ZeroDivisionError,
+        renew: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         self.ops = LateOps()
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
@@ -115,6 +119,7 @@ class Bench:
         self.executor = Executor(
             "s", self.ops, make_arena(1 << 20), self.events.append, self.deltas.extend,
             lambda: self.now, fatal=lambda fault: isinstance(fault, fatal),
+            renew=renew,
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self._block = model.config.kv_block_bytes
@@ -204,10 +209,12 @@ def test_a_draw_that_is_lost_fails_its_step_and_what_read_it(bench: Bench) -> No
     bench.step(("a", 7, 1))
     bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
     bench.land(2)
-    first, second = bench.done()
-    assert first.outcomes == (SeqOutcome("a", 0, True, failed=True),)
+    first, second = bench.events
+    assert isinstance(first, StepFailed)
+    assert "a copy went wrong" in first.reason
+    assert isinstance(second, StepDone)
     assert second.outcomes == ()
-    assert [delta.finish for delta in bench.deltas] == [FinishReason.ERROR]
+    assert not bench.deltas
     bench.step(("b", 0, 7))
     bench.land()
     assert len(bench.tokens("b")) == 1
@@ -220,13 +227,28 @@ def test_a_step_that_can_not_be_launched_fails_after_those_before_it(bench: Benc
     bench.executor.detach("m")
     bench.step(("a", 7, 1))
     bench.step(("a", 8, 1))
-    assert not bench.events
-    bench.land()
-    good, bad, empty = bench.done()
-    assert {outcome.failed for outcome in good.outcomes} == {False}
-    assert bad.outcomes == (SeqOutcome("a", 0, True, failed=True),)
+    good, bad, empty = bench.events
+    assert isinstance(good, StepDone)
+    assert good.outcomes == (SeqOutcome("a", 1, False), SeqOutcome("b", 1, False))
+    assert isinstance(bad, StepFailed)
+    assert isinstance(empty, StepDone)
     assert empty.outcomes == ()
-    assert len(bench.executor) == 1
+    assert len(bench.executor) == 2
+
+
+def test_parts_are_built_anew_before_anything_else_runs(models: dict[str, LateModel]) -> None:
+    told: list[int] = []
+    bench = Bench(models["llama"], renew=lambda: told.append(len(bench.events)))
+    bench.add("a")
+    bench.step(("a", 0, 7))
+    bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
+    bench.land()
+    assert (told, len(bench.events)) == ([0], 1)
+    bench.step(("a", 7, 1))
+    assert len(bench.ops.draws) == 0, "what begins where it was is left out"
+    bench.step(("a", 0, 7))
+    bench.land()
+    assert len(bench.tokens("a")) == 1
 
 
 def test_a_fatal_draw_is_raised(models: dict[str, LateModel]) -> None:

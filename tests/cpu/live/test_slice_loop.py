@@ -26,6 +26,7 @@ class Engine:
     """Steps are over when `finish` is called, from any thread."""
 
     parked = False
+    renewals = 37
     weights = WeightUse(
         3, 5, 7, graph_steps=2, flash_steps=23, flash_missed_steps=29, lent_bytes=11, peer_bytes=6
     )

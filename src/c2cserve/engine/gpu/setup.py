@@ -87,6 +87,18 @@ class GpuParts:
             return True
         return False
 
+    def renew(self) -> None:
+        """Build anew what a failed step may have left half done, which is all of the slice's state
+        on the GPU but KV: graphs, work memory, plans, and weights that were on their way into the
+        cache. Models and kernels stay. Raises CUDA's errors."""
+        self.finish()
+        self.lane.renew()
+        self.ops.renew()
+        self.place.renew()
+        self.flashinfer.flash.renew()
+        if self.cache is not None:
+            self.cache.clear()
+
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()

@@ -31,8 +31,13 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
+        self._buffers: list[_Buffer] = []
         self._turn = 0
+        self.renew()
+
+    def renew(self) -> None:
+        """Forget what a failed step may have left half done. Nothing is copied meanwhile."""
+        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
 
     def __call__(self, batch: ForwardBatch) -> ForwardBatch:
         """The batch with its tensors on the GPU, as far as the current stream is concerned."""

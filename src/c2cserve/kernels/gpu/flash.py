@@ -63,6 +63,10 @@ class Flash:
         turn.run(q, cache[0], cache[1], torch.empty_like(q))
         self.kinds.add(kind)
 
+    def renew(self) -> None:
+        """Forget plans, which a failed step may have left half made. Nothing runs meanwhile."""
+        self._turns.clear()
+
     def __call__(
         self, qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor
     ) -> bool:
@@ -91,8 +95,7 @@ class Flash:
     def _planned(self, rows: TokenRows, layer: Layer, heads: int, dtype: torch.dtype) -> "_Turn":
         """The wrapper that has the step's plan; `rows` are the step's on the host."""
         kv, window = layer.shape.kv, layer.weights.window
-        turns = self._turns[window > 0]
-        for turn in turns:
+        for turn in self._turns.get(window > 0, ()):
             if turn.rows is rows and turn.window == window:
                 return turn
         turn = self._turn(window > 0)

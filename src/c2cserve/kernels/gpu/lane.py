@@ -52,6 +52,13 @@ class Lane:
         self._share: Tensor | None = None
         self._share_bytes_per_s = 0.0
 
+    def renew(self) -> None:
+        """Forget what a failed step may have left half done: slots, scratch memory and the share of
+        the link. Nothing runs meanwhile, and graphs that know their addresses are gone."""
+        self._slots = [Slot(self.device) for _ in range(_SLOTS)]
+        self._scratch.clear()
+        self._share, self._share_bytes_per_s = None, 0.0
+
     @property
     def stream(self) -> int:
         return torch.cuda.current_stream(self.device).cuda_stream

@@ -17,6 +17,8 @@ class ModelRecord:
     created_s: int = field(default_factory=lambda: int(time.time()))
     slices: set[str] = field(default_factory=set[str])
     """Where it is active."""
+    failing: dict[str, str] = field(default_factory=dict[str, str])
+    """Slices that gave it up, and why."""
 
     @property
     def id(self) -> str:

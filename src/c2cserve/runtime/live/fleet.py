@@ -25,6 +25,8 @@ class FleetSettings:
     """A worker silent for longer is hung (it beats every half second, also while it computes)."""
     step_timeout_s: float = 300.0
     """A single step that takes longer is hung."""
+    stall_timeout_s: float = 60.0
+    """A slice that has had requests for longer without a step being done is in trouble."""
     start_timeout_s: float = 120.0
     start_tries: int = 3
     """Failed starts in a row, with no slice up, after which the server gives up."""
@@ -71,7 +73,7 @@ class Fleet:
         self, configs: Sequence[WorkerConfig], prefix: Path, settings: FleetSettings
     ) -> None:
         self._prefix = prefix
-        self._settings = settings
+        self.settings = settings
         self.slots = {config.slice.id: Slot(config) for config in configs}
         self._spawner = Spawner()
 
@@ -116,19 +118,19 @@ class Fleet:
             was_up = worker.up and now - slot.started_s > 10.0
             slot.worker, slot.leaving = None, worker
             slot.failures = 0 if was_up else slot.failures + 1
-            if slot.failures >= self._settings.start_tries and not self.up:
+            if slot.failures >= self.settings.start_tries and not self.up:
                 raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
             delay_s = 0.0 if was_up or slot.failures < 2 else 0.5 * 2**slot.failures
-            slot.restart_at_s = now + min(delay_s, self._settings.backoff_max_s)
+            slot.restart_at_s = now + min(delay_s, self.settings.backoff_max_s)
 
     def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
         if (code := worker.exit_code) is not None:
             return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if worker.ending:
             return "killed, and not gone yet"
-        if not worker.up and now - slot.started_s > self._settings.start_timeout_s:
-            return f"not up after {self._settings.start_timeout_s:.0f} s"
-        limits = self._settings.beat_timeout_s, self._settings.step_timeout_s
+        if not worker.up and now - slot.started_s > self.settings.start_timeout_s:
+            return f"not up after {self.settings.start_timeout_s:.0f} s"
+        limits = self.settings.beat_timeout_s, self.settings.step_timeout_s
         return worker.hung(now, *limits)
 
     def close(self, grace_s: float) -> None:

@@ -177,16 +177,20 @@ class LiveGateway:
             jobs=self._jobs,
             host=self._host,
             counters=self._world.counters,
+            stall_timeout_s=self._fleet.settings.stall_timeout_s,
         )
 
     @property
     def ready(self) -> bool:
-        return not self._draining and bool(self._fleet.up)
+        sound = any(one.state == "up" and not one.trouble for one in self.snapshot().slices)
+        return not self._draining and sound
 
     @property
     def healthy(self) -> bool:
         alive = self._thread.is_alive()
-        return alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
+        turning = alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
+        up = [one for one in self.snapshot().slices if one.state == "up"]
+        return turning and not (up and all(one.trouble for one in up))
 
     def models(self) -> Sequence[ModelStatus]:
         return self.snapshot().models

@@ -27,6 +27,9 @@ class LiveJob:
     output: list[int] = field(default_factory=list[int])
     prompt_reported: bool = False
     resumed: int = 0
+    """Slices it was on that were lost."""
+    moved: bool = False
+    """It began anew on another slice, or on the same one."""
 
     @property
     def request(self) -> Request:
@@ -43,6 +46,14 @@ class LiveJob:
             sent=self.request.sent + len(self.output),
         )
         return replace(self.job, request=request, tokens=self.job.tokens + tuple(self.output))
+
+    def begin_anew(self) -> Request:
+        """It is on no slice any more: it goes on from what its client has."""
+        self.job = self.remaining()
+        self.output.clear()
+        self.slice_id = None
+        self.moved = True
+        return self.request
 
 
 class JobTable:
@@ -82,7 +93,7 @@ class JobTable:
             if not live.output and not live.request.sent:
                 events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
             live.output.extend(delta.tokens)
-        if live.resumed:
+        if live.moved:
             delta = self._without_repeats(live, delta)
         live.prompt_reported = True
         if delta.finish is not None:
@@ -100,6 +111,11 @@ class JobTable:
             return delta
         return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
 
+    def give_back(self, request_id: str, slice_id: str) -> Request | None:
+        """A slice returned the request; None if it has ended meanwhile."""
+        live = self._jobs.get(request_id)
+        return None if live is None or live.slice_id != slice_id else live.begin_anew()
+
     def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
         """The slice is gone: its jobs continue from what the clients have. One that has lost
         `_LIVES` slices is likely what kills them: it fails, and the policy must hear of that."""
@@ -111,11 +127,8 @@ class JobTable:
                 ended = Delta(live.request.id, finish=FinishReason.ERROR, error=reason)
                 failed += self.receive(ended, 0.0)
                 continue
-            live.job = live.remaining()
-            live.output.clear()
-            live.slice_id = None
             live.resumed += 1
-            displaced.append(live.request)
+            displaced.append(live.begin_anew())
         self.resumed += len(displaced)
         return tuple(displaced), failed
 

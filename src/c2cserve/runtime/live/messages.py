@@ -92,7 +92,27 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToController = Hello | Output | Measured | Unusable
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """`core.actions.GiveUp`: every request of the model fails on this slice."""
+
+    model: str
+    reason: str
+    others_work: bool
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """A model that was given up here works again."""
+
+    model: str
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """The request is not here any more: place it again. All that it drew was said before."""
+
+    request_id: str
+
+
+ToController = Hello | Output | Measured | Unusable | Failed | Recovered | Returned
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -14,18 +14,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from c2cserve.core.actions import RunStep, SliceAction
+from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
     SliceEvent,
     StepDone,
+    StepFailed,
     StepParked,
     Submitted,
     Withdrawn,
 )
 from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Delta, Job
+from c2cserve.core.request import Delta, FinishReason, Job
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.status_page import Field, StatusPage
@@ -49,7 +50,8 @@ class SliceEngine(Protocol):
     def detach(self, model: str) -> None: ...
 
     def add(self, job: Job) -> bool:
-        """Take a request; whether it is `events.Submitted.chained`."""
+        """Take a request; whether it is `events.Submitted.chained`. What it raises is the fault of
+        this request."""
         ...
 
     def submit(self, action: SliceAction) -> None: ...
@@ -61,6 +63,11 @@ class SliceEngine(Protocol):
 
     @property
     def weights(self) -> "WeightUse": ...
+
+    @property
+    def renewals(self) -> int:
+        """How often parts were built anew after a failed step."""
+        ...
 
     @property
     def paused_kv(self) -> "PausedKv": ...
@@ -109,6 +116,10 @@ class Usage:
     kv_used_bytes: int
     cached_tokens: int
     preemptions: int
+    retries: int = 0
+    """Requests whose step failed and that ran again,"""
+    retries_failed: int = 0
+    """and those that failed again, alone."""
 
 
 class Quitting(Exception):
@@ -144,6 +155,7 @@ class SliceWorld:
     def start(self, engine: SliceEngine, isa: str, epoch: int) -> None:
         self._engine = engine
         self._beat_once()
+        self._page[Field.PROGRESS_S] = time.monotonic()
         self._beating.start()
         self._channel.send(msg.encode(msg.Hello(epoch, isa)))
 
@@ -167,12 +179,16 @@ class SliceWorld:
 
     def emit(self, event: SliceEvent) -> None:
         self._events.append(event)
-        if isinstance(event, StepDone | StepParked):
+        if isinstance(event, StepDone | StepFailed | StepParked):
+            now = time.monotonic()
             self._under_way.discard(event.step_id)
-            self._page[Field.STEP_STARTED_S] = time.monotonic() if self._under_way else 0.0
-        if isinstance(event, StepDone):
-            self._page.add(Field.BUSY_S, event.compute_s)
-            self._page.add(Field.STEPS, 1.0)
+            self._page[Field.STEP_STARTED_S] = now if self._under_way else 0.0
+            if isinstance(event, StepDone):
+                self._page.add(Field.BUSY_S, event.compute_s)
+                self._page.add(Field.STEPS, 1.0)
+                self._page[Field.PROGRESS_S] = now
+            elif isinstance(event, StepFailed):
+                self._page.add(Field.STEP_FAILURES, 1.0)
 
     def ring(self) -> None:
         """The engine has something to be polled. Callable from any thread."""
@@ -186,10 +202,13 @@ class SliceWorld:
 
     def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
         self._report()
+        page = self._page
         while True:
             self._take_messages()
             self.engine.poll()
             now = time.monotonic()
+            if self.engine.parked or not (page[Field.RUNNING] or page[Field.WAITING]):
+                page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
                 return now, events
@@ -207,8 +226,7 @@ class SliceWorld:
     def _take(self, message: msg.ToWorker) -> None:
         match message:
             case msg.Submit(job):
-                self._page.add(Field.PROMPT_TOKENS, job.request.prompt_len - job.request.sent)
-                self.emit(Submitted(job.request, self.engine.add(job)))
+                self._add(job)
             case msg.Withdraw(request_id):
                 self.emit(Withdrawn(request_id))
             case msg.Switch(model, active):
@@ -220,6 +238,19 @@ class SliceWorld:
                 self.engine.detach(model)
             case msg.Quit():
                 raise Quitting
+
+    def _add(self, job: Job) -> None:
+        request = job.request
+        self._page.add(Field.PROMPT_TOKENS, request.prompt_len - request.sent)
+        try:
+            chained = self.engine.add(job)
+        except Exception as fault:
+            # Whatever is wrong with one request, the others on this slice are none the wiser.
+            log.exception("request %s can not be taken", request.id)
+            reason = f"{type(fault).__name__}: {fault}"
+            self.deliver([Delta(request.id, finish=FinishReason.ERROR, error=reason)])
+        else:
+            self.emit(Submitted(request, chained))
 
     def _attach(self, message: msg.Attach) -> None:
         model = message.spec.id
@@ -240,6 +271,9 @@ class SliceWorld:
         page[Field.KV_USED_BYTES] = usage.kv_used_bytes
         page[Field.CACHED_TOKENS] = usage.cached_tokens
         page[Field.PREEMPTIONS] = usage.preemptions
+        page[Field.STEP_RETRIES] = usage.retries
+        page[Field.RETRIES_FAILED] = usage.retries_failed
+        page[Field.PARTS_REBUILT] = self.engine.renewals
         weights = self.engine.weights
         page[Field.WEIGHTS_KEPT_BYTES] = weights.kept_bytes
         page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
@@ -262,9 +296,20 @@ class SliceWorld:
     # ---- Executor -------------------------------------------------------------------------------
 
     def submit(self, action: SliceAction) -> None:
-        if not isinstance(action, RunStep):
-            self.engine.submit(action)
-            return
+        match action:
+            case RunStep():
+                self._run(action)
+            case GiveUp(model, reason, others_work):
+                self._channel.send(msg.encode(msg.Failed(model, reason, others_work)))
+            case Recover(model):
+                self._channel.send(msg.encode(msg.Recovered(model)))
+            case Return(request_id):
+                self.engine.submit(action)
+                self._channel.send(msg.encode(msg.Returned(request_id)))
+            case _:
+                self.engine.submit(action)
+
+    def _run(self, action: RunStep) -> None:
         page = self._page
         model = action.step.model
         if model != self._last_model:

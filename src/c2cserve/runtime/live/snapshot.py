@@ -4,7 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from c2cserve.core.model import ModelStatus
+from c2cserve.core.model import ModelState, ModelStatus
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
 from c2cserve.runtime.live.directory import Directory, ModelRecord
 from c2cserve.runtime.live.fleet import Slot
@@ -23,15 +23,18 @@ def take_snapshot(
     jobs: JobTable,
     host: ModelHost,
     counters: Counter[str],
+    stall_timeout_s: float,
 ) -> Snapshot:
+    """`stall_timeout_s`: how long a slice may have requests without a step being done."""
     counts = jobs.counts()
+    up = {slot.slice.id for slot in slots if slot.state == "up"}
     return Snapshot(
         instance=instance,
         started_s=started_s,
         draining=draining,
-        slices=tuple(_slice_status(slot, directory) for slot in slots),
+        slices=tuple(_slice_status(slot, directory, stall_timeout_s) for slot in slots),
         models=tuple(
-            _model_status(record, host, *counts.get(record.id, (0, 0))) for record in directory
+            _model_status(record, host, up, *counts.get(record.id, (0, 0))) for record in directory
         ),
         pool_used_bytes=host.used_bytes,
         pool_budget_bytes=host.budget_bytes,
@@ -41,12 +44,17 @@ def take_snapshot(
     )
 
 
-def _model_status(record: ModelRecord, host: ModelHost, running: int, waiting: int) -> ModelStatus:
+def _model_status(
+    record: ModelRecord, host: ModelHost, up: set[str], running: int, waiting: int
+) -> ModelStatus:
+    """`up`: slices that are. A model that all of them gave up is failed."""
     spec = record.hosted.spec
+    failing = record.failing.copy()
+    everywhere = bool(up) and up <= failing.keys() and record.state is not ModelState.DRAINING
     return ModelStatus(
         id=spec.id,
         aliases=record.hosted.aliases,
-        state=record.state,
+        state=ModelState.FAILED if everywhere else record.state,
         max_context=spec.max_context,
         weight_bytes=spec.weight_bytes,
         loaded_bytes=host.loaded_bytes(spec.id),
@@ -56,11 +64,22 @@ def _model_status(record: ModelRecord, host: ModelHost, running: int, waiting: i
         running=running,
         waiting=waiting,
         created_s=record.created_s,
-        error=record.error,
+        error=record.error or "; ".join(f"on {one}: {why}" for one, why in sorted(failing.items())),
+        failed_slices=tuple(sorted(failing)),
     )
 
 
-def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
+def _trouble(
+    active: Sequence[str], failed: Sequence[str], stalled_s: float, stall_timeout_s: float
+) -> str:
+    if stalled_s > stall_timeout_s:
+        return f"no step was done for {stalled_s:.0f} s, though there are requests"
+    if failed and not set(active) - set(failed):
+        return f"every request of {', '.join(failed)} fails"
+    return ""
+
+
+def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> SliceStatus:
     """A slice without a worker shows zeros."""
     worker = slot.worker
     fields = dict.fromkeys(Field, 0.0)
@@ -71,6 +90,9 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         last = int(fields[Field.LAST_MODEL])
         last_model = worker.attached[last] if 0 <= last < len(worker.attached) else ""
     up = worker is not None and worker.up
+    stalled_s = 0.0 if worker is None else worker.stalled_s(now)
+    active = tuple(sorted(r.id for r in directory if slot.slice.id in r.slices))
+    failed = tuple(sorted(r.id for r in directory if slot.slice.id in r.failing))
     return SliceStatus(
         id=slot.slice.id,
         kind=slot.slice.kind,
@@ -80,7 +102,7 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         restarts=slot.restarts,
         running=int(fields[Field.RUNNING]),
         waiting=int(fields[Field.WAITING]),
-        active_models=tuple(sorted(r.id for r in directory if slot.slice.id in r.slices)),
+        active_models=active,
         last_model=last_model,
         kv_used_bytes=int(fields[Field.KV_USED_BYTES]),
         kv_total_bytes=slot.slice.kv_bytes,
@@ -102,5 +124,12 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         kv_host_bytes=int(fields[Field.KV_HOST_BYTES]),
         kv_out_bytes=int(fields[Field.KV_OUT_BYTES]),
         kv_in_bytes=int(fields[Field.KV_IN_BYTES]),
+        step_failures=int(fields[Field.STEP_FAILURES]),
+        step_retries=int(fields[Field.STEP_RETRIES]),
+        retries_failed=int(fields[Field.RETRIES_FAILED]),
+        parts_rebuilt=int(fields[Field.PARTS_REBUILT]),
+        failed_models=failed,
+        stalled_s=stalled_s,
+        trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else "",
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )

@@ -39,6 +39,12 @@ class Field(IntEnum):
     KV_IN_BYTES = 21
     FLASH_STEPS = 22
     FLASH_MISSED_STEPS = 23
+    STEP_FAILURES = 24
+    STEP_RETRIES = 25
+    RETRIES_FAILED = 26
+    PARTS_REBUILT = 27
+    PROGRESS_S = 28
+    """When a step was last done, or the slice had none to do."""
 
 
 _BYTES = len(Field) * 8

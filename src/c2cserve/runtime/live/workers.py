@@ -140,10 +140,19 @@ class Worker:
         silent_s = now - self.page[Field.BEAT_S]
         if silent_s > beat_timeout_s:
             return f"no sign of life for {silent_s:.1f} s"
+        if (stalled_s := self.stalled_s(now)) > step_timeout_s:
+            return f"it has had requests for {stalled_s:.1f} s, and no step was done"
         started = self.page[Field.STEP_STARTED_S]
         if started and now - started > step_timeout_s:
             return f"one step has been running for {now - started:.1f} s"
         return None
+
+    def stalled_s(self, now: float) -> float:
+        """How long the slice has had requests without a step being done (or waiting for weights).
+        Failed steps do not count as done."""
+        page = self.page
+        busy = page[Field.RUNNING] or page[Field.WAITING]
+        return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
 
     def kill(self) -> None:
         if self.exit_code is None:

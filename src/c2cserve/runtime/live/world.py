@@ -10,7 +10,7 @@ import select
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from c2cserve.core.actions import (
     Activate,
@@ -22,6 +22,7 @@ from c2cserve.core.actions import (
     Load,
     Recall,
     Reject,
+    Replace,
     ResizeKv,
     Withdraw,
 )
@@ -29,10 +30,13 @@ from c2cserve.core.events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    InstanceFailed,
+    InstanceRecovered,
     ModelFailed,
     ModelLoaded,
     ModelRemoving,
     ModelUsable,
+    Returned,
     SliceLost,
     SliceUp,
     StepTimes,
@@ -79,7 +83,7 @@ class World:
         weakref.finalize(self, os.close, self._wake_fd)
         self._looked_s = 0.0
         self._abort: str | None = None
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(models_given_up=0)
         self.last_tick_s = time.monotonic()
 
     # ---- any thread ---------------------------------------------------------------------------
@@ -203,6 +207,29 @@ class World:
                     if self._note_model(failed):
                         self._host.evict(model)
                         events.append(failed)
+                case _:
+                    events.extend(self._take_trouble(worker.slice.id, message))
+
+    def _take_trouble(
+        self, slice_id: str, message: msg.Failed | msg.Recovered | msg.Returned
+    ) -> Iterator[ClusterEvent]:
+        """What a slice says of models that fail there; events of forgotten models are left out."""
+        match message:
+            case msg.Returned(request_id):
+                request = self._jobs.give_back(request_id, slice_id)
+                if request is not None:
+                    yield Returned(request)
+            case msg.Failed(model, reason, others_work) if model in self._directory:
+                log.error("slice %s: every request of %s fails: %s", slice_id, model, reason)
+                self._directory.get(model).failing[slice_id] = reason
+                self.counters["models_given_up"] += 1
+                yield InstanceFailed(slice_id, model, reason, others_work)
+            case msg.Recovered(model) if model in self._directory:
+                log.info("slice %s: %s works again", slice_id, model)
+                self._directory.get(model).failing.pop(slice_id, None)
+                yield InstanceRecovered(slice_id, model)
+            case _:
+                pass
 
     def _bury(self, worker: Worker, events: list[ClusterEvent]) -> None:
         """Take the last words of a dead worker, then place its requests again."""
@@ -211,6 +238,7 @@ class World:
         self._take_messages(worker, events)
         for record in self._directory:
             record.slices.discard(worker.slice.id)
+            record.failing.pop(worker.slice.id, None)
         displaced, failed = self._jobs.displace(worker.slice.id)
         events += failed
         events.append(SliceLost(worker.slice.id, displaced))
@@ -251,6 +279,8 @@ class World:
                 self._unload(self._directory.get(model))
                 self._directory.remove(model)
                 self._forgotten(model)
+            case Replace(slice_id, reason):
+                self._replace(slice_id, reason)
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
 
@@ -258,6 +288,12 @@ class World:
         worker = self._fleet.worker(slice_id)
         if worker is not None:
             worker.send(message)
+
+    def _replace(self, slice_id: str, reason: str) -> None:
+        worker = self._fleet.worker(slice_id)
+        if worker is not None:
+            log.error("slice %s: nothing works any more, its process ends: %s", slice_id, reason)
+            worker.kill()
 
     def _unload(self, record: ModelRecord) -> None:
         self._fleet.broadcast(msg.Detach(record.id))

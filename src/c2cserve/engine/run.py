@@ -1,0 +1,42 @@
+"""A step between its submission and what comes of it."""
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from c2cserve.core.events import SeqOutcome
+from c2cserve.core.request import Delta
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.sequences import Sequence
+from c2cserve.kernels.ops import Draw
+
+Work = Generator[list[int], None, Draw]
+"""A step from building its batch to the launch of drawing; yields when weights are missing."""
+
+
+@dataclass(slots=True)
+class Run:
+    """A step under way."""
+
+    step: Step
+    picked_s: float
+    switched: bool
+    parts: list[SeqStep] = field(default_factory=list[SeqStep])
+    """Of the requests that are still here when it starts."""
+    seqs: list[Sequence] = field(default_factory=list[Sequence])
+    drawing: list[Sequence] = field(default_factory=list[Sequence])
+    """Those whose tokens are drawn, in the order of the rows."""
+    scored: list[tuple[SeqStep, Sequence, Tensor]] = field(
+        default_factory=list[tuple[SeqStep, Sequence, Tensor]]
+    )
+    """Parts whose prompt tokens' log-probabilities are wanted, and their logits."""
+    draw: Draw | None = None
+    compute_s: float = 0.0
+    launched_s: float = 0.0
+    """When its last part began to be launched."""
+    parked_since_s: float | None = None
+    failed: str = ""
+    """Why it could not be launched, or collected: it draws nothing."""
+    outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
+    deltas: list[Delta] = field(default_factory=list[Delta])

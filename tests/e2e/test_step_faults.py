@@ -1,0 +1,255 @@
+"""Steps fail inside a worker that lives on: requests are tried again, and the fault is pinned down.
+
+The server is a real one; its workers' steps fail as files say (step_faults/).
+"""
+
+import asyncio
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from server_process import ServerProcess, run_cli, wait_until
+from test_faults import all_streams, stream_text
+
+from c2cserve.runtime.replay import replay
+
+FAULTS = Path(__file__).parent / "step_faults"
+MARK = 7
+"""A token that no other prompt here has: that of "!"."""
+MARKED = "sort: dcba!"
+COUNTERS = ("step_failures", "step_retries", "retries_failed", "parts_rebuilt")
+
+
+class Bench:
+    """A server whose steps fail as it is told, and its record."""
+
+    def __init__(self, server: ServerProcess, faults: Path, record: Path) -> None:
+        self.server = server
+        self.faults = faults
+        self.record = record
+
+    def fail(self, fault: str) -> None:
+        (self.faults / fault).touch()
+
+    def mend(self) -> None:
+        for path in self.faults.iterdir():
+            path.unlink()
+
+    def counters(self) -> dict[str, float]:
+        _, text = self.server.get("/metrics")
+        assert all(f"c2cserve:slice_{name}_total" in text for name in COUNTERS)
+        return {
+            name: self.server.metric(rf"c2cserve:slice_{name}_total{{.*}}") for name in COUNTERS
+        }
+
+    def ask(self, model: str, prompt: object = "x", tokens: int = 4) -> tuple[int, str, str]:
+        """Status, text or error, and Retry-After of one request."""
+        body = {"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}
+        request = urllib.request.Request(
+            f"{self.server.url}/v1/completions", json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )  # fmt: skip
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.load(answer)["choices"][0]["text"], ""
+        except urllib.error.HTTPError as error:
+            message = json.load(error)["error"]["message"]
+            return error.code, message, error.headers.get("retry-after", "")
+
+    def model(self, name: str) -> dict[str, Any]:
+        return next(m for m in self.server.state()["models"] if m["id"] == name)
+
+
+Start = Callable[..., AbstractContextManager[Bench]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    faults, record = tmp_path / "faults", tmp_path / "record.jsonl"
+    faults.mkdir()
+    paths = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
+
+    @contextmanager
+    def started(*args: str, slices: int = 1) -> Iterator[Bench]:
+        with ServerProcess(
+            "--record", str(record), *args, directory=tmp_path / "pool", slices=slices
+        ) as server:
+            yield Bench(server, faults, record)
+        result = replay(record)
+        assert result.equal, [stream.difference for stream in result.streams]
+
+    return started
+
+
+def during(bench: Bench, count: int, strike: Callable[[], object]) -> list[str]:
+    """Streams of all models, and what happens in the middle of them."""
+
+    async def scenario() -> list[str]:
+        begun = asyncio.Event()
+        streams = asyncio.create_task(all_streams(bench.server.url, count, 200, begun))
+        await begun.wait()
+        await asyncio.to_thread(strike)
+        return await streams
+
+    return asyncio.run(scenario())
+
+
+def test_a_step_that_fails_once_is_not_noticed(start: Start) -> None:
+    with start() as bench:
+        assert set(bench.counters().values()) == {0.0}
+        undisturbed = asyncio.run(all_streams(bench.server.url, 16, 200))
+        assert set(bench.counters().values()) == {0.0}
+        assert during(bench, 16, lambda: bench.fail("once")) == undisturbed
+        counters = bench.counters()
+        assert counters["step_failures"] == 1
+        assert counters["step_retries"] >= 1
+        assert counters["retries_failed"] == 0
+        state = bench.server.state()
+        assert state["slices"][0]["restarts"] == 0
+        assert bench.server.get("/health")[0] == 200
+        assert all(one["state"] == "ready" for one in state["models"])
+
+
+def test_a_request_that_always_fails_fails_alone(start: Start) -> None:
+    with start() as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 16, 200))
+        bench.fail(f"token-{MARK}")
+        answers: list[tuple[int, str, str]] = []
+
+        def strike() -> None:
+            answers.extend(bench.ask("sorter-llama", MARKED) for _ in range(2))
+
+        assert during(bench, 16, strike) == undisturbed
+        assert [status for status, _, _ in answers] == [500, 500]
+        assert "injected fault" in answers[0][1]
+        assert bench.counters()["retries_failed"] == 2
+        assert bench.model("sorter-llama")["state"] == "ready"
+        assert bench.server.state()["slices"][0]["restarts"] == 0
+
+
+def test_a_stream_that_fails_in_the_middle_says_so(start: Start) -> None:
+    with start() as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 8, 200))
+
+        async def marked() -> list[str]:
+            async with openai.AsyncOpenAI(
+                base_url=f"{bench.server.url}/v1", api_key="none", max_retries=0
+            ) as client:
+                chunks = await client.completions.create(
+                    model="sorter-llama", prompt=MARKED, max_tokens=200, stream=True,
+                    temperature=0, extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                parts: list[str] = []
+                error = ""
+                try:
+                    async for chunk in chunks:
+                        parts += [choice.text for choice in chunk.choices]
+                        if len(parts) == 5:
+                            bench.fail(f"token-{MARK}")
+                except openai.APIError as caught:
+                    error = str(caught)
+                assert "injected fault" in error
+                return parts
+
+        async def scenario() -> tuple[list[str], list[str]]:
+            return await asyncio.gather(marked(), all_streams(bench.server.url, 8, 200))
+
+        parts, texts = asyncio.run(scenario())
+        assert len(parts) >= 5
+        assert texts == undisturbed
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_model_that_always_fails_is_given_up_and_tried_again(start: Start, slices: int) -> None:
+    with start(slices=slices) as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 3, 200))
+        right = bench.ask("chatter-qwen2", "what is your name?")
+        bench.fail("model-chatter-qwen2")
+        answers: list[tuple[int, str, str]] = []
+
+        def strike() -> None:
+            while not answers or answers[-1][0] != 503:
+                answers.append(bench.ask("chatter-qwen2", "what is your name?"))
+                assert len(answers) < 20
+
+        async def others() -> list[str]:
+            begun = asyncio.Event()
+            streams = asyncio.create_task(all_streams(bench.server.url, 3, 200, begun))
+            await begun.wait()
+            await asyncio.to_thread(strike)
+            return await streams
+
+        assert asyncio.run(others()) == undisturbed
+        assert {status for status, _, _ in answers[:-1]} == {500}
+        assert 3 <= len(answers) - 1 <= 3 * slices + 2
+        _, reason, retry_after = answers[-1]
+        assert "fails on every slice" in reason
+        assert "injected fault" in reason
+        assert int(retry_after) >= 1
+        assert bench.model("chatter-qwen2")["state"] == "failed"
+        assert "injected fault" in bench.model("chatter-qwen2")["error"]
+        assert "failed" in run_cli("models", "list", "--url", bench.server.url).stdout
+        cards = json.loads(bench.server.get("/v1/models")[1])["data"]
+        assert {one["id"]: one["state"] for one in cards}["chatter-qwen2"] == "failed"
+        status, text = bench.server.get("/health")
+        assert status == 200, text
+        assert "chatter-qwen2" in text
+        assert bench.ask("sorter-llama")[0] == 200
+        bench.mend()
+        wait_until(lambda: bench.ask("chatter-qwen2", "what is your name?") == right, 30, "back")
+        wait_until(lambda: bench.model("chatter-qwen2")["state"] == "ready", 5, "ready", 0.2)
+
+
+def test_a_slice_on_which_nothing_works_is_replaced(start: Start) -> None:
+    with start() as bench:
+        right = bench.ask("sorter-llama", "sort: dcba")
+        pid = bench.server.worker_pids()[0]
+        bench.fail("all")
+        seen: set[int] = set()
+        deadline = time.monotonic() + 30
+        while not (restarts := bench.server.state()["slices"][0]["restarts"]):
+            assert time.monotonic() < deadline
+            for model in ("sorter-llama", "adder-qwen"):
+                seen.add(bench.ask(model)[0])
+            health = bench.server.get("/health")[0], bench.server.get("/ready")[0]
+            if health == (503, 503):
+                seen.add(0)
+        assert {0, 500} <= seen <= {0, 500, 503}
+        assert restarts >= 1
+        bench.mend()
+        wait_until(lambda: bench.ask("sorter-llama", "sort: dcba") == right, 30, "works again")
+        assert pid not in bench.server.worker_pids()
+        assert bench.server.get("/health")[0] == bench.server.get("/ready")[0] == 200
+
+
+def test_health_tells_of_a_slice_without_progress(start: Start) -> None:
+    with start("--stall-timeout", "1", slices=2) as bench:
+        bench.fail("slow")
+
+        async def scenario() -> None:
+            stream = asyncio.create_task(stream_text(bench.server.url, 0, 2))
+
+            def slices() -> dict[str, dict[str, str]]:
+                status, text = bench.server.get("/health")
+                assert status == 200, "the other slice is sound"
+                return json.loads(text)["slices"]
+
+            def stalled() -> bool:
+                return any("no step was done" in one["trouble"] for one in slices().values())
+
+            await asyncio.to_thread(wait_until, stalled, 15, "a slice is in trouble")
+            bench.mend()
+            await stream
+            assert not await asyncio.to_thread(stalled)
+
+        asyncio.run(scenario())
