@@ -2,9 +2,10 @@
 again.
 
 CPU slices promise bits always (docs/models.md, Batch invariance). GPU slices promise them where no
-step was of more than 64 rows and nothing was computed twice (docs/gpu_engine.md, Precision): for
-others the answer's tokens are given to the model as a prompt, and their log-probabilities must be
-what the answer said of them, within `catalogue_client.TOLERANCE`.
+step was of more than 64 rows, no prompt was cut so that one token was left, and nothing was
+computed twice (docs/gpu_engine.md, Precision). That is made sure of for calm models. For others the
+answer's tokens are given to the model as a prompt, and their log-probabilities must be what the
+answer said of them, within `catalogue_client.TOLERANCE`.
 """
 
 import random
@@ -22,8 +23,11 @@ from soak.moments import Moments
 
 EXACT_ROWS = 64
 """Of a step: above, GPU slices multiply by cuBLAS, whose sums depend on the number of rows."""
-_EXACT_PROMPT = 16
-"""Tokens: no block of it can come from the cache, nor be cut by a chunk's end."""
+_UNCUT_ROWS = 16
+"""The smallest budget of a step for prompts: so many tokens together are never cut. Nor does a
+block of such a prompt come from the cache."""
+_EXACT_KINDS = ("calm", "at the end")
+"""What is drawn on GPUs, all rows of a step by the same sampler."""
 _SCORED_TOKENS = 1500
 """Of prompt and answer, beyond which scoring an answer again takes too long."""
 
@@ -60,9 +64,10 @@ class Checker:
             return False
         if not self._gpu:
             return True
-        short = bool(case.prompt_lens) and max(case.prompt_lens) <= _EXACT_PROMPT
-        undisturbed = self._moments.calm(asked.reply.sent_s, asked.reply.ended_s)
-        return short and undisturbed and asked.rows <= EXACT_ROWS
+        if case.kind not in _EXACT_KINDS or asked.rows > EXACT_ROWS:
+            return False
+        uncut = case.prompt_lens == (1,) or asked.rows <= _UNCUT_ROWS
+        return uncut and self._moments.calm(asked.reply.sent_s, asked.reply.ended_s)
 
     # ---- asking alone ---------------------------------------------------------------------------
 

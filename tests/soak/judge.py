@@ -4,6 +4,7 @@ What it says is compared elsewhere (`comparing`). Every rule here is of docs/api
 docs/operations.md.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 from soak.case import Case, Reply, Said
@@ -20,19 +21,40 @@ Fault = tuple[str, object, object]
 """Its name, what was expected, what came."""
 
 
+@dataclass(slots=True)
+class Tally:
+    """Of one server: what its counters must show."""
+
+    ended: int = 0
+    """Choices that ended with a stop or at their length."""
+    left: int = 0
+    """Choices whose client went away, or whose request failed: they may have ended as well."""
+    output_tokens: int = 0
+    """By the usage of whole answers, where it came."""
+
+
 class Judge:
     def __init__(self, findings: Findings, moments: Moments) -> None:
         self._findings, self._moments = findings, moments
+        self.tally = Tally()
 
     def judge(self, case: Case, reply: Reply) -> bool:
         """Whether all is as it must be; what is not becomes a violation."""
         self._findings.counted(case, reply)
+        self._count(case, reply)
         faults = self._ending(case, reply)
         if not faults and reply.status is not None:
             faults = _answer(case, reply) if reply.status == 200 else _refusal(case, reply)
         for name, expected, came in faults:
             self._findings.violation(name, expected, came, case, reply)
         return not faults
+
+    def _count(self, case: Case, reply: Reply) -> None:
+        if reply.complete:
+            self.tally.ended += case.choices
+            self.tally.output_tokens += (reply.usage or {}).get("completion_tokens", 0)
+        else:
+            self.tally.left += case.choices
 
     # ---- status and end -------------------------------------------------------------------------
 

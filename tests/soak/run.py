@@ -16,7 +16,7 @@ from soak.chaos import Chaos
 from soak.client import Client
 from soak.comparing import Asked, Checker
 from soak.findings import Findings
-from soak.judge import Judge
+from soak.judge import Judge, Tally
 from soak.kinds import Draw
 from soak.load import Load, Wave
 from soak.moments import Moments
@@ -71,6 +71,7 @@ class Run:
             row: dict[str, Any] = {"name": phase.name, "arguments": phase.arguments}
             self.phases.append(row)
             self._moments.draining_s = float("inf")
+            self._judge.tally = Tally()
             try:
                 self._phase(number, phase, end_s, row)
             except ServerFailed as error:
@@ -125,6 +126,7 @@ class Run:
             )  # fmt: skip
             await self._loaded(load, chaos, load_end_s, watching)
             await self._idle(watch)
+            self._counted(watch)
             row["answers"] = len(load.asked)
             row["memory"] = watch.memory()
             await self._checker.check(client, load.asked, end_s)
@@ -156,6 +158,7 @@ class Run:
         while held and time.monotonic() < until_s:
             await asyncio.sleep(0.2)
             held = await asyncio.to_thread(watch.idle)
+        await asyncio.to_thread(watch.look)
         if held:
             self._findings.violation("held while idle", "nothing", held)
         back_s = time.monotonic() + self._plan.setting.ready_s
@@ -166,6 +169,21 @@ class Run:
                 return
             await asyncio.sleep(0.2)
 
+    def _counted(self, watch: Watch) -> None:
+        """The server's counters against what its clients saw."""
+        tally = self._judge.tally
+        ended = sum(
+            watch.counted("vllm:request_success_total", f'finished_reason="{reason}"')
+            for reason in ("stop", "length")
+        )
+        if not tally.ended <= ended <= tally.ended + tally.left:
+            expected = f"{tally.ended} to {tally.ended + tally.left}"
+            self._findings.violation("counted: requests that ended", expected, ended)
+        output = watch.counted("vllm:generation_tokens_total")
+        if output < tally.output_tokens:
+            expected = f"at least {tally.output_tokens}"
+            self._findings.violation("counted: tokens", expected, output)
+
     async def _every_model(self, client: Client, rng: random.Random) -> None:
         """At the end each of them answers: twice the same, with no load."""
         for model in self._catalogue.models:
@@ -174,7 +192,7 @@ class Run:
             case = replace(made, id=f"end-{model.id}")
             reply = await client.ask(case)
             if self._judge.judge(case, reply):
-                await self._checker.check(client, [Asked(case, reply, 1)], float("inf"))
+                await self._checker.check(client, [Asked(case, reply, 5)], float("inf"))
 
     async def _drain(self, server: Server, load: Load, watching: asyncio.Task[None]) -> None:
         """SIGTERM in the middle of answers: they end well, what comes later is refused."""

@@ -108,8 +108,10 @@ class Watch:
         if preempted:
             self._moments.preempted()
 
-    def counted(self, prefix: str) -> float:
-        return sum(value for name, value in self._samples.items() if name.startswith(prefix))
+    def counted(self, name: str, label: str = "") -> float:
+        """A counter's samples with the label, added, as they were last."""
+        found = self._samples.items()
+        return sum(value for key, value in found if key.startswith(name + "{") and label in key)
 
     # ---- memory ---------------------------------------------------------------------------------
 
