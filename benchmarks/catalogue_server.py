@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -67,9 +66,27 @@ class Server:
         assert self._process is not None
         return self._process
 
-    def wait_ready(self, limit_s: float, tell: Callable[[str], None]) -> None:
-        """Every slice up and every model in the pool. Raises `ServerFailed`, for a failed model at
-        once."""
+    @property
+    def pids(self) -> list[int]:
+        """Of the server and all that descends from it."""
+        return _family(self._running.pid)
+
+    def terminate(self) -> None:
+        """Tell it to drain and end."""
+        self._running.terminate()
+
+    def wait(self, limit_s: float) -> int | None:
+        """Its exit status, None if it still runs after `limit_s`."""
+        try:
+            return self._running.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait_ready(
+        self, limit_s: float, tell: Callable[[str], None], *, all_loaded: bool = True
+    ) -> None:
+        """Every slice up and (`all_loaded`) every model in the pool. Raises `ServerFailed`, for a
+        failed model at once."""
         began_s, told_s = time.monotonic(), time.monotonic()
         while time.monotonic() - began_s < limit_s:
             if self._running.poll() is not None:
@@ -83,7 +100,8 @@ class Server:
             if "failed" in states:
                 raise ServerFailed(f"a model failed to load:\n{self.last_words()}")
             slices = [one["state"] for one in state["slices"]]
-            if set(states) == {"ready"} and set(slices) == {"up"}:
+            loading = set(states) != {"ready"} if all_loaded else "ready" not in states
+            if not loading and set(slices) == {"up"}:
                 return
             if time.monotonic() - told_s > 5:
                 told_s = time.monotonic()
@@ -103,6 +121,11 @@ class Server:
     def metrics(self) -> dict[str, float]:
         """Samples summed over their labels, buckets left out."""
         return sum_samples(self._get("/metrics"))
+
+    def samples(self) -> dict[str, float]:
+        """Every sample by its name with its labels, as `/metrics` writes them."""
+        found = _SAMPLE.findall(self._get("/metrics"))
+        return {f"{name}{{{labels}}}": float(value) for name, labels, value in found}
 
     def _get(self, path: str) -> str:
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:

@@ -37,7 +37,7 @@ from catalogue_files import MIX, Pick, pick, write_catalogue
 from catalogue_phases import Phases
 from catalogue_server import Server, ServerFailed, gpu_total_bytes
 from gpu_models import SHAPES, weight_bytes
-from host_memory import grow_memory, memory_bytes
+from host_memory import grow_memory, memory_bytes, tmpfs
 from report import report
 
 from c2cserve.cli.gpu_ready import usable_gpus
@@ -206,21 +206,17 @@ def _directories(
 ) -> Generator[tuple[Path, Path]]:  # fmt: skip
     """Where segments and checkpoints go: a tmpfs of their own if one is wanted and can be mounted.
     It says if it can not."""
-    mounted = work / "memory"
-    mounted.mkdir()
-    done = None
-    if given.mount:
-        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "c2cserve", str(mounted)]
-        done = subprocess.run(mount, capture_output=True, text=True, timeout=20, check=False)
-        if done.returncode:
-            print(f"{done.stderr.strip()}: the pool is in {given.pool_dir}", flush=True)
-    if done is None or done.returncode:
+    if not given.mount:
         yield given.pool_dir, work
         return
-    try:
-        yield mounted, mounted
-    finally:
-        subprocess.run(["umount", "--lazy", str(mounted)], check=True, timeout=60)
+    mounted = work / "memory"
+    mounted.mkdir()
+    with tmpfs(mounted, size) as refused:
+        if refused:
+            print(f"{refused}: the pool is in {given.pool_dir}", flush=True)
+            yield given.pool_dir, work
+        else:
+            yield mounted, mounted
 
 
 def _tell(began_s: float, said: str) -> None:

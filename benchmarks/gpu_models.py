@@ -40,7 +40,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
         "num_experts_per_tok": 8,
     },
+    "llama-1b": {
+        **_LLAMA, "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32,
+        "head_dim": 64, "intermediate_size": 8192, "tie_word_embeddings": True,
+    },
+    "mistral-7b": {
+        **_LLAMA, "architectures": ["MistralForCausalLM"], "vocab_size": 32768,
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+        "intermediate_size": 14336, "sliding_window": 4096,
+    },
+    "qwen3-0.6b": {
+        **_QWEN3, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "intermediate_size": 3072, "tie_word_embeddings": True,
+    },
     "tiny-llama": {**_LLAMA, **_TINY},
+    "tiny-qwen3": {**_QWEN3, **_TINY, "head_dim": 32, "num_attention_heads": 2},
+    "tiny-windowed": {
+        **_LLAMA, **_TINY, "architectures": ["MistralForCausalLM"], "head_dim": 64,
+        "num_key_value_heads": 1, "sliding_window": 40,
+    },
     "tiny-tied": {**_LLAMA, **_TINY, "num_hidden_layers": 4, "tie_word_embeddings": True},
     "tiny-moe": {
         **_QWEN3_MOE, **_TINY, "moe_intermediate_size": 32, "num_experts": 8,

@@ -1,8 +1,11 @@
 """Host memory of a machine that is given more as it uses more: some virtual machines begin with a
 part of what they may have, and a program that takes much at once finds too little."""
 
+import contextlib
 import mmap
+import subprocess
 import time
+from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
@@ -39,3 +42,18 @@ def grow_memory(size: int, *, limit_s: float = 120.0) -> int:
     for memory in held:
         memory.close()
     return memory_bytes()["MemAvailable"]
+
+
+@contextlib.contextmanager
+def tmpfs(at: Path, size: int) -> Generator[str]:
+    """A tmpfs of `size` bytes at the folder `at`, until the end (root only). Yields why there is
+    none, nothing if there is."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "c2cserve", str(at)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=20, check=False)
+    if done.returncode:
+        yield done.stderr.strip() or f"mount ended with {done.returncode}"
+        return
+    try:
+        yield ""
+    finally:
+        subprocess.run(["umount", "--lazy", str(at)], check=True, timeout=60)

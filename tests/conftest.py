@@ -3,12 +3,17 @@ How long one takes is no fault of the code's where other processes have the core
 
 Triton's kernels run interpreted where there is no GPU. They are what that is decided for when they
 are imported, so it is decided here. So are torch's threads: one where tests run in several
-processes, which have the cores between them."""
+processes, which have the cores between them.
+
+Tests of benchmarks and of the soak import them by name."""
 
 import os
+import sys
 from pathlib import Path
 
 from hypothesis import HealthCheck, settings
+
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
 
 settings.register_profile(
     "tests",

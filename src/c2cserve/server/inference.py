@@ -200,8 +200,9 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _timing_headers(choices: Sequence[Choice]) -> dict[str, str]:
-    """Where the first choice ran and what its switch cost."""
-    timing = choices[0].timing
+    """Where the first choice ran and what its switch cost. A stream's headers go out before all
+    choices have begun: they tell of the first one that has."""
+    timing = next((one.timing for one in choices if one.timing is not None), None)
     if timing is None:
         return {}
     return {

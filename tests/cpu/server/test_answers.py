@@ -323,6 +323,21 @@ def test_timing_headers(served: Served, byte: Tokenizer) -> None:
         assert float(headers["x-c2cserve-switch-ms"]) == TIMING.switch_s * 1e3
 
 
+def test_timing_headers_of_a_stream_whose_second_choice_begins(
+    served: Served, byte: Tokenizer
+) -> None:
+    """Headers go out with the first piece, whichever choice it is of."""
+
+    def play(job: Job) -> Play:
+        late_s = 0.2 if job.tokens[0] == 40 else 0.0
+        return Play([*ids(byte, "hello"), EOS], delay_s=late_s)
+
+    served.plays(play)
+    body = {"model": BYTE, "prompt": [[40], [41]], "max_tokens": 2, "stream": True}
+    headers = served.http.post("/v1/completions", json=body).headers
+    assert headers["x-c2cserve-slice"] == TIMING.slice
+
+
 async def test_the_async_client_many_at_once(served: Served, byte: Tokenizer) -> None:
     def play(job: Job) -> Play:
         return Play([*job.tokens[-3:], EOS], delay_s=0.001)

@@ -1,0 +1,123 @@
+"""The soak's judge: what it must not let pass, and what it must."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soak.case import COMPLETIONS, Case, Leave, Reply, Said
+from soak.catalogue import Model
+from soak.findings import Findings
+from soak.judge import Judge
+from soak.moments import Moments
+
+MODEL = Model("m", Path("m"), 512, 1024, 64, 1000, numbers=True)
+BODY = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "logprobs": 0}
+CASE = Case("c-1", "short", MODEL, COMPLETIONS, BODY, frozenset({200}), {}, (3,))
+HEADERS = {"x-request-id": "c-1", "x-c2cserve-slice": "cpu0"}
+USAGE = {
+    "prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
+LATE = {"message": "busy", "type": "rate_limit_error", "param": None, "code": "rate_limit_exceeded"}
+GONE = {"message": "no", "type": "invalid_request_error", "param": "model",
+        "code": "model_not_found"}  # fmt: skip
+
+
+class Court:
+    def __init__(self, directory: Path) -> None:
+        self.findings = Findings(directory, 7, 0.0, lambda _: None)
+        self.moments = Moments()
+        self.judge = Judge(self.findings, self.moments)
+
+    def faults(self, reply: Reply, case: Case = CASE) -> list[str]:
+        self.judge.judge(case, reply)
+        return list(self.findings.violations)
+
+
+@pytest.fixture
+def court(tmp_path: Path) -> Court:
+    return Court(tmp_path)
+
+
+def good(**changes: Any) -> Reply:
+    said = Said(" 8 9", [" 8", " 9"], [-0.5, -0.25], finishes=["length"])
+    reply = Reply(100.0, 200, dict(HEADERS), {0: said}, dict(USAGE), end="whole", ended_s=101.0)
+    return replace(reply, **changes)
+
+
+def said(**changes: Any) -> dict[int, Said]:
+    return {0: replace(good().choices[0], **changes)}
+
+
+def test_a_good_answer_passes(court: Court) -> None:
+    assert court.faults(good()) == []
+    assert court.judge.tally.ended == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"end": "cut"}, "an answer's end: cut"),
+        ({"end": "no end"}, "an answer's end: no end"),
+        ({"status": 500, "error": LATE}, "status"),
+        ({"status": 429, "error": LATE}, "status"),
+        ({"status": 404, "error": GONE}, "status"),
+        ({"end": "error event", "error": LATE}, "an error in a stream"),
+        ({"headers": {"x-c2cserve-slice": "cpu0"}}, "x-request-id"),
+        ({"headers": {"x-request-id": "c-1"}}, "x-c2cserve-slice"),
+        ({"choices": {}}, "choices"),
+        ({"choices": said(finishes=[])}, "finish_reason"),
+        ({"choices": said(finishes=["stop"])}, "finish_reason"),
+        ({"choices": said(finishes=["length", "length"])}, "finish_reason"),
+        ({"choices": said(logprobs=[-0.5])}, "tokens of an answer"),
+        ({"choices": said(logprobs=[-0.5, float("nan")])}, "a log-probability"),
+        ({"usage": None}, "usage"),
+        ({"usage": {**USAGE, "total_tokens": 6}}, "usage"),
+        ({"usage": {**USAGE, "prompt_tokens": 4, "total_tokens": 6}}, "usage"),
+        ({"usage": {**USAGE, "completion_tokens": 1, "total_tokens": 4}}, "usage"),
+    ],
+)
+def test_what_must_not_pass(court: Court, changes: dict[str, Any], fault: str) -> None:
+    assert court.faults(good(**changes)) == [fault]
+    [line] = court.findings.file.read_text().splitlines()
+    assert json.loads(line)["sent"]["body"] == BODY
+    assert json.loads(line)["seed"] == 7
+
+
+def test_a_stop_string_is_not_shown(court: Court) -> None:
+    case = replace(CASE, body={**BODY, "stop": ["8"]})
+    assert court.faults(good(), case) == ["a stop string in the output"]
+
+
+def test_refusals_of_the_moment(court: Court) -> None:
+    """Only while the model is out of the catalogue, only while draining, only with Retry-After."""
+    gone = good(status=404, error=GONE)
+    court.moments.removing("m")
+    meanwhile = replace(gone, sent_s=court.moments._absent["m"][0].begin_s, ended_s=1e9)  # pyright: ignore[reportPrivateUsage]
+    assert court.faults(meanwhile) == []
+    court.moments.draining_s = 100.5
+    refused = good(status=503, error={**LATE, "code": None})
+    assert court.faults(refused) == ["Retry-After"]
+    allowed = replace(refused, headers={**HEADERS, "retry-after": "5"})
+    before = court.findings.violations.total()
+    court.faults(allowed)
+    assert court.findings.violations.total() == before
+
+
+def test_four_lost_workers_may_fail_a_request(court: Court) -> None:
+    failed = good(end="error event", error=LATE, ended_s=1e12)
+    for lost in range(4):
+        assert "an error in a stream" in court.faults(failed) or lost == 4
+        court.moments.disturbed("cpu0")
+    before = court.findings.violations.total()
+    court.faults(failed)
+    assert court.findings.violations.total() == before
+
+
+def test_who_leaves_is_owed_nothing_more(court: Court) -> None:
+    case = replace(CASE, leave=Leave(pieces=1), body={**BODY, "stream": True})
+    assert court.faults(good(end="left", usage=None, choices={}), case) == []
+    assert court.faults(good(end="left", status=None, headers={}), case) == []
+    assert court.judge.tally.left == 2

@@ -1,0 +1,193 @@
+"""What happens to the server while it serves: workers killed and stopped, models added, removed
+and reloaded, mistakes of administrators."""
+
+import asyncio
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from soak.catalogue import Model
+from soak.findings import Findings
+from soak.load import Load
+from soak.moments import Moments
+from soak.watch import Watch
+
+_ADMIN_S = 120.0
+"""How long removing or reloading a model may take: it drains first."""
+_SHORT_STOP_S = 1.0
+_QUICK_KILLS = 2
+"""In a row, of a worker that was just started: after three failed starts with no other slice up the
+server rightly gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """How often, on average; 0: never."""
+
+    kill_every_s: float
+    stop_every_s: float
+    admin_every_s: float
+    hang_timeout_s: float
+    """Of the server: a worker stopped for longer is replaced."""
+    settle_s: float
+    """After a kill, before the next: the machine's time for a new worker."""
+
+
+class Chaos:
+    """Of one phase. `run` until cancelled; `finish` puts the catalogue back."""
+
+    def __init__(
+        self, url: str, trouble: Trouble, models: Sequence[Model], load: Load, watch: Watch,
+        findings: Findings, moments: Moments, rng: random.Random,
+    ) -> None:  # fmt: skip
+        self._url, self._trouble, self._models = url, trouble, models
+        self._load, self._watch = load, watch
+        self._findings, self._moments, self._rng = findings, moments, rng
+        self._quick: Counter[str] = Counter()
+        self._added = 0
+        self._changing: asyncio.Future[None] | None = None
+        """A change of the catalogue under way: it is never cut off by a phase's end."""
+
+    async def run(self) -> None:
+        trouble = self._trouble
+        await asyncio.gather(
+            self._every(trouble.kill_every_s, self._kill),
+            self._every(trouble.stop_every_s, self._stop),
+            self._every(trouble.admin_every_s, self._change),
+        )
+
+    async def _every(self, mean_s: float, do: Any) -> None:
+        while mean_s:
+            await asyncio.sleep(min(4 * mean_s, self._rng.expovariate(1 / mean_s)))
+            await do()
+
+    # ---- workers --------------------------------------------------------------------------------
+
+    def _victim(self) -> dict[str, Any] | None:
+        """A slice whose worker may be disturbed now."""
+        alive = [one for one in self._watch.state.get("slices", ()) if one["pid"]]
+        if not alive:
+            return None
+        chosen: dict[str, Any] = self._rng.choice(alive)
+        return chosen if self._quick[chosen["id"]] < _QUICK_KILLS else None
+
+    async def _kill(self) -> None:
+        victim = self._victim()
+        if victim is None or not self._end(victim, "killed"):
+            return
+        self._findings.events[f"killed while {victim['state']}"] += 1
+        await asyncio.sleep(self._trouble.settle_s)
+
+    def _end(self, victim: dict[str, Any], how: str) -> bool:
+        slice_id, pid = victim["id"], int(victim["pid"])
+        self._quick[slice_id] += 1
+        asyncio.get_running_loop().call_later(
+            2 * self._trouble.settle_s, self._quick.subtract, {slice_id: 1}
+        )
+        self._watch.will_end(pid, how)
+        self._moments.disturbed(slice_id)
+        return _signal(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
+
+    async def _stop(self) -> None:
+        """For a moment, which nobody must notice; or for good, until the server replaces it."""
+        victim = self._victim()
+        if victim is None or victim["state"] != "up":
+            return
+        pid = int(victim["pid"])
+        if self._rng.random() < 0.5:
+            if self._end(victim, "stopped"):
+                self._findings.events["stopped until replaced"] += 1
+                await asyncio.sleep(self._trouble.hang_timeout_s + self._trouble.settle_s)
+            return
+        self._moments.disturbed(victim["id"])
+        if _signal(pid, signal.SIGSTOP):
+            self._findings.events["stopped for a moment"] += 1
+            try:
+                await asyncio.sleep(_SHORT_STOP_S)
+            finally:
+                _signal(pid, signal.SIGCONT)
+
+    # ---- the catalogue --------------------------------------------------------------------------
+
+    async def _change(self) -> None:
+        change = self._rng.choice((self._add_and_remove, self._reload, self._reload, self._mistake))
+        self._changing = asyncio.ensure_future(change())
+        await asyncio.shield(self._changing)
+
+    async def finish(self) -> None:
+        """Wait until the change under way is over."""
+        if self._changing is not None:
+            await self._changing
+
+    async def _add_and_remove(self) -> None:
+        twin = self._rng.choice(self._models)
+        self._added += 1
+        name = f"added/{self._load.name}.{self._added}"
+        model = replace(twin, id=name, twin=twin.id)
+        entry = {
+            "id": name, "path": str(twin.path), "max_context": twin.context, "ttft_s": 1000.0,
+            "tpot_s": 1000.0, "aliases": [f"{name}-alias"],
+        }  # fmt: skip
+        self._moments.removing(name)
+        if not await self._admin_call("POST", "/admin/models", 201, entry):
+            return
+        self._moments.added(name)
+        self._findings.events["model added"] += 1
+        self._load.extras.append(model)
+        await asyncio.sleep(self._rng.uniform(1.0, 6.0))
+        if self._rng.random() < 0.5:
+            await self._admin_call("POST", "/admin/models", 409, entry)
+        self._moments.removing(name)
+        removed = await self._admin_call("DELETE", f"/admin/models/{name}", 200)
+        self._load.extras.remove(model)
+        self._findings.events["model removed"] += removed
+
+    async def _reload(self) -> None:
+        """The model is in the catalogue all the time."""
+        model = self._rng.choice(self._models)
+        done = await self._admin_call("POST", f"/admin/models/{model.id}/reload", 200)
+        self._findings.events["model reloaded"] += done
+
+    async def _mistake(self) -> None:
+        model = self._rng.choice(self._models)
+        method, path, status, body = self._rng.choice((
+            ("POST", "/admin/models", 400, {"id": "x", "path": "/nowhere"}),
+            ("POST", "/admin/models", 400, {"id": "x", "pth": str(model.path)}),
+            ("POST", "/admin/models", 409, {"id": model.id, "path": str(model.path)}),
+            ("DELETE", "/admin/models/no-such-model", 404, None),
+            ("POST", "/admin/models/no-such-model/reload", 404, None),
+            ("GET", f"/v1/models/{model.id}", 200, None),
+        ))  # fmt: skip
+        await self._admin_call(method, path, status, body)
+        self._findings.events["administrator's mistake"] += 1
+
+    async def _admin_call(self, method: str, path: str, status: int, body: Any = None) -> bool:
+        """Whether it answered as it must."""
+        timeout = aiohttp.ClientTimeout(total=_ADMIN_S)
+        try:
+            async with (
+                aiohttp.ClientSession(self._url, timeout=timeout) as session,
+                session.request(method, path, json=body) as answer,
+            ):
+                came: object = answer.status
+                text = await answer.text()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            came, text = type(error).__name__, str(error)
+        if came != status:
+            what = {"method": method, "path": path, "body": body, "status": came, "text": text}
+            self._findings.violation("administration", status, what)
+        return came == status
+
+
+def _signal(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:  # it ended by itself
+        return False
+    return True

@@ -1,0 +1,77 @@
+"""What was going on when: the judge asks it what a request may have met."""
+
+import math
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+
+LOOK_S = 1.0
+"""How often the server's state is looked at."""
+_SLACK_S = 0.5
+"""Of moments that are seen by looking every so often, or by an answer that was under way."""
+
+
+@dataclass(slots=True)
+class _Span:
+    begin_s: float
+    end_s: float = math.inf
+
+    def meets(self, begin_s: float, end_s: float) -> bool:
+        return self.begin_s - _SLACK_S <= end_s and begin_s <= self.end_s + _SLACK_S
+
+
+class Moments:
+    def __init__(self) -> None:
+        self._absent: dict[str, list[_Span]] = defaultdict(list)
+        self._disturbed: list[tuple[float, str]] = []
+        self._preempted: list[float] = []
+        self._no_slice: list[_Span] = []
+        self.draining_s = math.inf
+        """When the server was told to end."""
+
+    # ---- what is noted --------------------------------------------------------------------------
+
+    def removing(self, model: str) -> None:
+        self._absent[model].append(_Span(time.monotonic()))
+
+    def added(self, model: str) -> None:
+        self._absent[model][-1].end_s = time.monotonic()
+
+    def disturbed(self, slice_id: str) -> None:
+        """A slice's worker is killed or stopped now."""
+        self._disturbed.append((time.monotonic(), slice_id))
+
+    def preempted(self) -> None:
+        """Requests were preempted since the last look."""
+        self._preempted.append(time.monotonic())
+
+    def looked(self, up: int) -> None:
+        """So many slices are up now."""
+        now = time.monotonic()
+        if not up and (not self._no_slice or self._no_slice[-1].end_s < math.inf):
+            self._no_slice.append(_Span(now))
+        elif up and self._no_slice and self._no_slice[-1].end_s == math.inf:
+            self._no_slice[-1].end_s = now
+
+    # ---- what is asked --------------------------------------------------------------------------
+
+    def absent(self, model: str, begin_s: float, end_s: float) -> bool:
+        """Whether the model was out of the catalogue, or on its way in or out, meanwhile."""
+        return any(span.meets(begin_s, end_s) for span in self._absent[model])
+
+    def disturbances(self, begin_s: float, end_s: float) -> int:
+        """How often a worker was killed or stopped meanwhile; shortly before counts as well."""
+        return sum(begin_s - 15.0 <= at_s <= end_s for at_s, _ in self._disturbed)
+
+    def calm(self, begin_s: float, end_s: float) -> bool:
+        """Whether nothing was computed twice: nobody preempted, no worker killed or stopped."""
+        seen_s = end_s + LOOK_S + _SLACK_S
+        preempted = any(begin_s <= at_s <= seen_s for at_s in self._preempted)
+        return not preempted and not self.disturbances(begin_s, end_s)
+
+    def no_slice(self, begin_s: float, end_s: float, for_s: float) -> bool:
+        """Whether no slice was up for so long, at some time meanwhile."""
+        return any(
+            span.meets(begin_s, end_s) and min(end_s, span.end_s) - span.begin_s >= for_s - 1.0
+            for span in self._no_slice
+        )

@@ -1,0 +1,201 @@
+"""The server seen from outside while it is asked: health, counters, memory, log, pool."""
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import aiohttp
+from catalogue_server import Server
+
+from soak.findings import Findings
+from soak.moments import LOOK_S, Moments
+
+HEALTH_S = 5.0
+"""Within which /health must answer; a controller that is silent for longer is not healthy."""
+_HEALTH_EVERY_S = 0.3
+_HOST_GROWTH, _GPU_GROWTH = 256 << 20, 512 << 20
+"""What memory may grow between the first and the last third of a phase, KV arenas on the host left
+out (their pages cost nothing until used)."""
+_WARM_UP = 0.25
+"""Of a phase, before memory is looked at."""
+_FEWEST_LOOKS = 12
+_POOL_FILES_SLACK = 16 << 20
+"""Control files, status pages."""
+_OF_WORKER = re.compile(r"worker of slice (\S+) \(pid (\d+)\): ")
+_OF_HOUSE = "a slice's process was ended before its slice"
+
+
+class Watch:
+    """Of one server. `run` until cancelled, then `finish`."""
+
+    def __init__(
+        self, server: Server, log: Path, pool: Path, findings: Findings, moments: Moments,
+        arena_bytes: int, *, judge_gpu: bool,
+    ) -> None:  # fmt: skip
+        """`arena_bytes`: of all KV arenas on the host together."""
+        self._server, self._log, self._pool = server, log, pool
+        self._findings, self._moments = findings, moments
+        self._arena_bytes, self._judge_gpu = arena_bytes, judge_gpu
+        self._samples: dict[str, float] = {}
+        self._memory: list[dict[str, int]] = []
+        self._read = 0
+        self._ended: dict[int, str] = {}
+        """Workers that were killed or stopped for long, and what was done."""
+        self._ended_s = -1e9
+        self.state: dict[str, Any] = {}
+        self.slowest_health_s = 0.0
+
+    def will_end(self, pid: int, how: str) -> None:
+        self._ended[pid] = how
+        self._ended_s = time.monotonic()
+
+    async def run(self) -> None:
+        await asyncio.gather(self._healthy(), self._look_on())
+
+    async def _healthy(self) -> None:
+        """A process of its own would see more; a loop beside others sees what clients see."""
+        timeout = aiohttp.ClientTimeout(total=HEALTH_S)
+        async with aiohttp.ClientSession(self._server.url, timeout=timeout) as session:
+            while True:
+                began_s = time.monotonic()
+                try:
+                    async with session.get("/health") as answer:
+                        status: object = answer.status
+                        await answer.read()
+                except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                    status = f"{type(error).__name__}: {error}"
+                took_s = time.monotonic() - began_s
+                self.slowest_health_s = max(self.slowest_health_s, took_s)
+                if status != 200 and self._moments.draining_s > began_s:
+                    self._findings.violation("/health", f"200 within {HEALTH_S} s", status)
+                await asyncio.sleep(_HEALTH_EVERY_S)
+
+    async def _look_on(self) -> None:
+        while True:
+            try:
+                await asyncio.to_thread(self.look)
+            except (OSError, ValueError) as error:
+                if self._moments.draining_s == float("inf"):
+                    self._findings.violation("/admin/state or /metrics", "an answer", repr(error))
+            await asyncio.sleep(LOOK_S)
+
+    def look(self) -> None:
+        self.state = self._server.state()
+        self._moments.looked(sum(one["state"] == "up" for one in self.state["slices"]))
+        self._counters(self._server.samples())
+        self._memory.append(self._server.memory())
+        self._files()
+        self._errors()
+
+    # ---- counters -------------------------------------------------------------------------------
+
+    def _counters(self, samples: dict[str, float]) -> None:
+        """Counters only rise; those of a slice begin anew with its worker."""
+        before, self._samples = self._samples, samples
+        for name, value in before.items():
+            counts = name.split("{")[0].endswith(("_total", "_count", "_bucket", "_sum"))
+            of_slice = 'slice="' in name and "restarts" not in name
+            if counts and not of_slice and samples.get(name, -1.0) < value:
+                self._findings.violation("a counter fell", f"{name} >= {value}", samples.get(name))
+        preempted = [
+            name for name, value in samples.items()
+            if name.startswith("vllm:num_preemptions_total") and value > before.get(name, 0.0)
+        ]  # fmt: skip
+        if preempted:
+            self._moments.preempted()
+
+    def counted(self, name: str, label: str = "") -> float:
+        """A counter's samples with the label, added, as they were last."""
+        found = self._samples.items()
+        return sum(value for key, value in found if key.startswith(name + "{") and label in key)
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    def _files(self) -> None:
+        used, budget = self.state["pool_used_bytes"], self.state["pool_budget_bytes"]
+        files = 0
+        for path in self._pool.iterdir():
+            try:
+                files += path.stat().st_blocks * 512
+            except FileNotFoundError:  # it has just been removed
+                continue
+        if used > budget or files > budget + _POOL_FILES_SLACK:
+            self._findings.violation("the pool's budget", budget, {"used": used, "files": files})
+
+    def memory(self) -> dict[str, Any]:
+        """Medians of the first and the last third after warming up, and whether that is flat."""
+        looks = self._memory[int(_WARM_UP * len(self._memory)) :]
+        if len(looks) < _FEWEST_LOOKS:
+            return {"looks": len(looks), "judged": "no: too few looks"}
+        third = len(looks) // 3
+        names = ["own_bytes", *(name for name in looks[0] if name.startswith("gpu"))]
+        found: dict[str, Any] = {"looks": len(looks)}
+        for name in names:
+            first, last = (int(median(look[name] for look in part))
+                           for part in (looks[:third], looks[-third:]))  # fmt: skip
+            allowed = _HOST_GROWTH + self._arena_bytes if name == "own_bytes" else _GPU_GROWTH
+            judged = name == "own_bytes" or self._judge_gpu
+            found[name] = {
+                "first": first,
+                "last": last,
+                "allowed": allowed if judged else "not judged",
+            }
+            if judged and last - first > allowed:
+                self._findings.violation(f"memory grows: {name}", f"{first} + {allowed}", last)
+        return found
+
+    # ---- log ------------------------------------------------------------------------------------
+
+    def _errors(self) -> None:
+        """Lines of level error that nothing explains, and lines that are no log at all."""
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            lines = file.read().splitlines(keepends=True)
+        for line in lines:
+            if not line.endswith(b"\n"):
+                break
+            self._read += len(line)
+            self._line(line.decode(errors="replace").rstrip())
+
+    def _line(self, line: str) -> None:
+        try:
+            entry = json.loads(line) if line.startswith("{") else None
+        except ValueError:
+            entry = None
+        if entry is None:
+            if line and "Traceback" in line:
+                self._findings.violation("a traceback outside the log", "none", line)
+            return
+        if entry["level"] not in ("error", "critical") and "exception" not in entry:
+            return
+        if not self._explained(entry["message"]):
+            self._findings.violation("an error in the log", "none", entry)
+
+    def _explained(self, message: str) -> bool:
+        """Workers that end because they were killed, and those of their GPU."""
+        recent = time.monotonic() - self._ended_s < 60.0
+        match = _OF_WORKER.match(message)
+        if match is None:
+            return recent and message.startswith(_OF_HOUSE)
+        if int(match[2]) in self._ended:
+            return True
+        green = [one["id"] for one in self.state["slices"] if one["kind"] == "green"]
+        return recent and match[1] in green
+
+    # ---- afterwards -----------------------------------------------------------------------------
+
+    def idle(self) -> list[str]:
+        """What is held although nothing is asked."""
+        state = self._server.state()
+        held = [f"{name} is {state[name]}" for name in ("running", "waiting") if state[name]]
+        for one in state["slices"]:
+            names = ("running", "waiting", "kv_used_bytes", "kv_host_bytes")
+            held += [f"{one['id']}: {name} is {one[name]}" for name in names if one[name]]
+        return held
+
+    def last_errors(self) -> None:
+        self._errors()
