@@ -71,11 +71,11 @@ class Options:
     admission: AdmissionSettings
     server: ServerSettings
 
+
 StallOption = Annotated[
     float,
     typer.Option(help="Seconds with requests and no step done before a slice is in trouble."),
 ]
-
 
 
 def serve(

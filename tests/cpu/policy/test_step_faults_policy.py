@@ -1,4 +1,4 @@
-"""Steps that raise: whose fault it is, who runs again and how, and what is given up."""
+"""Steps that raise: whose fault it is, what runs again and how, and what is given up."""
 
 import pytest
 from hypothesis import given, settings
@@ -55,13 +55,13 @@ REASON = "RuntimeError: no"
 def test_any_faults_lose_no_token_and_no_memory(
     drawn: list, seed: int, slabs: int, in_flight: int, park: float, fault: float
 ) -> None:
-    """The world checks each step: tokens in order, and who has failed runs alone."""
+    """The world checks each step: tokens in order, and what has failed runs alone."""
     world = world_of(drawn, seed, slabs, in_flight, park, 0.0)
     world.fault = fault
     world.run()
     check(world)
     for job in world.jobs.values():
-        assert job.failures >= 2 or job.ended != "fault", "the first failure is nobody's"
+        assert job.failures >= 2 or job.ended != "fault", "the first failure is tried again"
         assert job.ended != "returned" or world.given_up
 
 
