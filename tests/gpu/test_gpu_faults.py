@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,31 @@ def test_a_server_whose_slices_failed_ends_as_it_should(
     ends = [line for line in whole.log.read_text().splitlines() if "all workers ended" in line]
     assert len(ends) == 1
     record_property("of which for workers", ends[0])
+
+
+def test_a_capture_that_fails_once_is_not_noticed(tmp_path: Path) -> None:
+    """The first graph of a new server is captured with many requests under way. Its step fails, the
+    slice goes on in the same process, and every answer is as in a run without the fault."""
+    with contextmanager(bench_with)(tmp_path, "whole@0") as bench:
+        (bench.faults / "capture").touch()
+        struck = asyncio.run(all_answers(bench))
+        assert not list(bench.faults.iterdir()), "a graph was captured"
+        counted = bench.server.metrics()
+        alone = asyncio.run(all_answers(bench))
+        after = bench.server.metrics()
+        restarts = [one["restarts"] for one in bench.slices().values()]
+    compared = Compared()
+    for answer, like in zip(struck, alone, strict=True):
+        compared.add(answer, like)
+    assert compared.equal == len(struck), compared.wrong
+    failures, graphs = "c2cserve:slice_step_failures_total", "c2cserve:slice_graph_steps_total"
+    assert counted[failures] == after[failures] == 1
+    assert counted["c2cserve:slice_step_retries_total"] >= 1
+    assert counted["c2cserve:slice_parts_rebuilt_total"] == 1
+    assert counted["c2cserve:slice_retries_failed_total"] == 0
+    assert after[graphs] > counted[graphs] > 0, "graphs are captured and replayed again"
+    assert not any(restarts)
+    assert "an injected fault in the middle of a capture" in bench.log.read_text()
 
 
 def test_parts_of_a_gpu_fall_and_rise_together(parts: Bench) -> None:

@@ -1,4 +1,4 @@
-"""Models that fail on a slice, whoever asks: kept away from it, and tried there again later. Ours.
+"""Models of which every request fails on a slice: kept away from it, and tried again later. Ours.
 
     given up --> no requests --back-off--> one request at a time --works--> as any model
                      ^                             |

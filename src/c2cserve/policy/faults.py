@@ -75,7 +75,7 @@ Line = tuple[list[Seq], list[Seq]]
 
 
 def groups(model: ActiveModel, line: Line) -> list[Line]:
-    """Who may share a step, the most urgent group first: each suspect is alone."""
+    """Requests that may share a step, the most urgent group first: each suspect is alone."""
     if not model.suspects:
         return [line]
     model.suspects = any(seq.suspect for seq in model.seqs.values())

@@ -99,3 +99,21 @@ def test_a_request_that_kills_its_workers_fails_in_the_end() -> None:
     (last,) = got
     assert isinstance(last, Delta)
     assert last.finish is FinishReason.ERROR
+
+
+def test_a_returned_job_goes_on_and_reports_its_prompt_once() -> None:
+    table, got = table_with(job())
+    table.receive(Delta("r", (5,), timing=TIMING, cached_tokens=2), 11.0)
+    assert table.give_back("r", "elsewhere") is None
+    request = table.give_back("r", "cpu0")
+    live = table.get("r")
+    assert live is not None
+    assert request == live.request
+    assert (live.slice_id, live.job.tokens, request.sent) == (None, (1, 2, 3, 5), 1)
+    assert table.give_back("r", "cpu0") is None, "it is on no slice"
+    live.slice_id = "cpu1"
+    table.receive(Delta("r", (6,), timing=TIMING, cached_tokens=3), 12.0)
+    assert got[-1] == Delta("r", (6,))
+    assert table.resumed == live.resumed == 0
+    table.drop("r")
+    assert table.give_back("r", "cpu1") is None

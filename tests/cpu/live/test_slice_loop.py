@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.core.actions import RunStep, SliceAction
-from c2cserve.core.events import SliceEvent, StepDone, StepParked, Submitted
+from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
+from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked, Submitted
 from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Job, Request, Sampling
+from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import Step
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
@@ -37,17 +37,22 @@ class Engine:
         self._steps: deque[int] = deque()
         self._over: deque[SliceEvent] = deque()
         self.polls = 0
+        self.told: list[SliceAction] = []
 
     def attach(self, *_: object) -> None: ...
 
     def detach(self, model: str) -> None: ...
 
     def add(self, job: Job) -> bool:
+        if 1 << 31 in job.tokens:
+            raise OverflowError("no token is that large")
         return job.sampling.temperature == 0.0
 
     def submit(self, action: SliceAction) -> None:
-        assert isinstance(action, RunStep)
-        self._steps.append(action.step.id)
+        if isinstance(action, RunStep):
+            self._steps.append(action.step.id)
+        else:
+            self.told.append(action)
 
     def poll(self) -> None:
         self.polls += 1
@@ -58,6 +63,9 @@ class Engine:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
         self._world.ring()
 
+    def fail(self) -> None:
+        self._over.append(StepFailed(self._steps.popleft(), "no"))
+
     def park(self) -> None:
         self._over.append(StepParked(self._steps[-1]))
 
@@ -67,7 +75,8 @@ class Bench:
         ends = socket.socketpair()
         self.controller, self.channel = map(Channel, ends)
         self.page = StatusPage(folder / "page", create=True)
-        self.world = SliceWorld(self.channel, self.page, lambda: Usage(0, 0, 0, 0, 0), list)
+        self.usage = Usage(0, 0, 0, 0, 0, 41, 43)
+        self.world = SliceWorld(self.channel, self.page, lambda: self.usage, list)
         self.engine = Engine(self.world)
         self.world.start(self.engine, "", 1)
         self.controller.send(msg.encode(msg.Attach(SPEC, "", {}, "")))
@@ -144,3 +153,51 @@ def test_the_engine_says_whose_tokens_are_chained(bench: Bench) -> None:
     assert [(e.request.id, e.chained) for e in events if isinstance(e, Submitted)] == [
         ("a", True), ("b", False),
     ]  # fmt: skip
+
+
+def heard(bench: Bench) -> list[msg.ToController]:
+    return [msg.decode_to_controller(data) for data in bench.controller.receive()]
+
+
+def test_a_request_that_can_not_be_taken_fails_alone(bench: Bench) -> None:
+    for name, token in (("bad", 1 << 31), ("good", 1)):
+        job = Job(Request(name, "m", 1, 1, 0.0), (token,), Sampling(0))
+        bench.controller.send(msg.encode(msg.Submit(job)))
+    assert bench.wait() == [Submitted(Request("good", "m", 1, 1, 0.0))]
+    error = "OverflowError: no token is that large"
+    failed = Delta("bad", finish=FinishReason.ERROR, error=error)
+    assert heard(bench)[-1] == msg.Output((failed,))
+
+
+def test_a_failed_step_is_counted_and_is_no_progress(bench: Bench) -> None:
+    page = bench.page
+    bench.usage = Usage(1, 0, 0, 0, 0, 41, 43)
+    bench.wait(0.01)
+    before_s = page[Field.PROGRESS_S]
+    bench.run(1)
+    bench.engine.fail()
+    assert bench.wait() == [StepFailed(1, "no")]
+    assert page[Field.STEP_FAILURES] == 1.0
+    assert (page[Field.STEPS], page[Field.STEP_STARTED_S]) == (0.0, 0.0)
+    assert page[Field.PROGRESS_S] == before_s
+    counted = (Field.STEP_RETRIES, Field.RETRIES_FAILED, Field.PARTS_REBUILT)
+    assert [page[field] for field in counted] == [41.0, 43.0, 37.0]
+    bench.run(2)
+    bench.engine.finish()
+    bench.wait()
+    assert page[Field.PROGRESS_S] > before_s
+    before_s = page[Field.PROGRESS_S]
+    bench.wait(0.01)
+    assert page[Field.PROGRESS_S] == before_s, "its request waits, and nothing is done"
+    bench.engine.parked = True
+    bench.wait(0.01)
+    assert page[Field.PROGRESS_S] > before_s, "for weights that are on their way"
+
+
+def test_what_the_policy_says_of_models_and_requests_is_passed_on(bench: Bench) -> None:
+    heard(bench)
+    bench.world.submit(GiveUp("m", "no", True))
+    bench.world.submit(Return("r"))
+    bench.world.submit(Recover("m"))
+    assert bench.engine.told == [Return("r")]
+    assert heard(bench) == [msg.Failed("m", "no", True), msg.Returned("r"), msg.Recovered("m")]

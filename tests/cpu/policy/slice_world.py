@@ -7,13 +7,22 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from random import Random
 
-from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import (
+    Drop,
+    Fail,
+    GiveUp,
+    Return,
+    RunStep,
+    SliceAction,
+    Truncate,
+)
 from c2cserve.core.events import (
     Activated,
     Deactivated,
     SeqOutcome,
     SliceEvent,
     StepDone,
+    StepFailed,
     StepParked,
     Submitted,
     Withdrawn,
@@ -45,6 +54,13 @@ class Job:
     """Tokens that steps in flight draw."""
     ended: str = ""
     recomputed: int = 0
+    poison: bool = False
+    """Every step that it has a part in fails."""
+    lost: bool = False
+    """A step of it failed, and it has not begun anew."""
+    failures: int = 0
+    suspect: bool = False
+    """It has drawn nothing since."""
 
     @property
     def owed(self) -> int:
@@ -63,13 +79,16 @@ class SliceTestWorld:
         max_in_flight: int = 1,
         park: float = 0.0,
         fail: float = 0.0,
+        fault: float = 0.0,
     ) -> None:
+        """`fail`: how often values are not numbers; `fault`: how often a step raises."""
         self.slice = slice_
         self.random = Random(seed)
         self.specs = {spec.id: spec for spec in specs}
         self.policy = SlicePolicy(slice_, max_in_flight)
         self.max_in_flight = max_in_flight
-        self.park, self.fail = park, fail
+        self.park, self.fail, self.fault = park, fail, fault
+        self.given_up: list[str] = []
         self.now = 0.0
         self.pace = self.random.choice([1.0, 10.0])
         self.told: list[SliceEvent] = []
@@ -107,10 +126,8 @@ class SliceTestWorld:
             events: list[SliceEvent] = []
             while self._heap and self._heap[0][0] <= self.now:
                 event = heapq.heappop(self._heap)[2]
-                if isinstance(event, StepDone):
-                    event = self._done(event)
                 if event is not None:
-                    events.append(event)
+                    events.append(self._done(event) if isinstance(event, StepDone) else event)
             self.told += events
             for event in events:
                 self.policy.apply(event)
@@ -139,6 +156,13 @@ class SliceTestWorld:
                 job.blocks, job.issued, job.computed = [], 0, 0
                 if not requeued:
                     job.ended = "dropped"
+            case Fail(request_id) | Return(request_id):
+                job = self.jobs[request_id]
+                assert not job.flights
+                assert not job.ended
+                job.ended = "fault" if isinstance(action, Fail) else "returned"
+            case GiveUp(model):
+                self.given_up.append(model)
             case Truncate(request_id):
                 job = self.jobs[request_id]
                 assert not job.flights
@@ -159,10 +183,12 @@ class SliceTestWorld:
             job = self.jobs[part.request_id]
             assert job.request.model == step.model
             assert not job.ended
+            assert not job.lost or part.fresh
+            assert not job.suspect or len(step.seqs) == 1, "it is not alone"
             assert not job.drawing or job.chained, "a token is read that nobody knows"
             if part.fresh:
                 assert not job.flights
-                job.blocks = []
+                job.blocks, job.lost = [], False
                 job.recomputed += job.issued
                 job.issued = job.computed = part.start
                 self._check_reuse(job, part.new_blocks[: part.start // BLOCK_TOKENS], part.start)
@@ -209,9 +235,25 @@ class SliceTestWorld:
         for offset, value in zip(reused, job.request.prefix_hashes, strict=False):
             assert self.contents[offset] == (job.request.model, value), "a stale block is reused"
 
-    def _done(self, event: StepDone) -> StepDone:
+    def _faulty(self, step: Step) -> bool:
+        poisoned = any(self.jobs[part.request_id].poison for part in step.seqs)
+        return poisoned or (self.fault > 0.0 and self.random.random() < self.fault)
+
+    def _failed(self, step: Step) -> StepFailed:
+        for part in step.seqs:
+            job = self.jobs[part.request_id]
+            job.flights -= 1
+            job.drawing -= part.emits
+            if not job.ended:
+                job.lost = job.suspect = True
+                job.failures += 1
+        return StepFailed(step.id, "an injected fault")
+
+    def _done(self, event: StepDone) -> StepDone | StepFailed:
         step = self.flying.pop(event.step_id)
         self.parked.pop(event.step_id, None)
+        if self._faulty(step):
+            return self._failed(step)
         outcomes: list[SeqOutcome] = []
         failing = self.random.random() < self.fail
         for part in step.seqs:
@@ -220,6 +262,8 @@ class SliceTestWorld:
             job.drawing -= part.emits
             if job.ended:
                 self.surplus += 1
+                continue
+            if job.lost:
                 continue
             if failing:
                 job.ended = "failed"
@@ -234,6 +278,7 @@ class SliceTestWorld:
             if part.emits:
                 job.length += 1
                 job.drawn += 1
+                job.suspect = False
                 finished = job.drawn >= job.owed
                 outcomes.append(SeqOutcome(part.request_id, 1, finished))
                 if finished:

@@ -35,7 +35,16 @@ def _break(ops: Any) -> None:
             rows = replace(rows, slots=rows.slots.new_full(rows.slots.shape, _NOWHERE))
         sound(self, hidden, layers, rows, rope, arena)
 
+    launch = ops._launch_layers
+
+    def launch_layers(self: Any, *args: Any) -> Any:
+        branch = launch(self, *args)
+        if sys.modules["torch"].cuda.is_current_stream_capturing() and _take("capture"):
+            raise RuntimeError("an injected fault in the middle of a capture")
+        return branch
+
     ops.run_layers = run_layers
+    ops._launch_layers = launch_layers
 
 
 def _wait() -> None:

@@ -245,7 +245,7 @@ class SliceWorld:
         try:
             chained = self.engine.add(job)
         except Exception as fault:
-            # Whatever is wrong with one request, the others on this slice are none the wiser.
+            # What is wrong with one request must not end the others on this slice.
             log.exception("request %s can not be taken", request.id)
             reason = f"{type(fault).__name__}: {fault}"
             self.deliver([Delta(request.id, finish=FinishReason.ERROR, error=reason)])
