@@ -35,6 +35,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {"head_dim": 128}),
+    "llama-long": ("Llama", {"head_dim": 128, "max_position_embeddings": 16384}),
     "llama-bias-80": ("Llama", {"head_dim": 80, "attention_bias": True, "mlp_bias": True}),
     "llama-1000": ("Llama", {"intermediate_size": 1000, "mlp_bias": True}),
     "llama-256": ("Llama", {"head_dim": 256, "num_attention_heads": 4}),
@@ -94,8 +95,9 @@ class _MovedWeights(Weights):
 
 
 def ours_at(
-    folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments, *, blocks: int = 256
-) -> Ours:
+    folder: Path, home: str, gpu: GpuParts, segments: PinnedSegments, *, blocks: int = 256,
+    longest: int = 1024,
+) -> Ours:  # fmt: skip
     """Our decoder with weights at a home; at `host` they are those of a registered segment, to be
     given back to `segments` as `folder / "segment"`."""
     match home:
@@ -115,7 +117,7 @@ def ours_at(
 
     return Ours(
         folder, ops=gpu.ops, blocks=blocks, device=gpu.device, place=gpu.place, weights=weights,
-        longest=1024,
+        longest=longest,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@ wherever its weights are."""
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,12 @@ def segments(gpu: GpuParts) -> Iterator[PinnedSegments]:
     yield held
     torch.cuda.synchronize()
     held.close_all()
+
+
+@pytest.fixture(autouse=True)
+def _new_graphs(gpu: GpuParts) -> None:
+    """None of another test's, and what captures it earned."""
+    gpu.ops.capture_decoding(gpu.linear.launched, gpu.cache)
 
 
 def talk(ours: Ours, gpu: GpuParts, seqs: tuple[int, ...], *, graphs: bool) -> list[Tensor]:
@@ -133,6 +140,93 @@ def test_the_bits_of_activations_apart(
             gpu.ops._multiply = fused
         for said in found:
             assert all(torch.equal(a, b) for a, b in zip(said, want, strict=True))
+    gpu.cache.forget("m")
+
+
+def test_a_long_context_after_short_ones(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    """Graphs of short contexts stay, and there is memory to capture the next ones in."""
+    make(folder, "llama-long")
+    ours = ours_at(folder, "hbm", gpu, segments, blocks=1200, longest=16384)
+    gpu.warm(ours.config)
+    add(gpu, ours, "m")
+    assert gpu.cache is not None
+    gpu.cache.begin_step("m", 0.0, None)
+    graphs = gpu.ops.graphs
+    assert graphs is not None
+    tokens = torch.randint(3, VOCAB, (8192,), generator=torch.Generator().manual_seed(1)).tolist()
+    for seq, length in enumerate((512, 8192, 512, 2000)):
+        ours.step([(seq, tokens[:length], 0)])
+        said: list[list[Tensor]] = []
+        for captured in (graphs, None, graphs):
+            gpu.ops.graphs = captured
+            steps = [ours.step([(seq, [tokens[step]], length + step)]) for step in range(STEPS)]
+            said.append([logits.cpu() for step in steps for logits in step])
+        for other in said[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(said[0], other, strict=True))
+    assert (graphs.captures, graphs.failures, graphs.dropped) == (3, 0, 0)
+    gpu.cache.forget("m")
+
+
+def test_a_capture_that_fails_breaks_nothing(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path
+) -> None:
+    """Its size is launched kernel by kernel; others are captured as before."""
+    make(folder, "llama")
+    ours = ours_at(folder, "hbm", gpu, segments)
+    add(gpu, ours, "m")
+    assert gpu.cache is not None
+    gpu.cache.begin_step("m", 0.0, None)
+    graphs = gpu.ops.graphs
+    assert graphs is not None
+    expected = {seqs: talk(ours, gpu, seqs, graphs=False) for seqs in ((1,), (2, 3))}
+    launch = graphs._launch
+
+    def fails(*given: Any) -> Tensor:
+        done = launch(*given)
+        if torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()  # not allowed: the capture is lost
+        return done
+
+    graphs._launch = fails
+    said = talk(ours, gpu, (1,), graphs=True)
+    assert (graphs.failures, graphs.captures, graphs.replays) == (1, 0, 0)
+    graphs._launch = launch
+    again = talk(ours, gpu, (2, 3), graphs=True)
+    assert (graphs.failures, graphs.captures) == (1, 1)
+    for found, seqs in ((said, (1,)), (again, (2, 3))):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected[seqs], strict=True))
+    gpu.cache.forget("m")
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("count", [65, 100, 130])
+def test_more_sequences_than_our_own_gemms_take(
+    gpu: GpuParts, segments: PinnedSegments, folder: Path, monkeypatch: pytest.MonkeyPatch,
+    case: str, count: int,
+) -> None:  # fmt: skip
+    """The same bits as launched kernel by kernel, with as many rows; and near those of steps that
+    are not padded, whose GEMMs may be others."""
+    make(folder, case)
+    ours = ours_at(folder, "hbm", gpu, segments, blocks=2600)
+    gpu.warm(ours.config)
+    add(gpu, ours, "m")
+    assert gpu.cache is not None
+    gpu.cache.begin_step("m", 0.0, None)
+    seqs = tuple(range(count))
+    graphs = gpu.ops.graphs
+    assert graphs is not None
+    replayed = talk(ours, gpu, seqs, graphs=True)
+    assert (graphs.captures, graphs.replays) == (1, STEPS - 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(graphs, "_replayed", lambda *_: False)
+        launched = talk(ours, gpu, seqs, graphs=True)
+    assert graphs.replays == STEPS - 1
+    assert all(torch.equal(a, b) for a, b in zip(replayed, launched, strict=True))
+    plain = talk(ours, gpu, seqs, graphs=False)
+    for one, other in zip(replayed, plain, strict=True):
+        assert (one.float() - other.float()).abs().max() < 0.05 * other.float().abs().max()
     gpu.cache.forget("m")
 
 

@@ -11,6 +11,7 @@ there are too many.
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from c2cserve.kernels.gpu.choose import ROWS_STREAMED
 from c2cserve.kernels.gpu.weight import Home
 
 _GRAPHS_MOST = 128
@@ -20,7 +21,6 @@ _BURST = 8
 _STEPS_PER_CAPTURE = 8
 """Decode steps that earn one capture, of which up to `_BURST` are saved. A capture takes about as
 long as launching its step kernel by kernel."""
-_STREAMED = 64
 
 
 class GraphKey(NamedTuple):
@@ -43,7 +43,7 @@ def bucket(seqs: int) -> int:
     """The rows that a step of `seqs` sequences is padded to: above 64 at most 6 % more."""
     if seqs <= 8:
         return 1 << (seqs - 1).bit_length()
-    step = 8 if seqs <= 64 else 4 if seqs <= 128 else 8 if seqs <= 256 else 16
+    step = 8 if seqs <= ROWS_STREAMED else 4 if seqs <= 128 else 8 if seqs <= 256 else 16
     return -(-seqs // step) * step
 
 
@@ -80,7 +80,7 @@ class GraphCache(Generic[_Graph]):
         """Return the next larger graph that serves `key` at less than twice its rows, if there is
         one."""
         rows = bucket(key.rows + 1)
-        while rows <= min(2 * key.rows, _STREAMED):
+        while rows <= min(2 * key.rows, ROWS_STREAMED):
             graph = self.get(key._replace(rows=rows))
             if graph is not None:
                 return graph
