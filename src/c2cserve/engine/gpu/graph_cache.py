@@ -120,6 +120,10 @@ class GraphCache(Generic[_Graph]):
         """Drop the graphs of all models but these; those of any model of a kind stay."""
         self._forget(lambda key: key.model != 0 and key.model not in alive)
 
+    def clear(self) -> None:
+        """Drop all graphs, and what is known of sizes."""
+        self._forget(lambda _key: True)
+
     def _forget(self, gone: Callable[[GraphKey], bool]) -> None:
         for key in [key for key in self._graphs if gone(key)]:
             self._drop(key)

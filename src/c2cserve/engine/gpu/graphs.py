@@ -112,6 +112,13 @@ class DecodeGraphs:
         self.failures = 0
         """Captures that failed."""
 
+    def renew(self) -> None:
+        """Forget all graphs, their memory and seats; counters go on. Nothing runs meanwhile."""
+        self._models.clear()
+        self._seats.clear()
+        self._graphs.clear()
+        self._pool = GraphPool()
+
     @property
     def dropped(self) -> int:
         """Graphs that went: for newer ones, or because weights they knew have moved."""

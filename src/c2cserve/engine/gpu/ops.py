@@ -5,7 +5,7 @@ always on the GPU. They have the weights' dtype.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -55,7 +55,6 @@ class GpuOps:
         self._sampler = Sampler(host_sampler, marked)
         self._arrivals = Arrivals(device)
         self._flash = flash
-        self._make_graphs: Callable[[], DecodeGraphs] | None = None
         self.graphs: DecodeGraphs | None = None
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -139,17 +138,14 @@ class GpuOps:
 
     def capture_decoding(self, launched: Counter[str], cached: Cached | None) -> None:
         """Steps of one new token a sequence run as graphs from now on."""
-        self._make_graphs = lambda: DecodeGraphs(self._launch_layers, launched, cached)
-        self.graphs = self._make_graphs()
+        self.graphs = DecodeGraphs(self._launch_layers, launched, cached)
 
     def renew(self) -> None:
         """Forget what a failed step may have left half done: graphs with their memory and seats,
         and attention's counters, which have to be 0 between launches. Nothing runs meanwhile."""
         self._arrivals = Arrivals(self._device)
-        if self.graphs is not None and self._make_graphs is not None:
-            counts = self.graphs.replays, self.graphs.captures
-            self.graphs = self._make_graphs()
-            self.graphs.replays, self.graphs.captures = counts
+        if self.graphs is not None:
+            self.graphs.renew()
 
     def run_attention(
         self,
