@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 _CONTEXT_LEAST = 1024
 """Tokens; contexts are rounded up to powers of two, and block tables to as many blocks."""
 _TOKENS_MOST = 8 << 20
-"""Rows times context of a graph: its scratch is 2 KiB of a token for 32 heads of 128, over 32. Only
-batches of very unequal contexts are larger; they are launched kernel by kernel."""
+"""Rows times context of a graph. Attention's scratch has 65 bytes for each with 32 heads of 128, so
+544 MB at most. Only batches of very unequal contexts are larger."""
 
 Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
 """`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. What it returns is to be

@@ -1,9 +1,9 @@
 """Triton kernels launched again and again without asking Triton which compiled kernel it is.
 
-Triton works that out from every argument of every launch, 40 us for kernels of 25. Here a caller
-says in a short key all that the compiled kernel depends on besides alignment, and the kernel that
-Triton returned for the first launch of a key is called from then on. Tensors at odd addresses go
-Triton's way: compiled kernels rely on multiples of 16 bytes.
+Triton works that out from every argument of every launch. Here a caller says in a short key all
+that the compiled kernel depends on besides alignment, and the kernel that Triton returned for the
+first launch of a key is called from then on. Tensors at odd addresses go Triton's way: compiled
+kernels rely on multiples of 16 bytes.
 """
 
 from collections.abc import Callable, Hashable, Sequence
