@@ -104,7 +104,10 @@ def _run(
     else:
         phases = cpu_phases(catalogue)
     if given.phases:
-        wanted = [name.strip() for name in given.phases.split(";" if ";" in given.phases else ",")]
+        wanted = given.phases.split(",")
+        if unknown := set(wanted) - {phase.name for phase in phases}:
+            known = ", ".join(phase.name for phase in phases)
+            raise ValueError(f"no phase {', '.join(sorted(unknown))}; there are {known}")
         phases = tuple(phase for phase in phases if phase.name in wanted)
     plan = Plan(
         setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,

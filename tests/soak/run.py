@@ -20,7 +20,7 @@ from soak.judge import Judge, Tally
 from soak.kinds import Draw
 from soak.load import Load, Wave
 from soak.moments import Moments
-from soak.phases import Phase, Setting
+from soak.phases import Phase, Setting, eased
 from soak.watch import Watch
 
 _DRAIN_S = 60.0
@@ -111,7 +111,7 @@ class Run:
         self._checker.now_on(phase.layout)
         async with Client(server.url, setting.end_s) as client:
             load = Load(
-                client, self._catalogue.models, self._judge, rng, setting.bounds,
+                client, self._catalogue.models, self._judge, rng, eased(setting.bounds, phase.ease),
                 f"s{self._plan.seed}-{number}",
             )  # fmt: skip
             watching = asyncio.create_task(watch.run())
