@@ -21,6 +21,8 @@ from soak.watch import Watch
 _ADMIN_S = 120.0
 """How long removing or reloading a model may take: it drains first."""
 _SHORT_STOP_S = 1.0
+_AGAIN = 0.4
+"""Of kills are followed by another one at once."""
 _QUICK_ENDS = 2
 _SETTLED_S = 12.0
 """Workers of a slice that may be ended in a row before they were up for so long. The server gives
@@ -86,7 +88,17 @@ class Chaos:
         if victim is None or not self._end(victim, "killed"):
             return
         self._findings.events[f"killed while {victim['state']}"] += 1
+        if self._rng.random() < _AGAIN:
+            await self._kill_again(victim["id"])
         await asyncio.sleep(self._trouble.settle_s)
+
+    async def _kill_again(self, slice_id: str) -> None:
+        """The worker that comes next, perhaps before it is up."""
+        await asyncio.sleep(self._rng.uniform(0.2, 1.0))
+        state = await asyncio.to_thread(self._watch.state_now)
+        [one] = [one for one in state["slices"] if one["id"] == slice_id]
+        if one["pid"] and self._quick[slice_id] < _QUICK_ENDS and self._end(one, "killed"):
+            self._findings.events[f"killed while {one['state']}"] += 1
 
     def _end(self, victim: dict[str, Any], how: str) -> bool:
         slice_id, pid = victim["id"], int(victim["pid"])

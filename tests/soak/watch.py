@@ -54,6 +54,9 @@ class Watch:
         self._ended[pid] = how
         self._ended_s = time.monotonic()
 
+    def state_now(self) -> dict[str, Any]:
+        return self._server.state()
+
     def up_for_s(self, pid: int) -> float:
         """How long the worker has been seen to be up."""
         since_s = self._up_since_s.get(pid)
