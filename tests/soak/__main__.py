@@ -17,13 +17,12 @@ from host_memory import tmpfs
 
 from c2cserve.cli.gpu_ready import usable_gpus
 from c2cserve.kernels.gpu.profile import ProfileError, load_profile
-from soak.catalogue import make_catalogue
+from soak.catalogue import make_catalogue, needed_bytes
 from soak.findings import Findings
-from soak.phases import CPU, GPU, cpu_phases, gpu_phases
+from soak.phases import CPU, GPU, Phase, cpu_phases, gpu_phases
 from soak.run import Plan, Run
 
 _MINUTES = {"cpu": 2.0, "gpu": 8.0}
-_SPARE_BYTES = 2 << 30
 
 
 def main() -> None:
@@ -93,18 +92,21 @@ def _run(
     summary: dict[str, Any], began_s: float, tell: Callable[[str], None],
 ) -> None:  # fmt: skip
     setting = GPU if given.gpu else CPU
+    phases: tuple[Phase, ...] = ()
+    if given.gpu:  # what is lacking is said before gigabytes are written
+        phases = gpu_phases(max(gpu_total_bytes(), default=0), given.memory_share)
+    free, needed = shutil.disk_usage(files).free, needed_bytes(setting.shapes)
+    if free < needed:
+        raise ValueError(f"{files} has {free / 1e9:.1f} GB free, {needed / 1e9:.1f} are needed")
     catalogue = make_catalogue(files, setting.shapes)
-    free = shutil.disk_usage(pool).free
-    if free < catalogue.weight_bytes + _SPARE_BYTES * given.gpu:
-        raise ValueError(f"{pool} has {free} bytes free: the pool takes {catalogue.weight_bytes}")
     size = f"{catalogue.weight_bytes / 1e9:.2f} GB"
     tell(f"{len(catalogue.models)} models of {size}, seed {given.seed}")
-    if given.gpu:
-        phases = gpu_phases(max(gpu_total_bytes(), default=0), given.memory_share)
-    else:
-        phases = cpu_phases(catalogue)
+    phases = phases or cpu_phases(catalogue)
     if given.phases:
-        wanted = [name.strip() for name in given.phases.split(";" if ";" in given.phases else ",")]
+        wanted = given.phases.split(",")
+        if unknown := set(wanted) - {phase.name for phase in phases}:
+            known = ", ".join(phase.name for phase in phases)
+            raise ValueError(f"no phase {', '.join(sorted(unknown))}; there are {known}")
         phases = tuple(phase for phase in phases if phase.name in wanted)
     plan = Plan(
         setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,

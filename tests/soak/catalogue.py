@@ -89,6 +89,12 @@ class Catalogue:
         return max(model.kv_token_bytes * model.context for model in self.models)
 
 
+def needed_bytes(shapes: Sequence[Shape]) -> int:
+    """Of checkpoints and pool, at most: the files of a shape's models are shared but for a part."""
+    sizes = {s.name: segment_bytes(plan_layout(config_of(s.name, s.layers))) for s in shapes}
+    return sum(int(sizes[s.name] * (1 + 1.2 * s.copies)) for s in shapes)
+
+
 def make_catalogue(folder: Path, shapes: Sequence[Shape]) -> Catalogue:
     """Write checkpoints and catalogue. Raises OSError."""
     entries = [

@@ -21,9 +21,12 @@ from soak.watch import Watch
 _ADMIN_S = 120.0
 """How long removing or reloading a model may take: it drains first."""
 _SHORT_STOP_S = 1.0
-_QUICK_KILLS = 2
-"""In a row, of a worker that was just started: after three failed starts with no other slice up the
-server rightly gives up."""
+_AGAIN = 0.4
+"""Of kills are followed by another one at once."""
+_QUICK_ENDS = 2
+_SETTLED_S = 12.0
+"""Workers of a slice that may be ended in a row before they were up for so long. The server gives
+up after three that died within ten seconds, if no other slice is up (`runtime.live.fleet`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,7 @@ class Chaos:
         self._load, self._watch = load, watch
         self._findings, self._moments, self._rng = findings, moments, rng
         self._quick: Counter[str] = Counter()
+        """Workers of a slice ended since one was up for long."""
         self._added = 0
         self._changing: asyncio.Future[None] | None = None
         """A change of the catalogue under way: it is never cut off by a phase's end."""
@@ -75,21 +79,30 @@ class Chaos:
         if not alive:
             return None
         chosen: dict[str, Any] = self._rng.choice(alive)
-        return chosen if self._quick[chosen["id"]] < _QUICK_KILLS else None
+        if self._watch.up_for_s(int(chosen["pid"])) >= _SETTLED_S:
+            self._quick[chosen["id"]] = 0
+        return chosen if self._quick[chosen["id"]] < _QUICK_ENDS else None
 
     async def _kill(self) -> None:
         victim = self._victim()
         if victim is None or not self._end(victim, "killed"):
             return
         self._findings.events[f"killed while {victim['state']}"] += 1
+        if self._rng.random() < _AGAIN:
+            await self._kill_again(victim["id"])
         await asyncio.sleep(self._trouble.settle_s)
+
+    async def _kill_again(self, slice_id: str) -> None:
+        """The worker that comes next, perhaps before it is up."""
+        await asyncio.sleep(self._rng.uniform(0.2, 1.0))
+        state = await asyncio.to_thread(self._watch.state_now)
+        [one] = [one for one in state["slices"] if one["id"] == slice_id]
+        if one["pid"] and self._quick[slice_id] < _QUICK_ENDS and self._end(one, "killed"):
+            self._findings.events[f"killed while {one['state']}"] += 1
 
     def _end(self, victim: dict[str, Any], how: str) -> bool:
         slice_id, pid = victim["id"], int(victim["pid"])
         self._quick[slice_id] += 1
-        asyncio.get_running_loop().call_later(
-            2 * self._trouble.settle_s, self._quick.subtract, {slice_id: 1}
-        )
         self._watch.will_end(pid, how)
         self._moments.disturbed(slice_id)
         return _signal(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)

@@ -97,15 +97,15 @@ class Checker:
     # ---- checking -------------------------------------------------------------------------------
 
     async def check(self, client: Client, asked: Iterable[Asked], until_s: float) -> None:
-        """As many as there is time for, in random order; those with references first."""
+        """As many as there is time for, in random order; all of those with references."""
         usable = [one for one in asked if one.reply.status == 200 and one.reply.choices]
         self._rng.shuffle(usable)
-        known = [one for one in usable if self._layout + one.case.question in self._alone]
-        rest = [one for one in usable if self._layout + one.case.question not in self._alone]
-        for one in [*known, *rest]:
-            if time.monotonic() > until_s:
+        for one in usable:
+            promised, late = self.promised(one), time.monotonic() > until_s
+            known = promised and self._layout + one.case.question in self._alone
+            if late and not known:
                 self._findings.checks["not checked, for want of time"] += 1
-            elif self.promised(one):
+            elif promised:
                 await self._exact(client, one)
             elif (answer := _scorable(one)) is not None:
                 await self._score(client, one, answer)

@@ -54,10 +54,11 @@ class Draw:
 
     def case(self, kind: str, prompt: object, lens: Sequence[int], **more: Any) -> Case:
         """A greedy completion, unless `more` (fields of the body) says otherwise."""
-        body = {"model": self.model.id, "prompt": prompt, "temperature": 0, **more}
-        if "max_tokens" not in body:
-            room = self.model.context - max(lens, default=0)
-            body["max_tokens"] = max(1, min(room, self.output()))
+        body: dict[str, Any] = {
+            "model": self.model.id, "prompt": prompt, "temperature": 0, **more,
+        }  # fmt: skip
+        room = self.model.context - max(lens, default=0)
+        body["max_tokens"] = max(1, min(room, body.get("max_tokens") or self.output()))
         if not self.model.numbers:
             body.setdefault("ignore_eos", self.rng.random() < 0.7)
         if self.rng.random() < 0.6:

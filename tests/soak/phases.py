@@ -1,6 +1,6 @@
 """The phases of a run: how the server is started, and what it is put through."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from soak.catalogue import CPU_SHAPES, GPU_SHAPES, Catalogue, Shape
 from soak.chaos import Trouble
@@ -22,6 +22,13 @@ class Phase:
     """All KV arenas on the host, and what paused requests take there."""
     pool_share: float = 1.0
     """Of the catalogue's weights, what the pool has room for."""
+    ease: int = 1
+    """Divides the longest outputs and the work in flight, where steps are slow."""
+
+
+def eased(bounds: Bounds, ease: int) -> Bounds:
+    limits = replace(bounds.limits, output=max(8, bounds.limits.output // ease))
+    return replace(bounds, limits=limits, work=bounds.work // ease)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,7 @@ def cpu_phases(catalogue: Catalogue) -> tuple[Phase, ...]:
     roomy = 64 * _MIB
     return (
         _cpu("roomy", 2, roomy),
-        _cpu("small pool, small arenas", 2, 2 * least, pool_share=0.6),
+        _cpu("small pool", 2, 2 * least, pool_share=0.6),
         _cpu("rotating", 1, least, host_kv=roomy),
         _cpu("least arena", 1, least, pool_share=0.8),
     )
@@ -84,16 +91,16 @@ def gpu_phases(hbm_bytes: int, share: float) -> tuple[Phase, ...]:
             " give a larger --memory-share"
         )
     return (
-        _gpu("streaming", "whole", 4 * _GIB),
-        _gpu("roomy, rotating", "whole", most, host_kv=4 * _GIB),
-        _gpu("parts", "16x3", min(most // 3, 6 * _GIB)),
-        _gpu("small pool", "whole", most // 2, pool_share=0.7),
+        _gpu("roomy", "whole", most),
+        _gpu("streaming", "whole", 3 * _GIB // 2, ease=4),
+        _gpu("rotating", "whole", 3 * _GIB, host_kv=4 * _GIB, pool_share=0.7, ease=2),
+        _gpu("parts", "16x3", min(most // 3, 6 * _GIB), ease=2),
     )
 
 
 def _gpu(
-    name: str, layout: str, kv: int, *, host_kv: int = 0, pool_share: float = 1.0
+    name: str, layout: str, kv: int, *, host_kv: int = 0, pool_share: float = 1.0, ease: int = 1
 ) -> Phase:  # fmt: skip
     arguments = ["--gpu-slices", layout, "--gpu-kv-bytes", str(kv // _SLAB * _SLAB)]
     arguments += ["--host-kv-bytes", str(host_kv)] if host_kv else []
-    return Phase(name, tuple(arguments), layout, host_kv, pool_share)
+    return Phase(name, tuple(arguments), layout, host_kv, pool_share, ease)

@@ -20,7 +20,7 @@ from soak.judge import Judge, Tally
 from soak.kinds import Draw
 from soak.load import Load, Wave
 from soak.moments import Moments
-from soak.phases import Phase, Setting
+from soak.phases import Phase, Setting, eased
 from soak.watch import Watch
 
 _DRAIN_S = 60.0
@@ -74,8 +74,9 @@ class Run:
             self._judge.tally = Tally()
             try:
                 self._phase(number, phase, end_s, row)
-            except ServerFailed as error:
-                self._findings.violation("the server", "serves", str(error))
+            except (ServerFailed, OSError) as error:
+                came = f"{type(error).__name__}: {error}"
+                self._findings.violation("the server", "serves until it is told to end", came)
 
     def _phase(self, number: int, phase: Phase, end_s: float, row: dict[str, Any]) -> None:
         log = self._plan.out / f"server-{number}.log"
@@ -110,7 +111,7 @@ class Run:
         self._checker.now_on(phase.layout)
         async with Client(server.url, setting.end_s) as client:
             load = Load(
-                client, self._catalogue.models, self._judge, rng, setting.bounds,
+                client, self._catalogue.models, self._judge, rng, eased(setting.bounds, phase.ease),
                 f"s{self._plan.seed}-{number}",
             )  # fmt: skip
             watching = asyncio.create_task(watch.run())
@@ -140,13 +141,12 @@ class Run:
         troubling = asyncio.create_task(chaos.run())
         loading = asyncio.create_task(load.run(end_s, self._note))
         await asyncio.wait({loading, troubling, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():  # the others never end by themselves
-            loading.cancel()
         await _ended(troubling)
+        if watching.done():  # by itself: the server has failed
+            await _ended(loading)
+            await watching
         await loading
         await chaos.finish()
-        if watching.done():
-            await watching
 
     def _note(self, wave: Wave) -> None:
         self._findings.events[f"wave: {wave.name}"] += 1

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from catalogue_server import Server
+from catalogue_server import Server, ServerFailed
 
 from soak.findings import Findings
 from soak.moments import LOOK_S, Moments
@@ -46,6 +46,7 @@ class Watch:
         self._ended: dict[int, str] = {}
         """Workers that were killed or stopped for long, and what was done."""
         self._ended_s = -1e9
+        self._up_since_s: dict[int, float] = {}
         self.state: dict[str, Any] = {}
         self.slowest_health_s = 0.0
 
@@ -53,7 +54,16 @@ class Watch:
         self._ended[pid] = how
         self._ended_s = time.monotonic()
 
+    def state_now(self) -> dict[str, Any]:
+        return self._server.state()
+
+    def up_for_s(self, pid: int) -> float:
+        """How long the worker has been seen to be up."""
+        since_s = self._up_since_s.get(pid)
+        return 0.0 if since_s is None else time.monotonic() - since_s
+
     async def run(self) -> None:
+        """Raises ServerFailed if the server ends by itself."""
         await asyncio.gather(self._healthy(), self._look_on())
 
     async def _healthy(self) -> None:
@@ -79,13 +89,19 @@ class Watch:
             try:
                 await asyncio.to_thread(self.look)
             except (OSError, ValueError) as error:
-                if self._moments.draining_s == float("inf"):
-                    self._findings.violation("/admin/state or /metrics", "an answer", repr(error))
+                if self._moments.draining_s < float("inf"):
+                    return
+                if self._server.wait(0) is not None:
+                    raise ServerFailed(f"it ended:\n{self._server.last_words()}") from error
+                self._findings.violation("/admin/state or /metrics", "an answer", repr(error))
             await asyncio.sleep(LOOK_S)
 
     def look(self) -> None:
         self.state = self._server.state()
-        self._moments.looked(sum(one["state"] == "up" for one in self.state["slices"]))
+        up = {int(one["pid"]) for one in self.state["slices"] if one["state"] == "up"}
+        self._moments.looked(len(up))
+        now = time.monotonic()
+        self._up_since_s = {pid: self._up_since_s.get(pid, now) for pid in up}
         self._counters(self._server.samples())
         self._memory.append(self._server.memory())
         self._files()
