@@ -174,6 +174,9 @@ class _GpuBackend:
         flash = self._gpu.flashinfer.flash
         steps = WeightUse(
             graph_steps=0 if graphs is None else graphs.replays,
+            graph_captures=0 if graphs is None else graphs.captures,
+            graph_capture_failures=0 if graphs is None else graphs.failures,
+            graphs_dropped=0 if graphs is None else graphs.dropped,
             flash_steps=flash.steps,
             flash_missed_steps=flash.missed,
         )

@@ -65,6 +65,9 @@ class SliceStatus:
     weights_streamed_bytes: int = 0
     """bytes read over the link,"""
     graph_steps: int = 0
+    graph_captures: int = 0
+    graph_capture_failures: int = 0
+    graphs_dropped: int = 0
     """steps launched as one graph,"""
     flash_steps: int = 0
     """long steps whose prompts FlashInfer's attention computed,"""

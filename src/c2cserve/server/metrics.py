@@ -95,6 +95,15 @@ _SLICE_COUNTERS: _Table = {
         lambda s: s.weights_peer_bytes,
     ),
     "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
+    "graph_captures": ("CUDA graphs captured.", lambda s: s.graph_captures),
+    "graph_capture_failures": (
+        "Captures that failed: such steps are launched kernel by kernel.",
+        lambda s: s.graph_capture_failures,
+    ),
+    "graphs_dropped": (
+        "CUDA graphs dropped for newer ones, or because weights moved.",
+        lambda s: s.graphs_dropped,
+    ),
     "flash_steps": ("Long steps with FlashInfer's attention.", lambda s: s.flash_steps),
     "flash_missed_steps": ("Those it has no module for.", lambda s: s.flash_missed_steps),
     "kv_out_bytes": ("Bytes of KV copied to host memory.", lambda s: s.kv_out_bytes),

@@ -16,9 +16,13 @@ class FakeAllocator:
     def __init__(self) -> None:
         self.users: dict[tuple[int, int], int] = {}
         self.recording: list[tuple[int, int]] = []
+        self.recording_host: list[tuple[int, int]] = []
+        """`ATen/core/CachingHostAllocator.h`: only a capture that ends well takes its pool away."""
         self.fails: list[str] = []
         """Of the next captures: `begin` or `end`."""
         self.open: FakeGraph | None = None
+        self.asks_the_dead = False
+        """A graph went whom the host allocator goes on asking about every allocation."""
 
     def hold(self, pool: tuple[int, int]) -> None:
         if pool in self.users and self.users[pool] == 0:
@@ -27,9 +31,10 @@ class FakeAllocator:
 
     def begin(self, pool: tuple[int, int]) -> None:
         self.hold(pool)
-        if pool in self.recording:
+        if pool in self.recording or pool in self.recording_host:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.recording.append(pool)
+        self.recording_host.append(pool)
 
     def _cuda_endAllocateToPool(self, device: int, pool: tuple[int, int]) -> None:
         if pool not in self.recording:
@@ -54,11 +59,13 @@ class FakeGraph:
     def __init__(self, allocator: FakeAllocator) -> None:
         self._allocator = allocator
         self._pool: tuple[int, int] | None = None
+        self._begun: tuple[int, int] | None = None
         self._launched: list[Callable[[], None]] = []
 
     def capture_begin(self, *, pool: tuple[int, int], capture_error_mode: str) -> None:
         assert capture_error_mode == "thread_local"
         self._allocator.begin(pool)
+        self._begun = pool
         if self._allocator.fails[:1] == ["begin"]:
             del self._allocator.fails[0]
             raise RuntimeError("cudaStreamBeginCapture")
@@ -72,6 +79,7 @@ class FakeGraph:
             raise RuntimeError("cudaErrorStreamCaptureInvalidated")
         assert self._pool is not None
         self._allocator._cuda_endAllocateToPool(0, self._pool)
+        self._allocator.recording_host.remove(self._pool)
 
     def launch(self, kernel: Callable[[], None]) -> None:
         self._launched.append(kernel)
@@ -86,6 +94,7 @@ class FakeGraph:
         self._pool = None
 
     def __del__(self) -> None:
+        self._allocator.asks_the_dead |= self._begun in self._allocator.recording_host
         self.reset()
 
 

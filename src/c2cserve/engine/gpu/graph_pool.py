@@ -1,8 +1,12 @@
 """Memory that the graphs of a slice share between their kernels, and their capture into it.
 
 torch gives a pool up with the last graph in it, and refuses to capture into it from then on
-(`use_count > 0` fails in its allocator). So the pool here has an owner besides its graphs. A
-capture that fails leaves the allocator as it was.
+(`use_count > 0` fails in its allocator). So the pool here has an owner besides its graphs.
+
+A capture that CUDA gives up leaves torch's two allocators, of GPU and of pinned host memory,
+recording into the pool: both forget to stop where `cudaStreamEndCapture` fails. The first can be
+told to. The second cannot; it goes on asking the graph whether an allocation belongs to it. So the
+graph is kept for good, and later captures get another pool.
 """
 
 from collections.abc import Callable
@@ -32,6 +36,10 @@ class Captured(Generic[_Result]):
     pool: object
 
 
+_abandoned: list[object] = []
+"""Graphs of captures that CUDA gave up, of all slices of the process."""
+
+
 class GraphPool:
     """One per slice: no two graphs of a slice run at once. Belongs to its thread."""
 
@@ -43,28 +51,34 @@ class GraphPool:
         if self._pool is None:
             self._pool = torch.cuda.MemPool()
         pool, graph = self._pool, torch.cuda.CUDAGraph()
-        users = pool.use_count()
         with no_collection():
             try:
                 # Other slices' threads go on meanwhile: what they call is theirs.
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-                try:
-                    result = launch()
-                finally:
-                    graph.capture_end()
             except RuntimeError as error:
-                _restore(pool, graph, users)
-                raise CaptureError(f"{type(error).__name__}: {error}") from error
+                raise self._abandon(graph, error) from error
+            try:
+                result = launch()
+            except BaseException as error:
+                self._end(graph)
+                if isinstance(error, RuntimeError):
+                    raise CaptureError(f"{type(error).__name__}: {error}") from error
+                raise
+            self._end(graph)
         return Captured(graph, result, pool)
 
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture, whatever came of it. Raises `CaptureError`."""
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            raise self._abandon(graph, error) from error
 
-def _restore(pool: Any, graph: torch.cuda.CUDAGraph, users: int) -> None:
-    """Undo a capture that failed: torch 2.11 leaves its allocator recording, and the pool counted,
-    where the capture does not end well."""
-    allocator: Any = import_module("torch._C")
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # it is not recording any more
-        allocator._cuda_endAllocateToPool(device, pool.id)
-    graph.reset()
-    while pool.use_count() > users:
-        allocator._cuda_releasePool(device, pool.id)
+    def _abandon(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> CaptureError:
+        """Leave a capture that did not end well, and its pool, behind."""
+        pool, self._pool = self._pool, None
+        _abandoned.append((graph, pool))
+        allocator: Any = import_module("torch._C")
+        with suppress(RuntimeError):  # it is not recording
+            allocator._cuda_endAllocateToPool(torch.cuda.current_device(), pool.id)
+        return CaptureError(f"{type(error).__name__}: {error}")

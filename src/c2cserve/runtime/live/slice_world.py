@@ -85,6 +85,9 @@ class WeightUse:
     """Read from their home, over the link."""
     graph_steps: int = 0
     """Steps that were one launch."""
+    graph_captures: int = 0
+    graph_capture_failures: int = 0
+    graphs_dropped: int = 0
     flash_steps: int = 0
     """Steps whose prompts went through FlashInfer's attention,"""
     flash_missed_steps: int = 0
@@ -279,6 +282,9 @@ class SliceWorld:
         page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
         page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
         page[Field.GRAPH_STEPS] = weights.graph_steps
+        page[Field.GRAPH_CAPTURES] = weights.graph_captures
+        page[Field.GRAPH_CAPTURE_FAILURES] = weights.graph_capture_failures
+        page[Field.GRAPHS_DROPPED] = weights.graphs_dropped
         page[Field.FLASH_STEPS] = weights.flash_steps
         page[Field.FLASH_MISSED_STEPS] = weights.flash_missed_steps
         page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes

@@ -45,6 +45,9 @@ class Field(IntEnum):
     PARTS_REBUILT = 27
     PROGRESS_S = 28
     """When a step was last done, or the slice had none to do."""
+    GRAPH_CAPTURES = 29
+    GRAPH_CAPTURE_FAILURES = 30
+    GRAPHS_DROPPED = 31
 
 
 _BYTES = len(Field) * 8
