@@ -27,7 +27,7 @@ class Withdraw:
 @value
 class Reject:
     """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
-    deadline or queue full), 503 (draining, no slice, model larger than the pool), 500 (its model
+    deadline or queue full), 503 (draining, no slice, model larger than the pool, its model
     failed to load, if need be while it ran), 404 (its model is being removed)."""
 
     request_id: str

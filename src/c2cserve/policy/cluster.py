@@ -66,7 +66,7 @@ class ClusterPolicy:
 
     @property
     def wakeup(self) -> float | None:
-        idle_s = self._instances.wakeup
+        idle_s = 0.0 if self._pool_changed else self._instances.wakeup
         if not self._queue:
             return idle_s
         return self._recheck_s if idle_s is None else min(idle_s, self._recheck_s)
@@ -120,8 +120,8 @@ class ClusterPolicy:
         match event:
             case ev.PoolState(budget_bytes):
                 self._budget_bytes = budget_bytes
-            case ev.ModelAdded(spec):
-                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec)
+            case ev.ModelAdded(spec, replaces):
+                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec, replaces)
             case ev.ModelUsable(name):
                 self._models[name].usable = True
             case ev.ModelLoaded(name):
@@ -209,10 +209,9 @@ class ClusterPolicy:
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
                 model.failed(now)
-            reason = f"{name} can not be loaded: {model.error}"
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._instances.undispatch(request_id)
-                self._actions.append(act.Reject(request_id, 500, reason, 5.0))
+                self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
                 self._left(request_id)
             self._leave_pool(model)
             self._broken.add(name)
@@ -220,9 +219,8 @@ class ClusterPolicy:
         for name in sorted(self._broken & self._queue.models()) if self._broken else ():
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
-                reason = f"{name} can not be loaded: {model.error}"
                 for request in self._queue.of(name):
-                    self._reject(request, 500, reason, model.retry_s - now)
+                    self._reject(request, 503, model.unloadable, model.retry_s - now)
 
     def _load(self, now: float) -> None:
         """Bring in what is asked for, evicting what is not used; then what there is room for."""
@@ -240,7 +238,10 @@ class ClusterPolicy:
             (head[0], name) for name in waiting
             if self._models[name].may_load(now) and (head := self._queue.head(name))
         ]  # fmt: skip
-        unused = residence.evictable(models, waiting) if asked else []
+        wanted = [m for m in self._outside.values() if m.wanted]
+        asked += residence.unwaited(wanted, waiting, now)
+        kept = {*waiting, *(model.replaces for model in wanted)}
+        unused = residence.evictable(models, kept) if asked else []
         free = self._budget_bytes - residence.used_bytes(models) if asked else 0
         for _, name in sorted(asked):
             lacking = self._models[name].spec.weight_bytes - free
@@ -339,9 +340,7 @@ class ClusterPolicy:
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
-        model = self._models[name]
-        wanted = self._queue.count(name) > 0
-        return wanted, model.spec.pinned, model.spec.priority, model.warm_until_s
+        return self._queue.count(name) > 0, *self._models[name].value
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]

@@ -92,7 +92,13 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-ToController = Hello | Output | Measured | Unusable
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """This worker has mapped the model and can run it."""
+
+    model: str
+
+
+ToController = Hello | Output | Measured | Unusable | Attached
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

@@ -4,9 +4,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from c2cserve.core.model import ModelStatus
+from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
-from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.directory import BrokenModel, Directory, ModelRecord
 from c2cserve.runtime.live.fleet import Slot
 from c2cserve.runtime.live.host import ModelHost
 from c2cserve.runtime.live.jobs import JobTable
@@ -24,35 +24,60 @@ def take_snapshot(
     host: ModelHost,
     counters: Counter[str],
 ) -> Snapshot:
-    counts = jobs.counts()
+    counts = _by_name(jobs.counts())
     return Snapshot(
         instance=instance,
         started_s=started_s,
         draining=draining,
         slices=tuple(_slice_status(slot, directory) for slot in slots),
-        models=tuple(
-            _model_status(record, host, *counts.get(record.id, (0, 0))) for record in directory
-        ),
+        models=tuple(_status(model, host, directory, counts) for model in directory.models()),
         pool_used_bytes=host.used_bytes,
         pool_budget_bytes=host.budget_bytes,
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
-        counters={**counters, "resumed_requests": jobs.resumed},
+        counters={
+            **counters,
+            "resumed_requests": jobs.resumed,
+            "model_files_changed": host.files_changed,
+        },
     )
 
 
-def _model_status(record: ModelRecord, host: ModelHost, running: int, waiting: int) -> ModelStatus:
-    spec = record.hosted.spec
+def _by_name(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Requests running and waiting by version, summed by catalogue id."""
+    summed: dict[str, tuple[int, int]] = {}
+    for version, (running, waiting) in counts.items():
+        before = summed.get(name_of(version), (0, 0))
+        summed[name_of(version)] = (before[0] + running, before[1] + waiting)
+    return summed
+
+
+def _status(
+    model: ModelRecord | BrokenModel,
+    host: ModelHost,
+    directory: Directory,
+    counts: dict[str, tuple[int, int]],
+) -> ModelStatus:
+    """A model by its catalogue id; requests and slices of a version that drains are its own."""
+    if isinstance(model, BrokenModel):
+        return ModelStatus(
+            id=model.name, aliases=model.aliases, state=ModelState.FAILED, max_context=0,
+            weight_bytes=0, loaded_bytes=0, pinned=False, priority=0, created_s=model.created_s,
+            error=model.error,
+        )  # fmt: skip
+    record, spec = model, model.hosted.spec
+    running, waiting = counts.get(spec.name, (0, 0))
+    slices = {one for version in directory if version.name == spec.name for one in version.slices}
     return ModelStatus(
-        id=spec.id,
+        id=spec.name,
         aliases=record.hosted.aliases,
-        state=record.state,
+        state=ModelState.DRAINING if record.draining else record.state,
         max_context=spec.max_context,
         weight_bytes=spec.weight_bytes,
         loaded_bytes=host.loaded_bytes(spec.id),
         pinned=spec.pinned,
         priority=spec.priority,
-        active_slices=tuple(sorted(record.slices)),
+        active_slices=tuple(sorted(slices)),
         running=running,
         waiting=waiting,
         created_s=record.created_s,
@@ -69,7 +94,7 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
     if worker is not None:
         fields = {field: worker.page[field] for field in Field}
         last = int(fields[Field.LAST_MODEL])
-        last_model = worker.attached[last] if 0 <= last < len(worker.attached) else ""
+        last_model = name_of(worker.attached[last]) if 0 <= last < len(worker.attached) else ""
     up = worker is not None and worker.up
     return SliceStatus(
         id=slot.slice.id,
@@ -80,7 +105,7 @@ def _slice_status(slot: Slot, directory: Directory) -> SliceStatus:
         restarts=slot.restarts,
         running=int(fields[Field.RUNNING]),
         waiting=int(fields[Field.WAITING]),
-        active_models=tuple(sorted(r.id for r in directory if slot.slice.id in r.slices)),
+        active_models=tuple(sorted({r.name for r in directory if slot.slice.id in r.slices})),
         last_model=last_model,
         kv_used_bytes=int(fields[Field.KV_USED_BYTES]),
         kv_total_bytes=slot.slice.kv_bytes,
