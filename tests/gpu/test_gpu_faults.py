@@ -160,8 +160,8 @@ def test_a_server_whose_slices_failed_ends_as_it_should(
 
 
 def test_a_capture_that_fails_once_is_not_noticed(tmp_path: Path) -> None:
-    """The first graph of a new server is captured with many requests under way. The capture fails, its
-    step is launched kernel by kernel, and every answer is as in a run without the fault."""
+    """The first graph of a new server is captured with many requests under way. The capture
+    fails, its step is launched kernel by kernel, and every answer is as without the fault."""
     with contextmanager(bench_with)(tmp_path, "whole@0") as bench:
         (bench.faults / "capture").touch()
         struck = asyncio.run(all_answers(bench))

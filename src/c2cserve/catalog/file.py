@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import cast
 
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
-from c2cserve.catalog.parse import EntrySettings, KeyMistake, check_keys, parse_entry, unknown_key
+from c2cserve.catalog.parse import (
+    EntrySettings,
+    KeyMistake,
+    check_files,
+    check_keys,
+    parse_entry,
+    unknown_key,
+)
 
 _HEADER = re.compile(r"^\s*\[\[\s*(?:models|\"models\"|'models')\s*\]\]")
 _ANY_HEADER = re.compile(r"^\s*\[")
@@ -37,8 +44,8 @@ class Catalog:
         return next((entry for entry in self.entries if name in entry.names), None)
 
 
-def load_catalog(path: Path) -> Catalog:
-    """Read and check a catalogue file.
+def load_catalog(path: Path, *, with_files: bool = True) -> Catalog:
+    """Read and check a catalogue file; `with_files`: also that each `path` is a checkpoint.
 
     Raises `CatalogError`: one line beginning with the file, and the line number where it can be
     told.
@@ -57,6 +64,8 @@ def load_catalog(path: Path) -> Catalog:
         values = {**defaults, **table}
         try:
             entry = parse_entry(values, path.parent)
+            if with_files:
+                check_files(entry)
             _claim(owners, entry)
         except KeyMistake as mistake:
             place = lines.place(path, index, mistake.key)

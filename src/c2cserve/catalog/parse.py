@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError, Dtype
 from c2cserve.core.request import Slo
+from c2cserve.files.reading import one_line
 
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
 _HUB_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$"
@@ -31,7 +32,7 @@ class EntrySettings(BaseModel):
     dtype: Dtype = "auto"
     ttft_s: Positive = Slo().ttft_s
     tpot_s: Positive = Slo().tpot_s
-    priority: int = 0
+    priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0
     pinned: bool = False
     max_context: Annotated[int, Field(ge=1)] | None = None
     keep_warm_s: NonNegative = 0.0
@@ -58,8 +59,8 @@ class KeyMistake(CatalogError):
 def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
     """Check one entry; a relative `path` is taken from `base_dir`.
 
-    Raises `CatalogError` (one line that names the key and what to do). A `path` must be a
-    checkpoint directory; a `hub` id is only checked for its form.
+    Raises `CatalogError` (one line that names the key and what to do). What lies at a `path` is
+    not looked at (`check_files` does), and a `hub` id is only checked for its form.
     """
     keys = check_keys(EntryKeys, values)
     if keys.path is None and keys.hub is None:
@@ -71,11 +72,11 @@ def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
     _check_distinct(keys.id, keys.aliases)
     path = None
     if keys.path is not None:
-        path = (base_dir / Path(keys.path).expanduser()).resolve()
         try:
-            check_checkpoint(path)
-        except CatalogError as error:
-            raise KeyMistake("path", str(error)) from error
+            path = (base_dir / Path(keys.path).expanduser()).resolve()
+        except (OSError, ValueError, RuntimeError) as error:
+            # Too long, a NUL byte in it, no such user, links that lead to each other.
+            raise KeyMistake("path", f"{one_line(keys.path)}: {one_line(error)}") from error
     return CatalogEntry(
         id=keys.id,
         aliases=tuple(keys.aliases),
@@ -89,6 +90,15 @@ def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
         max_context=keys.max_context,
         keep_warm_s=keys.keep_warm_s,
     )
+
+
+def check_files(entry: CatalogEntry) -> None:
+    """Raises `CatalogError` unless the entry's `path`, if it has one, is a checkpoint directory."""
+    if entry.path is not None:
+        try:
+            check_checkpoint(entry.path)
+        except CatalogError as error:
+            raise KeyMistake("path", str(error)) from error
 
 
 def _check_distinct(name: str, aliases: list[str]) -> None:
@@ -127,7 +137,7 @@ def _mistake(problem: Mapping[str, Any], known: Iterable[str]) -> KeyMistake:
 
 
 def _shown(value: object) -> str:
-    text = repr(value).lower() if isinstance(value, bool) else repr(value)
+    text = repr(value).lower() if isinstance(value, bool) else one_line(repr(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -136,4 +146,4 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     names = list(known)
     near = difflib.get_close_matches(key, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(names))}"
-    return f"unknown key {key!r}: {hint}"
+    return f"unknown key {one_line(repr(key))}: {hint}"

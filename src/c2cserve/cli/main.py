@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from c2cserve import __version__
-from c2cserve.cli.output import CliError
+from c2cserve.cli.output import CliError, CliErrors
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,10 @@ def _run(args: list[str], *, debug: bool) -> int:
         result = typer.main.get_command(commands).main(
             args=args, prog_name="c2cserve", standalone_mode=False
         )
+    except CliErrors as errors:
+        for message in errors.messages[:-1]:
+            _report(message, errors.exit_code, debug=False)
+        return _report(errors.messages[-1], errors.exit_code, debug=debug)
     except CliError as error:
         return _report(str(error), error.exit_code, debug=debug)
     except typer.TyperException as error:

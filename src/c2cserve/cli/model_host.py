@@ -4,17 +4,25 @@ Joins what may not know each other: the catalogue, the engine's layouts and the 
 """
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+import msgspec
 
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
 from c2cserve.catalog.hub import fetch
-from c2cserve.catalog.parse import parse_entry
+from c2cserve.catalog.parse import check_files, parse_entry
+from c2cserve.cli.tokenizer_probe import TokenizerProbe
 from c2cserve.core.events import ClusterEvent, ModelFailed, ModelLoaded, ModelUsable
-from c2cserve.core.model import ModelSpec
+from c2cserve.core.model import ModelSpec, version_id
 from c2cserve.engine.models.config import ConfigError, ModelConfig, parse_config, read_config
 from c2cserve.engine.models.layout import plan_layout
+from c2cserve.files.reading import FileProblem, one_line
+from c2cserve.files.seal import CONFIG_FILES, TOKENIZER_FILES, Seal, seal_files
 from c2cserve.memory.checkpoint import (
     CheckpointError,
     TensorSource,
@@ -22,19 +30,49 @@ from c2cserve.memory.checkpoint import (
     open_checkpoint,
     read_header,
 )
-from c2cserve.memory.layout import LayoutPlan
+from c2cserve.memory.layout import LayoutPlan, PlanError
 from c2cserve.memory.pool import Listener, Pool, PoolError
 from c2cserve.memory.segment import segment_bytes
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.runtime.live.host import HostedModel
+from c2cserve.server.tokenizer import TokenizerError
 
 log = logging.getLogger(__name__)
 
+_WRONG = (
+    CatalogError,
+    CheckpointError,
+    ConfigError,
+    FileProblem,
+    PlanError,
+    TokenizerError,
+    OSError,
+)
+"""What reading a checkpoint that cannot be served raises."""
+_REASON_CHARS = 2000
+
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _Prepared(HostedModel):
+    """With what its load needs."""
+
     plan: LayoutPlan
     sources: dict[str, TensorSource]
+    seal: Seal
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A checkpoint directory, read and found good."""
+
+    directory: Path
+    raw: dict[str, object]
+    config: ModelConfig
+    plan: LayoutPlan
+    sources: dict[str, TensorSource]
+    seal: Seal
+    tokenizer: Seal
+    """Of the tokenizer's files alone."""
 
 
 class CatalogHost:
@@ -49,7 +87,13 @@ class CatalogHost:
         """`base_dir`: what relative paths of entries start from. `post` takes the pool's news."""
         self._base_dir = base_dir
         self._post = post
-        self._files: dict[str, _Files] = {}
+        self._lock = threading.Lock()
+        self._versions: Counter[str] = Counter()
+        """Made so far, by catalogue id."""
+        self._tokenizers = TokenizerProbe()
+        self._good_tokenizers: set[tuple[bytes | int, ...]] = set()
+        """Digests of files, and size of the vocabulary, that were tried."""
+        self._changes = 0
         listener = Listener(
             usable=lambda model: self._post(ModelUsable(model)),
             loaded=lambda model, size, took_s: self._post(ModelLoaded(model, size, took_s)),
@@ -60,24 +104,83 @@ class CatalogHost:
     def prepare(self, entry: dict[str, object]) -> HostedModel:
         try:
             parsed = parse_entry(entry, self._base_dir)
-            directory = fetch(parsed) if parsed.path is None else parsed.path
-            raw = read_config(directory)
-            config = parse_config(raw, parsed.dtype)
-            names = frozenset(name for file in find_files(directory) for name in read_header(file))
-            plan = plan_layout(config, names)
-            sources = open_checkpoint(directory, plan)
-        except (CatalogError, ConfigError, CheckpointError) as error:
-            raise Refused(400, f"model {entry.get('id', '?')}: {error}") from error
-        self._files[parsed.id] = _Files(plan, sources)
-        return _hosted(entry, parsed, directory, raw, config, segment_bytes(plan))
+            check_files(parsed)
+            checked = self._check(parsed, fetch(parsed) if parsed.path is None else parsed.path)
+            size = self._check_size(segment_bytes(checked.plan))
+        except _WRONG as error:
+            name = one_line(entry.get("id", "?"), 200)
+            raise Refused(400, f"model {name}: {one_line(error, _REASON_CHARS)}") from error
+        with self._lock:
+            self._versions[parsed.id] += 1
+            version = version_id(parsed.id, self._versions[parsed.id])
+        check = partial(self._check_unchanged, parsed.id, checked.tokenizer)
+        return _hosted(entry, parsed, checked, version, size, check)
+
+    def _check(self, parsed: CatalogEntry, directory: Path) -> _Checked:
+        """Read everything but the weights. Raises one of `_WRONG`."""
+        tokenizer = seal_files(directory / name for name in TOKENIZER_FILES)
+        sealed = seal_files(directory / name for name in CONFIG_FILES)
+        raw = read_config(directory)
+        config = parse_config(raw, parsed.dtype)
+        _check_encodable(raw)
+        weights = find_files(directory)
+        seal = Seal({**tokenizer.files, **sealed.files, **seal_files(weights).files})
+        names = frozenset(name for file in weights for name in read_header(file))
+        plan = plan_layout(config, names)
+        sources = open_checkpoint(directory, plan)
+        self._check_tokenizer(directory, config.vocab, tokenizer)
+        if (what := seal.changed()) is not None:
+            raise CheckpointError(f"{directory}: {what} changed while it was read; try again")
+        return _Checked(directory, raw, config, plan, sources, seal, tokenizer)
+
+    def _check_tokenizer(self, directory: Path, vocab_size: int, seal: Seal) -> None:
+        """Models often share one: what was found good is not tried again."""
+        digests = (b"" if one is None else one.digest for one in seal.files.values())
+        key = (vocab_size, *digests)
+        if key not in self._good_tokenizers:
+            self._tokenizers.check(directory, vocab_size)
+            self._good_tokenizers.add(key)
+
+    def _check_size(self, size: int) -> int:
+        if size > self.budget_bytes:
+            raise CheckpointError(
+                f"it takes {size} bytes of host memory, and the pool's budget is "
+                f"{self.budget_bytes}: raise --pool-bytes"
+            )
+        return size
 
     def load(self, model: HostedModel) -> None:
-        name = model.spec.id
-        files = self._files[name]
+        assert isinstance(model, _Prepared)
+        version = model.spec.id
+        check = partial(self._check_weights, model)
         try:
-            self._pool.load(name, files.plan, files.sources)
+            self._pool.load(version, model.plan, model.sources, check)
         except PoolError as error:
-            self._post(ModelFailed(name, str(error)))
+            self._post(ModelFailed(version, str(error)))
+
+    def _check_weights(self, model: _Prepared) -> None:
+        """On a loader's thread. Raises CheckpointError."""
+        if (reason := self._changed(model.spec.name, model.seal)) is not None:
+            raise CheckpointError(reason)
+
+    def _check_unchanged(self, name: str, tokenizer: Seal) -> None:
+        """On a tokenizer's thread. Raises `Refused`."""
+        if (reason := self._changed(name, tokenizer)) is not None:
+            raise Refused(503, f"the model {name!r} can not be served: {reason}")
+
+    def _changed(self, name: str, seal: Seal) -> str | None:
+        """Why the files cannot be used beside what was read of them before, logged and counted."""
+        if (what := seal.changed()) is None:
+            return None
+        with self._lock:
+            self._changes += 1
+        reason = f"files changed on disk: {what}; POST /admin/models/{name}/reload reads them all"
+        log.error("model %s: %s", name, reason)
+        return reason
+
+    @property
+    def files_changed(self) -> int:
+        return self._changes
 
     def segment(self, model: str) -> str:
         return str(self._pool.path(model))
@@ -97,17 +200,27 @@ class CatalogHost:
         return self._pool.budget_bytes
 
     def close(self) -> None:
+        self._tokenizers.close()
         self._pool.close()
+
+
+def _check_encodable(raw: dict[str, object]) -> None:
+    """Workers get the config as a message, which not every JSON fits into."""
+    try:
+        msgspec.msgpack.encode(raw)
+    except (OverflowError, ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"config.json holds a value out of all bounds: {error}") from error
 
 
 def _hosted(
     entry: dict[str, object],
     parsed: CatalogEntry,
-    directory: Path,
-    raw: dict[str, object],
-    config: ModelConfig,
+    checked: _Checked,
+    version: str,
     weight_bytes: int,
+    check_tokenizer: Callable[[], None],
 ) -> HostedModel:
+    config = checked.config
     max_context = parsed.max_context or config.max_position
     if max_context > config.max_position:
         raise Refused(
@@ -116,7 +229,7 @@ def _hosted(
             f"{config.max_position}",
         )
     spec = ModelSpec(
-        id=parsed.id,
+        id=version,
         weight_bytes=weight_bytes,
         layers=config.layers,
         kv_block_bytes=config.kv_block_bytes,
@@ -128,12 +241,17 @@ def _hosted(
     )
     files = ModelFiles(
         id=parsed.id,
-        path=str(directory),
+        path=str(checked.directory),
         max_context=max_context,
         vocab_size=config.vocab,
         eos_token_ids=config.eos_token_ids,
         ttft_s=parsed.slo.ttft_s,
         tpot_s=parsed.slo.tpot_s,
         priority=parsed.priority,
+        version=version,
+        check_tokenizer=check_tokenizer,
     )
-    return HostedModel(spec, files, parsed.aliases, raw, config.dtype, entry)
+    return _Prepared(
+        spec, files, parsed.aliases, checked.raw, config.dtype, entry,
+        checked.plan, checked.sources, checked.seal,
+    )  # fmt: skip

@@ -22,6 +22,14 @@ class CliError(Exception):
         self.exit_code = exit_code
 
 
+class CliErrors(CliError):
+    """Several reasons why the command cannot go on, a line each."""
+
+    def __init__(self, messages: Sequence[str], exit_code: int = 1) -> None:
+        super().__init__("; ".join(messages), exit_code)
+        self.messages = messages
+
+
 def console() -> "Console":
     """For tables on stdout. Without a terminal they are as wide as they need to be."""
     from rich.console import Console

@@ -20,7 +20,7 @@ from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.model_host import CatalogHost
-from c2cserve.cli.output import CliError
+from c2cserve.cli.output import CliError, CliErrors
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
@@ -31,6 +31,7 @@ from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.admission import AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
 from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.live.directory import BrokenModel
 from c2cserve.runtime.live.fleet import Fleet, FleetSettings
 from c2cserve.runtime.live.gateway import LiveGateway
 from c2cserve.runtime.live.host import HostedModel
@@ -60,6 +61,11 @@ _HostKvBytes = Annotated[
 ]
 
 
+_Strict = Annotated[
+    bool, typer.Option("--strict", help="End at once if a model of the catalogue is broken.")
+]
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """All of the command line."""
@@ -75,6 +81,7 @@ class Options:
     log_format: LogFormat
     fleet: FleetSettings
     drain_timeout_s: float
+    strict: bool
     admission: AdmissionSettings
     server: ServerSettings
 
@@ -127,6 +134,7 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = 60.0,
+    strict: _Strict = False,
     max_waiting: Annotated[int, typer.Option(help="Requests queued before 429.")] = 1024,
     patience: Annotated[
         float,
@@ -148,6 +156,7 @@ def serve(
         ),
         pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
+        strict,
         AdmissionSettings(max_waiting=max_waiting, patience=patience),
         ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),
     )  # fmt: skip
@@ -157,7 +166,7 @@ def serve(
 def _serve(options: Options) -> None:
     try:
         setup_logging("server", options.log_level, options.log_format)
-        catalog = load_catalog(options.catalog)
+        catalog = load_catalog(options.catalog, with_files=False)
     except (CatalogError, ValueError) as error:
         raise CliError(str(error), 2) from error
     with _listen(options) as listener:
@@ -201,9 +210,9 @@ class _Server:
         make_pool = partial(_make_pool, self._instance, options.pool_dir, budget)
         host = CatalogHost(self._catalog.base_dir, make_pool, self._post)
         try:
-            models = [_prepare(host, entry) for entry in self._catalog.raw]
+            models, broken = _prepare_all(host, self._catalog, strict=options.strict)
             _check_pinned(models, budget)
-            return await self._serve(listener, host, models, slices)
+            return await self._serve(listener, host, models, broken, slices)
         finally:
             host.close()
 
@@ -232,7 +241,7 @@ class _Server:
 
     async def _serve(
         self, listener: socket.socket, host: CatalogHost, models: list[HostedModel],
-        slices: Sequence[Slice],
+        broken: list[BrokenModel], slices: Sequence[Slice],
     ) -> str | None:  # fmt: skip
         options = self._options
         loop = asyncio.get_running_loop()
@@ -255,6 +264,8 @@ class _Server:
         gateway.post(PoolState(host.budget_bytes))
         for model in models:
             gateway.add_hosted(model)
+        for one in broken:
+            gateway.add_broken(one)
         app = create_app(gateway, options.server)
         http = _HttpServer(
             uvicorn.Config(
@@ -267,8 +278,8 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
         log.info(
-            "c2cserve %s on http://%s:%d: %d models, %d slices", self._instance, options.host,
-            options.port, len(models), len(slices),
+            "c2cserve %s on http://%s:%d: %d models, %d failed, %d slices", self._instance,
+            options.host, options.port, len(models), len(broken), len(slices),
         )  # fmt: skip
         reason = await ended
         http.should_exit = True
@@ -311,11 +322,23 @@ def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) 
     return Pool(instance, directory, budget, listener)
 
 
-def _prepare(host: CatalogHost, entry: dict[str, object]) -> HostedModel:
-    try:
-        return host.prepare(dict(entry))
-    except Refused as refused:
-        raise CliError(refused.reason, 2) from refused
+def _prepare_all(
+    host: CatalogHost, catalog: Catalog, *, strict: bool
+) -> tuple[list[HostedModel], list[BrokenModel]]:
+    """The catalogue's models, and those whose checkpoints cannot be served. Raises CliError with a
+    line for each of these if there is nothing else, or if `strict`."""
+    models: list[HostedModel] = []
+    broken: list[BrokenModel] = []
+    for entry, raw in zip(catalog.entries, catalog.raw, strict=True):
+        try:
+            models.append(host.prepare(dict(raw)))
+        except Refused as refused:
+            broken.append(BrokenModel(entry.id, entry.aliases, dict(raw), refused.reason))
+    if broken and (strict or not models):
+        raise CliErrors([one.error for one in broken], 2)
+    for one in broken:
+        log.error("%s; it is failed until it is reloaded", one.error)
+    return models, broken
 
 
 def _check_pinned(models: Sequence[HostedModel], budget: int) -> None:

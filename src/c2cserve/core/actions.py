@@ -27,8 +27,8 @@ class Withdraw:
 @value
 class Reject:
     """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
-    deadline or queue full), 503 (draining, no slice, model larger than the pool, model fails on
-    every slice), 500 (its model failed to load, if need be while it ran), 404 (its model is being
+    deadline or queue full), 503 (draining, no slice, model larger than the pool, its model fails
+    on every slice, or failed to load, if need be while it ran), 404 (its model is being
     removed)."""
 
     request_id: str

@@ -56,9 +56,13 @@ class SliceLost:
 
 @value
 class ModelAdded:
-    """A catalogue entry, checked and ready to load."""
+    """A catalogue entry, checked and ready to load.
+
+    `replaces`: the version that this one is to take the place of. It is loaded as if a request
+    waited for it, and the other one stays in the pool meanwhile."""
 
     spec: ModelSpec
+    replaces: str = ""
 
 
 @value

@@ -5,10 +5,27 @@ from enum import StrEnum
 
 from c2cserve.core.request import Slo
 
+_VERSION_MARK = "#"
+"""No catalogue id has one."""
+
+
+def version_id(name: str, number: int) -> str:
+    """What a version of a catalogue model is called: its id for the first one, then `id#2` ...
+
+    A version is one reading of a checkpoint's files. Reloading a model makes another version, and
+    everything that belongs to one (weights, KV, tokenizer) goes by the version's id.
+    """
+    return name if number == 1 else f"{name}{_VERSION_MARK}{number}"
+
+
+def name_of(version: str) -> str:
+    """The catalogue's id of the model that this is a version of."""
+    return version.partition(_VERSION_MARK)[0]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Sizes and targets of one catalogue model.
+    """Sizes and targets of one version of a catalogue model. `id` names the version.
 
     `kv_block_bytes` is one block-first KV block: all layers, K and V, of `BLOCK_TOKENS` tokens.
     `parameters` counts weights, 0 where nobody has counted. A mixture of experts has `experts` in
@@ -30,6 +47,11 @@ class ModelSpec:
     experts_per_token: int = 0
     expert_bytes: int = 0
 
+    @property
+    def name(self) -> str:
+        """The catalogue's id of the model."""
+        return name_of(self.id)
+
     def step_bytes(self, tokens: int) -> float:
         """Weight bytes that a step over so many tokens reads, expected: all of a dense model; of a
         mixture, what is not experts and those experts that some token chose (chosen evenly)."""
@@ -50,8 +72,8 @@ class ModelState(StrEnum):
     DRAINING = "draining"
     """Being removed: finishes what it has, takes nothing new."""
     FAILED = "failed"
-    """Its files could not be loaded, or every slice that is up has given it up: it is tried again
-    after a while."""
+    """Its checkpoint is broken, its files are not those that were checked, or every slice that is
+    up has given it up: it is tried again after a while."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,23 @@
 import json
 import os
 import re
-import stat
 import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from c2cserve.files.reading import (
+    INDEX_BYTES_MAX,
+    FileProblem,
+    is_file,
+    one_line,
+    open_regular,
+    read_object,
+)
 from c2cserve.memory.layout import Dtype, LayoutPlan
 
-_HEADER_BYTES_MAX = 100 << 20
+_HEADER_BYTES_MAX = 32 << 20
+"""Some hundred thousand tensors in one file."""
 _DTYPES: dict[str, tuple[Dtype | None, int]] = {
     "F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2),
     "F64": (None, 8), "I64": (None, 8), "I32": (None, 4), "I16": (None, 2), "I8": (None, 1),
@@ -44,26 +52,17 @@ class TensorSource:
 
 def find_files(directory: Path) -> list[Path]:
     """The safetensors files of a checkpoint directory, sharded or not. Raises CheckpointError."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            names = sorted(set(weight_map.values()))
-        except OSError as error:
-            raise CheckpointError(f"{index}: can not be read: {error.strerror}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckpointError(f"{index}: not a checkpoint index: {error!r}") from error
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not a file name")
-            if not (directory / name).is_file():
-                raise CheckpointError(
-                    f"{directory / name}: shard is missing ({len(names)} are listed in "
-                    f"{index.name}); copy or download it again"
-                )
+    names = _listed(directory / "model.safetensors.index.json")
+    for name in names:
+        if not is_file(directory / name):
+            raise CheckpointError(
+                f"{directory / _shown(name)}: shard is missing ({len(names)} are listed in the "
+                "index); copy or download it again"
+            )
+    if names:
         return [directory / name for name in names]
     single = directory / "model.safetensors"
-    if single.is_file():
+    if is_file(single):
         return [single]
     others = sorted(directory.glob("*.safetensors"))
     if others:
@@ -75,6 +74,27 @@ def find_files(directory: Path) -> list[Path]:
             "(model.save_pretrained(..., safe_serialization=True))"
         )
     raise CheckpointError(f"{directory}: no *.safetensors files")
+
+
+def _listed(index: Path) -> list[str]:
+    """The files that an index names; none if there is no index. Raises CheckpointError."""
+    try:
+        content = read_object(index, INDEX_BYTES_MAX)
+        if content is None:
+            return []
+        names = sorted(set(content["weight_map"].values()))
+    except FileProblem as problem:
+        raise CheckpointError(str(problem)) from problem
+    except (KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{index}: not a checkpoint index: {one_line(repr(error))}"
+        ) from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name:
+            raise CheckpointError(f"{index}: {_shown(repr(name))} is not a file name")
+    if not names:
+        raise CheckpointError(f"{index}: it lists no files")
+    return names
 
 
 def _no_shard_missing(directory: Path, files: list[Path]) -> None:
@@ -95,12 +115,8 @@ def _no_shard_missing(directory: Path, files: list[Path]) -> None:
 def read_header(path: Path) -> dict[str, TensorSource]:
     """Tensors of one file by name, checked against the file's real size. Raises CheckpointError."""
     try:
-        # Without O_NONBLOCK a pipe in the place of a file would wait for its writer.
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            status = os.fstat(file.fileno())
-            size = status.st_size
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path} is not a regular file")
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
             head = file.read(8)
             if len(head) < 8:
                 raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
@@ -110,6 +126,8 @@ def read_header(path: Path) -> dict[str, TensorSource]:
             text = file.read(length)
     except OSError as error:
         raise CheckpointError(f"{path}: can not be read: {error.strerror}") from error
+    except FileProblem as problem:
+        raise CheckpointError(str(problem)) from problem
     try:
         header = json.loads(text, object_pairs_hook=_no_duplicates)
         if not isinstance(header, dict):
@@ -128,9 +146,7 @@ def read_header(path: Path) -> dict[str, TensorSource]:
 
 def _shown(name: object) -> str:
     """A name that the file chose, fit for one line of a log or a terminal."""
-    text = str(name)
-    text = text if text.isprintable() else ascii(text)
-    return text if len(text) <= _NAME_SHOWN else text[:_NAME_SHOWN] + "..."
+    return one_line(name, _NAME_SHOWN)
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -158,8 +174,8 @@ def _source(path: Path, name: str, value: object, base: int, size: int) -> Tenso
     begin, end = offsets
     if end - begin != prod(shape) * item:
         raise CheckpointError(
-            f"{path}: tensor {name} of shape {shape} and {stored} takes {prod(shape) * item} "
-            f"bytes, the header gives it {end - begin}"
+            f"{path}: tensor {name} of shape {_shown(shape)} and {stored} takes "
+            f"{prod(shape) * item} bytes, the header gives it {end - begin}"
         )
     if base + end > size:
         raise CheckpointError(

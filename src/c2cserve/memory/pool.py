@@ -49,6 +49,10 @@ class Listener:
     failed: Callable[[str, str], None]
 
 
+def _no_check() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _Entry:
     path: Path
@@ -102,8 +106,13 @@ class Pool:
         """The model's segment. Raises KeyError if it has none."""
         return self._entries[model].path
 
-    def load(self, model: str, plan: LayoutPlan, sources: dict[str, TensorSource]) -> None:
-        """Begin to load; the listener hears the rest. Raises PoolError when it does not fit."""
+    def load(
+        self, model: str, plan: LayoutPlan, sources: dict[str, TensorSource],
+        check: Callable[[], None] = _no_check,
+    ) -> None:  # fmt: skip
+        """Begin to load; the listener hears the rest. `check` is called before the first read and
+        after the last: what it raises (CheckpointError) fails the load. Raises PoolError when the
+        model does not fit."""
         size = segment_bytes(plan)
         with self._lock:
             if model in self._entries:
@@ -119,14 +128,17 @@ class Pool:
             slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model)[-80:]
             entry = _Entry(Path(f"{self.prefix}.{slug}.{self._generation}"), size)
             self._entries[model] = entry
-        self._executor.submit(self._run, model, entry, plan, sources)
+        self._executor.submit(self._run, model, entry, plan, sources, check)
 
     def _run(
-        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]
-    ) -> None:
+        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource],
+        check: Callable[[], None],
+    ) -> None:  # fmt: skip
         started = time.monotonic()
         try:
+            check()
             self._fill(model, entry, plan, sources)
+            check()
         except LoadCancelled:
             log.info("load of %s was cancelled", model)
         except (CheckpointError, OSError) as error:

@@ -68,7 +68,7 @@ class ClusterPolicy:
 
     @property
     def wakeup(self) -> float | None:
-        idle_s = self._instances.wakeup
+        idle_s = 0.0 if self._pool_changed else self._instances.wakeup
         if not self._queue:
             return idle_s
         return self._recheck_s if idle_s is None else min(idle_s, self._recheck_s)
@@ -113,8 +113,8 @@ class ClusterPolicy:
         match event:
             case ev.PoolState(budget_bytes):
                 self._budget_bytes = budget_bytes
-            case ev.ModelAdded(spec):
-                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec)
+            case ev.ModelAdded(spec, replaces):
+                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec, replaces)
             case ev.ModelUsable(name):
                 self._models[name].usable = True
             case ev.ModelLoaded(name):
@@ -209,7 +209,7 @@ class ClusterPolicy:
                 model.failed(now)
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._instances.undispatch(request_id)
-                self._actions.append(act.Reject(request_id, 500, model.unloadable, 5.0))
+                self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
                 self._left(request_id)
             self._leave_pool(model)
             self._broken.add(name)
@@ -218,7 +218,7 @@ class ClusterPolicy:
             model = self._models[name]
             if model.retry_s is not None and not model.in_pool and now < model.retry_s:
                 for request in self._queue.of(name):
-                    self._reject(request, 500, model.unloadable, model.retry_s - now)
+                    self._reject(request, 503, model.unloadable, model.retry_s - now)
 
     def _back_off(self, now: float) -> None:
         """Keep models that fail away from slices, and end what can only wait for them."""
@@ -243,7 +243,10 @@ class ClusterPolicy:
             (head[0], name) for name in waiting
             if self._models[name].may_load(now) and (head := self._queue.head(name))
         ]  # fmt: skip
-        unused = residence.evictable(models, waiting) if asked else []
+        wanted = [m for m in self._outside.values() if m.wanted]
+        asked += residence.unwaited(wanted, waiting, now)
+        kept = {*waiting, *(model.replaces for model in wanted)}
+        unused = residence.evictable(models, kept) if asked else []
         free = self._budget_bytes - residence.used_bytes(models) if asked else 0
         for _, name in sorted(asked):
             lacking = self._models[name].spec.weight_bytes - free

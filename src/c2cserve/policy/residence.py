@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.queue import Urgency
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MOST_S = 60.0
@@ -16,6 +17,8 @@ class ModelBook:
     """What the controller's policy keeps of a catalogue model."""
 
     spec: ModelSpec
+    replaces: str = ""
+    """The version whose place it takes once it is loaded."""
     in_pool: bool = False
     """Loading or loaded: its memory is taken."""
     usable: bool = False
@@ -31,6 +34,12 @@ class ModelBook:
     error: str = ""
 
     @property
+    def wanted(self) -> bool:
+        """To be loaded although no request waits for it: it is to replace another version."""
+        fresh = not self.in_pool and not self.failures and not self.removing
+        return bool(self.replaces) and fresh
+
+    @property
     def warm_until_s(self) -> float:
         """What least-recently-used goes by."""
         return self.last_used_s + self.spec.keep_warm_s
@@ -43,7 +52,7 @@ class ModelBook:
     @property
     def unloadable(self) -> str:
         """Why its requests fail after a load that did."""
-        return f"{self.spec.id} can not be loaded: {self.error}"
+        return f"{self.spec.name} can not be loaded: {self.error}"
 
     def failed(self, now: float) -> None:
         """Back off: a file that is broken now is likely to be broken in a second."""
@@ -63,13 +72,25 @@ def impossible(
 ) -> Iterator[tuple[str, str]]:
     """Which of these can never enter the pool beside the pinned models, and why."""
     specs = [model.spec for model in absent]
-    pinned = sum(m.spec.weight_bytes for m in models if m.spec.pinned) if specs else 0
+    # Of two versions of a pinned model only one stays.
+    pinned = [m.spec for m in models if m.spec.pinned and not (m.removing or m.wanted)]
     for spec in specs:
-        others = pinned - spec.weight_bytes * spec.pinned
+        others = sum(one.weight_bytes for one in pinned if one.name != spec.name)
         if spec.weight_bytes + others > budget_bytes:
             beside = f" and pinned models keep {others}" if others else ""
-            yield spec.id, (f"{spec.id} takes {spec.weight_bytes} bytes of host memory; "
+            yield spec.id, (f"{spec.name} takes {spec.weight_bytes} bytes of host memory; "
                             f"the pool's budget is {budget_bytes}{beside}")  # fmt: skip
+
+
+def unwaited(
+    wanted: Iterable[ModelBook], waiting: Collection[str], now: float
+) -> Iterator[tuple[Urgency, str]]:
+    """The `wanted` models without requests, before all that have some. They count as used now:
+    what is about to answer must not be evicted for not having answered yet."""
+    for model in wanted:
+        if model.spec.id not in waiting:
+            model.last_used_s = now
+            yield (False, float("-inf"), ""), model.spec.id
 
 
 def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:

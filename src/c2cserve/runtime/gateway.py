@@ -1,7 +1,7 @@
 """What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
 fakes in the server's tests."""
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,6 +19,18 @@ class Refused(Exception):
         self.retry_after_s = retry_after_s
 
 
+class Superseded(Refused):
+    """The model was reloaded while the request was on its way: prepare it again, for the version
+    that its name leads to now. Raised before a token was sent."""
+
+    def __init__(self) -> None:
+        super().__init__(503, "the model was reloaded again and again meanwhile", 1.0)
+
+
+def _unchanged() -> None:
+    """Files that nothing is known of are taken as they are."""
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """What the server needs to talk for a model: where its tokenizer and templates are."""
@@ -31,6 +43,14 @@ class ModelFiles:
     ttft_s: float
     tpot_s: float
     priority: int
+    version: str = ""
+    """What requests say as their model; empty: the id."""
+    check_tokenizer: Callable[[], None] = _unchanged
+    """Raises `Refused` (503) when the tokenizer's files are not those that were checked."""
+
+    @property
+    def key(self) -> str:
+        return self.version or self.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +141,14 @@ class Gateway(Protocol):
     """All methods are called on the server's event loop."""
 
     def resolve(self, name: str) -> ModelFiles | None:
-        """The model an id or alias names, if the catalogue has it."""
+        """The model an id or alias names, if the catalogue has it. Raises `Refused` (503) when
+        its checkpoint is broken."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         """Run a job. The iterator ends after the delta that has `finish`; closing it early (or
-        `cancel`) frees the request's memory. Raises `Refused` from the first `__anext__`."""
+        `cancel`) frees the request's memory. Raises `Refused` from the first `__anext__`, which
+        is `Superseded` if the job was prepared for a version that was replaced meanwhile."""
         ...
 
     def cancel(self, request_id: str) -> None: ...
@@ -153,7 +175,8 @@ class Gateway(Protocol):
         ...
 
     async def reload_model(self, name: str) -> ModelStatus:
-        """Read its files again (drains, unloads, loads)."""
+        """Read its files again, load them beside the old ones, and switch. Raises `Refused`; the
+        old ones then go on serving."""
         ...
 
     def models(self) -> Sequence[ModelStatus]: ...

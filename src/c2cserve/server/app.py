@@ -16,17 +16,20 @@ from starlette.responses import Response
 
 from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
-from c2cserve.runtime.gateway import Gateway, Refused
+from c2cserve.runtime.gateway import Gateway, Refused, Superseded
 from c2cserve.server.errors import ApiError, of_validation
-from c2cserve.server.fields import ChatBody, CompletionBody
+from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
-from c2cserve.server.prepare import Preparer
+from c2cserve.server.prepare import Prepared, Preparer
 from c2cserve.server.settings import ServerSettings
 
 log = logging.getLogger(__name__)
 Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
+
+_RELOADS_MAX = 8
+"""Reloads that one request may meet before it reaches its model."""
 
 
 def create_app(gateway: Gateway, settings: ServerSettings) -> FastAPI:
@@ -133,13 +136,24 @@ class _Routes:
 
     async def _completions(self, http: HttpRequest) -> Response:
         body = await self._parse(http, CompletionBody)
-        prepared = await self._preparer.completion(body, http.headers)
-        return await self._inference.answer(http, body, prepared, http.state.request_id)
+        return await self._answer(http, body, lambda: self._preparer.completion(body, http.headers))
 
     async def _chat(self, http: HttpRequest) -> Response:
         body = await self._parse(http, ChatBody)
-        prepared = await self._preparer.chat(body, http.headers)
-        return await self._inference.answer(http, body, prepared, http.state.request_id)
+        return await self._answer(http, body, lambda: self._preparer.chat(body, http.headers))
+
+    async def _answer(
+        self, http: HttpRequest, body: Common, prepare: Callable[[], Awaitable[Prepared]]
+    ) -> Response:
+        """A model that is reloaded has another tokenizer: what was prepared for the old version,
+        and has not reached it, is prepared again."""
+        for _ in range(_RELOADS_MAX):
+            try:
+                prepared = await prepare()
+                return await self._inference.answer(http, body, prepared, http.state.request_id)
+            except Superseded:
+                continue
+        raise Superseded
 
     async def _models(self, http: HttpRequest) -> Response:
         return _json({"object": "list", "data": [_card(m) for m in self._gateway.models()]})
@@ -169,7 +183,7 @@ class _Routes:
     async def _add(self, http: HttpRequest) -> Response:
         try:
             entry: Any = msgspec.json.decode(await self._body(http))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise ApiError(400, f"not valid JSON: {error}") from error
         if not isinstance(entry, dict):
             raise ApiError(400, "a catalogue entry is an object with id and path or hub")

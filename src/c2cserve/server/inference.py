@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.choices import Choice, Piece
 from c2cserve.server.errors import ApiError
@@ -115,9 +116,10 @@ class Inference:
             first_s = choice.first_s
             log.info(
                 "%s: %d prompt and %d output tokens, %s",
-                request.model, request.prompt_len, choice.output_tokens, choice.finish,
+                name_of(request.model), request.prompt_len, choice.output_tokens, choice.finish,
                 extra={
-                    "request_id": answer.request_id, "job": request.id, "model": request.model,
+                    "request_id": answer.request_id, "job": request.id,
+                    "model": name_of(request.model),
                     "prompt_tokens": request.prompt_len, "cached_tokens": choice.cached_tokens,
                     "output_tokens": choice.output_tokens, "finish": choice.finish,
                     "ttft_ms": first_s and round((first_s - request.arrival_s) * 1e3, 3),

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from c2cserve.core.model import ModelState
+from c2cserve.core.model import ModelState, name_of
 from c2cserve.runtime.gateway import Gateway, SliceStatus, Snapshot
 from c2cserve.server.choices import Choice
 
@@ -157,7 +157,7 @@ class Metrics:
         if choice.finish == "refused":
             return
         request = choice.job.request
-        model = request.model
+        model = name_of(request.model)
         self._count("vllm:request_success", 1, model, choice.finish)
         self._count("vllm:generation_tokens", choice.output_tokens, model)
         self._observe("vllm:e2e_request_latency_seconds", model, now - request.arrival_s)

@@ -97,7 +97,7 @@ class Preparer:
             if tokenizer is None:
                 tokenizer = await loop.run_in_executor(self._threads, self._tokenizers.load, files)
         except TokenizerError as error:
-            raise ApiError(500, f"the model {files.id!r} can not be used: {error}") from error
+            raise ApiError(503, f"the model {files.id!r} can not be served: {error}") from error
         try:
             if size <= _INLINE_CHARS:
                 prompts = tokenize(tokenizer)
@@ -106,6 +106,8 @@ class Preparer:
         except TokenizerError as error:
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             raise ApiError(400, str(error), param=param) from error
+        for prompt in prompts:
+            _check_vocabulary(prompt, files, "messages" if isinstance(body, ChatBody) else "prompt")
         n = body.n or 1
         sampling = _sampling(body, files)
         jobs: list[Job] = []
@@ -119,6 +121,17 @@ class Preparer:
     def forget(self, model: str) -> None:
         """Its files may have changed."""
         self._tokenizers.forget(model)
+
+
+def _check_vocabulary(prompt: Prompt, files: ModelFiles, param: str) -> None:
+    """A tokenizer may know tokens that the model has no embedding of."""
+    if prompt.tokens and (largest := max(prompt.tokens)) >= files.vocab_size:
+        raise ApiError(
+            400,
+            f"the tokenizer of {files.id!r} made token id {largest} of this text, and the model's "
+            f"vocabulary is {files.vocab_size}",
+            param=param,
+        )
 
 
 def _chars(body: CompletionBody) -> int:
@@ -225,7 +238,7 @@ def _job(
         raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens")
     request = Request(
         id=name,
-        model=files.id,
+        model=files.key,
         prompt_len=count,
         max_new_tokens=wanted,
         arrival_s=arrival_s,

@@ -8,6 +8,8 @@ import codecs
 import hashlib
 import json
 from array import array
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,32 @@ from jinja2.ext import loopcontrols
 from tokenizers import Tokenizer as FastTokenizer
 
 from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.files.reading import (
+    CONFIG_BYTES_MAX,
+    TOKENIZER_BYTES_MAX,
+    FileProblem,
+    one_line,
+    read_object,
+    read_text,
+)
+
+_WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
+"""What templates that assume too much raise."""
 
 
 class TokenizerError(ValueError):
     """The model's tokenizer or template can not be used; says why."""
+
+
+@contextmanager
+def _library(what: str) -> Generator[None]:
+    """Whatever the tokenizers library raises, bare Exceptions and panics, as TokenizerError."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise TokenizerError(f"{what}: {one_line(error)}") from error
+        raise
 
 
 class Tokenizer:
@@ -33,17 +57,22 @@ class Tokenizer:
     def __init__(self, directory: Path, model: str = "") -> None:
         """`model` salts the prefix hashes. Raises TokenizerError."""
         path = directory / "tokenizer.json"
-        if not path.is_file():
+        try:
+            text = read_text(path, TOKENIZER_BYTES_MAX)
+            self._config = read_object(directory / "tokenizer_config.json", CONFIG_BYTES_MAX) or {}
+            self._templates = _templates(directory, self._config)
+        except FileProblem as problem:
+            raise TokenizerError(str(problem)) from problem
+        if text is None:
             raise TokenizerError(
                 f"{path}: no such file; save the tokenizer in the fast format "
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
-        try:
-            self._fast: Any = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exceptions
-            raise TokenizerError(f"{path}: {error}") from error
-        self._config = _read_json(directory / "tokenizer_config.json")
-        self._templates = _templates(directory, self._config)
+        with _library(str(path)):
+            self._fast: Any = FastTokenizer.from_str(text)
+            # A file may say that texts are cut or filled up: what is asked is asked in full.
+            self._fast.no_truncation()
+            self._fast.no_padding()
         self._salt = hashlib.blake2b(model.encode(), digest_size=16).digest()
         self._texts: dict[int, tuple[str, list[int]]] = {}
         self._raws: dict[int, bytes] = {}
@@ -58,7 +87,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """`special`: add what the tokenizer adds around a text (BOS)."""
-        return self._fast.encode(text, add_special_tokens=special).ids
+        with _library("the tokenizer cannot take this text"):
+            return self._fast.encode(text, add_special_tokens=special).ids
 
     def render(self, messages: list[dict[str, Any]], extra: dict[str, Any]) -> str:
         """The chat as the model's template writes it. Raises TokenizerError."""
@@ -72,7 +102,7 @@ class Tokenizer:
                 **_special_tokens(self._config),
                 **extra,
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
             raise TokenizerError(f"the model's chat template refuses this chat: {error}") from error
 
     def prefix_hashes(self, tokens: list[int]) -> tuple[int, ...]:
@@ -309,16 +339,6 @@ def _decoder_kind(fast: Any) -> tuple[str, bool]:
     return "other", False
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise TokenizerError(f"{path}: not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}
-
-
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
     names = ("bos_token", "eos_token", "pad_token", "unk_token")
     found: dict[str, str] = {}
@@ -359,9 +379,9 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Temp
     functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.globals.update(functions)
     written: Any = config.get("chat_template")
-    own = directory / "chat_template.jinja"
-    if own.is_file():
-        written = own.read_text()
+    own = read_text(directory / "chat_template.jinja", CONFIG_BYTES_MAX)
+    if own is not None:
+        written = own
     named = written if isinstance(written, list) else [{"name": "default", "template": written}]
     try:
         return {
@@ -369,5 +389,6 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Temp
             for one in named
             if one["template"]
         }
-    except (jinja2.TemplateError, KeyError, TypeError) as error:
-        raise TokenizerError(f"{directory}: the chat template can not be read: {error}") from error
+    except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
+        what = one_line(error)
+        raise TokenizerError(f"{directory}: the chat template can not be read: {what}") from error

@@ -117,7 +117,7 @@ def test_qwen3_moe_windows_every_layer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"hidden_size": "many"}, "wrong kind"),
+        ({"hidden_size": "many"}, "not a whole number"),
         ({"rope_scaling": [1]}, "wrong kind"),
         ({"num_attention_heads": 0}, "0 heads"),
         ({"vocab_size": 0}, "not positive"),
@@ -133,7 +133,7 @@ def test_qwen3_moe_windows_every_layer(tmp_path: Path) -> None:
             },
             "= 64 numbers",
         ),
-        ({"head_dim": 1024}, "up to 512"),
+        ({"head_dim": 1024}, "between 0 and 512"),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
             "partial_rotary_factor",

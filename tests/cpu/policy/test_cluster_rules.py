@@ -291,18 +291,18 @@ def test_a_failed_load_ends_its_requests_and_is_tried_again_later() -> None:
     hand = Hand(slice_(), models="")
     hand.tell(ModelAdded(spec("a")))
     hand.arrive("r1", "r2")
-    assert rejects(hand.tell(ModelFailed("a", "no such tensor"))) == {"r1": 500, "r2": 500}
+    assert rejects(hand.tell(ModelFailed("a", "no such tensor"))) == {"r1": 503, "r2": 503}
     hand.now = 1.0
     [refused] = hand.arrive("r3")
     assert isinstance(refused, Reject)
-    assert refused.status == 500
+    assert refused.status == 503
     assert "no such tensor" in refused.reason
     assert refused.retry_after_s == pytest.approx(4.0)
     hand.now = 5.0
     assert hand.arrive("r4") == [Load("a")]
     hand.tell(ModelFailed("a", "again"))
     hand.now = 14.0
-    assert rejects(hand.arrive("r5")) == {"r5": 500}, "10 s the second time"
+    assert rejects(hand.arrive("r5")) == {"r5": 503}, "10 s the second time"
     hand.now = 15.0
     assert hand.arrive("r6") == [Load("a")]
     assert dispatched(hand.tell(ModelUsable("a"))) == {"r6": "s0"}
@@ -315,7 +315,7 @@ def test_a_load_that_fails_half_way_ends_what_already_runs() -> None:
     hand.tell(ModelUsable("a"))
     actions = hand.tell(ModelFailed("a", "disk error"))
     assert actions[0] == Withdraw("r1", "s0")
-    assert rejects(actions) == {"r1": 500}
+    assert rejects(actions) == {"r1": 503}
     assert actions[-1] == Deactivate("a", "s0")
     assert hand.tell(Finished("r1", 0, failed=True)) == []
 

@@ -1,12 +1,12 @@
 """A checkpoint's config.json, normalised. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.files.reading import CONFIG_BYTES_MAX, FileProblem, one_line, read_object
 from c2cserve.memory.layout import ITEM_BYTES, Dtype
 
 ARCHITECTURES = {
@@ -24,9 +24,30 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("long_factor", "short_factor"),
 }
+_ROPE_LENGTH = "original_max_position_embeddings"
+_ROPE_NUMBERS = (
+    "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "mscale",
+    "mscale_all_dim", "beta_fast", "beta_slow", _ROPE_LENGTH,
+)  # fmt: skip
 _ACTIVATIONS = ("silu", "swish")
 _HEAD_DIM_MAX = 512
 """What the attention kernels take."""
+_SIZES_MAX = {
+    "num_hidden_layers": 2048, "hidden_size": 1 << 18, "num_attention_heads": 1 << 14,
+    "num_key_value_heads": 1 << 14, "head_dim": _HEAD_DIM_MAX, "intermediate_size": 1 << 22,
+    "vocab_size": 1 << 24, "max_position_embeddings": 1 << 30, "sliding_window": 1 << 30,
+    "max_window_layers": 1 << 30, "num_experts": 1 << 12, "num_local_experts": 1 << 12,
+    "num_experts_per_tok": 1 << 12, "moe_intermediate_size": 1 << 22, "decoder_sparse_step": 2048,
+}  # fmt: skip
+"""Several times what any published model has. Far beyond, a config is a mistake or an attack, and
+planning for it would take all memory before a tensor was found to be missing."""
+_EXPERTS_MAX = 1 << 18
+"""Of all layers."""
+_EOS_MAX = 1024
+_SCALE_MAX = 1e6
+_THETA_MAX = 1e15
+_WRONG_KIND = (TypeError, ValueError, AttributeError, OverflowError, IndexError, RecursionError)
+"""What reading a config that holds anything at all can raise."""
 
 
 class ConfigError(ValueError):
@@ -89,36 +110,38 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises ConfigError."""
     path = directory / "config.json"
     try:
-        raw: dict[str, Any] = json.loads(path.read_text())
-        generation = directory / "generation_config.json"
-        if generation.is_file():
-            eos = json.loads(generation.read_text()).get("eos_token_id")
-            raw |= {} if eos is None else {"eos_token_id": eos}
-    except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such file; is this a checkpoint directory?") from error
-    except (OSError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {error}") from error
-    return raw
+        raw = read_object(path, CONFIG_BYTES_MAX)
+        generation = read_object(directory / "generation_config.json", CONFIG_BYTES_MAX) or {}
+    except FileProblem as problem:
+        raise ConfigError(str(problem)) from problem
+    if raw is None:
+        raise ConfigError(f"{path}: no such file; is this a checkpoint directory?")
+    eos = generation.get("eos_token_id")
+    return raw if eos is None else {**raw, "eos_token_id": eos}
 
 
 def parse_config(raw: Mapping[str, Any], dtype: str = "auto") -> ModelConfig:
     """Raises ConfigError for what is not supported. `dtype` "auto" keeps the checkpoint's."""
-    arch = _architecture(raw)
-    _refuse_unsupported(raw)
     try:
+        arch = _architecture(raw)
+        _refuse_unsupported(raw)
         config = _parse(raw, arch, dtype)
+        _check(config)
+    except ConfigError as error:
+        raise ConfigError(one_line(error)) from error
     except KeyError as error:
-        raise ConfigError(f"config.json lacks {error}") from error
-    except ConfigError:
-        raise
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"config.json holds a value of the wrong kind: {error}") from error
-    _check(config)
+        raise ConfigError(f"config.json lacks {one_line(error)}") from error
+    except _WRONG_KIND as error:
+        what = one_line(error)
+        raise ConfigError(f"config.json holds a value of the wrong kind: {what}") from error
     return config
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:
-    names = raw.get("architectures") or ()
+    listed: object = raw.get("architectures") or []
+    names: list[Any] = cast("list[Any]", listed) if isinstance(listed, list) else [listed]
+    if not all(isinstance(name, str) for name in names):
+        raise ConfigError("architectures in config.json is not a list of names")
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
@@ -143,13 +166,14 @@ def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
 
 def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
     layers, heads, hidden = (
-        int(raw[key]) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        _size(raw, key) for key in ("num_hidden_layers", "num_attention_heads", "hidden_size")
     )
+    vocab = _size(raw, "vocab_size")
     if min(layers, heads, hidden) < 1:
         raise ConfigError(f"{layers} layers of {heads} heads and hidden size {hidden} is no model")
-    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    kv_heads = _size(raw, "num_key_value_heads", 0) or heads
     usual_head_dim = 128 if arch == "qwen3" else hidden // heads
-    head_dim = int(raw.get("head_dim") or usual_head_dim)
+    head_dim = _size(raw, "head_dim", 0) or usual_head_dim
     takes_bias = arch in ("llama", "qwen3", "qwen3_moe")
     attention_bias = takes_bias and bool(raw.get("attention_bias", False))
     return ModelConfig(
@@ -159,9 +183,9 @@ def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate=int(raw["intermediate_size"]),
-        vocab=int(raw["vocab_size"]),
-        max_position=int(raw["max_position_embeddings"]),
+        intermediate=_size(raw, "intermediate_size"),
+        vocab=vocab,
+        max_position=_size(raw, "max_position_embeddings"),
         norm_eps=float(raw["rms_norm_eps"]),
         rope=_rope(raw, arch),
         qkv_bias=arch == "qwen2" or attention_bias,
@@ -171,9 +195,22 @@ def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
         tied=bool(raw.get("tie_word_embeddings", False)),
         windows=_windows(raw, arch, layers),
         moe=_moe(raw, arch, layers),
-        eos_token_ids=_eos(raw.get("eos_token_id"), int(raw["vocab_size"])),
+        eos_token_ids=_eos(raw.get("eos_token_id"), vocab),
         dtype=_dtype(raw, dtype),
     )
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    """A count; null is as good as nothing. Raises KeyError, ConfigError."""
+    value: object = raw.get(key)
+    if value is None:
+        value = raw[key] if default is None else default
+    whole = isinstance(value, float) and value.is_integer()
+    if isinstance(value, bool) or not (whole or isinstance(value, int)):
+        raise ConfigError(f"{key} in config.json is {value!r}, not a whole number")
+    if not 0 <= (size := int(cast("int", value))) <= _SIZES_MAX[key]:
+        raise ConfigError(f"{key} in config.json is not between 0 and {_SIZES_MAX[key]}")
+    return size
 
 
 def _check(c: ModelConfig) -> None:
@@ -189,17 +226,47 @@ def _check(c: ModelConfig) -> None:
         )
     if len(c.windows) != c.layers:
         raise ConfigError(f"layer_types names {len(c.windows)} layers of {c.layers}")
-    if c.moe is not None and not 1 <= c.moe.per_token <= c.moe.experts:
-        raise ConfigError(f"{c.moe.per_token} experts per token out of {c.moe.experts}")
-    if c.rope.type == "longrope":
+    if not 0.0 <= c.norm_eps < 1.0:
+        raise ConfigError(f"rms_norm_eps {c.norm_eps} is not between 0 and 1")
+    if c.moe is not None:
+        if not 1 <= c.moe.per_token <= c.moe.experts:
+            raise ConfigError(f"{c.moe.per_token} experts per token out of {c.moe.experts}")
+        if c.moe.experts * c.layers > _EXPERTS_MAX or c.moe.intermediate < 1:
+            raise ConfigError(f"{c.layers} layers of {c.moe.experts} experts are not supported")
+    _check_rope(c.rope, c.head_dim)
+
+
+def _check_rope(rope: Rope, head_dim: int) -> None:
+    """Tables are made of these numbers where an exception would cost a slice."""
+    if not 1.0 < rope.theta <= _THETA_MAX:
+        raise ConfigError(f"rope_theta {rope.theta} is not between 1 and {_THETA_MAX:g}")
+    numbers: dict[str, Any] = {name: rope.scaling.get(name) for name in _ROPE_NUMBERS}
+    if rope.type == "longrope":
         for name in ("long_factor", "short_factor"):
-            if len(c.rope.scaling[name]) != c.head_dim // 2:
-                raise ConfigError(f"rope {name} must have head_dim / 2 = {c.head_dim // 2} numbers")
+            factors: Any = rope.scaling[name]
+            if not isinstance(factors, list) or len(cast("list[Any]", factors)) != head_dim // 2:
+                raise ConfigError(f"rope {name} must have head_dim / 2 = {head_dim // 2} numbers")
+            numbers |= {f"{name}[{i}]": one for i, one in enumerate(cast("list[Any]", factors))}
+    for name, value in numbers.items():
+        if value is None:
+            continue
+        real = isinstance(value, int | float) and not isinstance(value, bool)
+        most = _SIZES_MAX["max_position_embeddings"] if name == _ROPE_LENGTH else _SCALE_MAX
+        if not real or not 0.0 < value <= most:
+            raise ConfigError(f"rope {name} is {value!r}, not a number above 0, up to {most:g}")
+    low, high = rope.scaling.get("low_freq_factor"), rope.scaling.get("high_freq_factor")
+    if rope.type == "llama3" and not cast("float", low) < cast("float", high):
+        raise ConfigError(f"rope low_freq_factor {low} is not below high_freq_factor {high}")
+    if rope.type == "dynamic" and head_dim < 4:
+        raise ConfigError(f"rope type 'dynamic' needs a head_dim of at least 4, not {head_dim}")
+    length = rope.scaling.get(_ROPE_LENGTH)
+    if rope.type in ("llama3", "yarn", "longrope") and length is not None and int(length) < 2:
+        raise ConfigError(f"rope {_ROPE_LENGTH} is {length}, which is no context")
 
 
 def _rope(raw: Mapping[str, Any], arch: str) -> Rope:
     """Both ways of writing it: rope_theta + rope_scaling, and (newer) rope_parameters."""
-    fields = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    fields: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     usual_theta = 1e6 if arch == "mixtral" else 1e4
     theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or usual_theta)
     old_name = fields.pop("type", None)
@@ -213,38 +280,38 @@ def _rope(raw: Mapping[str, Any], arch: str) -> Rope:
             raise ConfigError(f"rope type {kind!r} needs {name!r}")
     if fields.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError("partial_rotary_factor other than 1 is not supported")
-    original = raw.get("original_max_position_embeddings")
+    original = raw.get(_ROPE_LENGTH)
     if original is not None:
-        fields.setdefault("original_max_position_embeddings", original)
+        fields.setdefault(_ROPE_LENGTH, original)
     return Rope(theta, kind, fields)
 
 
 def _windows(raw: Mapping[str, Any], arch: str, layers: int) -> tuple[int, ...]:
     """Mistral and Mixtral window all layers. Qwen only if told to: Qwen2 and Qwen3 from
     max_window_layers on, Qwen3-MoE all layers. Llama never."""
-    window = int(raw.get("sliding_window") or 0)
+    window = _size(raw, "sliding_window", 0)
     if arch == "llama" or (arch.startswith("qwen") and not raw.get("use_sliding_window", False)):
         return (0,) * layers
     if types := raw.get("layer_types"):
         if unknown := set(types) - {"sliding_attention", "full_attention"}:
             raise ConfigError(f"layer type {unknown.pop()!r} is not supported")
         return tuple(window if kind == "sliding_attention" else 0 for kind in types)
-    full = int(raw.get("max_window_layers", 28)) if arch in ("qwen2", "qwen3") else 0
+    full = _size(raw, "max_window_layers", 28) if arch in ("qwen2", "qwen3") else 0
     return tuple(window if layer >= full else 0 for layer in range(layers))
 
 
 def _moe(raw: Mapping[str, Any], arch: str, layers: int) -> Moe | None:
     if arch == "mixtral":
-        experts, per_token = int(raw["num_local_experts"]), int(raw["num_experts_per_tok"])
-        return Moe(experts, per_token, int(raw["intermediate_size"]), True, (True,) * layers)
+        experts, per_token = _size(raw, "num_local_experts"), _size(raw, "num_experts_per_tok")
+        return Moe(experts, per_token, _size(raw, "intermediate_size"), True, (True,) * layers)
     if arch != "qwen3_moe":
         return None
-    step = int(raw.get("decoder_sparse_step", 1))
+    step = _size(raw, "decoder_sparse_step", 1)
     dense = set(cast("list[int]", raw.get("mlp_only_layers") or []))
     return Moe(
-        experts=int(raw.get("num_experts") or raw["num_local_experts"]),
-        per_token=int(raw["num_experts_per_tok"]),
-        intermediate=int(raw["moe_intermediate_size"]),
+        experts=_size(raw, "num_experts", 0) or _size(raw, "num_local_experts"),
+        per_token=_size(raw, "num_experts_per_tok"),
+        intermediate=_size(raw, "moe_intermediate_size"),
         renormalize=bool(raw.get("norm_topk_prob", False)),
         sparse=tuple(i not in dense and step > 0 and (i + 1) % step == 0 for i in range(layers)),
     )
@@ -255,6 +322,8 @@ def _eos(value: object, vocab: int) -> tuple[int, ...]:
     if value is None:
         return ()
     ids = cast("list[int]", value) if isinstance(value, list) else [cast("int", value)]
+    if len(ids) > _EOS_MAX:
+        raise ConfigError(f"{len(ids)} end tokens are not supported; {_EOS_MAX} are")
     return tuple(int(token) for token in ids if 0 <= int(token) < vocab)
 
 

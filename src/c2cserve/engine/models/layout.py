@@ -6,7 +6,7 @@ needs at the end, then experts (taken earlier when a router asks for them), and 
 table that is not also the head: the prompt's few rows are read from the file meanwhile.
 """
 
-from c2cserve.engine.models.config import ModelConfig
+from c2cserve.engine.models.config import ConfigError, ModelConfig
 from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
 
 EMBED = "embed"
@@ -29,7 +29,12 @@ def layer_group(layer: int) -> str:
 
 def plan_layout(config: ModelConfig, names: "frozenset[str] | None" = None) -> LayoutPlan:
     """`names`: the checkpoint's tensor names, to tell fused experts from single ones and a head
-    that is stored although tied; None assumes the published form."""
+    that is stored although tied; None assumes the published form. Raises ConfigError when they are
+    too few for so many layers."""
+    if names is not None and config.layers > len(names):
+        raise ConfigError(
+            f"config.json has {config.layers} layers, the checkpoint {len(names)} tensors"
+        )
     builder = _Builder(config, names or frozenset())
     for layer in range(config.layers):
         builder.layer(layer)

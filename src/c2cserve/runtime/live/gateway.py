@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from c2cserve.core.actions import ClusterAction
-from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelAdded, ModelRemoving
-from c2cserve.core.model import ModelState, ModelStatus
+from c2cserve.core.events import Cancelled, ClusterEvent, Draining
+from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
 from c2cserve.runtime.driver import run
-from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
-from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
+from c2cserve.runtime.live.changes import ModelChanges
+from c2cserve.runtime.live.directory import BrokenModel, Directory
 from c2cserve.runtime.live.fleet import Fleet, FleetDown
 from c2cserve.runtime.live.host import HostedModel, ModelHost
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
@@ -79,10 +80,13 @@ class LiveGateway:
         self._directory = Directory()
         self._jobs = JobTable()
         self._outbox: list[tuple[_Stream, Delta | Refused]] = []
-        self._removals: dict[str, asyncio.Future[None]] = {}
         self._started_s = time.time()
         self._draining = False
         self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._changes = ModelChanges(
+            host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
+            lambda: {worker.slice.id for worker in fleet.up},
+        )  # fmt: skip
         self._thread = threading.Thread(target=self._control, name="controller", daemon=True)
 
     def start(self) -> None:
@@ -114,7 +118,7 @@ class LiveGateway:
             self._loop.call_soon_threadsafe(self._hand_out, batch)
 
     def _forgotten(self, model: str) -> None:
-        self._loop.call_soon_threadsafe(self._removed, model)
+        self._loop.call_soon_threadsafe(self._changes.forgotten, model)
 
     # ---- the event loop -----------------------------------------------------------------------
 
@@ -128,24 +132,21 @@ class LiveGateway:
         for live in self._jobs.clear():
             live.sink(Refused(503, reason or "the server is shutting down"))
         self._flush()
-        for waiter in self._removals.values():
-            if not waiter.done():
-                waiter.set_exception(Refused(503, "the server is shutting down"))
+        self._changes.end()
         self._on_end(reason)
 
-    def _removed(self, model: str) -> None:
-        waiter = self._removals.pop(model, None)
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
     def resolve(self, name: str) -> ModelFiles | None:
-        record = self._directory.find(name)
-        return None if record is None else record.hosted.files
+        model = self._directory.find(name)
+        if isinstance(model, BrokenModel):
+            raise Refused(503, f"the model {model.name!r} can not be served: {model.error}")
+        return None if model is None else model.hosted.files
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
-        record = self._directory.find(job.request.model)
-        if record is None or record.state is ModelState.DRAINING:
-            raise Refused(404, f"the model {job.request.model!r} does not exist")
+        record = self._directory.version(job.request.model)
+        if record is None or record.superseded:
+            raise Superseded
+        if record.draining:
+            raise Refused(404, f"the model {record.name!r} does not exist")
         if self._draining:
             raise Refused(503, "the server is shutting down", retry_after_s=5.0)
         stream = _Stream()
@@ -200,35 +201,20 @@ class LiveGateway:
 
     def add_hosted(self, hosted: HostedModel) -> None:
         """Raises `Refused` (409) when a name is taken."""
-        self._directory.add(hosted)
-        self._world.post(ModelAdded(hosted.spec))
+        self._changes.add_hosted(hosted)
+
+    def add_broken(self, broken: BrokenModel) -> None:
+        """A model that is `failed` from the start. Raises `Refused` (409) when a name is taken."""
+        self._directory.add(broken)
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
-        hosted = await asyncio.to_thread(self._host.prepare, entry)
-        self.add_hosted(hosted)
-        return self._status(hosted.spec.id)
+        return self._status((await self._changes.add(entry)).spec.name)
 
     async def remove_model(self, name: str) -> None:
-        record = self._found(name)
-        waiter = self._removals.get(record.id)
-        if waiter is None:
-            waiter = self._removals[record.id] = self._loop.create_future()
-            self._world.post(ModelRemoving(record.id))
-        await asyncio.shield(waiter)
+        await self._changes.remove(name)
 
     async def reload_model(self, name: str) -> ModelStatus:
-        """The new files are checked before the old ones are given up."""
-        record = self._found(name)
-        hosted = await asyncio.to_thread(self._host.prepare, record.hosted.entry)
-        await self.remove_model(record.id)
-        self.add_hosted(hosted)
-        return self._status(hosted.spec.id)
-
-    def _found(self, name: str) -> ModelRecord:
-        record = self._directory.find(name)
-        if record is None:
-            raise Refused(404, f"the model {name!r} does not exist")
-        return record
+        return self._status((await self._changes.reload(name)).name)
 
     # ---- shutting down ------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from c2cserve.runtime.gateway import ModelFiles
 
 @dataclass(frozen=True, slots=True)
 class HostedModel:
-    """A checked catalogue entry, ready to load."""
+    """A checked catalogue entry, ready to load: one version of a model (`core.model.version_id`).
+    All that is known of its files is in it, so versions cannot get in each other's way."""
 
     spec: ModelSpec
     files: ModelFiles
@@ -23,16 +24,18 @@ class HostedModel:
 
 
 class ModelHost(Protocol):
-    """Thread-safe. Loading reports `ModelUsable`, `ModelLoaded`, `ModelFailed` to the listener it
-    was made with, from its own threads."""
+    """Models are named by their versions. Thread-safe. Loading reports `ModelUsable`,
+    `ModelLoaded`, `ModelFailed` to the listener it was made with, from its own threads."""
 
     def prepare(self, entry: dict[str, object]) -> HostedModel:
         """Resolve, download if need be, and check everything that can be checked before weights
-        move. Blocking. Raises `Refused` (400) with what to do."""
+        move. Every call makes another version. Blocking. Raises `Refused` (400) with what to
+        do."""
         ...
 
     def load(self, model: HostedModel) -> None:
-        """Start loading; returns at once. What goes wrong is reported as `ModelFailed`."""
+        """Start loading; returns at once. What goes wrong is reported as `ModelFailed`, also that
+        a file is not what it was when it was checked."""
         ...
 
     def segment(self, model: str) -> str:
@@ -44,6 +47,11 @@ class ModelHost(Protocol):
         ...
 
     def loaded_bytes(self, model: str) -> int: ...
+
+    @property
+    def files_changed(self) -> int:
+        """How often a file was found to be another one than was checked."""
+        ...
 
     @property
     def used_bytes(self) -> int: ...

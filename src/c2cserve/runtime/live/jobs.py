@@ -35,6 +35,11 @@ class LiveJob:
     def request(self) -> Request:
         return self.job.request
 
+    @property
+    def untold(self) -> bool:
+        """Nothing of its output was sent."""
+        return not self.output and not self.request.sent
+
     def remaining(self) -> Job:
         """What is left to do, as of the last token received: the prompt grows by the output."""
         if not self.output:

@@ -92,6 +92,12 @@ class Unusable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """This worker has mapped the model and can run it."""
+
+    model: str
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """`core.actions.GiveUp`: every request of the model fails on this slice."""
 
@@ -112,7 +118,7 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-ToController = Hello | Output | Measured | Unusable | Failed | Recovered | Returned
+ToController = Hello | Output | Measured | Unusable | Attached | Failed | Recovered | Returned
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

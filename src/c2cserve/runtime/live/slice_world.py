@@ -262,9 +262,12 @@ class SliceWorld:
         self._attaches += 1
         try:
             self.engine.attach(message.spec, message.segment, message.config, message.dtype)
-        except (OSError, ValueError) as fault:
+        except Exception as fault:
+            # A model that cannot be used here must not end the slice, which has others.
             log.exception("attach of %s failed", model)
             self._channel.send(msg.encode(msg.Unusable(model, str(fault))))
+        else:
+            self._channel.send(msg.encode(msg.Attached(model)))
 
     def _report(self) -> None:
         usage = self._usage()

@@ -4,9 +4,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from c2cserve.core.model import ModelState, ModelStatus
+from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
-from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.directory import BrokenModel, Directory, ModelRecord
 from c2cserve.runtime.live.fleet import Slot
 from c2cserve.runtime.live.host import ModelHost
 from c2cserve.runtime.live.jobs import JobTable
@@ -26,41 +26,66 @@ def take_snapshot(
     stall_timeout_s: float,
 ) -> Snapshot:
     """`stall_timeout_s`: how long a slice may have requests without a step being done."""
-    counts = jobs.counts()
+    counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
     return Snapshot(
         instance=instance,
         started_s=started_s,
         draining=draining,
         slices=tuple(_slice_status(slot, directory, stall_timeout_s) for slot in slots),
-        models=tuple(
-            _model_status(record, host, up, *counts.get(record.id, (0, 0))) for record in directory
-        ),
+        models=tuple(_status(model, host, directory, up, counts) for model in directory.models()),
         pool_used_bytes=host.used_bytes,
         pool_budget_bytes=host.budget_bytes,
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
-        counters={**counters, "resumed_requests": jobs.resumed},
+        counters={
+            **counters,
+            "resumed_requests": jobs.resumed,
+            "model_files_changed": host.files_changed,
+        },
     )
 
 
-def _model_status(
-    record: ModelRecord, host: ModelHost, up: set[str], running: int, waiting: int
+def _by_name(counts: dict[str, tuple[int, int]]) -> dict[str, tuple[int, int]]:
+    """Requests running and waiting by version, summed by catalogue id."""
+    summed: dict[str, tuple[int, int]] = {}
+    for version, (running, waiting) in counts.items():
+        before = summed.get(name_of(version), (0, 0))
+        summed[name_of(version)] = (before[0] + running, before[1] + waiting)
+    return summed
+
+
+def _status(
+    model: ModelRecord | BrokenModel,
+    host: ModelHost,
+    directory: Directory,
+    up: set[str],
+    counts: dict[str, tuple[int, int]],
 ) -> ModelStatus:
-    """`up`: slices that are. A model that all of them gave up is failed."""
-    spec = record.hosted.spec
+    """A model by its catalogue id; requests and slices of a version that drains are its own.
+    `up`: slices that are. A model that all of them gave up is failed."""
+    if isinstance(model, BrokenModel):
+        return ModelStatus(
+            id=model.name, aliases=model.aliases, state=ModelState.FAILED, max_context=0,
+            weight_bytes=0, loaded_bytes=0, pinned=False, priority=0, created_s=model.created_s,
+            error=model.error,
+        )  # fmt: skip
+    record, spec = model, model.hosted.spec
+    running, waiting = counts.get(spec.name, (0, 0))
+    slices = {one for version in directory if version.name == spec.name for one in version.slices}
     failing = record.failing.copy()
-    everywhere = bool(up) and up <= failing.keys() and record.state is not ModelState.DRAINING
+    everywhere = bool(up) and up <= failing.keys()
+    state = ModelState.FAILED if everywhere else record.state
     return ModelStatus(
-        id=spec.id,
+        id=spec.name,
         aliases=record.hosted.aliases,
-        state=ModelState.FAILED if everywhere else record.state,
+        state=ModelState.DRAINING if record.draining else state,
         max_context=spec.max_context,
         weight_bytes=spec.weight_bytes,
         loaded_bytes=host.loaded_bytes(spec.id),
         pinned=spec.pinned,
         priority=spec.priority,
-        active_slices=tuple(sorted(record.slices)),
+        active_slices=tuple(sorted(slices)),
         running=running,
         waiting=waiting,
         created_s=record.created_s,
@@ -88,11 +113,11 @@ def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> S
     if worker is not None:
         fields = {field: worker.page[field] for field in Field}
         last = int(fields[Field.LAST_MODEL])
-        last_model = worker.attached[last] if 0 <= last < len(worker.attached) else ""
+        last_model = name_of(worker.attached[last]) if 0 <= last < len(worker.attached) else ""
     up = worker is not None and worker.up
     stalled_s = 0.0 if worker is None else worker.stalled_s(now)
-    active = tuple(sorted(r.id for r in directory if slot.slice.id in r.slices))
-    failed = tuple(sorted(r.id for r in directory if slot.slice.id in r.failing))
+    active = tuple(sorted({r.name for r in directory if slot.slice.id in r.slices}))
+    failed = tuple(sorted({r.name for r in directory if slot.slice.id in r.failing}))
     return SliceStatus(
         id=slot.slice.id,
         kind=slot.slice.kind,

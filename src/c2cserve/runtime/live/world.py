@@ -42,7 +42,7 @@ from c2cserve.core.events import (
     StepTimes,
 )
 from c2cserve.core.model import ModelState
-from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.gateway import Refused, Superseded
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.directory import Directory, ModelRecord
 from c2cserve.runtime.live.fleet import Fleet
@@ -178,7 +178,7 @@ class World:
                 record.out_of_pool(ModelState.FAILED, reason)
                 self.counters["model_load_failures"] += 1
             case ModelRemoving(model):
-                self._directory.get(model).state = ModelState.DRAINING
+                self._directory.get(model).draining = True
             case _:
                 pass
         return True
@@ -207,6 +207,9 @@ class World:
                     if self._note_model(failed):
                         self._host.evict(model)
                         events.append(failed)
+                case msg.Attached(model):
+                    if (record := self._directory.version(model)) is not None and record.in_pool:
+                        record.attached.add(worker.slice.id)
                 case _:
                     events.extend(self._take_trouble(worker.slice.id, message))
 
@@ -219,17 +222,17 @@ class World:
                 request = self._jobs.give_back(request_id, slice_id)
                 if request is not None:
                     yield Returned(request)
-            case msg.Failed(model, reason, others_work) if model in self._directory:
-                log.error("slice %s: every request of %s fails: %s", slice_id, model, reason)
-                self._directory.get(model).failing[slice_id] = reason
-                self.counters["models_given_up"] += 1
-                yield InstanceFailed(slice_id, model, reason, others_work)
-            case msg.Recovered(model) if model in self._directory:
-                log.info("slice %s: %s works again", slice_id, model)
-                self._directory.get(model).failing.pop(slice_id, None)
-                yield InstanceRecovered(slice_id, model)
-            case _:
-                pass
+            case msg.Failed(model, reason, others_work):
+                if (record := self._directory.version(model)) is not None:
+                    log.error("slice %s: every request of %s fails: %s", slice_id, model, reason)
+                    record.failing[slice_id] = reason
+                    self.counters["models_given_up"] += 1
+                    yield InstanceFailed(slice_id, model, reason, others_work)
+            case msg.Recovered(model):
+                if (record := self._directory.version(model)) is not None:
+                    log.info("slice %s: %s works again", slice_id, model)
+                    record.failing.pop(slice_id, None)
+                    yield InstanceRecovered(slice_id, model)
 
     def _bury(self, worker: Worker, events: list[ClusterEvent]) -> None:
         """Take the last words of a dead worker, then place its requests again."""
@@ -239,6 +242,7 @@ class World:
         for record in self._directory:
             record.slices.discard(worker.slice.id)
             record.failing.pop(worker.slice.id, None)
+            record.attached.discard(worker.slice.id)
         displaced, failed = self._jobs.displace(worker.slice.id)
         events += failed
         events.append(SliceLost(worker.slice.id, displaced))
@@ -255,12 +259,8 @@ class World:
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))
-            case Reject(request_id, status, reason, retry_after_s):
-                live = self._jobs.drop(request_id)
-                self.counters[f"rejected_{status}"] += 1
-                if live is not None:
-                    live.sink(Refused(status, reason, retry_after_s))
-                    self._flush()
+            case Reject():
+                self._reject(action)
             case Activate(model, slice_id):
                 self._directory.get(model).slices.add(slice_id)
                 self._send(slice_id, msg.Switch(model, active=True))
@@ -283,6 +283,18 @@ class World:
                 self._replace(slice_id, reason)
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
+
+    def _reject(self, reject: Reject) -> None:
+        live = self._jobs.drop(reject.request_id)
+        record = None if live is None else self._directory.version(live.request.model)
+        replaced = record is None or record.superseded
+        if live is not None and live.untold and replaced:
+            live.sink(Superseded())
+        else:
+            self.counters[f"rejected_{reject.status}"] += 1
+            if live is not None:
+                live.sink(Refused(reject.status, reject.reason, reject.retry_after_s))
+        self._flush()
 
     def _send(self, slice_id: str, message: msg.ToWorker) -> None:
         worker = self._fleet.worker(slice_id)

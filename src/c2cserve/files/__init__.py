@@ -1,0 +1,1 @@
+"""Reading checkpoint files, which may be hostile, and noticing when they change."""

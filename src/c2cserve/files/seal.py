@@ -1,0 +1,76 @@
+"""What a checkpoint's files were when they were checked, to notice that they are others now."""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, open_regular
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+CONFIG_FILES = ("config.json", "generation_config.json", "model.safetensors.index.json")
+
+
+@dataclass(frozen=True, slots=True)
+class FileSeal:
+    """One file. `digest` is of a safetensors file's header, of all of any other."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+    inode: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Files by name; None for those that a checkpoint may have and this one has not."""
+
+    files: dict[Path, FileSeal | None]
+
+    def changed(self) -> str | None:
+        """The first file that is not what it was, and in what; None if all are. Never raises."""
+        for path, before in self.files.items():
+            try:
+                now = _seal(path)
+            except (OSError, ValueError) as error:
+                return f"{path.name} ({error})"
+            if now == before:
+                continue
+            if before is None or now is None:
+                return f"{path.name} ({'is new' if before is None else 'is gone'})"
+            fields = ("size", "mtime_ns", "inode", "digest")
+            other = [name for name in fields if getattr(now, name) != getattr(before, name)]
+            return f"{path.name} (other {', '.join(other)})"
+        return None
+
+
+def seal_files(paths: Iterable[Path]) -> Seal:
+    """Raises FileProblem."""
+    sealed: dict[Path, FileSeal | None] = {}
+    for path in paths:
+        try:
+            sealed[path] = _seal(path)
+        except OSError as error:
+            raise FileProblem(f"{path}: cannot be read: {error.strerror}") from error
+    return Seal(sealed)
+
+
+def _seal(path: Path) -> FileSeal | None:
+    try:
+        fd = open_regular(path)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        most = TOKENIZER_BYTES_MAX
+        if path.suffix == ".safetensors":
+            head = file.read(8)
+            most = min(most, struct.unpack("<Q", head)[0]) if len(head) == 8 else 0
+        digest = hashlib.blake2b(digest_size=16)
+        while most > 0 and (part := file.read(min(most, 1 << 20))):
+            digest.update(part)
+            most -= len(part)
+    return FileSeal(path, status.st_size, status.st_mtime_ns, status.st_ino, digest.digest())

@@ -1,0 +1,337 @@
+"""What happens when checkpoints are added twice, replaced under the server, reloaded or broken."""
+
+import json
+import shutil
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server_process import SPECIALISTS, ServerProcess, free_port, run_cli, wait_until
+
+PROMPT = "sort: dcba =>"
+ONE_MODEL_BYTES = 1_500_000
+"""A pool that holds any one of the specialists but one, and no two of them."""
+
+
+def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.url + path, data, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def ask(server: ServerProcess, model: str, prompt: str = PROMPT) -> tuple[int, str]:
+    """Status, and the text or the reason."""
+    body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 20}
+    status, answer = call(server, "POST", "/v1/completions", body)
+    return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
+
+
+def copy(tmp_path: Path, name: str, of: str = "sorter-llama") -> Path:
+    return Path(shutil.copytree(SPECIALISTS / of, tmp_path / name))
+
+
+def scramble(directory: Path) -> None:
+    """Replace the weights by others of the same shapes, as a new file of the same name."""
+    path = directory / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(data[:8], "little")
+    data[begin + 1 :: 2] = bytes(byte ^ 0x80 for byte in data[begin + 1 :: 2])  # signs, of bfloat16
+    fresh = directory / "fresh"
+    fresh.write_bytes(data)
+    fresh.rename(path)
+
+
+def write_catalog(tmp_path: Path, *names: str) -> Path:
+    path = tmp_path / "catalog.toml"
+    path.write_text("".join(f'[[models]]\nid = "{name}"\npath = "{name}"\n' for name in names))
+    return path
+
+
+def status_of(server: ServerProcess, name: str) -> dict[str, Any]:
+    return next(model for model in server.state()["models"] if model["id"] == name)
+
+
+@contextmanager
+def serving(tmp_path: Path, *names: str, args: tuple[str, ...] = (), slices: int = 1,
+            settled: bool = False) -> Generator[ServerProcess]:  # fmt: skip
+    catalog = write_catalog(tmp_path, *names)
+    with ServerProcess(
+        *args, catalog=catalog, directory=tmp_path / "pool", slices=slices, settled=settled
+    ) as server:
+        yield server
+
+
+# ---- adding twice -------------------------------------------------------------------------------
+
+
+def test_a_duplicate_add_leaves_the_models_files_alone(tmp_path: Path) -> None:
+    copy(tmp_path, "m")
+    copy(tmp_path, "other")
+    scrambled = copy(tmp_path, "scrambled")
+    scramble(scrambled)
+    pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
+    with serving(tmp_path, "m", "other", args=pool) as server:
+        assert ask(server, "m") == (200, "abcd")
+        entry = {"id": "m", "path": str(scrambled)}
+        status, answer = call(server, "POST", "/admin/models", entry)
+        assert status == 409, answer
+        assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
+        assert ask(server, "m") == (200, "abcd")
+
+
+def test_of_many_adds_at_once_one_wins_and_its_weights_answer(tmp_path: Path) -> None:
+    copy(tmp_path, "first")
+    wrong = copy(tmp_path, "wrong")
+    scramble(wrong)
+    copy(tmp_path, "right")
+    with serving(tmp_path, "first", slices=1) as server:
+        for round_ in range(3):
+            name = f"raced-{round_}"
+            answers: list[tuple[int, str]] = []
+
+            def add(path: str, name: str = name, answers: list[Any] = answers) -> None:
+                entry = {"id": name, "path": str(tmp_path / path)}
+                answers.append((call(server, "POST", "/admin/models", entry)[0], path))
+
+            paths = ["right", "wrong"] * 3
+            threads = [threading.Thread(target=add, args=(path,)) for path in paths]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert sorted(status for status, _ in answers) == [201] + [409] * 5
+            winner = next(path for status, path in answers if status == 201)
+            status, text = ask(server, name)
+            assert status == 200
+            assert (text == "abcd") == (winner == "right")
+            assert call(server, "DELETE", f"/admin/models/{name}")[0] == 200
+            assert ask(server, name)[0] == 404
+
+
+# ---- files replaced under the server ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_files_replaced_while_cold_are_noticed(tmp_path: Path, changed: str) -> None:
+    cold = copy(tmp_path, "m")
+    copy(tmp_path, "other")
+    pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
+    with serving(tmp_path, "m", "other", args=pool) as server:
+        assert ask(server, "m") == (200, "abcd")
+        assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
+        if changed == "model.safetensors":
+            scramble(cold)
+        else:
+            fields = json.loads((cold / changed).read_text())
+            (cold / changed).write_text(json.dumps(fields, indent=7))
+        status, reason = ask(server, "m")
+        assert status == 503, reason
+        assert "changed on disk" in reason
+        assert "/admin/models/m/reload" in reason
+        assert status_of(server, "m")["state"] == "failed"
+        assert "changed on disk" in status_of(server, "m")["error"]
+        assert server.metric(r"c2cserve:model_files_changed_total") >= 1
+        assert any("changed on disk" in line["message"] for line in server.logs())
+        assert ask(server, "other") == (200, "abcd")
+        assert call(server, "POST", "/admin/models/m/reload")[0] == 200
+        status, text = ask(server, "m")
+        assert status == 200
+        assert (text == "abcd") == (changed != "model.safetensors")
+
+
+# ---- reloading ----------------------------------------------------------------------------------
+
+
+class Users(threading.Thread):
+    """Ask again and again, and keep what was answered."""
+
+    def __init__(self, server: ServerProcess, model: str) -> None:
+        super().__init__()
+        self.answers: list[tuple[int, str]] = []
+        self._server, self._model = server, model
+        self._stop_now = threading.Event()
+
+    def run(self) -> None:
+        while not self._stop_now.is_set():
+            self.answers.append(ask(self._server, self._model))
+
+    def end(self) -> None:
+        self._stop_now.set()
+        self.join()
+
+
+@contextmanager
+def users(server: ServerProcess, model: str, count: int) -> Generator[list[Users]]:
+    threads = [Users(server, model) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield threads
+    finally:
+        for thread in threads:
+            thread.end()
+
+
+def stream(server: ServerProcess, model: str, tokens: int, first: threading.Event) -> list[str]:
+    body = {
+        "model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": tokens, "stream": True,
+        "ignore_eos": True,
+    }  # fmt: skip
+    request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
+    pieces: list[str] = []
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                first.set()
+                pieces.append(json.loads(line[6:])["choices"][0]["text"])
+    return pieces
+
+
+@pytest.mark.parametrize("pool", [None, ONE_MODEL_BYTES], ids=["beside", "in-turn"])
+def test_no_request_fails_during_a_reload(tmp_path: Path, pool: int | None) -> None:
+    directory = copy(tmp_path, "m")
+    args = () if pool is None else ("--pool-bytes", str(pool))
+    with serving(tmp_path, "m", args=args, settled=True) as server:
+        first, pieces = threading.Event(), list[str]()
+        plain = stream(server, "m", 400, threading.Event())
+        reader = threading.Thread(
+            target=lambda: pieces.extend(stream(server, "m", 400, first))
+        )  # fmt: skip
+        with users(server, "m", 4) as asking:
+            reader.start()
+            assert first.wait(10)
+            scramble(directory)
+            status, answer = call(server, "POST", "/admin/models/m/reload")
+            assert (status, answer["id"]) == (200, "m")
+            new = ask(server, "m")
+            assert new[0] == 200
+            assert new[1] != "abcd", "from the switch on, the new weights answer"
+            reader.join()
+            time.sleep(0.2)
+        answers = [answer for user in asking for answer in user.answers]
+        assert {status for status, _ in answers} == {200}, answers
+        assert {text for _, text in answers} == {"abcd", new[1]}
+        assert "".join(pieces) == "".join(plain), "a stream ends on the weights it began with"
+        wait_until(lambda: len(server.leftovers()) == 3 + 1, 5, "the old weights are gone")
+        assert [model["id"] for model in server.state()["models"]] == ["m"]
+
+
+@pytest.mark.parametrize("broken", ["weights", "config", "tokenizer"])
+def test_a_reload_that_fails_leaves_the_old_model_serving(tmp_path: Path, broken: str) -> None:
+    directory = copy(tmp_path, "m")
+    with serving(tmp_path, "m", settled=True) as server:
+        assert ask(server, "m") == (200, "abcd")
+        if broken == "weights":
+            weights = directory / "model.safetensors"
+            (directory / "short").write_bytes(weights.read_bytes()[:-100])
+            (directory / "short").rename(weights)
+        elif broken == "config":
+            (directory / "config.json").write_text('{"architectures": 5}')
+        else:
+            (directory / "tokenizer.json").write_text("{}")
+        with users(server, "m", 2) as asking:
+            status, answer = call(server, "POST", "/admin/models/m/reload")
+            time.sleep(0.2)
+        assert status == 400
+        assert len(answer["error"]["message"]) > 20
+        assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
+        assert status_of(server, "m")["state"] == "ready"
+
+
+def test_reloads_and_a_removal_of_one_model_take_turns(tmp_path: Path) -> None:
+    copy(tmp_path, "m")
+    with serving(tmp_path, "m", settled=True) as server:
+        statuses: list[int] = []
+
+        def reload() -> None:
+            statuses.append(call(server, "POST", "/admin/models/m/reload")[0])
+
+        threads = [threading.Thread(target=reload) for _ in range(4)]
+        with users(server, "m", 2) as asking:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert statuses == [200] * 4
+        assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
+        assert call(server, "DELETE", "/admin/models/m")[0] == 200
+        assert ask(server, "m")[0] == 404
+        entry = {"id": "m", "path": str(tmp_path / "m")}
+        assert call(server, "POST", "/admin/models", entry)[0] == 201
+        assert ask(server, "m") == (200, "abcd")
+
+
+# ---- the start ----------------------------------------------------------------------------------
+
+
+def break_models(tmp_path: Path) -> dict[str, str]:
+    """A directory for each way to be broken; what its reason must say."""
+    truncated = copy(tmp_path, "truncated") / "model.safetensors"
+    truncated.write_bytes(truncated.read_bytes()[:-100])
+    (copy(tmp_path, "no-tokenizer") / "tokenizer.json").unlink()
+    (copy(tmp_path, "bad-tokenizer") / "tokenizer.json").write_text("{}")
+    copy(tmp_path, "too-large", "reverser-moe")
+    return {
+        "truncated": "truncated", "no-tokenizer": "no such file", "bad-tokenizer": "tokenizer.json",
+        "too-large": "pool", "nowhere": "does not exist",
+    }  # fmt: skip
+
+
+def test_a_broken_model_is_failed_and_the_others_serve(tmp_path: Path) -> None:
+    copy(tmp_path, "good")
+    says = break_models(tmp_path)
+    pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
+    with serving(tmp_path, "good", *says, args=pool, settled=True) as server:
+        assert ask(server, "good") == (200, "abcd")
+        for name, reason in says.items():
+            model = status_of(server, name)
+            assert (model["state"], reason in model["error"]) == ("failed", True), model
+            status, message = ask(server, name)
+            assert status == 503
+            assert reason in message
+            assert any(name in line["message"] and reason in line["message"]
+                       for line in server.logs())  # fmt: skip
+            assert call(server, "POST", f"/admin/models/{name}/reload")[0] == 400
+            labels = rf'\{{model_name="{name}",state="failed"\}}'
+            assert server.metric("c2cserve:model_state" + labels) == 1
+        listed = json.loads(server.get("/v1/models")[1])["data"]
+        assert {card["id"]: card["state"] for card in listed} == {
+            "good": "ready", **dict.fromkeys(says, "failed"),
+        }  # fmt: skip
+        shown = run_cli("models", "list", "--url", server.url)
+        assert shown.returncode == 0, shown.stderr
+        assert shown.stdout.count("failed: ") == len(says)
+        shutil.copy(SPECIALISTS / "sorter-llama" / "tokenizer.json", tmp_path / "no-tokenizer")
+        assert call(server, "POST", "/admin/models/no-tokenizer/reload")[0] == 200
+        assert ask(server, "no-tokenizer") == (200, "abcd")
+        assert call(server, "DELETE", "/admin/models/truncated")[0] == 200
+        assert ask(server, "truncated")[0] == 404
+
+
+def test_strict_ends_with_a_line_for_each_broken_model(tmp_path: Path) -> None:
+    copy(tmp_path, "good")
+    says = break_models(tmp_path)
+    catalog = write_catalog(tmp_path, "good", *says)
+    (tmp_path / "pool").mkdir()
+    done = run_cli(
+        "serve", "--strict", "--catalog", str(catalog), "--port", str(free_port()), "--slices", "1",
+        "--pool-dir", str(tmp_path / "pool"), "--pool-bytes", str(ONE_MODEL_BYTES),
+        "--gpu-slices", "none",
+    )  # fmt: skip
+    assert done.returncode == 2
+    lines = [line for line in done.stderr.splitlines() if line.startswith("c2cserve: ")]
+    assert len(lines) == len(says)
+    for line, (name, reason) in zip(lines, says.items(), strict=True):
+        assert name in line
+        assert reason in line
+    assert list((tmp_path / "pool").iterdir()) == []
