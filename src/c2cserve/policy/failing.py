@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from c2cserve.core import events as ev
+from c2cserve.core.model import name_of
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.load import SliceLoad
 
@@ -107,4 +108,4 @@ class Failing:
             ]
             if times and len(times) == len(marks) and min(times) > now:
                 reason = next(mark.reason for mark in marks if mark is not None)
-                yield model, f"{model} fails on every slice: {reason}", min(times) - now
+                yield model, f"{name_of(model)} fails on every slice: {reason}", min(times) - now
