@@ -6,6 +6,7 @@ from heapq import heapify, heappop, heappush
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
+from c2cserve.core.model import name_of
 from c2cserve.core.request import Request
 from c2cserve.policy import residence
 from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
@@ -58,8 +59,7 @@ class ClusterPolicy:
         self._pool_changed = self._room_changed = True
         """Whether a load, a dispatch may be possible now that was not before."""
         self._relieved: dict[str, None] = {}
-        """Slices that requests have left, in that order: the only ones with more room, if no room
-        changed otherwise."""
+        """Slices that requests have left, in that order: only they have more room."""
 
     @property
     def done(self) -> bool:
@@ -118,8 +118,7 @@ class ClusterPolicy:
             case ev.ModelUsable(name):
                 self._models[name].usable = True
             case ev.ModelLoaded(name):
-                self._models[name].loaded = True
-                self._models[name].failures, self._models[name].retry_s = 0, None
+                self._models[name].arrived()
                 self._broken.discard(name)
             case ev.ModelFailed(name, reason):
                 self._models[name].error = reason
@@ -144,8 +143,7 @@ class ClusterPolicy:
     def _finished(self, event: ev.Finished) -> None:
         if not event.failed and event.request_id in self._where:
             self._room_changed |= self._failing.works(*self._where[event.request_id])
-        model = self._left(event.request_id)
-        if model is not None:
+        if (model := self._left(event.request_id)) is not None:
             self._outputs.learn(model, event.output_len)
 
     def _left(self, request_id: str) -> str | None:
@@ -173,18 +171,16 @@ class ClusterPolicy:
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
-        if self._failing:
-            self._back_off(now)
+        self._back_off(now)
         self._fail(now)
         if self._pool_changed or now >= self._recheck_s:
             self._load(now)
         self._dispatch(now, arrived)
         self._refuse(now, arrived)
         self._forget()
-        usable = bool(self._slices) and any(self._models[m].usable for m in self._queue.models())
-        self._throughput.look(now, saturated=usable)
-        actions = self._actions.copy()
-        self._actions.clear()
+        usable = any(self._models[m].usable for m in self._queue.models())
+        self._throughput.look(now, saturated=usable and bool(self._slices))
+        actions, self._actions[:] = [*self._actions], []
         return actions
 
     def _admit(self, request: Request) -> None:
@@ -192,7 +188,8 @@ class ClusterPolicy:
         if self._draining:
             self._reject(request, 503, "the server is shutting down", 5.0)
         elif model is None or model.removing:
-            self._reject(request, 404, f"the model {request.model!r} does not exist", 1.0)
+            why = f"the model {name_of(request.model)!r} does not exist"
+            self._reject(request, 404, why, 1.0)
         else:
             self._pool_changed |= not model.in_pool
             self._queue.push(request)
@@ -364,8 +361,8 @@ class ClusterPolicy:
             if request.id in self._queue:
                 ahead = self._settings.max_waiting
                 retry_s = max(1.0, self._throughput.wait_s(ahead))
-                reason = f"{ahead} requests are waiting already"
-                self._reject(self._queue.excess(request), 429, reason, retry_s)
+                last, why = self._queue.excess(request), f"{ahead} requests are waiting already"
+                self._reject(last, 429, why, retry_s)
         since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
         self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self._recheck_s
@@ -374,7 +371,7 @@ class ClusterPolicy:
             return
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         usable = (name for name in self._queue.models() if self._models[name].usable)
-        ahead = 0 if everybody or not waiting else sum(map(self._queue.count, usable))
+        ahead = 0 if everybody else sum(map(self._queue.count, usable))
         for request in waiting:
             self._refuse_late(request, ahead, now)
             ahead += everybody and self._models[request.model].usable

@@ -54,6 +54,11 @@ class ModelBook:
         """Why its requests fail after a load that did."""
         return f"{self.spec.name} can not be loaded: {self.error}"
 
+    def arrived(self) -> None:
+        """All of it is in the pool."""
+        self.loaded = True
+        self.failures, self.retry_s = 0, None
+
     def failed(self, now: float) -> None:
         """Back off: a file that is broken now is likely to be broken in a second."""
         self.retry_s = now + min(_RETRY_MOST_S, _RETRY_FIRST_S * 2**self.failures)
