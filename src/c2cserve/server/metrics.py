@@ -1,7 +1,7 @@
 """`/metrics`. Names are vLLM's where they mean the same, so existing dashboards work; what is ours
 alone begins with `c2cserve:`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -12,6 +12,8 @@ from prometheus_client.registry import Collector
 from c2cserve.core.model import ModelState
 from c2cserve.runtime.gateway import Gateway, SliceStatus, Snapshot
 from c2cserve.server.choices import Choice
+from c2cserve.server.connections import Connections
+from c2cserve.server.text_pool import TextPool
 
 _LATENCY = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
@@ -49,12 +51,21 @@ _COUNTERS = (
 )
 
 
+_VALUES = {"finished_reason": ("stop", "length", "abort", "error"), "met": ("true", "false")}
+"""Of labels beside the model: what they can be."""
+
+
 class Metrics:
     """One registry per app: nothing global, two apps in a process do not meet."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(
+        self, gateway: Gateway, texts: TextPool | None = None,
+        connections: Connections | None = None,
+    ) -> None:  # fmt: skip
+        self._gateway = gateway
         self.registry = CollectorRegistry()
         self.registry.register(_SnapshotCollector(gateway))
+        self.registry.register(_FrontCollector(texts, connections))
         self._histograms = {
             name: Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
             for name, help_, buckets in _HISTOGRAMS
@@ -120,7 +131,20 @@ class Metrics:
     def responded(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
+    def know_routes(self, routes: Iterable[str]) -> None:
+        """Counters of these are there, at 0, before the first answer."""
+        for route in routes:
+            self._http.labels(route, "200")
+
+    def _know_models(self) -> None:
+        """The same for every model: a rate over a counter's first appearance misses it."""
+        for model in self._gateway.models():
+            for name, _, *labels in _COUNTERS:
+                for value in _VALUES[labels[0]] if labels else ("",):
+                    self._count(name, 0, model.id, *([value] if value else []))
+
     def render(self) -> bytes:
+        self._know_models()
         return generate_latest(self.registry)
 
 
@@ -144,6 +168,40 @@ class _SnapshotCollector(Collector):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")
             metric.add_metric([], value)
             yield metric
+
+
+class _FrontCollector(Collector):
+    """What stands before the gateway: connections and text processes."""
+
+    def __init__(self, texts: TextPool | None, connections: Connections | None) -> None:
+        self._texts = texts
+        self._connections = connections
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        if self._connections is not None:
+            yield _gauge("c2cserve:http_connections", "Open.", self._connections.open)
+            yield _reasons(
+                "c2cserve:http_connections_closed", "Closed by the server, by why.",
+                self._connections.closed,
+            )  # fmt: skip
+        if self._texts is not None:
+            yield _gauge(
+                "c2cserve:text_waiting", "Requests waiting for a text process.", self._texts.waiting
+            )
+            yield _reasons(
+                "c2cserve:text_processes_replaced", "Text processes replaced, by why.",
+                self._texts.killed,
+            )  # fmt: skip
+
+
+def _reasons(name: str, help_: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    metric = CounterMetricFamily(name, help_, labels=["reason"])
+    for reason, count in counts.items():
+        metric.add_metric([reason], count)
+    return metric
 
 
 def _gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:
@@ -175,7 +233,7 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
 def _slices(snapshot: Snapshot) -> Iterator[Metric]:
     gauges: _Table = {
         "up": ("1 while its worker is up.", lambda s: float(s.state == "up")),
-        "busy_share": ("Share of its time spent in steps.", lambda s: s.busy_share),
+        "busy_share": ("Share of the last seconds spent in steps.", lambda s: s.busy_share),
         "running": ("Requests started.", lambda s: s.running),
         "waiting": ("Requests queued at the slice.", lambda s: s.waiting),
         "kv_used_bytes": ("KV cache held by requests.", lambda s: s.kv_used_bytes),

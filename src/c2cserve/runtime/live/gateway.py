@@ -20,12 +20,14 @@ from c2cserve.runtime.live.directory import Directory, ModelRecord
 from c2cserve.runtime.live.fleet import Fleet, FleetDown
 from c2cserve.runtime.live.host import HostedModel, ModelHost
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
-from c2cserve.runtime.live.snapshot import take_snapshot
+from c2cserve.runtime.live.snapshot import BusyShares, take_snapshot
 from c2cserve.runtime.live.world import Aborted, World
 from c2cserve.runtime.ports import Policy, Recorder
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 1.0
+"""How often slices are looked at, for how busy they are."""
 _STALLED_S = 5.0
 """A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
 
@@ -79,11 +81,17 @@ class LiveGateway:
         self._removals: dict[str, asyncio.Future[None]] = {}
         self._started_s = time.time()
         self._draining = False
+        self._busy = BusyShares()
         self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
         self._thread = threading.Thread(target=self._control, name="controller", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._look()
+
+    def _look(self) -> None:
+        self._busy.look(list(self._fleet.slots.values()), time.monotonic())
+        self._loop.call_later(_LOOK_S, self._look)
 
     # ---- the controller's thread --------------------------------------------------------------
 
@@ -173,6 +181,7 @@ class LiveGateway:
             jobs=self._jobs,
             host=self._host,
             counters=self._world.counters,
+            busy=self._busy,
         )
 
     @property
