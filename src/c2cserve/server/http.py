@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import httptools
 import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -61,6 +62,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._bytes = 0
         """Received of the phase."""
         self._head_bytes = 0
+        self._upgrading = False
+        """The request asks for another protocol, and is about to be read again."""
         self._over = False
         """Nothing more is read of this connection."""
 
@@ -179,7 +182,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._phase == "idle":
             self._enter("head")
-        super().data_received(data)
+        self._feed(data)
         if self._over:
             return
         self._bytes += len(data)
@@ -192,8 +195,32 @@ class HttpProtocol(HttpToolsProtocol):
             message = f"the request takes more than {self.wire_bytes_max} bytes (--max-body-bytes)"
             self._refuse(413, message, "body_too_large")
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg, "malformed")
+    def _feed(self, data: bytes) -> None:
+        assert self.parser is not None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_plain(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "this is not a valid HTTP request", "malformed")
+
+    def _feed_plain(self, rest: bytes) -> None:
+        """No other protocol is spoken: the request is read again without the wish for one, as HTTP
+        has it (RFC 9110, 7.8). Java's client sends that wish with its first request."""
+        self._upgrading = False
+        method = self.scope["method"].encode()
+        if method == b"CONNECT":
+            self._refuse(405, "this server is no proxy", "malformed")
+            return
+        lines = [
+            b"%s: %s" % field
+            for field in self.headers
+            if field[0] not in (b"connection", b"upgrade", b"http2-settings")
+        ]
+        head = [method + b" " + self.url + b" HTTP/1.1", *lines, b"connection: close", b"", b""]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._feed(b"\r\n".join(head) + rest)
 
     def _too_large(self) -> None:
         limits = self._limits
@@ -225,31 +252,25 @@ class HttpProtocol(HttpToolsProtocol):
         if self._head_bytes > limits.header_bytes or len(self.headers) > limits.headers:
             self._too_large()
             return
+        assert self.parser is not None
+        if self.parser.should_upgrade():
+            self._upgrading = True
+            self.scope["method"] = self.parser.get_method().decode()
+            return
         self._enter("body")
         super().on_headers_complete()
-        if self._upgrades:
-            # No other protocol is spoken, so this one is gone on with, as HTTP has it. The parser
-            # reads nothing behind such a request.
-            self.cycle.keep_alive = False
-
-    @property
-    def _upgrades(self) -> bool:
-        return self.parser is not None and bool(self.parser.should_upgrade())
 
     def on_body(self, body: bytes) -> None:
-        if not self._over:
+        if not (self._over or self._upgrading):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if self._over:
+        if self._over or self._upgrading:
             return
         super().on_message_complete()
-        if self._upgrades:
-            self._over = True
+        # What is sent behind a connection's last request is not read.
+        self._over = not self.cycle.keep_alive
         self._enter("idle" if self.cycle.response_complete else "answer")
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """It is answered as a request like any other."""
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

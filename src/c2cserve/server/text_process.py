@@ -29,8 +29,6 @@ from c2cserve.server.tokenizer import Tokenizer
 from c2cserve.server.vocabulary import TokenizerError
 
 _PR_SET_PDEATHSIG = 1
-_NICE = 5
-"""Behind the server's event loop and the slices, where all want the same core."""
 
 
 class _Texts:
@@ -77,13 +75,12 @@ def _receive(end: socket.socket, size: int) -> bytes | None:
 
 
 def _settle(memory_bytes: int) -> None:
-    """Die with the server, leave signals to it, and take no more than a share of the machine."""
+    """Die with the server, leave signals to it, and take no more memory than it allows."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    os.nice(_NICE)
 
 
 def main(memory_bytes: int) -> None:
