@@ -25,10 +25,12 @@ def exchange(port: int, data: bytes, timeout_s: float = 30.0) -> tuple[int, dict
     with connect(port, timeout_s) as connection:
         with suppress(ConnectionError):
             connection.sendall(data)
-        return read_answer(connection)
+        return read_answer(connection, bodiless=data.startswith(b"HEAD "))
 
 
-def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+def read_answer(
+    connection: socket.socket, *, bodiless: bool = False
+) -> tuple[int, dict[str, str], bytes]:
     received = b""
     with suppress(ConnectionError):
         while b"\r\n\r\n" not in received:
@@ -36,12 +38,13 @@ def read_answer(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
             if not part:
                 break
             received += part
+            received = received.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     head, _, body = received.partition(b"\r\n\r\n")
     if not head:
         return 0, {}, b""
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {n.lower(): v for n, _, v in (line.partition(": ") for line in lines)}
-    length = int(headers.get("content-length", 0))
+    length = 0 if bodiless else int(headers.get("content-length", 0))
     with suppress(ConnectionError):
         while len(body) < length:
             part = connection.recv(1 << 16)
