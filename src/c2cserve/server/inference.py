@@ -50,6 +50,11 @@ class _Answer:
     def echo(self) -> bool:
         return self.asked.echo
 
+    @property
+    def scored(self) -> bool:
+        """The prompt's tokens are, as well."""
+        return self.asked.sampling.prompt_logprobs is not None
+
 
 class Inference:
     def __init__(self, gateway: Gateway, metrics: Metrics, fingerprint: str) -> None:
@@ -148,7 +153,10 @@ class Inference:
         with_usage = answer.asked.include_usage
         shaper = _Shaper(answer)
         try:
-            yield _event(shaper.chunk(first, with_usage))
+            if answer.scored:
+                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first, with_usage)))
+            else:
+                yield _event(shaper.chunk(first, with_usage))
             async for piece in pieces:
                 if piece.text or piece.finish or piece.logprobs:
                     yield _event(shaper.chunk(piece, with_usage))
@@ -172,12 +180,18 @@ class Inference:
         by_choice = await unless_gone(http.receive, _all(pieces))
         if by_choice is None:
             return Response(status_code=499)  # nobody reads it
-        shaper = _Shaper(answer)
-        choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
-        content = answer.envelope.wrap(choices, streamed=False)
-        content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+
+        def shaped() -> bytes:
+            shaper = _Shaper(answer)
+            choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
+            content = answer.envelope.wrap(choices, streamed=False)
+            content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+            return _json.encode(content)
+
+        # A scored prompt has alternatives for every one of its tokens: others get their turn.
+        content = await asyncio.to_thread(shaped) if answer.scored else shaped()
         headers = _timing_headers(answer.choices)
-        return Response(_json.encode(content), 200, headers, media_type="application/json")
+        return Response(content, 200, headers, media_type="application/json")
 
 
 async def _of(choice: Choice, gateway: Gateway) -> AsyncGenerator[Piece, None]:
