@@ -25,7 +25,7 @@ from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, FinishReason, Job, Timing
 from c2cserve.runtime.gateway import ModelFiles, Snapshot
 from c2cserve.runtime.live.logs import setup_logging
-from c2cserve.server.app import create_app
+from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
@@ -89,9 +89,12 @@ async def floor(scope: dict[str, Any], receive: Callable[[], Any], send: Send) -
 
 def serve(kind: str, port: int) -> None:
     setup_logging("server", "info", "json")
-    app = floor if kind == "floor" else create_app(InstantGateway(), ServerSettings())
+    if kind != "floor":
+        config = http_config(InstantGateway(), ServerSettings(), host="127.0.0.1", port=port)
+        uvicorn.Server(config).run()
+        return
     uvicorn.run(
-        app, host="127.0.0.1", port=port, log_config=None, access_log=False, lifespan="off",
+        floor, host="127.0.0.1", port=port, log_config=None, access_log=False, lifespan="off",
         http="httptools",
     )  # fmt: skip
 

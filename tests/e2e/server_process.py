@@ -50,9 +50,12 @@ class ServerProcess:
         directory: Path,
         slices: int = 2,
         settled: bool = True,
+        files: int | None = None,
     ) -> None:
-        """`settled`: wait until every model is in the pool (it must have room for all)."""
+        """`settled`: wait until every model is in the pool (it must have room for all). `files`:
+        descriptors that the server may have open, as `ulimit -n` sets it."""
         self._settled = settled
+        self._files = files
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
@@ -71,9 +74,12 @@ class ServerProcess:
 
     def __enter__(self) -> Self:
         self.directory.mkdir(exist_ok=True)
+        limit: list[str] = []
+        if self._files is not None:
+            limit = ["bash", "-c", f'ulimit -n {self._files}; exec "$0" "$@"']
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
+                [*limit, sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
                 stdout=log, stderr=log,
             )  # fmt: skip
         self.wait_ready()
@@ -126,6 +132,11 @@ class ServerProcess:
 
     def worker_pids(self) -> list[int]:
         return [s["pid"] for s in self.state()["slices"] if s["state"] == "up"]
+
+    def memory_bytes(self) -> int:
+        """Resident in the server's own process, at most so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) << 10
 
     def logs(self) -> list[dict[str, Any]]:
         lines = self.log.read_text().splitlines()

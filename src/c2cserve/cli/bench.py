@@ -10,7 +10,9 @@ from c2cserve.cli.bench_prompts import Endpoint, PromptKind
 from c2cserve.cli.bench_serve import Mode, ServeOptions, run_serve
 from c2cserve.cli.bench_switch import SwitchOptions, run_switch
 
-app = typer.Typer(help="Measure any OpenAI-compatible server.", no_args_is_help=True)
+app = typer.Typer(
+    help="Measure any OpenAI-compatible server.", no_args_is_help=True, add_completion=False
+)
 
 UrlOption = Annotated[str, typer.Option(help="The server's root, or its /v1.")]
 KeyOption = Annotated[str | None, typer.Option("--key", envvar="OPENAI_API_KEY", help="API key.")]

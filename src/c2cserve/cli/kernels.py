@@ -23,7 +23,11 @@ from c2cserve.kernels.gpu.compiler import BuildError, default_folder
 from c2cserve.kernels.gpu.flash_modules import MODULES, installed
 from c2cserve.kernels.gpu.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
 
-app = typer.Typer(help="Build, list, check and explain the GPU kernels.", no_args_is_help=True)
+app = typer.Typer(
+    help="Build, list, check and explain the GPU kernels.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 app.command("explain")(explain)
 
 FolderOption = Annotated[

@@ -67,9 +67,15 @@ class LazyGroup(TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         lazy = COMMANDS.get(cmd_name)
-        return None if lazy is None else TyperCommand(cmd_name, callback=None, help=lazy.help)
+        if lazy is None:
+            return None
+        if ctx.resilient_parsing:  # a shell asks what may follow the command
+            return lazy.load(cmd_name)
+        return TyperCommand(cmd_name, callback=None, help=lazy.help)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
         self.commands = {name: self.get_command(ctx, name) for name in COMMANDS}
         name, _, rest = super().resolve_command(ctx, args)
         return name, COMMANDS[str(name)].load(str(name)), rest
@@ -79,14 +85,22 @@ commands = typer.Typer(
     name="c2cserve",
     cls=LazyGroup,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @commands.callback()
 def root(
+    version: bool = typer.Option(
+        False, "--version", is_eager=True, callback=_print_version, help="Print the version."
+    ),
     debug: bool = typer.Option(False, "--debug", help="Show the traceback of a failure."),
 ) -> None:
     """A whole catalogue of LLMs in host memory, served by any compute slice."""

@@ -35,7 +35,7 @@ from c2cserve.memory.pool import Listener, Pool, PoolError
 from c2cserve.memory.segment import segment_bytes
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.runtime.live.host import HostedModel
-from c2cserve.server.tokenizer import TokenizerError
+from c2cserve.server.vocabulary import TokenizerError
 
 log = logging.getLogger(__name__)
 

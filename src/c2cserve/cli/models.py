@@ -15,7 +15,11 @@ from c2cserve.core.model import ModelState, ModelStatus
 
 T = TypeVar("T")
 
-app = typer.Typer(help="List, add, remove and reload a server's models.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, add, remove and reload a server's models.",
+    no_args_is_help=True,
+    add_completion=False,
+)
 
 _LONG_S = 24 * 3600.0
 """Adding may download first and removing drains first: the server says when it is done."""

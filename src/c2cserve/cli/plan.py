@@ -1,6 +1,8 @@
 """`c2cserve plan`: how many models a machine serves within their targets, or which machine a
 catalogue needs, by simulation."""
 
+import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,8 @@ from c2cserve.cli.output import CliError, console, progress_console
 if TYPE_CHECKING:
     from c2cserve.sim.plan import Plan, Progress
     from c2cserve.sim.run import Scenario
+
+_LINE_EVERY_S = 5.0
 
 Hardware = Annotated[
     str,
@@ -90,7 +94,11 @@ def _search(scenario: "Scenario", attainment: float, most: int) -> "Plan":
 
 @contextmanager
 def _progress() -> "Generator[Progress]":
-    """A bar on stderr: the simulation under way, and how many there were before."""
+    """A bar on stderr: the simulation under way, and how many there were before. Where stderr is no
+    terminal, a line now and then."""
+    if not sys.stderr.isatty():
+        yield _progress_lines()
+        return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
@@ -107,6 +115,21 @@ def _progress() -> "Generator[Progress]":
             bar.update(task, description=what, completed=share, number=number)
 
         yield progress
+
+
+def _progress_lines() -> "Progress":
+    said_s = time.monotonic()
+    number = 0
+
+    def progress(what: str, share: float) -> None:
+        nonlocal number, said_s
+        number += share == 0.0
+        if (now := time.monotonic()) - said_s >= _LINE_EVERY_S:
+            said_s = now
+            sys.stderr.write(f"simulation {number}: {what}, {share:.0%}\n")
+            sys.stderr.flush()
+
+    return progress
 
 
 def _plot(found: "Plan", attainment: float, folder: Path) -> None:

@@ -10,14 +10,13 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 import uvicorn
 import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
+from c2cserve.cli import serve_options as opt
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.model_host import CatalogHost
 from c2cserve.cli.output import CliError, CliErrors
@@ -38,32 +37,21 @@ from c2cserve.runtime.live.host import HostedModel
 from c2cserve.runtime.live.logs import LogFormat, setup_logging
 from c2cserve.runtime.live.workers import first_config
 from c2cserve.runtime.record import Record, no_record
-from c2cserve.server.app import create_app
-from c2cserve.server.settings import ServerSettings
+from c2cserve.server.connections import connections_within, raise_file_limit
+from c2cserve.server.http import http_config
+from c2cserve.server.settings import (
+    ConnectionLimits,
+    RequestLimits,
+    ServerSettings,
+    TextSettings,
+)
 
 log = logging.getLogger(__name__)
 
-
-_GpuProfile = Annotated[
-    ProfileChoice,
-    typer.Option(
-        help="Pick GEMM dataflows by this machine's profile, or by known rates of the nearest GPU:"
-        " H200 or H100."
-    ),
-]
-_HostKvBytes = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Host memory of each slice for KV of requests that make room for others, bytes;"
-        " without it they are computed again.",
-    ),
-]
-
-
-_Strict = Annotated[
-    bool, typer.Option("--strict", help="End at once if a model of the catalogue is broken.")
-]
+# The defaults of the options, where they are explained.
+FLEET, REQUESTS, CONNECTIONS, TEXT, SERVER = (
+    FleetSettings(), RequestLimits(), ConnectionLimits(), TextSettings(), ServerSettings(),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,79 +74,69 @@ class Options:
     server: ServerSettings
 
 
-StallOption = Annotated[
-    float,
-    typer.Option(help="Seconds with requests and no step done before a slice is in trouble."),
-]
-
-
 def serve(
-    catalog: Annotated[Path, typer.Option(help="The catalogue file (TOML).")],
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
-    slices: Annotated[
-        int | None,
-        typer.Option(help="CPU slices; default: by the machine, none beside GPU slices."),
-    ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads per CPU slice.")] = None,
-    kv_bytes: Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")] = None,
-    gpu_slices: Annotated[
-        str,
-        typer.Option(
-            help="auto: whole if there is a GPU; none; whole: one per GPU; 16x7: of each GPU 7 of"
-            " 16 SMs; whole@0,1: on these."
-        ),
-    ] = ANY_GPUS,
-    gpu_kv_bytes: Annotated[
-        int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
-    ] = None,
-    gpu_profile: _GpuProfile = "measured",
-    gpu_peer_bytes: Annotated[
-        int,
-        typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes."),
-    ] = 0,
-    host_kv_bytes: _HostKvBytes = 0,
-    pool_bytes: Annotated[int | None, typer.Option(help="Host weight pool, bytes.")] = None,
-    pool_dir: Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")] = Path(
-        "/dev/shm"
-    ),
-    record: Annotated[
-        Path | None, typer.Option(help="Write every event and action to this file.")
-    ] = None,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning, error.")] = "info",
-    log_format: Annotated[LogFormat, typer.Option(help="json or text.")] = "text",
-    hang_timeout: Annotated[
-        float, typer.Option(help="Seconds without a sign of life before a worker is replaced.")
-    ] = 5.0,
-    stall_timeout: StallOption = 60.0,
-    drain_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests get after SIGTERM.")
-    ] = 60.0,
-    strict: _Strict = False,
-    max_waiting: Annotated[int, typer.Option(help="Requests queued before 429.")] = 1024,
-    patience: Annotated[
-        float,
-        typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
-    ] = 20.0,
-    api_key: Annotated[
-        list[str] | None, typer.Option(envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1.")
-    ] = None,
-    admin_key: Annotated[
-        str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")
-    ] = "",
+    catalog: opt.CatalogPath,
+    host: opt.Host = "127.0.0.1",
+    port: opt.Port = 8000,
+    slices: opt.Slices = None,
+    threads: opt.Threads = None,
+    kv_bytes: opt.KvBytes = None,
+    gpu_slices: opt.GpuSlices = ANY_GPUS,
+    gpu_kv_bytes: opt.GpuKvBytes = None,
+    gpu_profile: opt.GpuProfile = "measured",
+    gpu_peer_bytes: opt.GpuPeerBytes = 0,
+    host_kv_bytes: opt.HostKvBytes = 0,
+    pool_bytes: opt.PoolBytes = None,
+    pool_dir: opt.PoolDir = Path("/dev/shm"),
+    record: opt.RecordFile = None,
+    log_level: opt.LogLevel = "info",
+    log_format: opt.LogFormatOption = "text",
+    hang_timeout: opt.HangTimeout = FLEET.beat_timeout_s,
+    stall_timeout: opt.StallTimeout = FLEET.stall_timeout_s,
+    drain_timeout: opt.DrainTimeout = 60.0,
+    strict: opt.Strict = False,
+    max_waiting: opt.MaxWaiting = 1024,
+    patience: opt.Patience = 20.0,
+    api_key: opt.ApiKeys = None,
+    admin_key: opt.AdminKey = "",
+    max_choices: opt.MaxChoices = REQUESTS.choices,
+    max_messages: opt.MaxMessages = REQUESTS.messages,
+    max_stops: opt.MaxStops = REQUESTS.stops,
+    max_logit_bias: opt.MaxLogitBias = REQUESTS.logit_bias,
+    max_prompt_chars: opt.MaxPromptChars = REQUESTS.prompt_chars,
+    max_prompt_tokens: opt.MaxPromptTokens = REQUESTS.prompt_tokens,
+    max_body_bytes: opt.MaxBodyBytes = SERVER.body_bytes_max,
+    max_header_bytes: opt.MaxHeaderBytes = CONNECTIONS.header_bytes,
+    max_headers: opt.MaxHeaders = CONNECTIONS.headers,
+    max_connections: opt.MaxConnections = CONNECTIONS.connections,
+    head_timeout: opt.HeadTimeout = CONNECTIONS.head_timeout_s,
+    body_timeout: opt.BodyTimeout = CONNECTIONS.body_timeout_s,
+    idle_timeout: opt.IdleTimeout = CONNECTIONS.idle_timeout_s,
+    send_timeout: opt.SendTimeout = CONNECTIONS.send_timeout_s,
+    text_processes: opt.TextProcesses = TEXT.processes,
+    text_timeout: opt.TextTimeout = TEXT.timeout_s,
 ) -> None:
     """Serve a catalogue of models over HTTP."""
-    options = Options(
-        catalog, host, port,
-        SliceWishes(
-            slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
-            host_kv_bytes,
+    server = ServerSettings(
+        tuple(api_key or ()), admin_key, max_body_bytes,
+        requests=RequestLimits(
+            max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
+            max_prompt_tokens,
         ),
-        pool_bytes, pool_dir, record, log_level, log_format,
+        connections=ConnectionLimits(
+            connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
+            head_timeout, body_timeout, idle_timeout, send_timeout,
+        ),
+        text=TextSettings(text_processes, text_timeout),
+    )  # fmt: skip
+    wishes = SliceWishes(
+        slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
+        host_kv_bytes,
+    )  # fmt: skip
+    options = Options(
+        catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict,
-        AdmissionSettings(max_waiting=max_waiting, patience=patience),
-        ServerSettings(api_keys=tuple(api_key or ()), admin_key=admin_key),
+        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server,
     )  # fmt: skip
     _serve(options)
 
@@ -266,13 +244,7 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        app = create_app(gateway, options.server)
-        http = _HttpServer(
-            uvicorn.Config(
-                app, log_config=None, access_log=False, lifespan="off", http="httptools",
-                timeout_graceful_shutdown=5,
-            )
-        )  # fmt: skip
+        http = _HttpServer(http_config(gateway, options.server))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):

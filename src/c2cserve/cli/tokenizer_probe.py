@@ -15,7 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from c2cserve.server.tokenizer import Tokenizer, TokenizerError
+from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.vocabulary import TokenizerError, Vocabulary
 
 _TRY_S = 30
 """The largest known vocabularies load in a few seconds."""
@@ -86,6 +87,7 @@ def try_tokenizer(directory: Path, vocab_size: int) -> str:
     """Why the tokenizer cannot be used; nothing if it can."""
     try:
         tokenizer = Tokenizer(directory)
+        shown = Vocabulary(tokenizer.facts())
         for text in _TEXTS:
             ids = tokenizer.encode(text)
             if ids and max(ids) >= vocab_size:
@@ -95,7 +97,7 @@ def try_tokenizer(directory: Path, vocab_size: int) -> str:
                 )
             tokenizer.decode(ids)
             for token in ids:
-                tokenizer.token_text(token)
+                shown.token_text(token)
     except TokenizerError as error:
         return str(error)
     with contextlib.suppress(TokenizerError):  # a template may refuse this chat and take others

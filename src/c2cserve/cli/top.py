@@ -1,8 +1,11 @@
 """`c2cserve top`: a server's slices, models and pool, live in the terminal."""
 
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +42,10 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
-    """Watch a server: what each slice does, every model's state, the pool, latencies and SLOs."""
+    """Watch a server: what each slice does, every model's state, the pool, latencies and SLOs.
+
+    Press q to end.
+    """
     if once:
         first = _look(url, key)
         time.sleep(_ONCE_APART_S)
@@ -50,9 +56,11 @@ def top(
     from rich.live import Live
 
     looks: deque[Look] = deque([_look(url, key)])
-    with Live(frame(url, looks[0], looks[0], looks[0]), screen=True, auto_refresh=False) as screen:
-        while True:
-            time.sleep(every)
+    with (
+        quit_key() as quits,
+        Live(frame(url, looks[0], looks[0], looks[0]), screen=True, auto_refresh=False) as screen,
+    ):
+        while not quits(every):
             try:
                 looks.append(_look(url, key))
             except Unanswered as error:
@@ -63,6 +71,36 @@ def top(
             screen.update(
                 frame(url, looks[0], looks[max(0, len(looks) - 4)], looks[-1]), refresh=True
             )
+
+
+@contextmanager
+def quit_key() -> Generator[Callable[[float], bool]]:
+    """A function that waits so many seconds, and says whether q was pressed meanwhile. Where there
+    is no keyboard it only waits. The terminal is as it was afterwards."""
+    import select
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(time.sleep(seconds))
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def pressed(seconds: float) -> bool:
+        until = time.monotonic() + seconds
+        while (left_s := until - time.monotonic()) > 0:
+            if select.select([keyboard], [], [], left_s)[0]:
+                keys = os.read(keyboard, 64)
+                if not keys or b"q" in keys.lower():
+                    return True
+        return False
+
+    try:
+        tty.setcbreak(keyboard)
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
 def _look(url: str, key: str | None) -> Look:

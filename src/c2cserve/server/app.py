@@ -2,14 +2,16 @@
 
 import hmac
 import logging
+import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI
-from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -17,33 +19,62 @@ from starlette.responses import Response
 from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Gateway, Refused, Superseded
-from c2cserve.server.errors import ApiError, of_validation
-from c2cserve.server.fields import ChatBody, Common, CompletionBody
+from c2cserve.server.bodies import Bodies
+from c2cserve.server.connections import Connections
+from c2cserve.server.errors import ApiError
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
-from c2cserve.server.prepare import Prepared, Preparer
+from c2cserve.server.prepare import Preparer, model_of
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.text_messages import Api
+from c2cserve.server.text_pool import TextPool
 
 log = logging.getLogger(__name__)
-Body = TypeVar("Body", bound=BaseModel)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
+_ID = re.compile(r"[!-~]{1,128}")
+"""Request ids that are taken over: what is safe in a header and on a line of a log."""
+_ADMIN_BODY_BYTES = 1 << 20
+_NO_ROUTE = "none"
 _RELOADS_MAX = 8
 """Reloads that one request may meet before it reaches its model."""
 
 
-def create_app(gateway: Gateway, settings: ServerSettings) -> FastAPI:
-    app = FastAPI(title="c2cserve", version=__version__, docs_url=None, redoc_url=None)
-    routes = _Routes(gateway, settings)
+def create_app(
+    gateway: Gateway, settings: ServerSettings, connections: Connections | None = None
+) -> FastAPI:
+    """The application, which owns its text processes from its start to its end (ASGI's lifespan).
+    `connections`: shown in its metrics."""
+    texts = TextPool(settings.text, settings.vocabularies)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None]:
+        texts.start()
+        yield
+        await texts.close()
+
+    app = FastAPI(
+        title="c2cserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None,
+        redirect_slashes=False, lifespan=lifespan,
+    )  # fmt: skip
+    app.state.texts = texts
+    metrics = Metrics(gateway, texts, connections)
+    routes = _Routes(gateway, settings, texts, metrics)
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
 
-    async def http_error(_: HttpRequest, error: Exception) -> Response:
+    async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
+        fault = ApiError(error.status_code, str(error.detail), headers=error.headers)
+        return routes.failed(http, fault, _NO_ROUTE, _request_id(http))
 
     app.add_exception_handler(HTTPException, http_error)
     return app
+
+
+def _request_id(http: HttpRequest) -> str:
+    given = http.headers.get("x-request-id", "")
+    return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -51,12 +82,17 @@ def _json(content: object, status: int = 200) -> Response:
 
 
 class _Routes:
-    def __init__(self, gateway: Gateway, settings: ServerSettings) -> None:
+    def __init__(
+        self, gateway: Gateway, settings: ServerSettings, texts: TextPool, metrics: Metrics
+    ) -> None:
         self._gateway = gateway
         self._settings = settings
-        self._metrics = Metrics(gateway)
-        self._preparer = Preparer(gateway, settings.tokenizer_threads, settings.tokenizers)
+        self._metrics = metrics
+        self._texts = texts
+        self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
+        self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
+        metrics.know_routes(route for _, route, _, _ in self.table())
 
     def table(self) -> list[tuple[str, str, Handler, str]]:
         """Method, path, handler, and whose key is asked for. Model ids may contain slashes."""
@@ -81,31 +117,40 @@ class _Routes:
         """Keys, request ids, and every failure as an error in OpenAI's shape."""
 
         async def guarded(http: HttpRequest) -> Response:
-            request_id = http.headers.get("x-request-id") or secrets.token_hex(8)
-            http.state.request_id = request_id
+            request_id = http.state.request_id = _request_id(http)
             try:
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
-                response = error.response()
+                return self.failed(http, error, route, request_id)
             except Refused as refused:
-                response = ApiError.of(refused).response()
+                return self.failed(http, ApiError.of(refused), route, request_id)
             except Exception:
                 # The last stop: a defect answers 500 and is logged, the server goes on.
                 log.exception("%s failed", route, extra={"request_id": request_id})
-                response = ApiError(500, "internal error; see the server's log").response()
+                fault = ApiError(500, "internal error; see the server's log")
+                return self.failed(http, fault, route, request_id)
             response.headers["x-request-id"] = request_id
             self._metrics.responded(route, response.status_code)
-            if response.status_code >= 400 and role:
-                log.info(
-                    "%s answered %d", route, response.status_code,
-                    extra={
-                        "request_id": request_id, "route": route, "status": response.status_code
-                    },
-                )  # fmt: skip
             return response
 
         return guarded
+
+    def failed(self, http: HttpRequest, error: ApiError, route: str, request_id: str) -> Response:
+        """Answer with an error; count it, and log why."""
+        response = error.response()
+        response.headers["x-request-id"] = request_id
+        self._metrics.responded(route, error.status)
+        log.log(
+            logging.WARNING if error.status >= 500 else logging.INFO,
+            "%s answered %d: %s", route, error.status, error.message,
+            extra={
+                "request_id": request_id, "route": route, "status": error.status,
+                "model": getattr(http.state, "model", None), "param": error.param,
+                "code": error.code,
+            },
+        )  # fmt: skip
+        return response
 
     def _authorize(self, http: HttpRequest, role: str) -> None:
         keys = {"user": self._settings.api_keys, "admin": (self._settings.admin_key,)}.get(role, ())
@@ -116,43 +161,27 @@ class _Routes:
         if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
 
-    async def _body(self, http: HttpRequest) -> bytes:
-        limit = self._settings.body_bytes_max
-        data = bytearray()
-        async for part in http.stream():
-            data += part
-            if len(data) > limit:
-                raise ApiError(413, f"the request body is larger than {limit} bytes")
-        return bytes(data)
-
-    async def _parse(self, http: HttpRequest, kind: type[Body]) -> Body:
-        data = await self._body(http)
-        try:
-            return kind.model_validate_json(data)
-        except ValidationError as error:
-            raise of_validation(error) from error
-
     # ---- inference ------------------------------------------------------------------------------
 
     async def _completions(self, http: HttpRequest) -> Response:
-        body = await self._parse(http, CompletionBody)
-        return await self._answer(http, body, lambda: self._preparer.completion(body, http.headers))
+        return await self._answer(http, "completions")
 
     async def _chat(self, http: HttpRequest) -> Response:
-        body = await self._parse(http, ChatBody)
-        return await self._answer(http, body, lambda: self._preparer.chat(body, http.headers))
+        return await self._answer(http, "chat")
 
-    async def _answer(
-        self, http: HttpRequest, body: Common, prepare: Callable[[], Awaitable[Prepared]]
-    ) -> Response:
+    async def _answer(self, http: HttpRequest, api: Api) -> Response:
         """A model that is reloaded has another tokenizer: what was prepared for the old version,
         and has not reached it, is prepared again."""
+        async with self._bodies.receive(http) as body:
+            model = http.state.model = model_of(body)
+            prepare = partial(self._preparer.prepare, api, body, model, http.headers)
+            prepared = await prepare()
         for _ in range(_RELOADS_MAX):
             try:
-                prepared = await prepare()
-                return await self._inference.answer(http, body, prepared, http.state.request_id)
+                return await self._inference.answer(http, prepared, http.state.request_id)
             except Superseded:
-                continue
+                with self._bodies.hold(body):
+                    prepared = await prepare()
         raise Superseded
 
     async def _models(self, http: HttpRequest) -> Response:
@@ -166,7 +195,7 @@ class _Routes:
         for status in self._gateway.models():
             if name == status.id or name in status.aliases:
                 return status
-        message = f"The model {name!r} does not exist"
+        message = f"The model {name[:200]!r} does not exist"
         raise ApiError(404, message, param="model", code="model_not_found")
 
     # ---- administration -------------------------------------------------------------------------
@@ -181,24 +210,20 @@ class _Routes:
         return _json(self._status(http))
 
     async def _add(self, http: HttpRequest) -> Response:
-        try:
-            entry: Any = msgspec.json.decode(await self._body(http))
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ApiError(400, f"not valid JSON: {error}") from error
-        if not isinstance(entry, dict):
-            raise ApiError(400, "a catalogue entry is an object with id and path or hub")
+        async with self._bodies.receive(http, _ADMIN_BODY_BYTES) as body:
+            entry = _entry(body)
         return _json(await self._gateway.add_model(entry), 201)
 
     async def _remove(self, http: HttpRequest) -> Response:
         status = self._status(http)
         await self._gateway.remove_model(status.id)
-        self._preparer.forget(status.id)
+        self._texts.forget(status.id)
         return _json({"id": status.id, "removed": True})
 
     async def _reload(self, http: HttpRequest) -> Response:
         status = self._status(http)
         reloaded = await self._gateway.reload_model(status.id)
-        self._preparer.forget(status.id)
+        self._texts.forget(status.id)
         return _json(reloaded)
 
     # ---- to see it ------------------------------------------------------------------------------
@@ -225,6 +250,22 @@ class _Routes:
 
     async def _version(self, http: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+
+def _entry(body: bytes) -> dict[str, Any]:
+    """A catalogue entry. Raises ApiError: it is none."""
+    try:
+        entry: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise ApiError(400, f"not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ApiError(400, "not valid JSON: nested too deeply") from error
+    if not isinstance(entry, dict):
+        raise ApiError(400, "a catalogue entry is an object with id and path or hub")
+    # No name of a file has it, and functions of the operating system end there.
+    if b"\\u0000" in body:
+        raise ApiError(400, "a catalogue entry can not contain NUL characters")
+    return entry
 
 
 def _card(status: ModelStatus) -> dict[str, Any]:

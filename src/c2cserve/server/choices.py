@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.runtime.gateway import Gateway, Refused
+from c2cserve.server.detokenize import Detokenizer, StopStrings
 from c2cserve.server.errors import ApiError
 from c2cserve.server.prepare import Prepared
-from c2cserve.server.tokenizer import Detokenizer, StopStrings
+from c2cserve.server.vocabulary import TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,13 @@ class Choice:
     def __init__(self, index: int, job: Job, prepared: Prepared) -> None:
         self.index = index
         self.job = job
-        self.prompt = prepared.prompts[index // prepared.n]
+        self.prompt = prepared.prompts[index // prepared.asked.n]
         self.output_tokens = 0
         self.cached_tokens = 0
         self.timing: Timing | None = None
         self.finish = ""
+        self.error = ""
+        """Why it failed or was refused."""
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.gaps_s: list[float] = []
@@ -41,8 +44,8 @@ class Choice:
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._decoded = 0
         """Characters so far, stop strings included."""
-        self._detokenizer = Detokenizer(prepared.tokenizer, list(job.tokens))
-        self._stops = StopStrings(prepared.stops)
+        self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
+        self._stops = StopStrings(prepared.asked.stops)
 
     async def pieces(self, gateway: Gateway) -> AsyncGenerator[Piece, None]:
         """Raises `Refused` first thing if the job is not taken, ApiError (500) if it fails."""
@@ -53,9 +56,12 @@ class Choice:
                 yield piece
                 if piece.finish is not None:
                     return
-        except Refused:
-            self.finish = "refused"
+        except Refused as refused:
+            self.finish, self.error = "refused", refused.reason
             raise
+        except TokenizerError as error:
+            self.finish, self.error = "error", str(error)
+            raise ApiError(500, f"the output can not be shown: {error}") from error
         finally:
             # Closing it before its end (a stop string, a client gone) frees the job's memory.
             await deltas.aclose()
@@ -67,7 +73,7 @@ class Choice:
             self.cached_tokens = delta.cached_tokens
             self.prompt_logprobs = delta.prompt_logprobs
         if delta.finish is FinishReason.ERROR:
-            self.finish = "error"
+            self.finish, self.error = "error", delta.error
             raise ApiError(500, f"the model failed: {delta.error}")
         if delta.tokens:
             now = time.monotonic()

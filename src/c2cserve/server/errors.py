@@ -2,17 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pydantic import ValidationError
-from starlette.responses import Response
 
+from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Refused
+
+if TYPE_CHECKING:
+    from starlette.responses import Response
 
 _TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error",
-    405: "invalid_request_error", 409: "invalid_request_error", 413: "invalid_request_error",
+    405: "invalid_request_error", 408: "invalid_request_error", 409: "invalid_request_error",
+    413: "invalid_request_error", 431: "invalid_request_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error",
 }  # fmt: skip
 
@@ -52,12 +56,20 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> Response:
+    def response(self) -> "Response":
+        # A text process raises errors too, and sends no responses.
+        from starlette.responses import Response
+
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         content = msgspec.json.encode(self.body())
         return Response(content, self.status, headers, media_type="application/json")
+
+
+def unservable(version: str, reason: str) -> ApiError:
+    """The model's tokenizer is at fault, not the request."""
+    return ApiError(503, f"the model {name_of(version)!r} can not be served: {reason}")
 
 
 _UNIONS = {
@@ -68,20 +80,31 @@ _UNIONS = {
 """Fields of several types: what they may be, where pydantic would only tell of the first type."""
 
 
+_PROBLEMS_MAX = 100
+"""Of a body's problems only the first ones are looked at: there may be a million."""
+_PARAM_CHARS = 200
+
+
+def _shown(value: object) -> str:
+    """A wrong value in a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _PARAM_CHARS else f"{text[:_PARAM_CHARS]}..."
+
+
 def of_validation(error: ValidationError) -> ApiError:
     """The first problem of a request body, in the words of its author."""
-    problems = error.errors(include_url=False, include_context=False)
+    problems = error.errors(include_url=False, include_context=False)[:_PROBLEMS_MAX]
     # Of a union's problems, the one with a wrong word ("image_url") says most.
     first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
     where = [str(part) for part in first["loc"] if not _is_branch(part)]
-    param = ".".join(where) or None
+    param = ".".join(where)[:_PARAM_CHARS] or None
     if first["type"] in ("extra_forbidden", "none_required"):
         message = f"{param!r} is not supported"
         return ApiError(400, message, param=param, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
     named = [part for part in where if part in _UNIONS]
     if first["type"] == "literal_error":
-        message += f", not {first['input']!r}"
+        message += f", not {_shown(first['input'])}"
     elif named and first["type"] not in ("value_error", "missing"):
         message = f"must be {_UNIONS[named[0]]}"
     return ApiError(400, f"{param}: {message}" if param else message, param=param)

@@ -4,9 +4,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+_TOKEN_MAX = 2**31 - 1
+_STOP_CHARS = 1024
+_ID_DIGITS = 10
+
 Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, le=_TOKEN_MAX)]
+# A list ends at its first wrong entry: a million of them would be a million problems.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
 
 
 class _Strict(BaseModel):
@@ -30,14 +37,14 @@ class Common(_Strict):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: Unit | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -49,14 +56,16 @@ class Common(_Strict):
     @classmethod
     def _stop(cls, value: str | list[str] | None) -> str | list[str] | None:
         values = [value] if isinstance(value, str) else value or []
-        if len(values) > 16 or any(not one for one in values):
-            raise ValueError("give at most 16 strings, none of them empty")
+        if any(not 0 < len(one) <= _STOP_CHARS for one in values):
+            raise ValueError(f"give strings of 1 to {_STOP_CHARS} characters")
         return value
 
     @field_validator("logit_bias")
     @classmethod
     def _bias(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if any(not key.isdecimal() for key in value or {}):
+        if not all(
+            key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS for key in value or {}
+        ):
             raise ValueError("keys must be token ids")
         return value
 
@@ -81,7 +90,7 @@ class Common(_Strict):
 class CompletionBody(Common):
     """POST /v1/completions"""
 
-    prompt: str | TokenIds | Annotated[list[str] | list[TokenIds], Field(min_length=1)]
+    prompt: str | TokenIds | Texts | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
@@ -101,7 +110,7 @@ class TextPart(_Strict):
 
 class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     # Clients send answers back as they came, with nulls: these may be null and nothing else.
     refusal: None = None
@@ -109,6 +118,12 @@ class Message(_Strict):
     function_call: None = None
     audio: None = None
     annotations: None = None
+
+    @property
+    def chars(self) -> int:
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        return len(text) + len(self.name or "")
 
     def plain(self) -> dict[str, Any]:
         """As templates want it: `developer` is OpenAI's newer word for `system`."""
@@ -122,7 +137,7 @@ class Message(_Strict):
 class ChatBody(Common):
     """POST /v1/chat/completions"""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

@@ -16,7 +16,6 @@ from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.choices import Choice, Piece
 from c2cserve.server.errors import ApiError
-from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.leaving import EventStream, unless_gone
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
@@ -29,6 +28,7 @@ from c2cserve.server.shapes import (
     token_offsets,
     usage,
 )
+from c2cserve.server.text_messages import Asked
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
@@ -38,15 +38,23 @@ _json = msgspec.json.Encoder()
 class _Answer:
     """One request under way."""
 
-    body: Common
     prepared: Prepared
     choices: list[Choice]
     envelope: Envelope
     request_id: str
 
     @property
+    def asked(self) -> Asked:
+        return self.prepared.asked
+
+    @property
     def echo(self) -> bool:
-        return isinstance(self.body, CompletionBody) and bool(self.body.echo)
+        return self.asked.echo
+
+    @property
+    def scored(self) -> bool:
+        """The prompt's tokens are, as well."""
+        return self.asked.sampling.prompt_logprobs is not None
 
 
 class Inference:
@@ -55,15 +63,14 @@ class Inference:
         self._metrics = metrics
         self._fingerprint = fingerprint
 
-    async def answer(
-        self, http: HttpRequest, body: Common, prepared: Prepared, request_id: str
-    ) -> Response:
+    async def answer(self, http: HttpRequest, prepared: Prepared, request_id: str) -> Response:
+        asked = prepared.asked
         choices = [Choice(i, job, prepared) for i, job in enumerate(prepared.jobs)]
-        chat = isinstance(body, ChatBody)
-        envelope = Envelope.new(prepared.jobs[0].request.id, body.model, chat, self._fingerprint)
-        answer = _Answer(body, prepared, choices, envelope, request_id)
+        first = prepared.jobs[0].request.id
+        envelope = Envelope.new(first, asked.model, asked.chat, self._fingerprint)
+        answer = _Answer(prepared, choices, envelope, request_id)
         pieces = self._pieces(answer)
-        if body.stream:
+        if asked.stream:
             return await self._stream(http, answer, pieces)
         return await self._gather(http, answer, pieces)
 
@@ -114,9 +121,11 @@ class Inference:
             self._metrics.ended(choice, now)
             request, timing = choice.job.request, choice.timing
             first_s = choice.first_s
-            log.info(
-                "%s: %d prompt and %d output tokens, %s",
+            log.log(
+                logging.WARNING if choice.finish == "error" else logging.INFO,
+                "%s: %d prompt and %d output tokens, %s%s",
                 name_of(request.model), request.prompt_len, choice.output_tokens, choice.finish,
+                f" ({choice.error})" if choice.error else "",
                 extra={
                     "request_id": answer.request_id, "job": request.id,
                     "model": name_of(request.model),
@@ -143,11 +152,13 @@ class Inference:
     async def _events(
         self, answer: _Answer, first: Piece, pieces: AsyncGenerator[Piece, None]
     ) -> AsyncGenerator[bytes, None]:
-        options = answer.body.stream_options
-        with_usage = options is not None and options.include_usage
+        with_usage = answer.asked.include_usage
         shaper = _Shaper(answer)
         try:
-            yield _event(shaper.chunk(first, with_usage))
+            if answer.scored:
+                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first, with_usage)))
+            else:
+                yield _event(shaper.chunk(first, with_usage))
             async for piece in pieces:
                 if piece.text or piece.finish or piece.logprobs:
                     yield _event(shaper.chunk(piece, with_usage))
@@ -171,12 +182,18 @@ class Inference:
         by_choice = await unless_gone(http.receive, _all(pieces))
         if by_choice is None:
             return Response(status_code=499)  # nobody reads it
-        shaper = _Shaper(answer)
-        choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
-        content = answer.envelope.wrap(choices, streamed=False)
-        content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+
+        def shaped() -> bytes:
+            shaper = _Shaper(answer)
+            choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
+            content = answer.envelope.wrap(choices, streamed=False)
+            content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
+            return _json.encode(content)
+
+        # A scored prompt has alternatives for every one of its tokens: others get their turn.
+        content = await asyncio.to_thread(shaped) if answer.scored else shaped()
         headers = _timing_headers(answer.choices)
-        return Response(_json.encode(content), 200, headers, media_type="application/json")
+        return Response(content, 200, headers, media_type="application/json")
 
 
 async def _of(choice: Choice, gateway: Gateway) -> AsyncGenerator[Piece, None]:
@@ -250,16 +267,16 @@ class _Shaper:
         choice = self._answer.choices[pieces[0].index]
         if choice.job.sampling.logprobs is None:
             return None
-        tokenizer = self._answer.prepared.tokenizer
+        vocabulary = self._answer.prepared.vocabulary
         entries = [entry for piece in pieces for entry in piece.logprobs]
         if self._answer.envelope.chat:
-            return chat_logprobs(tokenizer, entries)
+            return chat_logprobs(vocabulary, entries)
         before = len(choice.prompt.text) if self._answer.echo else 0
         offsets = [before + offset for piece in pieces for offset in piece.offsets]
         if not (first and self._answer.echo):
-            return completion_logprobs(tokenizer, entries, offsets)
+            return completion_logprobs(vocabulary, entries, offsets)
         prompt = choice.job.tokens
-        offsets = [*token_offsets(tokenizer, prompt)[1:], *offsets]
+        offsets = [*token_offsets(vocabulary, prompt)[1:], *offsets]
         return completion_logprobs(
-            tokenizer, [*choice.prompt_logprobs, *entries], offsets, unscored=prompt[0]
+            vocabulary, [*choice.prompt_logprobs, *entries], offsets, unscored=prompt[0]
         )

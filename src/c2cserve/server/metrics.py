@@ -1,7 +1,7 @@
 """`/metrics`. Names are vLLM's where they mean the same, so existing dashboards work; what is ours
 alone begins with `c2cserve:`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -10,17 +10,17 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from c2cserve.core.model import ModelState, name_of
-from c2cserve.runtime.gateway import Gateway, SliceStatus, Snapshot
+from c2cserve.runtime.gateway import Gateway, Snapshot
 from c2cserve.server.choices import Choice
+from c2cserve.server.connections import Connections
+from c2cserve.server.slice_metrics import slice_metrics
+from c2cserve.server.text_pool import TextPool
 
 _LATENCY = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 )  # fmt: skip
 _SWITCH = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.25, 1)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-
-
-_Table = dict[str, tuple[str, Callable[[SliceStatus], float]]]
 
 _HISTOGRAMS = (
     ("vllm:time_to_first_token_seconds", "Time to first token.", _LATENCY),
@@ -49,82 +49,21 @@ _COUNTERS = (
 )
 
 
-_SLICE_GAUGES: _Table = {
-    "up": ("1 while its worker is up.", lambda s: float(s.state == "up")),
-    "busy_share": ("Share of its time spent in steps.", lambda s: s.busy_share),
-    "running": ("Requests started.", lambda s: s.running),
-    "waiting": ("Requests queued at the slice.", lambda s: s.waiting),
-    "kv_used_bytes": ("KV cache held by requests.", lambda s: s.kv_used_bytes),
-    "kv_total_bytes": ("KV arena.", lambda s: s.kv_total_bytes),
-    "weights_kept_bytes": (
-        "Weights kept in what KV leaves of the arena.",
-        lambda s: s.weights_kept_bytes,
-    ),
-    "weights_lent_bytes": (
-        "Weights in memory that neighbouring GPUs lend to the slice's GPU.",
-        lambda s: s.weights_lent_bytes,
-    ),
-    "kv_host_bytes": (
-        "KV in host memory, of requests that are paused or may be.",
-        lambda s: s.kv_host_bytes,
-    ),
-    "failed_models": ("Models given up on it.", lambda s: len(s.failed_models)),
-    "stalled_seconds": (
-        "How long it has had requests without a step being done.",
-        lambda s: s.stalled_s,
-    ),
-    "trouble": ("1 while its requests do not get on.", lambda s: float(bool(s.trouble))),
-    "active_models": ("Models active on it.", lambda s: len(s.active_models)),
-}
-_SLICE_COUNTERS: _Table = {
-    "steps": ("Steps run.", lambda s: s.steps),
-    "switches": ("Steps that ran another model than the step before.", lambda s: s.switches),
-    "prompt_tokens": ("Prompt tokens received.", lambda s: s.prompt_tokens),
-    "output_tokens": ("Tokens drawn.", lambda s: s.output_tokens),
-    "cached_tokens": ("Prompt tokens reused.", lambda s: s.cached_tokens),
-    "weights_hit_bytes": (
-        "Bytes of weights that steps read in HBM.",
-        lambda s: s.weights_hit_bytes,
-    ),
-    "weights_streamed_bytes": (
-        "Bytes of weights that steps read over the link.",
-        lambda s: s.weights_streamed_bytes,
-    ),
-    "weights_peer_bytes": (
-        "Of those, from memory that neighbouring GPUs lend.",
-        lambda s: s.weights_peer_bytes,
-    ),
-    "graph_steps": ("Steps launched as one CUDA graph.", lambda s: s.graph_steps),
-    "graph_captures": ("CUDA graphs captured.", lambda s: s.graph_captures),
-    "graph_capture_failures": (
-        "Captures that failed: such steps are launched kernel by kernel.",
-        lambda s: s.graph_capture_failures,
-    ),
-    "graphs_dropped": (
-        "CUDA graphs dropped for newer ones, or because weights moved.",
-        lambda s: s.graphs_dropped,
-    ),
-    "flash_steps": ("Long steps with FlashInfer's attention.", lambda s: s.flash_steps),
-    "flash_missed_steps": ("Those it has no module for.", lambda s: s.flash_missed_steps),
-    "kv_out_bytes": ("Bytes of KV copied to host memory.", lambda s: s.kv_out_bytes),
-    "kv_in_bytes": ("Bytes of KV copied back.", lambda s: s.kv_in_bytes),
-    "step_failures": ("Steps that ended with an exception.", lambda s: s.step_failures),
-    "step_retries": ("Requests of failed steps that ran again.", lambda s: s.step_retries),
-    "retries_failed": ("Those that failed again, alone.", lambda s: s.retries_failed),
-    "parts_rebuilt": (
-        "How often GPU state was built anew after a failed step.",
-        lambda s: s.parts_rebuilt,
-    ),
-    "restarts": ("Workers replaced.", lambda s: s.restarts),
-}
+_VALUES = {"finished_reason": ("stop", "length", "abort", "error"), "met": ("true", "false")}
+"""Of labels beside the model: what they can be."""
 
 
 class Metrics:
     """One registry per app: nothing global, two apps in a process do not meet."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(
+        self, gateway: Gateway, texts: TextPool | None = None,
+        connections: Connections | None = None,
+    ) -> None:  # fmt: skip
+        self._gateway = gateway
         self.registry = CollectorRegistry()
         self.registry.register(_SnapshotCollector(gateway))
+        self.registry.register(_FrontCollector(texts, connections))
         self._histograms = {
             name: Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
             for name, help_, buckets in _HISTOGRAMS
@@ -190,7 +129,20 @@ class Metrics:
     def responded(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
+    def know_routes(self, routes: Iterable[str]) -> None:
+        """Counters of these are there, at 0, before the first answer."""
+        for route in routes:
+            self._http.labels(route, "200")
+
+    def _know_models(self) -> None:
+        """The same for every model: a rate over a counter's first appearance misses it."""
+        for model in self._gateway.models():
+            for name, _, *labels in _COUNTERS:
+                for value in _VALUES[labels[0]] if labels else ("",):
+                    self._count(name, 0, model.id, *([value] if value else []))
+
     def render(self) -> bytes:
+        self._know_models()
         return generate_latest(self.registry)
 
 
@@ -204,7 +156,7 @@ class _SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._gateway.snapshot()
         yield from _models(snapshot)
-        yield from _slices(snapshot)
+        yield from slice_metrics(snapshot)
         yield _gauge(
             "c2cserve:pool_used_bytes", "Host weight pool in use.", snapshot.pool_used_bytes
         )
@@ -214,6 +166,40 @@ class _SnapshotCollector(Collector):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")
             metric.add_metric([], value)
             yield metric
+
+
+class _FrontCollector(Collector):
+    """What stands before the gateway: connections and text processes."""
+
+    def __init__(self, texts: TextPool | None, connections: Connections | None) -> None:
+        self._texts = texts
+        self._connections = connections
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        if self._connections is not None:
+            yield _gauge("c2cserve:http_connections", "Open.", self._connections.open)
+            yield _reasons(
+                "c2cserve:http_connections_closed", "Closed by the server, by why.",
+                self._connections.closed,
+            )  # fmt: skip
+        if self._texts is not None:
+            yield _gauge(
+                "c2cserve:text_waiting", "Requests waiting for a text process.", self._texts.waiting
+            )
+            yield _reasons(
+                "c2cserve:text_processes_replaced", "Text processes replaced, by why.",
+                self._texts.killed,
+            )  # fmt: skip
+
+
+def _reasons(name: str, help_: str, counts: Mapping[str, int]) -> CounterMetricFamily:
+    metric = CounterMetricFamily(name, help_, labels=["reason"])
+    for reason, count in counts.items():
+        metric.add_metric([reason], count)
+    return metric
 
 
 def _gauge(name: str, help_: str, value: float) -> GaugeMetricFamily:
@@ -240,26 +226,3 @@ def _models(snapshot: Snapshot) -> Iterator[Metric]:
         for one in ModelState:
             state.add_metric([model.id, one.value], float(model.state is one))
     yield from (running, waiting, state, size)
-
-
-def _slices(snapshot: Snapshot) -> Iterator[Metric]:
-    for name, (help_, value) in _SLICE_GAUGES.items():
-        gauge = GaugeMetricFamily(f"c2cserve:slice_{name}", help_, labels=["slice"])
-        for one in snapshot.slices:
-            gauge.add_metric([one.id], value(one))
-        yield gauge
-    for name, (help_, value) in _SLICE_COUNTERS.items():
-        counter = CounterMetricFamily(f"c2cserve:slice_{name}", help_, labels=["slice"])
-        for one in snapshot.slices:
-            counter.add_metric([one.id], value(one))
-        yield counter
-    usage = GaugeMetricFamily(
-        "vllm:kv_cache_usage_perc", "KV cache in use, 1 is full.", labels=["slice"]
-    )
-    preemptions = CounterMetricFamily(
-        "vllm:num_preemptions", "Requests preempted for memory.", labels=["slice"]
-    )
-    for one in snapshot.slices:
-        usage.add_metric([one.id], one.kv_used_bytes / max(1, one.kv_total_bytes))
-        preemptions.add_metric([one.id], one.preemptions)
-    yield from (usage, preemptions)

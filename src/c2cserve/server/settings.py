@@ -1,6 +1,56 @@
-"""How the HTTP server behaves."""
+"""How the HTTP server behaves, and what a client may ask of it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import msgspec
+
+
+class RequestLimits(msgspec.Struct, frozen=True):
+    """What one request may ask for. Every field is an option of `serve`, `--max-` and its name."""
+
+    choices: int = 256
+    """Prompts x `n`."""
+    messages: int = 4096
+    stops: int = 16
+    logit_bias: int = 1024
+    """Entries of `logit_bias`, and of `stop_token_ids`."""
+    prompt_chars: int = 4 << 20
+    """Of all prompts or messages together, and of what a chat template makes of them."""
+    prompt_tokens: int = 1 << 20
+    """Summed over choices: each of a prompt's choices counts its tokens again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    connections: int = 4096
+    """Open at once; beyond that one that waits for a request is closed, or the new one refused."""
+    header_bytes: int = 64 << 10
+    headers: int = 128
+    head_timeout_s: float = 10.0
+    """From a request's first byte to the end of its headers."""
+    body_timeout_s: float = 60.0
+    """From there to the end of its body."""
+    idle_timeout_s: float = 60.0
+    """Without a request."""
+    send_timeout_s: float = 60.0
+    """In which a client takes nothing of its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextSettings:
+    """The processes that validate, render and tokenize."""
+
+    processes: int = 2
+    timeout_s: float = 10.0
+    """For one request; then its process is killed."""
+    load_timeout_s: float = 60.0
+    """For reading a model's tokenizer."""
+    waiting: int = 256
+    """Requests that wait for a process before 429."""
+    memory_bytes: int = 4 << 30
+    """Data of one process."""
+    tokenizers: int = 16
+    """Kept by one process; the least recently used ones make way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +60,10 @@ class ServerSettings:
     admin_key: str = ""
     """If set: /admin and /metrics want it."""
     body_bytes_max: int = 8 << 20
-    tokenizer_threads: int = 2
-    tokenizers: int = 64
+    bodies_bytes_max: int = 256 << 20
+    """Of all requests that are being received or tokenized."""
+    vocabularies: int = 64
     """Kept in memory; the least recently used ones make way."""
+    requests: RequestLimits = field(default_factory=RequestLimits)
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
+    text: TextSettings = field(default_factory=TextSettings)

@@ -7,7 +7,8 @@ from typing import Any
 
 from c2cserve.core.request import TokenLogprob
 from c2cserve.server.choices import Choice, Piece
-from c2cserve.server.tokenizer import Detokenizer, Tokenizer
+from c2cserve.server.detokenize import Detokenizer
+from c2cserve.server.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,9 @@ def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
+def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text, raw = tokenizer.token_text(token)
+        text, raw = vocabulary.token_text(token)
         return {"token": text, "logprob": logprob, "bytes": raw}
 
     content = [
@@ -61,37 +62,37 @@ def chat_logprobs(tokenizer: Tokenizer, entries: Sequence[TokenLogprob]) -> dict
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer,
+    vocabulary: Vocabulary,
     entries: Sequence[TokenLogprob],
     offsets: Sequence[int],
     unscored: int | None = None,
 ) -> dict[str, Any]:
     """`offsets`: where each token's text begins. `unscored`: a token before the entries that has no
     log-probability (the prompt's first); its offset is 0."""
-    tokens = [tokenizer.token_text(entry.token)[0] for entry in entries]
+    tokens = [vocabulary.token_text(entry.token)[0] for entry in entries]
     values: list[float | None] = [entry.logprob for entry in entries]
-    tops: list[dict[str, float] | None] = [_top(tokenizer, entry) for entry in entries]
+    tops: list[dict[str, float] | None] = [_top(vocabulary, entry) for entry in entries]
     places = list(offsets)
     if unscored is not None:
-        tokens.insert(0, tokenizer.token_text(unscored)[0])
+        tokens.insert(0, vocabulary.token_text(unscored)[0])
         values.insert(0, None)
         tops.insert(0, None)
         places.insert(0, 0)
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": places}
 
 
-def _top(tokenizer: Tokenizer, entry: TokenLogprob) -> dict[str, float]:
+def _top(vocabulary: Vocabulary, entry: TokenLogprob) -> dict[str, float]:
     """Several tokens may show the same text (parts of characters do): the likeliest is kept."""
     top: dict[str, float] = {}
     for token, logprob in (*entry.top, *([(entry.token, entry.logprob)] if entry.top else [])):
-        text = tokenizer.token_text(token)[0]
+        text = vocabulary.token_text(token)[0]
         top[text] = max(logprob, top.get(text, logprob))
     return top
 
 
-def token_offsets(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[int]:
+def token_offsets(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
     """Where the text of each token of a prompt begins, characters."""
-    detokenizer = Detokenizer(tokenizer, [])
+    detokenizer = Detokenizer(vocabulary, [])
     offset, offsets = 0, list[int]()
     for token in tokens:
         offsets.append(offset)

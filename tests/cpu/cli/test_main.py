@@ -110,3 +110,29 @@ def test_replay_of_something_else(tmp_path: Path, capsys: pytest.CaptureFixture[
         app(["replay", str(record)])
     assert done.value.code == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_version_as_an_option() -> None:
+    done = cli("--version")
+    assert (done.returncode, done.stdout) == (0, f"c2cserve {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [("c2cserve ser", "serve"), ("c2cserve models re", "reload"), ("c2cserve top --on", "--once")],
+)
+def test_shells_complete_the_program(
+    monkeypatch: pytest.MonkeyPatch, typed: str, offered: str
+) -> None:
+    for name, value in {
+        "COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1),
+        "_C2CSERVE_COMPLETE": "complete_bash",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    assert offered in cli().stdout.split()
+
+
+def test_completion_is_installed_for_the_program_and_no_command() -> None:
+    assert "--install-completion" in cli("--help").stdout
+    for name in ("models", "bench", "kernels"):
+        assert "completion" not in cli(name, "--help").stdout

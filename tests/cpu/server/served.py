@@ -10,7 +10,7 @@ import uvicorn
 from fake_gateway import FakeGateway, Play, model_files
 
 from c2cserve.core.request import Job
-from c2cserve.server.app import create_app
+from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 
 BYTE, PIECE = "org/byte", "piece"
@@ -21,11 +21,8 @@ class Served:
 
     def __init__(self, gateway: FakeGateway, settings: ServerSettings) -> None:
         self.gateway = gateway
-        app = create_app(gateway, settings)
-        config = uvicorn.Config(
-            app, host="127.0.0.1", port=0, log_config=None, access_log=False, lifespan="off",
-            http="httptools", timeout_graceful_shutdown=1,
-        )  # fmt: skip
+        config = http_config(gateway, settings, host="127.0.0.1", port=0)
+        config.timeout_graceful_shutdown = 1
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.server.tokenizer import Detokenizer, StopStrings, Tokenizer
+from c2cserve.server.detokenize import Detokenizer, StopStrings
+from c2cserve.server.tokenizer import Tokenizer
 
 TEXTS = [
     "the quick brown fox",

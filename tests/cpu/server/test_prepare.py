@@ -1,15 +1,12 @@
 """Tokenizers are loaded once, kept within bounds, and their faults are not the client's."""
 
 import json
-import threading
 from dataclasses import replace
 from pathlib import Path
 
-from fake_gateway import model_files
 from served import BYTE, Served
 
 from c2cserve.server.tokenizer import Tokenizer
-from c2cserve.server.tokenizer_cache import TokenizerCache
 
 
 def test_ids_of_any_size_are_checked(served: Served) -> None:
@@ -30,31 +27,6 @@ def test_a_broken_tokenizer_is_the_server_s_fault(served: Served, tmp_path: Path
         answer = served.http.post("/v1/completions", json={"model": "broken", "prompt": "x"})
         assert answer.status_code == 503
         assert "tokenizer.json" in answer.json()["error"]["message"]
-
-
-def test_many_first_requests_load_once(byte_dir: Path) -> None:
-    cache = TokenizerCache(2)
-    files = model_files("a", byte_dir, vocab=400)
-    got: list[Tokenizer] = []
-    threads = [threading.Thread(target=lambda: got.append(cache.load(files))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(set(map(id, got))) == 1
-
-
-def test_the_least_recently_used_makes_way(byte_dir: Path) -> None:
-    cache = TokenizerCache(2)
-    a, b, c = (model_files(name, byte_dir, vocab=400) for name in "abc")
-    cache.load(a), cache.load(b)
-    assert cache.get(a) is not None
-    cache.load(c)
-    assert cache.get(b) is None
-    assert cache.get(a) is not None
-    assert cache.get(replace(a, version="a#2")) is None, "another version, another tokenizer"
-    cache.forget("a")
-    assert cache.get(a) is None
 
 
 def test_hashes_belong_to_a_model(byte_dir: Path) -> None:

@@ -21,7 +21,7 @@ from c2cserve.runtime.live.directory import BrokenModel, Directory
 from c2cserve.runtime.live.fleet import Fleet, FleetDown
 from c2cserve.runtime.live.host import HostedModel, ModelHost
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
-from c2cserve.runtime.live.snapshot import take_snapshot
+from c2cserve.runtime.live.snapshot import BusyShares, take_snapshot
 from c2cserve.runtime.live.world import Aborted, World
 from c2cserve.runtime.ports import Policy, Recorder
 
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _GRACE_S = 2.0
 """Of workers that were told to quit: a step that is under way ends first."""
+_LOOK_S = 1.0
+"""How often slices are looked at, for how busy they are."""
 _STALLED_S = 5.0
 """A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
 
@@ -82,6 +84,7 @@ class LiveGateway:
         self._outbox: list[tuple[_Stream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
+        self._busy = BusyShares()
         self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
         self._changes = ModelChanges(
             host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
@@ -91,6 +94,11 @@ class LiveGateway:
 
     def start(self) -> None:
         self._thread.start()
+        self._look()
+
+    def _look(self) -> None:
+        self._busy.look(list(self._fleet.slots.values()), time.monotonic())
+        self._loop.call_later(_LOOK_S, self._look)
 
     # ---- the controller's thread --------------------------------------------------------------
 
@@ -178,6 +186,7 @@ class LiveGateway:
             jobs=self._jobs,
             host=self._host,
             counters=self._world.counters,
+            busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
         )
 

@@ -34,6 +34,20 @@ class JsonFormatter(logging.Formatter):
         return msgspec.json.encode(fields, enc_hook=str).decode()
 
 
+_SHOWN = ("request_id", "model", "param", "code")
+"""Of a record's fields, those that a line of text needs to find the request and what was wrong."""
+_CONTROL = {number: f"\\x{number:02x}" for number in (*range(32), 127, 0x85, 0x2028, 0x2029)}
+
+
+class TextFormatter(logging.Formatter):
+    """A line per event: what clients send can not begin another one. Tracebacks follow theirs."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        fields = vars(record)
+        shown = [f"{name}={fields[name]}" for name in _SHOWN if fields.get(name) is not None]
+        return " ".join([super().formatMessage(record), *shown]).translate(_CONTROL)
+
+
 def setup_logging(process: str, level: str, format_: LogFormat) -> None:
     """Send this process's logs to stderr. Raises ValueError for an unknown level."""
     handler = logging.StreamHandler(sys.stderr)
@@ -41,7 +55,7 @@ def setup_logging(process: str, level: str, format_: LogFormat) -> None:
         handler.setFormatter(JsonFormatter(process))
     else:
         layout = f"%(asctime)s %(levelname)-7s [{process}] %(message)s"
-        handler.setFormatter(logging.Formatter(layout, "%H:%M:%S"))
+        handler.setFormatter(TextFormatter(layout, "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())

@@ -1,7 +1,7 @@
 """The live server's state for `/metrics`, the admin API and `c2cserve top`."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from c2cserve.core.model import ModelState, ModelStatus, name_of
@@ -11,6 +11,46 @@ from c2cserve.runtime.live.fleet import Slot
 from c2cserve.runtime.live.host import ModelHost
 from c2cserve.runtime.live.jobs import JobTable
 from c2cserve.runtime.live.status_page import Field
+
+_WINDOW_S = 5.0
+"""Shares are of so long, or of the time since the worker's start if that is shorter."""
+
+COUNTERS = (
+    "rejected_429", "rejected_503", "slice_lost", "model_loads", "model_load_failures",
+    "model_evictions", "models_given_up",
+)  # fmt: skip
+"""Shown from the start, at 0: a rate over a counter's first appearance misses it."""
+
+
+class BusyShares:
+    """How busy slices are, from looks at their status pages a second apart or so."""
+
+    def __init__(self) -> None:
+        self._looks: dict[str, deque[tuple[int, float, float]]] = {}
+        """Per slice: the worker's process, when, and its busy time then, seconds."""
+
+    def look(self, slots: Sequence[Slot], now: float) -> None:
+        for slot in slots:
+            worker = slot.worker
+            looks = self._looks.setdefault(slot.slice.id, deque())
+            if worker is None or (looks and looks[-1][0] != worker.pid):
+                looks.clear()
+            if worker is not None:
+                looks.append((worker.pid, now, worker.page[Field.BUSY_S]))
+            # The one just outside of the window stays: the share is of the time since it.
+            while len(looks) > 1 and now - looks[1][1] >= _WINDOW_S:
+                looks.popleft()
+
+    def share(self, slot: Slot, now: float) -> float:
+        worker = slot.worker
+        if worker is None:
+            return 0.0
+        since_s, before_s = slot.started_s, 0.0
+        looks = self._looks.get(slot.slice.id)
+        if looks and looks[0][0] == worker.pid:
+            _, since_s, before_s = looks[0]
+        spent_s = worker.page[Field.BUSY_S] - before_s
+        return max(0.0, min(1.0, spent_s / max(1e-3, now - since_s)))
 
 
 def take_snapshot(
@@ -23,26 +63,29 @@ def take_snapshot(
     jobs: JobTable,
     host: ModelHost,
     counters: Counter[str],
+    busy: BusyShares,
     stall_timeout_s: float,
 ) -> Snapshot:
     """`stall_timeout_s`: how long a slice may have requests without a step being done."""
     counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
+    known = {
+        **dict.fromkeys(COUNTERS, 0),
+        **counters,
+        "resumed_requests": jobs.resumed,
+        "model_files_changed": host.files_changed,
+    }
     return Snapshot(
         instance=instance,
         started_s=started_s,
         draining=draining,
-        slices=tuple(_slice_status(slot, directory, stall_timeout_s) for slot in slots),
+        slices=tuple(_slice_status(slot, directory, busy, stall_timeout_s) for slot in slots),
         models=tuple(_status(model, host, directory, up, counts) for model in directory.models()),
         pool_used_bytes=host.used_bytes,
         pool_budget_bytes=host.budget_bytes,
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
-        counters={
-            **counters,
-            "resumed_requests": jobs.resumed,
-            "model_files_changed": host.files_changed,
-        },
+        counters={name: float(count) for name, count in known.items()},
     )
 
 
@@ -104,7 +147,9 @@ def _trouble(
     return ""
 
 
-def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> SliceStatus:
+def _slice_status(
+    slot: Slot, directory: Directory, busy: BusyShares, stall_timeout_s: float
+) -> SliceStatus:
     """A slice without a worker shows zeros."""
     worker = slot.worker
     fields = dict.fromkeys(Field, 0.0)
@@ -133,7 +178,7 @@ def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> S
         kv_total_bytes=slot.slice.kv_bytes,
         steps=int(fields[Field.STEPS]),
         switches=int(fields[Field.SWITCHES]),
-        busy_share=min(1.0, fields[Field.BUSY_S] / max(1e-9, now - slot.started_s)),
+        busy_share=busy.share(slot, now),
         prompt_tokens=int(fields[Field.PROMPT_TOKENS]),
         output_tokens=int(fields[Field.OUTPUT_TOKENS]),
         cached_tokens=int(fields[Field.CACHED_TOKENS]),

@@ -83,7 +83,7 @@ class World:
         weakref.finalize(self, os.close, self._wake_fd)
         self._looked_s = 0.0
         self._abort: str | None = None
-        self.counters: Counter[str] = Counter(models_given_up=0)
+        self.counters: Counter[str] = Counter()
         self.last_tick_s = time.monotonic()
 
     # ---- any thread ---------------------------------------------------------------------------

@@ -1,0 +1,123 @@
+"""The options of `c2cserve serve`: their types and what `--help` says of them."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from c2cserve.core.machine import ProfileChoice
+from c2cserve.runtime.live.logs import LogFormat
+
+_LIMITS = "Limits of a request"
+_SOCKETS = "Connections"
+
+CatalogPath = Annotated[Path, typer.Option("--catalog", help="The catalogue file (TOML).")]
+Host = Annotated[str, typer.Option(help="Address to listen on.")]
+Port = Annotated[int, typer.Option(help="Port to listen on.")]
+Slices = Annotated[
+    int | None, typer.Option(help="CPU slices; default: by the machine, none beside GPU slices.")
+]
+Threads = Annotated[int | None, typer.Option(help="Threads per CPU slice.")]
+KvBytes = Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")]
+GpuSlices = Annotated[
+    str,
+    typer.Option(
+        help="auto: whole if there is a GPU; none; whole: one per GPU; 16x7: of each GPU 7 of"
+        " 16 SMs; whole@0,1: on these."
+    ),
+]
+GpuKvBytes = Annotated[
+    int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
+]
+GpuProfile = Annotated[
+    ProfileChoice,
+    typer.Option(
+        help="Pick GEMM dataflows by this machine's profile, or by known rates of the nearest GPU:"
+        " H200 or H100."
+    ),
+]
+GpuPeerBytes = Annotated[
+    int, typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes.")
+]
+HostKvBytes = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        help="Host memory of each slice for KV of requests that make room for others, bytes;"
+        " without it they are computed again.",
+    ),
+]
+PoolBytes = Annotated[int | None, typer.Option(help="Host weight pool, bytes.")]
+PoolDir = Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")]
+RecordFile = Annotated[
+    Path | None, typer.Option("--record", help="Write every event and action to this file.")
+]
+LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error.")]
+LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="json or text.")]
+HangTimeout = Annotated[
+    float, typer.Option(help="Seconds without a sign of life before a worker is replaced.")
+]
+StallTimeout = Annotated[
+    float,
+    typer.Option(help="Seconds with requests and no step done before a slice is in trouble."),
+]
+DrainTimeout = Annotated[
+    float, typer.Option(help="Seconds that running requests get after SIGTERM.")
+]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="End at once if a model of the catalogue is broken.")
+]
+MaxWaiting = Annotated[int, typer.Option(help="Requests queued before 429.")]
+Patience = Annotated[
+    float,
+    typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
+]
+ApiKeys = Annotated[
+    list[str] | None,
+    typer.Option("--api-key", envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1."),
+]
+AdminKey = Annotated[
+    str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")
+]
+
+
+def _limit(help_: str) -> typer.models.OptionInfo:
+    return typer.Option(min=1, help=help_, rich_help_panel=_LIMITS)
+
+
+def _socket(help_: str) -> typer.models.OptionInfo:
+    return typer.Option(min=1, help=help_, rich_help_panel=_SOCKETS)
+
+
+def _seconds(help_: str) -> typer.models.OptionInfo:
+    return typer.Option(min=0.1, help=help_, rich_help_panel=_SOCKETS)
+
+
+MaxChoices = Annotated[int, _limit("Prompts of a request times its n.")]
+MaxMessages = Annotated[int, _limit("Messages of a chat.")]
+MaxStops = Annotated[int, _limit("Stop strings.")]
+MaxLogitBias = Annotated[int, _limit("Entries of logit_bias, and of stop_token_ids.")]
+MaxPromptChars = Annotated[int, _limit("Characters of all prompts, or of a rendered chat.")]
+MaxPromptTokens = Annotated[int, _limit("Prompt tokens, summed over choices.")]
+MaxBodyBytes = Annotated[int, _limit("Body of a request, bytes.")]
+MaxHeaderBytes = Annotated[int, _limit("Request line and headers, bytes.")]
+MaxHeaders = Annotated[int, _limit("Headers of a request.")]
+TextProcesses = Annotated[
+    int,
+    typer.Option(
+        min=1, rich_help_panel=_LIMITS, help="Processes that validate, render and tokenize."
+    ),
+]
+TextTimeout = Annotated[
+    float,
+    typer.Option(
+        min=0.1, rich_help_panel=_LIMITS, help="Seconds in which a request must be tokenized."
+    ),
+]
+MaxConnections = Annotated[
+    int, _socket("Open at once; at most what the limit of open files leaves.")
+]
+HeadTimeout = Annotated[float, _seconds("Seconds from a request's first byte to its body.")]
+BodyTimeout = Annotated[float, _seconds("Seconds from there to the request's end.")]
+IdleTimeout = Annotated[float, _seconds("Seconds that a connection may have no request.")]
+SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing of its answer.")]

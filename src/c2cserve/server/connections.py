@@ -1,0 +1,106 @@
+"""All connections of the server: how many there may be, and which one makes way for another."""
+
+import logging
+import resource
+import time
+from collections import Counter, OrderedDict
+from typing import Protocol
+
+from c2cserve.server.settings import ConnectionLimits
+
+log = logging.getLogger(__name__)
+
+_RESERVE_SHARE = 4
+_RESERVE_MAX = 1024
+_LOG_EVERY_S = 1.0
+
+CLOSED = (
+    "idle", "idle_for_room", "head_timeout", "body_timeout", "send_timeout", "full",
+    "head_too_large", "body_too_large", "malformed",
+)  # fmt: skip
+"""Why the server closes connections."""
+
+
+class Closable(Protocol):
+    """A connection that waits for a request and can be closed at once."""
+
+    def make_way(self) -> None: ...
+
+
+class Connections:
+    """Used on the server's event loop."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self.open = 0
+        self.closed: Counter[str] = Counter(dict.fromkeys(CLOSED, 0))
+        self._idle: OrderedDict[Closable, None] = OrderedDict()
+        """Without a byte of a request, those that have waited longest first;"""
+        self._begun: OrderedDict[Closable, None] = OrderedDict()
+        """with a part of its headers."""
+        self._logged_s = float("-inf")
+        self._unlogged = 0
+
+    def enter(self) -> bool:
+        """A new connection. False: there is no room, it must be closed."""
+        self.open += 1
+        if self.open <= self.limits.connections:
+            return True
+        for waiting in (self._idle, self._begun):
+            if waiting:
+                connection, _ = waiting.popitem(last=False)
+                connection.make_way()
+                return True
+        return False
+
+    def leave(self, connection: Closable) -> None:
+        self.open -= 1
+        self.busy(connection)
+
+    def idle(self, connection: Closable) -> None:
+        self.busy(connection)
+        self._idle[connection] = None
+
+    def begun(self, connection: Closable) -> None:
+        self.busy(connection)
+        self._begun[connection] = None
+
+    def busy(self, connection: Closable) -> None:
+        self._idle.pop(connection, None)
+        self._begun.pop(connection, None)
+
+    def note(self, reason: str, client: object, request_id: str | None = None) -> None:
+        """The server closes a connection. A flood of them is a line a second."""
+        self.closed[reason] += 1
+        if reason == "idle":
+            return
+        now = time.monotonic()
+        if now - self._logged_s < _LOG_EVERY_S:
+            self._unlogged += 1
+            return
+        more = f" ({self._unlogged} more since the last such line)" if self._unlogged else ""
+        self._logged_s, self._unlogged = now, 0
+        log.info(
+            "connection of %s closed: %s%s", client, reason, more,
+            extra={"request_id": request_id, "reason": reason},
+        )  # fmt: skip
+
+
+def raise_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one; what it is then."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def connections_within(wanted: int, files: int) -> int:
+    """Connections that leave descriptors for workers, segments and text processes."""
+    reserve = min(files // _RESERVE_SHARE, _RESERVE_MAX)
+    allowed = max(1, files - reserve)
+    if wanted > allowed:
+        log.warning(
+            "%d open files are allowed (ulimit -n): %d connections at once, not %d",
+            files, allowed, wanted,
+        )  # fmt: skip
+    return min(wanted, allowed)

@@ -1,0 +1,280 @@
+"""HTTP on sockets: uvicorn's protocol, with bounds on what a client may send and how slowly.
+
+A connection is idle, sends the head of a request (its line and headers), sends its body, or waits
+for its answer. Each has a time limit of its own, but for the answer: that may take as long as the
+model does, if only the client goes on taking it.
+"""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import httptools
+import msgspec
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from c2cserve.runtime.gateway import Gateway
+from c2cserve.server.app import create_app
+from c2cserve.server.connections import Connections
+from c2cserve.server.errors import ApiError
+from c2cserve.server.settings import ServerSettings
+
+_LINGER_S = 1.0
+"""A refused client may still be sending: closing at once would take the answer from it."""
+_GRACE_S = 5
+"""For connections when the server ends."""
+_READ_BYTES = 1 << 18
+"""Arrive at once, at most."""
+_FRAMING = 2
+"""Times that chunked encoding may make a body larger."""
+
+
+def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvicorn.Config:
+    """A server for `gateway`; `more` is uvicorn's."""
+    connections = Connections(settings.connections)
+
+    class Bounded(HttpProtocol):
+        all = connections
+        wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
+
+    return uvicorn.Config(
+        create_app(gateway, settings, connections), log_config=None, access_log=False,
+        lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
+    )  # fmt: skip
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """One connection."""
+
+    all: Connections
+    wire_bytes_max: int
+    """Of a request: its body in chunks, and what follows it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._limits = self.all.limits
+        self._timer: asyncio.TimerHandle | None = None
+        self._sending: asyncio.TimerHandle | None = None
+        self._phase = "idle"
+        self._bytes = 0
+        """Received of the phase."""
+        self._head_bytes = 0
+        self._upgrading = False
+        """The request asks for another protocol, and is about to be read again."""
+        self._over = False
+        """Nothing more is read of this connection."""
+
+    # ---- coming and going -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.all.enter():
+            self._enter("idle")
+        else:
+            message = f"{self._limits.connections} connections are open, this server's limit"
+            self._refuse(503, message, "full", linger=False)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._set_timer(None)
+        self._set_sending(None)
+        self.all.leave(self)
+        super().connection_lost(exc)
+
+    def make_way(self) -> None:
+        self._close("idle_for_room")
+
+    def _close(self, reason: str) -> None:
+        if not self._over:
+            self._over = True
+            self.all.note(reason, self.client)
+            self.all.busy(self)
+        self.transport.close()
+
+    def _refuse(self, status: int, message: str, reason: str, *, linger: bool = True) -> None:
+        """Answer and close. In the middle of another answer there is only closing."""
+        if self._over:
+            return
+        cycle: Any = self.cycle  # None before the first request
+        if cycle is not None and (self.pipeline or cycle.response_started):
+            if self.pipeline or not cycle.response_complete:
+                self._close(reason)
+                return
+        elif cycle is not None:
+            # Whatever works on the request sees a client that is gone.
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._over = True
+        self._set_timer(None)
+        self.all.busy(self)
+        request_id = secrets.token_hex(8)
+        self.all.note(reason, self.client, request_id)
+        content = msgspec.json.encode(ApiError(status, message, code=reason).body())
+        head = (
+            f"content-type: application/json\r\ncontent-length: {len(content)}\r\n"
+            f"x-request-id: {request_id}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[status] + head.encode() + content)
+        if linger and self.transport.can_write_eof():
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
+        else:
+            self.transport.close()
+
+    # ---- phases ---------------------------------------------------------------------------------
+
+    def _enter(self, phase: str) -> None:
+        self._phase, self._bytes = phase, 0
+        limits = self._limits
+        if phase == "idle":
+            self.all.idle(self)
+            self._set_timer(limits.idle_timeout_s, lambda: self._close("idle"))
+        elif phase == "head":
+            self.all.begun(self)
+            self._set_timer(limits.head_timeout_s, partial(self._late, "headers", "head_timeout"))
+        elif phase == "body":
+            self.all.busy(self)
+            self._set_timer(limits.body_timeout_s, partial(self._late, "body", "body_timeout"))
+        else:
+            self._set_timer(None)
+
+    def _late(self, what: str, reason: str) -> None:
+        if self.pipeline:
+            self._enter(self._phase)  # the request before it is not answered: this one is not read
+            return
+        limit_s = getattr(self._limits, f"{reason}_s")
+        option = reason.replace("_", "-")
+        message = f"the request's {what} took longer than {limit_s:g} s (--{option})"
+        self._refuse(408, message, reason)
+
+    def _set_timer(self, after_s: float | None, call: Callable[[], None] | None = None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = None if call is None or after_s is None else self._later(after_s, call)
+
+    def _set_sending(self, after_s: float | None) -> None:
+        if self._sending is not None:
+            self._sending.cancel()
+        self._sending = None if after_s is None else self._later(after_s, self._not_taken)
+
+    def _later(self, after_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        return self.loop.call_later(after_s, call)
+
+    def _not_taken(self) -> None:
+        self._over = True
+        self.all.note("send_timeout", self.client)
+        self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_sending(self._limits.send_timeout_s)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._set_sending(None)
+
+    # ---- what arrives ---------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
+        if self._phase == "idle":
+            self._enter("head")
+        self._feed(data)
+        if self._over:
+            return
+        self._bytes += len(data)
+        header_bytes = self._limits.header_bytes
+        if self._phase == "head" and self._bytes > header_bytes:
+            self._too_large()
+        elif self._phase == "answer" and self._bytes > header_bytes + _READ_BYTES:
+            self._close("head_too_large")  # of the next request
+        elif self._phase == "body" and self._bytes > self.wire_bytes_max:
+            message = f"the request takes more than {self.wire_bytes_max} bytes (--max-body-bytes)"
+            self._refuse(413, message, "body_too_large")
+
+    def _feed(self, data: bytes) -> None:
+        assert self.parser is not None
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._feed_plain(data[upgrade.args[0] :])
+        except httptools.HttpParserError:
+            self._refuse(400, "this is not a valid HTTP request", "malformed")
+
+    def _feed_plain(self, rest: bytes) -> None:
+        """No other protocol is spoken: the request is read again without the wish for one, as HTTP
+        has it (RFC 9110, 7.8). Java's client sends that wish with its first request."""
+        self._upgrading = False
+        method = self.scope["method"].encode()
+        if method == b"CONNECT":
+            self._refuse(405, "this server is no proxy", "malformed")
+            return
+        lines = [
+            b"%s: %s" % field
+            for field in self.headers
+            if field[0] not in (b"connection", b"upgrade", b"http2-settings")
+        ]
+        head = [method + b" " + self.url + b" HTTP/1.1", *lines, b"connection: close", b"", b""]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        self._feed(b"\r\n".join(head) + rest)
+
+    def _too_large(self) -> None:
+        limits = self._limits
+        message = (
+            f"the request's headers are more than {limits.headers} or larger than "
+            f"{limits.header_bytes} bytes (--max-headers, --max-header-bytes)"
+        )
+        self._refuse(431, message, "head_too_large")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        self._head_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Also called for what follows a body in chunks, which means nothing here.
+        if self._phase != "body":
+            self._head_bytes += len(name) + len(value) + 4
+            if len(self.headers) <= self._limits.headers:
+                super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        limits = self._limits
+        if self._over:
+            return
+        if self._head_bytes > limits.header_bytes or len(self.headers) > limits.headers:
+            self._too_large()
+            return
+        assert self.parser is not None
+        if self.parser.should_upgrade():
+            self._upgrading = True
+            self.scope["method"] = self.parser.get_method().decode()
+            return
+        self._enter("body")
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if not (self._over or self._upgrading):
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._over or self._upgrading:
+            return
+        super().on_message_complete()
+        # What is sent behind a connection's last request is not read.
+        self._over = not self.cycle.keep_alive
+        self._enter("idle" if self.cycle.response_complete else "answer")
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._unset_keepalive_if_required()  # the idle time is counted here
+        answered = self._phase == "answer" and self.cycle.response_complete
+        if answered and not self.transport.is_closing():
+            self._enter("idle")

@@ -1,0 +1,208 @@
+"""What costs a client little and the server much: it is refused, or costs one process that is not
+the server's. Liveness, other clients and SIGTERM never wait for it."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from raw_http import HealthWatch, connect, error, exchange, post
+from server_process import SPECIALISTS, ServerProcess, wait_until
+
+MODEL = "sorter-llama"
+ENDLESS = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
+    "{% endfor %}{% endfor %}{% endfor %}"
+)
+HUGE = "{{ 'x' * 10000000000 }}"
+GOOD = json.dumps(
+    {"model": MODEL, "prompt": "sort: dcba", "temperature": 0, "max_tokens": 8, "seed": 1}
+).encode()
+
+
+def completion(**fields: object) -> bytes:
+    body = {"model": MODEL, "max_tokens": 1, **fields}
+    return post("/v1/completions", json.dumps(body).encode())
+
+
+def chat(model: str, **fields: object) -> bytes:
+    body = {"model": model, "messages": [{"role": "user", "content": "x"}], **fields}
+    return post("/v1/chat/completions", json.dumps(body).encode())
+
+
+def hostile() -> dict[str, tuple[bytes, int, str | None]]:
+    """Requests, the status each gets, and the field that its error names."""
+    messages = [{"role": "user", "content": "x"}] * 100_000
+    return {
+        "choices": (completion(prompt=["a"] * 1000, n=128), 400, "n"),
+        "ten times the choices": (completion(prompt=["a"] * 10_000, n=128), 400, "n"),
+        "text": (completion(prompt="ab cd " * 1_250_000), 400, "prompt"),
+        "text below the limit": (completion(prompt="ab cd " * 600_000), 400, "prompt"),
+        "wrong entries": (completion(prompt=[None] * 1_000_000), 400, "prompt"),
+        "token ids": (completion(prompt=[5] * 2_000_000), 400, "prompt"),
+        "many messages": (chat(MODEL, messages=messages), 400, "messages"),
+        "stop strings": (completion(prompt="a", stop=["b"] * 400_000), 400, "stop"),
+        "biases": (
+            completion(prompt="a", logit_bias={str(i): 1 for i in range(200_000)}), 400,
+            "logit_bias",
+        ),
+        "deep": (post("/v1/completions", b"[" * 4_000_000), 400, None),
+        "larger than any": (completion(prompt="a" * (9 << 20)), 413, None),
+        "endless template": (chat("endless"), 400, "messages"),
+        "huge template": (chat("huge"), 400, "messages"),
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One good model and two whose templates are not."""
+    root = tmp_path_factory.mktemp("hostile")
+    entries: list[str] = []
+    for name, template in ((MODEL, None), ("endless", ENDLESS), ("huge", HUGE)):
+        shutil.copytree(SPECIALISTS / MODEL, root / name)
+        if template is not None:
+            (root / name / "chat_template.jinja").write_text(template)
+        entries.append(f'[[models]]\nid = "{name}"\npath = "{name}"\n')
+    (root / "catalog.toml").write_text("\n".join(entries))
+    return root / "catalog.toml"
+
+
+def server(catalog: Path, tmp_path: Path, *args: str) -> ServerProcess:
+    return ServerProcess(
+        "--text-timeout", "2", *args, catalog=catalog, directory=tmp_path / "pool", slices=1
+    )
+
+
+def text_of(body: bytes) -> str:
+    return json.loads(body)["choices"][0]["text"]
+
+
+def test_each_is_refused_by_name(catalog: Path, tmp_path: Path) -> None:
+    with server(catalog, tmp_path, "--text-timeout", "5") as process:
+        for name, (data, status, param) in hostile().items():
+            started = time.monotonic()
+            got, headers, body = exchange(process.port, data)
+            took_s = time.monotonic() - started
+            assert got == status, (name, got, body[:300])
+            assert headers["x-request-id"]
+            assert error(body)["param"] == param, (name, body[:300])
+            assert took_s < 12, (name, took_s)
+        assert process.memory_bytes() < 1 << 30
+        assert process.get("/health")[0] == 200
+
+
+@pytest.mark.alone
+def test_health_answers_through_all_of_it(catalog: Path, tmp_path: Path) -> None:
+    with server(catalog, tmp_path) as process:
+        _, _, good = exchange(process.port, post("/v1/completions", GOOD))
+        requests = [data for data, _, _ in hostile().values()]
+        until = time.monotonic() + 10
+
+        def hammer(first: int) -> None:
+            number = first
+            while time.monotonic() < until:
+                exchange(process.port, requests[number % len(requests)])
+                number += 1
+
+        hammers = [threading.Thread(target=hammer, args=(3 * i,)) for i in range(6)]
+        with HealthWatch(process.port) as health:
+            for thread in hammers:
+                thread.start()
+            while time.monotonic() < until:
+                status, _, body = exchange(process.port, post("/v1/completions", GOOD))
+                assert status in (200, 429)
+                if status == 200:
+                    assert text_of(body) == text_of(good)
+            for thread in hammers:
+                thread.join()
+        assert health.quantile(0.99) <= 0.1, sorted(health.took_s)[-20:]
+        assert max(health.took_s) < 1.0
+        assert process.memory_bytes() < 2 << 30
+
+
+@pytest.mark.parametrize("name", ["endless template", "text below the limit"])
+def test_sigterm_while_a_prompt_is_read(catalog: Path, tmp_path: Path, name: str) -> None:
+    with server(catalog, tmp_path, "--text-timeout", "60") as process:
+        data = hostile()[name][0]
+        senders = [
+            threading.Thread(target=exchange, args=(process.port, data), daemon=True)
+            for _ in range(4)
+        ]
+        for thread in senders:
+            thread.start()
+        time.sleep(1.0)
+        process.signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert process.leftovers() == []
+        for thread in senders:
+            thread.join(10)
+
+
+def test_a_killed_text_process_is_one_request_s(catalog: Path, tmp_path: Path) -> None:
+    with server(catalog, tmp_path, "--text-timeout", "60") as process:
+        others: list[int] = []
+
+        def ask() -> None:
+            others.append(exchange(process.port, chat("endless"))[0])
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(1.0)
+        children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children")
+        texts = [
+            pid for pid in map(int, children.read_text().split())
+            if b"text_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]  # fmt: skip
+        assert len(texts) == 2
+        assert exchange(process.port, post("/v1/completions", GOOD))[0] == 200
+        busy = max(texts, key=cpu_ticks)
+        os.kill(busy, signal.SIGKILL)
+        thread.join(10)
+        assert others == [500]
+        assert exchange(process.port, post("/v1/completions", GOOD))[0] == 200
+        wait_until(
+            lambda: process.metric('c2cserve:text_processes_replaced_total{reason="broken"}') == 1,
+            5, "the replacement is counted",
+        )  # fmt: skip
+
+
+def cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+@pytest.mark.parametrize("kind", ["one", "many", "trailers"])
+def test_headers_without_end(catalog: Path, tmp_path: Path, kind: str) -> None:
+    with server(catalog, tmp_path) as process:
+        before = process.memory_bytes()
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        part = {"one": b"a" * (1 << 20), "many": b"a: b\r\n" * (1 << 18)}.get(kind, b"")
+        if kind == "one":
+            head += b"x: "
+        if kind == "trailers":
+            head += b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: "
+            part = b"a" * (1 << 20)
+        with connect(process.port) as connection:
+            connection.sendall(head)
+            with suppress(OSError):  # closed in the middle, or when all of it was thrown away
+                for _ in range(300):
+                    connection.sendall(part)
+        assert process.memory_bytes() - before < 64 << 20
+        assert process.get("/health")[0] == 200
+
+
+def test_large_headers_have_a_status(catalog: Path, tmp_path: Path) -> None:
+    with server(catalog, tmp_path) as process:
+        for headers in ({"x": "a" * 70_000}, {f"x{i}": "a" for i in range(200)}):
+            status, answered, body = exchange(process.port, post("/v1/completions", GOOD, headers))
+            assert status == 431
+            assert answered["connection"] == "close"
+            assert "--max-headers" in error(body)["message"]
+        assert (
+            process.metric('c2cserve:http_connections_closed_total{reason="head_too_large"}') == 2
+        )
