@@ -320,7 +320,8 @@ class Generator:
         loop.symlink_to(loop)
         for path in (
             "", "\0", good + "\0", "x" * 5000, "/" + "y/" * 3000, "~nobody-of-that-name/x",
-            "/dev/zero", "/proc/self/mem", str(loop), str(loop / "inner"), good + "/config.json", "\ud800", 5,
+            "/dev/zero", "/proc/self/mem", str(loop), str(loop / "inner"),
+            good + "/config.json", "\ud800", 5,
             None, [], {}, "\n", "/",
         ):  # fmt: skip
             yield f"path {str(path)[:30]!r}", {"id": "entry", "path": path}

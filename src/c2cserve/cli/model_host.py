@@ -193,8 +193,11 @@ class CatalogHost:
     def files_changed(self) -> int:
         return self._changes
 
-    def segment(self, model: str) -> str:
-        return str(self._pool.path(model))
+    def segment(self, model: str) -> str | None:
+        try:
+            return str(self._pool.path(model))
+        except KeyError:
+            return None
 
     def evict(self, model: str) -> None:
         self._pool.evict(model)
