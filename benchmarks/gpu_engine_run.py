@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.actions import Drop, RunStep
-from c2cserve.core.events import SliceEvent, StepDone
+from c2cserve.core.events import SliceEvent, StepDone, StepFailed
 from c2cserve.core.request import BLOCK_TOKENS, Delta, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.executor import Executor
@@ -268,6 +268,9 @@ class Engine:
     def _until_done(self, count: int) -> None:
         while sum(isinstance(event, StepDone) for event in self._events) < count:
             self.executor.poll()
+            for event in self._events:
+                if isinstance(event, StepFailed):
+                    raise RuntimeError(f"a step failed: {event.reason}")
             if self._pause_s:
                 time.sleep(self._pause_s)
         if errors := [delta.error for delta in self._deltas if delta.error]:

@@ -19,6 +19,7 @@ from c2cserve.catalog.parse import check_files, parse_entry
 from c2cserve.cli.tokenizer_probe import TokenizerProbe
 from c2cserve.core.events import ClusterEvent, ModelFailed, ModelLoaded, ModelUsable
 from c2cserve.core.model import ModelSpec, version_id
+from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.engine.models.config import ConfigError, ModelConfig, parse_config, read_config
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.files.reading import FileProblem, one_line
@@ -83,8 +84,11 @@ class CatalogHost:
         base_dir: Path,
         make_pool: Callable[[Listener], Pool],
         post: Callable[[ClusterEvent], None],
+        kv_bytes: int,
     ) -> None:
-        """`base_dir`: what relative paths of entries start from. `post` takes the pool's news."""
+        """`base_dir`: what relative paths of entries start from. `post` takes the pool's news.
+        `kv_bytes`: the largest slice's KV memory."""
+        self._kv_bytes = kv_bytes
         self._base_dir = base_dir
         self._post = post
         self._lock = threading.Lock()
@@ -106,7 +110,7 @@ class CatalogHost:
             parsed = parse_entry(entry, self._base_dir)
             check_files(parsed)
             checked = self._check(parsed, fetch(parsed) if parsed.path is None else parsed.path)
-            size = self._check_size(segment_bytes(checked.plan))
+            size = self._check_size(checked)
         except _WRONG as error:
             name = one_line(entry.get("id", "?"), 200)
             raise Refused(400, f"model {name}: {one_line(error, _REASON_CHARS)}") from error
@@ -141,7 +145,14 @@ class CatalogHost:
             self._tokenizers.check(directory, vocab_size)
             self._good_tokenizers.add(key)
 
-    def _check_size(self, size: int) -> int:
+    def _check_size(self, checked: _Checked) -> int:
+        """Bytes the model takes of the pool. Raises CheckpointError if it can never run here."""
+        size, block = segment_bytes(checked.plan), checked.config.kv_block_bytes
+        if block > self._kv_bytes:
+            raise CheckpointError(
+                f"{BLOCK_TOKENS} tokens of it take {block} bytes of KV memory, and no slice has "
+                f"more than {self._kv_bytes}: raise --kv-bytes or --gpu-kv-bytes"
+            )
         if size > self.budget_bytes:
             raise CheckpointError(
                 f"it takes {size} bytes of host memory, and the pool's budget is "
@@ -182,8 +193,11 @@ class CatalogHost:
     def files_changed(self) -> int:
         return self._changes
 
-    def segment(self, model: str) -> str:
-        return str(self._pool.path(model))
+    def segment(self, model: str) -> str | None:
+        try:
+            return str(self._pool.path(model))
+        except KeyError:
+            return None
 
     def evict(self, model: str) -> None:
         self._pool.evict(model)

@@ -132,7 +132,7 @@ def reload(
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Read a model's files again (drains, unloads, loads)."""
+    """Read a model's files again, and switch to them once they are loaded."""
     path = f"/admin/models/{quote(name)}/reload"
     text = ask(url, path, key=key, method="POST", timeout_s=_LONG_S)
     _loaded(url, key, decode(text, ModelStatus), wait=wait, as_json=as_json)

@@ -186,7 +186,8 @@ class _Server:
             log.warning("removed what the killed server %s left in shared memory", dead)
         slices, budget = self._plan()
         make_pool = partial(_make_pool, self._instance, options.pool_dir, budget)
-        host = CatalogHost(self._catalog.base_dir, make_pool, self._post)
+        kv_bytes = max(one.kv_bytes for one in slices)
+        host = CatalogHost(self._catalog.base_dir, make_pool, self._post, kv_bytes)
         try:
             models, broken = _prepare_all(host, self._catalog, strict=options.strict)
             _check_pinned(models, budget)

@@ -54,18 +54,16 @@ class ModelRecord:
     def entry(self) -> dict[str, object]:
         return self.hosted.entry
 
+    segment: str = ""
+    """Path of its segment, while workers can map it."""
+
     @property
     def in_pool(self) -> bool:
         """Usable: its segment exists and workers can map it."""
-        return self._in_pool
-
-    _in_pool: bool = False
-
-    def usable(self) -> None:
-        self._in_pool = True
+        return bool(self.segment)
 
     def out_of_pool(self, state: ModelState = ModelState.COLD, error: str = "") -> None:
-        self._in_pool = False
+        self.segment = ""
         self.slices.clear()
         self.attached.clear()
         self.error = error

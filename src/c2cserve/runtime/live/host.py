@@ -38,8 +38,9 @@ class ModelHost(Protocol):
         a file is not what it was when it was checked."""
         ...
 
-    def segment(self, model: str) -> str:
-        """Path of the model's segment, from `ModelUsable` until `evict`."""
+    def segment(self, model: str) -> str | None:
+        """Path of the model's segment, from `ModelUsable` until `evict`; None if its load has
+        failed since, which is then reported next."""
         ...
 
     def evict(self, model: str) -> None:

@@ -86,16 +86,18 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """This worker could not attach the model."""
+    """This worker could not attach the model: could not map the segment, or run what is in it."""
 
     model: str
     reason: str
+    segment: str
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """This worker has mapped the model and can run it."""
+    """This worker has mapped the model's segment and can run the model."""
 
     model: str
+    segment: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

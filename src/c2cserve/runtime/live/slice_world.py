@@ -262,12 +262,15 @@ class SliceWorld:
         self._attaches += 1
         try:
             self.engine.attach(message.spec, message.segment, message.config, message.dtype)
+        except FileNotFoundError as fault:
+            log.info("%s left the pool before it was attached: %s", model, fault)
+            self._channel.send(msg.encode(msg.Unusable(model, str(fault), message.segment)))
         except Exception as fault:
             # A model that cannot be used here must not end the slice, which has others.
             log.exception("attach of %s failed", model)
-            self._channel.send(msg.encode(msg.Unusable(model, str(fault))))
+            self._channel.send(msg.encode(msg.Unusable(model, str(fault), message.segment)))
         else:
-            self._channel.send(msg.encode(msg.Attached(model)))
+            self._channel.send(msg.encode(msg.Attached(model, message.segment)))
 
     def _report(self) -> None:
         usage = self._usage()

@@ -160,9 +160,10 @@ class World:
         match event:
             case ModelUsable(model):
                 record = self._directory.get(model)
-                if record.state is not ModelState.LOADING:
-                    return False  # it was given up while the word was on its way
-                record.usable()
+                segment = self._host.segment(model)
+                if record.state is not ModelState.LOADING or segment is None:
+                    return False  # given up, or failed, while the word was on its way
+                record.segment = segment
                 for worker in self._fleet.up:
                     self._attach(worker, record)
             case ModelLoaded(model):
@@ -202,14 +203,15 @@ class World:
                         if record.in_pool:
                             self._attach(worker, record)
                     events.append(SliceUp(worker.slice))
-                case msg.Unusable(model, reason):
+                case msg.Unusable(model, reason, segment) if self._is_mapped(model, segment):
                     failed = ModelFailed(model, f"slice {worker.slice.id}: {reason}")
                     if self._note_model(failed):
                         self._host.evict(model)
                         events.append(failed)
-                case msg.Attached(model):
-                    if (record := self._directory.version(model)) is not None and record.in_pool:
-                        record.attached.add(worker.slice.id)
+                case msg.Attached(model, segment) if self._is_mapped(model, segment):
+                    self._directory.get(model).attached.add(worker.slice.id)
+                case msg.Unusable() | msg.Attached():
+                    pass  # it has left the pool since, and what is said of it is over
                 case _:
                     events.extend(self._take_trouble(worker.slice.id, message))
 
@@ -233,6 +235,11 @@ class World:
                     log.info("slice %s: %s works again", slice_id, model)
                     record.failing.pop(slice_id, None)
                     yield InstanceRecovered(slice_id, model)
+
+    def _is_mapped(self, model: str, segment: str) -> bool:
+        """Whether this is the segment that workers are to map for the model now."""
+        record = self._directory.version(model)
+        return record is not None and record.segment == segment
 
     def _bury(self, worker: Worker, events: list[ClusterEvent]) -> None:
         """Take the last words of a dead worker, then place its requests again."""
@@ -314,8 +321,7 @@ class World:
 
     def _attach(self, worker: Worker, record: ModelRecord) -> None:
         hosted = record.hosted
-        segment = self._host.segment(record.id)
-        worker.send(msg.Attach(hosted.spec, segment, hosted.config, hosted.dtype))
+        worker.send(msg.Attach(hosted.spec, record.segment, hosted.config, hosted.dtype))
         worker.attached.append(record.id)
 
     def close(self, grace_s: float) -> None:
