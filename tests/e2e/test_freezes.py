@@ -20,6 +20,8 @@ ENDLESS = (
     "{% endfor %}{% endfor %}{% endfor %}"
 )
 HUGE = "{{ 'x' * 10000000000 }}"
+ON_REQUEST = "{% if messages[0].content == 'x' %}TEMPLATE{% endif %}"
+"""A template that did so for any chat would be found when the model is checked."""
 GOOD = json.dumps(
     {"model": MODEL, "prompt": "sort: dcba", "temperature": 0, "max_tokens": 8, "seed": 1}
 ).encode()
@@ -66,7 +68,9 @@ def catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, template in ((MODEL, None), ("endless", ENDLESS), ("huge", HUGE)):
         shutil.copytree(SPECIALISTS / MODEL, root / name)
         if template is not None:
-            (root / name / "chat_template.jinja").write_text(template)
+            (root / name / "chat_template.jinja").write_text(
+                ON_REQUEST.replace("TEMPLATE", template)
+            )
         entries.append(f'[[models]]\nid = "{name}"\npath = "{name}"\n')
     (root / "catalog.toml").write_text("\n".join(entries))
     return root / "catalog.toml"
