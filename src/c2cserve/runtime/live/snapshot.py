@@ -41,6 +41,7 @@ def take_snapshot(
         counters={
             **counters,
             "resumed_requests": jobs.resumed,
+            "controller_request_failures": jobs.blamed,
             "model_files_changed": host.files_changed,
         },
     )
@@ -104,6 +105,15 @@ def _trouble(
     return ""
 
 
+def _down(slot: Slot, now: float) -> str:
+    """The trouble of a slice that is not up."""
+    if not slot.backs_off:
+        return ""
+    delay_s = slot.restart_at_s - now
+    due = "" if slot.worker is not None or delay_s <= 0.0 else f"; next start in {delay_s:.0f} s"
+    return f"{slot.failures} workers in a row have failed, the last one: {slot.reason}{due}"
+
+
 def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> SliceStatus:
     """A slice without a worker shows zeros."""
     worker = slot.worker
@@ -158,6 +168,6 @@ def _slice_status(slot: Slot, directory: Directory, stall_timeout_s: float) -> S
         parts_rebuilt=int(fields[Field.PARTS_REBUILT]),
         failed_models=failed,
         stalled_s=stalled_s,
-        trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else "",
+        trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else _down(slot, now),
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )
