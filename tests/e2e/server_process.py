@@ -50,8 +50,11 @@ class ServerProcess:
         directory: Path,
         slices: int = 2,
         settled: bool = True,
+        wrapper: Sequence[str] = (),
     ) -> None:
-        """`settled`: wait until every model is in the pool (it must have room for all)."""
+        """`settled`: wait until every model is in the pool (it must have room for all). `wrapper`:
+        a command that ends by executing the one that is appended to it."""
+        self._wrapper = wrapper
         self._settled = settled
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -73,7 +76,7 @@ class ServerProcess:
         self.directory.mkdir(exist_ok=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
+                [*self._wrapper, sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
                 stdout=log, stderr=log,
             )  # fmt: skip
         self.wait_ready()

@@ -245,7 +245,10 @@ class SliceWorld:
             self.engine.attach(message.spec, message.segment, message.config, message.dtype)
         except Exception as fault:
             # A model that cannot be used here must not end the slice, which has others.
-            log.exception("attach of %s failed", model)
+            if isinstance(fault, FileNotFoundError):  # evicted, as a rule: the controller knows
+                log.info("attach of %s: %s is gone", model, message.segment)
+            else:
+                log.exception("attach of %s failed", model)
             self._channel.send(msg.encode(msg.Unusable(model, message.segment, str(fault))))
         else:
             self._channel.send(msg.encode(msg.Attached(model, message.segment)))
