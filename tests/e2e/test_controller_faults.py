@@ -9,7 +9,7 @@ import os
 import signal
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
     monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
 
     @contextmanager
-    def started(*args: str, slices: int = 2) -> Iterator[Bench]:
+    def started(*args: str, slices: int = 2) -> Generator[Bench]:
         with ServerProcess(
             "--record", str(record), *args, directory=tmp_path / "pool", slices=slices
         ) as server:

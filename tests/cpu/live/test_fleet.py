@@ -30,7 +30,8 @@ class SlowToDie:
     made: list["SlowToDie"]
 
     def __init__(self, *_: object) -> None:
-        self.pid, self.exit_code, self.up = 4711 + len(self.made), None, True
+        self.pid, self.up = 4711 + len(self.made), True
+        self.exit_code: int | None = None
         self.ending = self.closed = False
         self.sent: list[object] = []
         self.made.append(self)

@@ -26,8 +26,8 @@ _SOUND_S = 10.0
 """A worker that was up for so long did start."""
 _START_FDS = 8
 """File descriptors that starting a worker takes at most, for the moment;"""
-_WORKER_FDS = 3
-"""and those that it keeps: its channel, its pidfd, its stat file."""
+_WORKER_FDS = 4
+"""and those that it keeps: its channel, its pidfd, its stat file, the mapping of its page."""
 
 
 @dataclass(frozen=True, slots=True)
