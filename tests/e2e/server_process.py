@@ -51,9 +51,12 @@ class ServerProcess:
         slices: int = 2,
         settled: bool = True,
         files: int | None = None,
+        wrapper: Sequence[str] = (),
     ) -> None:
         """`settled`: wait until every model is in the pool (it must have room for all). `files`:
-        descriptors that the server may have open, as `ulimit -n` sets it."""
+        descriptors that the server may have open, as `ulimit -n` sets it. `wrapper`: a command
+        that ends by executing the one that is appended to it."""
+        self._wrapper = wrapper
         self._settled = settled
         self._files = files
         self.port = free_port()
@@ -79,7 +82,10 @@ class ServerProcess:
             limit = ["bash", "-c", f'ulimit -n {self._files}; exec "$0" "$@"']
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*limit, sys.executable, "-m", "c2cserve.cli.main", "serve", *self._args],
+                [
+                    *self._wrapper, *limit, sys.executable, "-m", "c2cserve.cli.main", "serve",
+                    *self._args,
+                ],
                 stdout=log, stderr=log,
             )  # fmt: skip
         self.wait_ready()

@@ -30,6 +30,7 @@ from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.admission import AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
 from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.live.controller import Loop
 from c2cserve.runtime.live.directory import BrokenModel
 from c2cserve.runtime.live.fleet import Fleet, FleetSettings
 from c2cserve.runtime.live.gateway import LiveGateway
@@ -230,15 +231,11 @@ class _Server:
         ]
         prefix = options.pool_dir / f"c2cserve.{self._instance}"
         fleet = Fleet(configs, prefix, options.fleet)
-        recorder = no_record
         if options.record is not None:
             options.record.unlink(missing_ok=True)
-            arguments = {"settings": options.admission}
-            recorder = Record(options.record, "controller", "cluster", arguments)
         ended: asyncio.Future[str | None] = loop.create_future()
-        policy = ClusterPolicy(options.admission)
         gateway = self._gateway = LiveGateway(
-            self._instance, policy, fleet, host, recorder, ended.set_result
+            self._instance, _Loops(options), fleet, host, ended.set_result
         )
         gateway.post(PoolState(host.budget_bytes))
         for model in models:
@@ -271,6 +268,32 @@ class _Server:
         timeout_s = self._options.drain_timeout_s
         reason = f"drain took more than {timeout_s:g} s; running requests were cut"
         asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
+
+
+class _Loops:
+    """Makes the controller's policy and its record, anew for each of its loops: a policy that has
+    broken leaves a stream behind that can be replayed."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._record: Record | None = None
+
+    def __call__(self, number: int) -> Loop:
+        admission, path = self._options.admission, self._options.record
+        policy = ClusterPolicy(admission)
+        if path is None:
+            return policy, no_record
+        if self._record is not None:
+            self._record.close()
+        stream = "controller" if number == 1 else f"controller/{number}"
+        try:
+            self._record = Record(path, stream, "cluster", {"settings": admission})
+        except OSError as error:
+            if number == 1:
+                raise CliError(f"--record {path}: {error.strerror}") from error
+            log.error("%s: there is no record of %s: %s", path, stream, error.strerror)
+            return policy, no_record
+        return policy, self._record
 
 
 class _HttpServer(uvicorn.Server):

@@ -23,7 +23,8 @@ from c2cserve.runtime.driver import run
 from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.logs import setup_logging
 from c2cserve.runtime.live.messages import Measured, WorkerConfig
-from c2cserve.runtime.live.slice_world import Quitting, SliceWorld, Usage
+from c2cserve.runtime.live.slice_engine import Usage
+from c2cserve.runtime.live.slice_world import Quitting, SliceWorld
 from c2cserve.runtime.live.status_page import StatusPage
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record

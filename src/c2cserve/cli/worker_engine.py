@@ -24,7 +24,8 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.policy.lending import Lending
 from c2cserve.policy.residency import Residency
-from c2cserve.runtime.live.slice_world import PausedKv, SliceWorld, WeightUse
+from c2cserve.runtime.live.slice_engine import PausedKv, WeightUse
+from c2cserve.runtime.live.slice_world import SliceWorld
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition

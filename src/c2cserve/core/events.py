@@ -59,10 +59,12 @@ class ModelAdded:
     """A catalogue entry, checked and ready to load.
 
     `replaces`: the version that this one is to take the place of. It is loaded as if a request
-    waited for it, and the other one stays in the pool meanwhile."""
+    waited for it, and the other one stays in the pool meanwhile. `in_pool`: its load has begun
+    already, at the word of the policy before this one."""
 
     spec: ModelSpec
     replaces: str = ""
+    in_pool: bool = False
 
 
 @value

@@ -5,8 +5,10 @@ import os
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from c2cserve.files.patience import open_patiently
 from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, open_regular
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -60,7 +62,7 @@ def seal_files(paths: Iterable[Path]) -> Seal:
 
 def _seal(path: Path) -> FileSeal | None:
     try:
-        fd = open_regular(path)
+        fd = open_patiently(partial(open_regular, path))
     except FileNotFoundError:
         return None
     with open(fd, "rb") as file:

@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from c2cserve.files.patience import open_patiently
 from c2cserve.kernels.native import convert
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource, open_for_reading
 from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan, Part
@@ -86,7 +88,8 @@ class Loader:
         paths = {chunk.path for chunks in self._left for chunk in chunks}
         try:
             for path in paths:
-                self._files[path] = open_for_reading(path)
+                opening = partial(open_for_reading, path)
+                self._files[path] = open_patiently(opening, self._cancelled.is_set)
             for group, pending in enumerate(self._pending):
                 if pending == 0:
                     self._finish(group)

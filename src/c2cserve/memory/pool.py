@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from c2cserve.files.patience import open_patiently
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource
 from c2cserve.memory.layout import LayoutPlan
 from c2cserve.memory.loader import LoadCancelled, Loader, Read, pread
@@ -181,9 +183,10 @@ class Pool:
     def _create(self, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]) -> Segment:
         """A full filesystem is an error, unless a model was evicted just now: its memory comes back
         when the last worker has unmapped it."""
+        create = partial(Segment.create, entry.path, plan, sources)
         while True:
             try:
-                return Segment.create(entry.path, plan, sources)
+                return open_patiently(create, lambda: entry.gone)
             except OSError as error:
                 waited_s = time.monotonic() - self._evicted_at
                 if error.errno not in (errno.ENOSPC, errno.ENOMEM) or waited_s > _UNMAP_S:

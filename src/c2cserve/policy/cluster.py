@@ -113,8 +113,9 @@ class ClusterPolicy:
         match event:
             case ev.PoolState(budget_bytes):
                 self._budget_bytes = budget_bytes
-            case ev.ModelAdded(spec, replaces):
-                self._models[spec.id] = self._outside[spec.id] = ModelBook(spec, replaces)
+            case ev.ModelAdded(spec, replaces, in_pool):
+                book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
+                self._outside |= {} if in_pool else {spec.id: book}
             case ev.ModelUsable(name):
                 self._models[name].usable = True
             case ev.ModelLoaded(name):
@@ -130,14 +131,11 @@ class ClusterPolicy:
                 pass
 
     def _cancelled(self, request_id: str) -> None:
+        if request_id in self._where:
+            self._instances.undispatch(request_id)
         if self._queue.remove(request_id) is not None:
             self._pool_changed = True
-        elif request_id in self._where:
-            self._instances.undispatch(request_id)
-            self._left(request_id)
-        elif request_id in self._instances.recalled:
-            self._left(request_id)
-        else:
+        elif self._left(request_id) is None:
             self._arrived = [r for r in self._arrived if r.id != request_id]
 
     def _finished(self, event: ev.Finished) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from c2cserve.core import events as ev
+from c2cserve.core.backoff import back_off_s
 from c2cserve.core.model import name_of
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.load import SliceLoad
@@ -84,9 +85,9 @@ class Failing:
                 if load is not None:
                     self._instances.deactivate(load, key[1])
             if mark.retry_s is None:
-                back_off_s = min(_BACK_OFF_MOST_S, _BACK_OFF_FIRST_S * 2 ** self._failures[key])
+                failures = self._failures[key]
                 self._failures[key] += 1
-                mark.retry_s = now + back_off_s
+                mark.retry_s = now + back_off_s(failures, _BACK_OFF_FIRST_S, _BACK_OFF_MOST_S)
             again |= mark.retry_s <= now
         return again
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
+from c2cserve.core.backoff import back_off_s
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.queue import Urgency
 
@@ -61,7 +62,7 @@ class ModelBook:
 
     def failed(self, now: float) -> None:
         """Back off: a file that is broken now is likely to be broken in a second."""
-        self.retry_s = now + min(_RETRY_MOST_S, _RETRY_FIRST_S * 2**self.failures)
+        self.retry_s = now + back_off_s(self.failures, _RETRY_FIRST_S, _RETRY_MOST_S)
         self.failures += 1
 
     def may_load(self, now: float) -> bool:

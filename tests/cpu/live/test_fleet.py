@@ -1,19 +1,27 @@
 """Workers that take their time to die: nobody waits for them, and nobody takes their place."""
 
+import contextlib
+import errno
+import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from c2cserve.core.machine import Slice
 from c2cserve.runtime.live import fleet as fleets
-from c2cserve.runtime.live.fleet import Fleet, FleetSettings
+from c2cserve.runtime.live.channel import Channel
+from c2cserve.runtime.live.fleet import Fleet, FleetDown, FleetSettings
 from c2cserve.runtime.live.messages import Quit
-from c2cserve.runtime.live.workers import Worker, first_config
+from c2cserve.runtime.live.reserve import Reserve
+from c2cserve.runtime.live.status_page import StatusPage
+from c2cserve.runtime.live.workers import Spawned, first_config, spawn
 
 
 class SlowToDie:
@@ -22,7 +30,8 @@ class SlowToDie:
     made: list["SlowToDie"]
 
     def __init__(self, *_: object) -> None:
-        self.pid, self.exit_code, self.up = 4711 + len(self.made), None, True
+        self.pid, self.up = 4711 + len(self.made), True
+        self.exit_code: int | None = None
         self.ending = self.closed = False
         self.sent: list[object] = []
         self.made.append(self)
@@ -125,15 +134,151 @@ def process() -> Iterator["subprocess.Popen[bytes]"]:
     found.communicate()
 
 
-def test_the_kernel_tells_who_is_on_his_way_out(
-    process: "subprocess.Popen[bytes]", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = object.__new__(Worker)
-    monkeypatch.setattr(Worker, "pid", property(lambda self: process.pid))
-    assert not worker.ending
-    process.send_signal(signal.SIGKILL)
+@pytest.fixture
+def spawned(process: "subprocess.Popen[bytes]") -> Iterator[Spawned]:
+    mine, its = socket.socketpair()
+    with its:
+        found = Spawned.watch(process, Channel(mine))
+    yield found
+    found.end()
+
+
+def test_the_kernel_tells_who_is_on_his_way_out(spawned: Spawned) -> None:
+    assert not spawned.ending
+    spawned.process.send_signal(signal.SIGKILL)
     until_s = time.monotonic() + 10.0
-    while not worker.ending:  # a zombie until somebody waits for it
+    while not spawned.ending:  # a zombie until somebody waits for it
         assert time.monotonic() < until_s
-    process.wait()
-    assert worker.ending
+    spawned.process.wait()
+    assert spawned.ending
+
+
+@contextlib.contextmanager
+def no_descriptors() -> Generator[None]:
+    """Nothing can be opened inside."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_lack_of_descriptors_is_nobodys_death(spawned: Spawned) -> None:
+    with no_descriptors():
+        with pytest.raises(OSError, match="Too many open files"):
+            os.open(os.devnull, os.O_RDONLY)
+        assert not spawned.ending
+        spawned.process.kill()
+        spawned.process.wait()
+        assert spawned.ending
+
+
+def test_what_cannot_be_spawned_leaves_nothing_behind() -> None:
+    before = os.listdir("/proc/self/fd")
+    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
+        spawn()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_reserve_is_lent_and_kept() -> None:
+    reserve = Reserve(4)
+    held = len(os.listdir("/proc/self/fd"))
+    with reserve.lent():
+        assert len(os.listdir("/proc/self/fd")) == held - 4
+        with no_descriptors():
+            pass
+    assert len(os.listdir("/proc/self/fd")) == held
+    with no_descriptors(), reserve.lent():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == held - 4, "nothing could be opened again"
+    with reserve.lent():
+        pass
+    assert len(os.listdir("/proc/self/fd")) == held
+    reserve.close()
+
+
+class Starved(NoSpawner):
+    """Of what starting a process takes."""
+
+    starved = True
+
+    def take(self) -> None:
+        if self.starved:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    def keep_spare(self) -> None:
+        self.take()
+
+
+@pytest.fixture
+def starved(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Fleet:
+    monkeypatch.setattr(Starved, "starved", True)
+    monkeypatch.setattr(fleet, "_spawner", Starved())
+    return fleet
+
+
+def fail_for(fleet: Fleet, begin_s: float, seconds: float) -> float:
+    """Kill each worker as soon as it is up; returns when that ends."""
+    now = begin_s
+    while now < begin_s + seconds:
+        fleet.start_due(now)
+        for worker in SlowToDie.made:
+            worker.ending, worker.exit_code = True, -9
+        list(fleet.reap(now))
+        now += 0.25
+    return now
+
+
+def test_a_first_start_that_cannot_work_ends_the_fleet(starved: Fleet) -> None:
+    starved.start_due(0.0)
+    starved.start_due(0.25)
+    assert starved.slots["s0"].restart_at_s == 2.25
+    with pytest.raises(FleetDown, match=r"slice s0 does not start: .*Too many open files"):
+        starved.start_due(2.25)
+
+
+def test_once_up_a_slice_is_started_again_for_ever(
+    starved: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Starved, "starved", False)
+    assert starved.outage(0.0) is None
+    now = fail_for(starved, 0.0, 200.0)
+    slot = starved.slots["s0"]
+    assert 8 <= len(SlowToDie.made) <= 12, "2, 4, 8, 16, then every 30 s"
+    monkeypatch.setattr(Starved, "starved", True)
+    for _ in range(1200):  # ten hours later the delay is still 30 s, and a number
+        now = max(now, slot.restart_at_s)
+        starved.start_due(now)
+        assert 0.0 < slot.restart_at_s - now <= 30.0
+    outage = starved.outage(now)
+    assert outage is not None
+    assert "Too many open files" in outage.reason
+    assert 0.0 < outage.retry_s <= 30.0
+    monkeypatch.setattr(Starved, "starved", False)
+    starved.start_due(now + outage.retry_s)
+    assert slot.state == "up"
+    assert starved.outage(now + outage.retry_s) is None
+
+
+def test_a_spare_that_cannot_start_is_tried_again(
+    starved: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Starved, "starved", False)
+    starved.start_due(0.0)
+    monkeypatch.setattr(Starved, "starved", True)
+    caplog.clear()
+    for tick in range(80):
+        starved.start_due(tick * 0.25)
+    assert len(caplog.records) == 1, "it is said once"
+    assert starved.slots["s0"].state == "up"
+
+
+def test_a_page_is_memory_or_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        StatusPage(tmp_path / "page", create=True)
+    assert list(tmp_path.iterdir()) == []

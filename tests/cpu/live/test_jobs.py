@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.core.events import Finished, FirstToken
+from c2cserve.core.events import Cancelled, Finished, FirstToken
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling, Timing
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
@@ -34,7 +34,7 @@ def test_displaced_job_continues_after_the_last_token_sent(
         table.receive(Delta("r", tuple(tokens)), 11.0)
         sent += tokens
         if data.draw(st.booleans()):
-            (request,), _ = table.displace("cpu0")
+            (request,), _ = table.displace("cpu0", "killed")
             live = table.get("r")
             assert live is not None
             assert live.slice_id is None
@@ -52,7 +52,7 @@ def test_only_the_slices_own_requests_are_displaced() -> None:
     table, _ = table_with(job("a"), "cpu0")
     table.add(LiveJob(job("b"), lambda _: None, "cpu1"))
     table.add(LiveJob(job("c"), lambda _: None, None))
-    assert [request.id for request in table.displace("cpu0")[0]] == ["a"]
+    assert [request.id for request in table.displace("cpu0", "killed")[0]] == ["a"]
     assert table.counts() == {"m": (1, 2)}
 
 
@@ -60,7 +60,7 @@ def test_first_token_and_end_are_told_once_even_when_resumed() -> None:
     table, got = table_with(job())
     first = Delta("r", (5,), timing=TIMING, cached_tokens=2)
     assert table.receive(first, 10.5) == [FirstToken("r", 0.5)]
-    table.displace("cpu0")
+    table.displace("cpu0", "killed")
     again = Delta("r", (6,), timing=TIMING, cached_tokens=3)
     assert table.receive(again, 11.0) == []
     last = Delta("r", (7,), finish=FinishReason.STOP)
@@ -72,7 +72,7 @@ def test_first_token_and_end_are_told_once_even_when_resumed() -> None:
 
 def test_a_request_resumed_before_its_first_token_still_reports_its_timing() -> None:
     table, got = table_with(job())
-    table.displace("cpu0")
+    table.displace("cpu0", "killed")
     first = Delta("r", (5,), timing=TIMING)
     assert table.receive(first, 10.5) == [FirstToken("r", 0.5)]
     assert got == [first]
@@ -91,11 +91,11 @@ def test_a_request_that_kills_its_workers_fails_in_the_end() -> None:
         live = table.get("r")
         assert live is not None
         live.slice_id = "cpu0"
-        displaced, failed = table.displace("cpu0")
+        displaced, failed = table.displace("cpu0", "killed")
         assert len(displaced) == 1
         assert not failed
     live.slice_id = "cpu0"
-    assert table.displace("cpu0") == ((), [Finished("r", 0, failed=True)])
+    assert table.displace("cpu0", "killed") == ((), [Cancelled("r")])
     (last,) = got
     assert isinstance(last, Delta)
     assert last.finish is FinishReason.ERROR

@@ -7,16 +7,27 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
-from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked, Submitted
+from c2cserve.core.events import (
+    Activated,
+    Deactivated,
+    SliceEvent,
+    StepDone,
+    StepFailed,
+    StepParked,
+    Submitted,
+    Withdrawn,
+)
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import Step
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
-from c2cserve.runtime.live.slice_world import PausedKv, SliceWorld, Usage, WeightUse
+from c2cserve.runtime.live.slice_engine import PausedKv, Usage, WeightUse
+from c2cserve.runtime.live.slice_world import SliceWorld
 from c2cserve.runtime.live.status_page import Field, StatusPage
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -39,9 +50,13 @@ class Engine:
         self.polls = 0
         self.told: list[SliceAction] = []
 
-    def attach(self, *_: object) -> None: ...
+    def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
+        if segment == "gone":
+            raise FileNotFoundError(segment)
 
-    def detach(self, model: str) -> None: ...
+    def detach(self, model: str) -> None:
+        if model == "stuck":
+            raise RuntimeError("it does not let go")
 
     def add(self, job: Job) -> bool:
         if 1 << 31 in job.tokens:
@@ -79,7 +94,11 @@ class Bench:
         self.world = SliceWorld(self.channel, self.page, lambda: self.usage, list)
         self.engine = Engine(self.world)
         self.world.start(self.engine, "", 1)
-        self.controller.send(msg.encode(msg.Attach(SPEC, "", {}, "")))
+        self.tell(msg.Attach(SPEC, "segment.1", {}, ""), msg.Switch("m", active=True))
+
+    def tell(self, *messages: msg.ToWorker) -> None:
+        for message in messages:
+            self.controller.send(msg.encode(message))
 
     def run(self, step: int) -> None:
         self.world.submit(RunStep(Step(step, "m", ())))
@@ -91,7 +110,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     bench = Bench(tmp_path)
-    assert bench.wait(0.05) == []
+    assert bench.wait(0.05) == [Activated(SPEC)]
     yield bench
     bench.world.stop()
     bench.controller.close()
@@ -201,3 +220,65 @@ def test_what_the_policy_says_of_models_and_requests_is_passed_on(bench: Bench) 
     bench.world.submit(Recover("m"))
     assert bench.engine.told == [Return("r")]
     assert heard(bench) == [msg.Failed("m", "no", True), msg.Returned("r"), msg.Recovered("m")]
+
+
+def job(name: str, tokens: tuple[int, ...] = (1,), model: str = "m") -> Job:
+    return Job(Request(name, model, len(tokens), 1, 0.0), tokens, Sampling(0))
+
+
+def test_a_request_that_does_not_decode_fails_alone(bench: Bench) -> None:
+    bad = msgspec.to_builtins(msg.Submit(job("bad")))
+    bad["job"]["request"]["prompt_len"] = 0
+    bench.controller.send(msgspec.msgpack.encode(bad))
+    bench.tell(msg.Submit(job("good")))
+    [submitted] = bench.wait()
+    assert isinstance(submitted, Submitted)
+    assert submitted.request.id == "good"
+    said = heard(bench)[-1]
+    assert isinstance(said, msg.Output)
+    assert [(one.request_id, one.finish) for one in said.deltas] == [("bad", FinishReason.ERROR)]
+
+
+def test_a_request_of_a_model_that_is_not_active_fails_alone(bench: Bench) -> None:
+    bench.tell(msg.Switch("unknown", active=True), msg.Submit(job("r", model="unknown")))
+    bench.tell(msg.Switch("unknown", active=False), msg.Detach("unknown"), msg.Submit(job("s")))
+    [submitted] = bench.wait()
+    assert isinstance(submitted, Submitted)
+    assert submitted.request.id == "s"
+    said = heard(bench)[-1]
+    assert isinstance(said, msg.Output)
+    assert [one.request_id for one in said.deltas] == ["r"]
+
+
+def test_a_model_that_cannot_be_attached_or_detached_is_no_others_trouble(bench: Bench) -> None:
+    heard(bench)
+    gone = ModelSpec("gone", 1, 1, 512, 64)
+    bench.tell(msg.Attach(gone, "gone", {}, ""), msg.Detach("stuck"), msg.Submit(job("r")))
+    [submitted] = bench.wait()
+    assert isinstance(submitted, Submitted)
+    assert heard(bench) == [msg.Unusable("gone", "gone", "gone")]
+
+
+def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: Bench) -> None:
+    bench.tell(msg.Submit(job("a")), msg.Submit(job("ended")), msg.Submit(job("withdrawn")))
+    bench.tell(msg.Withdraw("withdrawn"))
+    assert len(bench.wait()) == 4
+    bench.world.deliver([Delta("ended", (1,), finish=FinishReason.STOP)])
+    bench.run(1)
+    bench.usage = Usage(1, 0, 0, 0, 0)
+    bench.tell(msg.Reset(1), msg.Switch("m", active=True), msg.Submit(job("a")), msg.Reset(2))
+    heard(bench)
+    assert bench.wait() == [Withdrawn("a"), Deactivated("m")]
+    assert bench.wait(0.05) == []
+    bench.engine.finish()
+    assert bench.wait() == [StepDone(1, (), 0.25)]
+    assert bench.wait(0.05) == []
+    assert heard(bench) == [], "the policy still holds it"
+    bench.usage = Usage(0, 0, 0, 0, 0)
+    events = bench.wait()
+    assert heard(bench) == [msg.ResetDone(1)]
+    assert [type(event).__name__ for event in events] == [
+        "Activated", "Submitted", "Withdrawn", "Deactivated",
+    ]  # fmt: skip
+    bench.wait(0.05)
+    assert heard(bench) == [msg.ResetDone(2)]

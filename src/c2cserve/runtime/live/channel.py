@@ -5,6 +5,7 @@ There is no thread in between: what is sent wakes the other side itself, and lie
 before `send` returns, so it outlives a sender that is killed the moment after.
 """
 
+import errno
 import select
 import socket
 import struct
@@ -12,6 +13,8 @@ from collections import deque
 
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 18
+_LATER = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
+"""No fault of the other side: worth another try."""
 
 
 class Channel:
@@ -46,9 +49,9 @@ class Channel:
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
-        except BlockingIOError:
-            return
-        except (BrokenPipeError, ConnectionResetError):
+        except OSError as error:
+            if error.errno in _LATER:
+                return
             self.closed = True
             self._unsent.clear()
 
@@ -66,9 +69,9 @@ class Channel:
         while not self.closed:
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
-            except BlockingIOError:
-                break
-            except ConnectionResetError:
+            except OSError as error:
+                if error.errno in _LATER:
+                    break
                 chunk = b""
             self.closed = not chunk
             self._received += chunk

@@ -1,7 +1,8 @@
 """All worker processes of a server: kept running, one per slice.
 
 A worker that dies or hangs is replaced at once; one that keeps dying is replaced with growing
-delays. What the controller must know of it comes out of `reap`.
+delays, for ever: once a slice has been up, nothing that happens to workers ends the server. What
+the controller must know of it comes out of `reap`.
 """
 
 import logging
@@ -10,13 +11,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from c2cserve.core.backoff import back_off_s
 from c2cserve.core.machine import Slice
-from c2cserve.runtime.live.messages import Quit, ToWorker, WorkerConfig
+from c2cserve.runtime.live.messages import Quit, WorkerConfig
+from c2cserve.runtime.live.reserve import Reserve
 from c2cserve.runtime.live.workers import Spawner, Worker, next_config
 
 log = logging.getLogger(__name__)
 
 _END_POLL_S = 0.01
+_BACK_OFF_FIRST_S = 2.0
+_SPARE_RETRY_S = 5.0
+_SOUND_S = 10.0
+"""A worker that was up for so long did start."""
+_START_FDS = 8
+"""File descriptors that starting a worker takes at most, for the moment;"""
+_WORKER_FDS = 4
+"""and those that it keeps: its channel, its pidfd, its stat file, the mapping of its page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +40,20 @@ class FleetSettings:
     """A slice that has had requests for longer without a step being done is in trouble."""
     start_timeout_s: float = 120.0
     start_tries: int = 3
-    """Failed starts in a row, with no slice up, after which the server gives up."""
+    """Failed starts in a row after which the server gives up, if no slice has ever been up."""
     backoff_max_s: float = 30.0
 
 
 class FleetDown(Exception):
-    """No worker can be started."""
+    """No worker can be started, and none ever was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why no slice is up, and in how many seconds the next start is due (0: one starts now)."""
+
+    reason: str
+    retry_s: float
 
 
 @dataclass(slots=True)
@@ -48,7 +67,14 @@ class Slot:
     started_s: float = 0.0
     restart_at_s: float = 0.0
     failures: int = 0
-    """Incarnations in a row that died before they were up for ten seconds."""
+    """Incarnations in a row that died before they were up for ten seconds, or could not start."""
+    reason: str = ""
+    """Why the last one ended."""
+
+    @property
+    def backs_off(self) -> bool:
+        """Its workers fail again and again, and none is up."""
+        return self.failures > 1 and not (self.worker is not None and self.worker.up)
 
     @property
     def slice(self) -> Slice:
@@ -76,6 +102,9 @@ class Fleet:
         self.settings = settings
         self.slots = {config.slice.id: Slot(config) for config in configs}
         self._spawner = Spawner()
+        self._spare_due_s = 0.0
+        self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
+        self._ever_up = False
 
     @property
     def up(self) -> list[Worker]:
@@ -86,28 +115,73 @@ class Fleet:
         worker = self.slots[slice_id].worker
         return worker if worker is not None and worker.up else None
 
-    def broadcast(self, message: ToWorker) -> None:
-        for worker in self.up:
-            worker.send(message)
+    def outage(self, now: float) -> Outage | None:
+        """None while a slice is up, or may come up without delay. Callable from any thread."""
+        slots = list(self.slots.values())
+        if not all(slot.backs_off for slot in slots):
+            return None
+        starts = [0.0 if one.worker or one.leaving else one.restart_at_s - now for one in slots]
+        reasons = sorted({f"slice {slot.slice.id}: {slot.reason}" for slot in slots})
+        return Outage(f"no slice is up ({'; '.join(reasons)})", max(0.0, min(starts)))
 
     def start_due(self, now: float) -> None:
         """(Re)start every slice without a worker whose delay has passed, once the last one is gone;
-        keep a spare process once all are up. Waits for nobody."""
+        keep a spare process once all are up. Waits for nobody. Raises `FleetDown` when nothing can
+        be started, and nothing ever could."""
         for slot in self.slots.values():
             if slot.leaving is not None and slot.leaving.exit_code is not None:
                 slot.leaving.close()
                 slot.leaving = None
             if slot.worker or slot.leaving or now < slot.restart_at_s:
                 continue
-            slot.worker = Worker(slot.config, self._prefix, self._spawner.take())
+            try:
+                with self._reserve.lent():
+                    slot.worker = self._start(slot.config)
+            except OSError as error:
+                # No descriptors, processes or shared memory now: that is not for ever.
+                self._failed(slot, f"cannot be started: {error}", now)
+                continue
             slot.config = next_config(slot.config)
             slot.started_s = now
-        if all(slot.state == "up" for slot in self.slots.values()):
+        if now >= self._spare_due_s and all(slot.state == "up" for slot in self.slots.values()):
+            self._keep_spare(now)
+
+    def _start(self, config: WorkerConfig) -> Worker:
+        """Raises OSError."""
+        spawned = self._spawner.take()
+        try:
+            return Worker(config, self._prefix, spawned)
+        except OSError:
+            spawned.end()
+            raise
+
+    def _keep_spare(self, now: float) -> None:
+        try:
             self._spawner.keep_spare()
+            self._spare_due_s = 0.0
+        except OSError as error:
+            if not self._spare_due_s:
+                log.error("no spare worker process for now: %s", error)
+            self._spare_due_s = now + _SPARE_RETRY_S
+
+    def _failed(self, slot: Slot, reason: str, now: float) -> None:
+        """Another incarnation in a row has. Raises `FleetDown`."""
+        if reason != slot.reason:
+            log.error("worker of slice %s: %s", slot.slice.id, reason)
+        slot.failures += 1
+        slot.reason = reason
+        if slot.failures >= self.settings.start_tries and not self._ever_up:
+            raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
+        delay_s = 0.0
+        if slot.failures > 1:
+            most_s = self.settings.backoff_max_s
+            delay_s = back_off_s(slot.failures - 2, _BACK_OFF_FIRST_S, most_s)
+        slot.restart_at_s = now + delay_s
 
     def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
         """Workers found dead, hung or failed to start, with the reason; the caller takes what each
-        still said. Raises `FleetDown` when nothing can be started."""
+        still said. Raises `FleetDown` when nothing can be started, and nothing ever could."""
+        self._ever_up |= bool(self.up)
         for slot in self.slots.values():
             worker = slot.worker
             if worker is None or (reason := self._verdict(slot, worker, now)) is None:
@@ -115,13 +189,13 @@ class Fleet:
             worker.kill()
             log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
             yield worker, reason
-            was_up = worker.up and now - slot.started_s > 10.0
             slot.worker, slot.leaving = None, worker
-            slot.failures = 0 if was_up else slot.failures + 1
-            if slot.failures >= self.settings.start_tries and not self.up:
-                raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
-            delay_s = 0.0 if was_up or slot.failures < 2 else 0.5 * 2**slot.failures
-            slot.restart_at_s = now + min(delay_s, self.settings.backoff_max_s)
+            if worker.up and now - slot.started_s > _SOUND_S:
+                slot.failures = 0
+                slot.restart_at_s = now
+            else:
+                slot.reason = reason  # logged above
+                self._failed(slot, reason, now)
 
     def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
         if (code := worker.exit_code) is not None:
@@ -144,6 +218,7 @@ class Fleet:
             else:
                 worker.kill()
         self._spawner.close()
+        self._reserve.close()
         while any(w.exit_code is None for w in workers) and time.monotonic() - began_s < grace_s:
             time.sleep(_END_POLL_S)
         # Each is killed before any is waited for: a driver takes its time with every process.

@@ -4,28 +4,23 @@ Deltas cross from the thread to the event loop in batches, one wake-up per batch
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from c2cserve.core.actions import ClusterAction
 from c2cserve.core.events import Cancelled, ClusterEvent, Draining
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
-from c2cserve.runtime.driver import run
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
 from c2cserve.runtime.live.changes import ModelChanges
+from c2cserve.runtime.live.controller import Controller, Loop
 from c2cserve.runtime.live.directory import BrokenModel, Directory
-from c2cserve.runtime.live.fleet import Fleet, FleetDown
+from c2cserve.runtime.live.fleet import Fleet
 from c2cserve.runtime.live.host import HostedModel, ModelHost
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
 from c2cserve.runtime.live.snapshot import BusyShares, take_snapshot
-from c2cserve.runtime.live.world import Aborted, World
-from c2cserve.runtime.ports import Policy, Recorder
-
-log = logging.getLogger(__name__)
+from c2cserve.runtime.live.world import World
 
 _GRACE_S = 2.0
 """Of workers that were told to quit: a step that is under way ends first."""
@@ -63,21 +58,18 @@ class LiveGateway:
     def __init__(
         self,
         instance: str,
-        policy: Policy[ClusterEvent, ClusterAction],
+        make_loop: Callable[[int], Loop],
         fleet: Fleet,
         host: ModelHost,
-        record: Recorder[ClusterEvent, ClusterAction],
         on_end: Callable[[str | None], None],
     ) -> None:
-        """`on_end` is called on the event loop when the controller's loop has ended: with None
-        after a drain, else with the reason it could not go on. The workers end from then on;
-        `join` waits for them."""
+        """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
+        has ended: with None after a drain, else with the reason it could not go on. The workers end
+        from then on; `join` waits for them."""
         self._instance = instance
         self._loop = asyncio.get_running_loop()
-        self._policy = policy
         self._fleet = fleet
         self._host = host
-        self._record = record
         self._on_end = on_end
         self._directory = Directory()
         self._jobs = JobTable()
@@ -86,6 +78,7 @@ class LiveGateway:
         self._draining = False
         self._busy = BusyShares()
         self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._controller = Controller(self._world, make_loop)
         self._changes = ModelChanges(
             host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
             lambda: {worker.slice.id for worker in fleet.up},
@@ -107,15 +100,7 @@ class LiveGateway:
         self._world.post(event)
 
     def _control(self) -> None:
-        reason: str | None = None
-        try:
-            run(self._policy, self._world, self._world, self._record)
-        except (Aborted, FleetDown) as end:
-            reason = str(end)
-        except Exception as fault:
-            # The last stop for a defect in the loop: the server can not go on without it.
-            log.exception("the controller failed")
-            reason = f"the controller failed: {fault!r}"
+        reason = self._controller.run()
         # The event loop ends its connections while the workers end.
         self._loop.call_soon_threadsafe(self._ended, reason)
         self._world.close(grace_s=_GRACE_S)
@@ -157,6 +142,9 @@ class LiveGateway:
             raise Refused(404, f"the model {record.name!r} does not exist")
         if self._draining:
             raise Refused(503, "the server is shutting down", retry_after_s=5.0)
+        outage = self._fleet.outage(time.monotonic())
+        if outage is not None and outage.retry_s > 0.0:
+            raise Refused(503, outage.reason, outage.retry_s)
         stream = _Stream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
@@ -199,8 +187,10 @@ class LiveGateway:
     def healthy(self) -> bool:
         alive = self._thread.is_alive()
         turning = alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
+        if not turning or self._fleet.outage(time.monotonic()) is not None:
+            return False
         up = [one for one in self.snapshot().slices if one.state == "up"]
-        return turning and not (up and all(one.trouble for one in up))
+        return not (up and all(one.trouble for one in up))
 
     def models(self) -> Sequence[ModelStatus]:
         return self.snapshot().models

@@ -4,16 +4,19 @@ It is the one place that knows which tokens a client already has, and so what a 
 requests continue from.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from c2cserve.core.events import ClusterEvent, Finished, FirstToken
+from c2cserve.core.events import Cancelled, ClusterEvent, Finished, FirstToken
 from c2cserve.core.request import Delta, FinishReason, Job, Request
 from c2cserve.runtime.gateway import Refused
 
 Sink = Callable[["Delta | Refused"], None]
 """Takes one request's output, in order; called on the controller's thread, must not block."""
 
+
+log = logging.getLogger(__name__)
 
 _LIVES = 4
 """Workers a request may lose before it is held responsible."""
@@ -30,6 +33,8 @@ class LiveJob:
     """Slices it was on that were lost."""
     moved: bool = False
     """It began anew on another slice, or on the same one."""
+    lost_slice: str = ""
+    """The one that it was on before it began anew."""
 
     @property
     def request(self) -> Request:
@@ -56,7 +61,7 @@ class LiveJob:
         """It is on no slice any more: it goes on from what its client has."""
         self.job = self.remaining()
         self.output.clear()
-        self.slice_id = None
+        self.lost_slice, self.slice_id = self.slice_id or self.lost_slice, None
         self.moved = True
         return self.request
 
@@ -68,6 +73,8 @@ class JobTable:
     def __init__(self) -> None:
         self._jobs: dict[str, LiveJob] = {}
         self.resumed = 0
+        self.blamed = 0
+        """Requests that failed because handling them raised here."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -80,6 +87,10 @@ class JobTable:
 
     def drop(self, request_id: str) -> LiveJob | None:
         return self._jobs.pop(request_id, None)
+
+    def live(self) -> list[LiveJob]:
+        """All of them, oldest first."""
+        return list(self._jobs.values())
 
     def clear(self) -> list[LiveJob]:
         """Forget all of them; returns what was in flight."""
@@ -94,20 +105,34 @@ class JobTable:
         if live is None:
             return []
         events: list[ClusterEvent] = []
-        if delta.tokens:
-            if not live.output and not live.request.sent:
-                events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
-            live.output.extend(delta.tokens)
+        if delta.tokens and live.untold:
+            events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
         if live.moved:
             delta = self._without_repeats(live, delta)
+        # What can fail comes before: a token is noted exactly if its client gets it.
+        live.output.extend(delta.tokens)
         live.prompt_reported = True
+        live.sink(delta)
         if delta.finish is not None:
             del self._jobs[delta.request_id]
             failed = delta.finish is FinishReason.ERROR
             output_len = live.request.sent + len(live.output)
             events.append(Finished(delta.request_id, output_len, failed))
-        live.sink(delta)
         return events
+
+    def fail(self, request_id: str, reason: str) -> list[ClusterEvent]:
+        """End a request that cannot go on: its client gets an error. Return what the policy must
+        hear, nothing if the request has ended already."""
+        live = self._jobs.pop(request_id, None)
+        if live is None:
+            return []
+        live.sink(Delta(request_id, finish=FinishReason.ERROR, error=reason))
+        return [Cancelled(request_id)]
+
+    def blame(self, request_id: str, fault: Exception) -> list[ClusterEvent]:
+        """End the one request whose handling raised `fault`, as `fail` does."""
+        self.blamed += 1
+        return self.fail(request_id, f"{type(fault).__name__}: {fault}")
 
     @staticmethod
     def _without_repeats(live: LiveJob, delta: Delta) -> Delta:
@@ -121,21 +146,47 @@ class JobTable:
         live = self._jobs.get(request_id)
         return None if live is None or live.slice_id != slice_id else live.begin_anew()
 
-    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
+    def displace(self, slice_id: str, why: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
         """The slice is gone: its jobs continue from what the clients have. One that has lost
         `_LIVES` slices is likely what kills them: it fails, and the policy must hear of that."""
         displaced: list[Request] = []
         failed: list[ClusterEvent] = []
-        for live in [one for one in self._jobs.values() if one.slice_id == slice_id]:
+        for live in self._on(slice_id):
+            request_id = live.request.id
             if live.resumed + 1 >= _LIVES:
-                reason = f"{_LIVES} workers died while they ran this request"
-                ended = Delta(live.request.id, finish=FinishReason.ERROR, error=reason)
-                failed += self.receive(ended, 0.0)
+                reason = f"{_LIVES} workers died while they ran this request, the last one: {why}"
+                log.error("request %s failed: %s", request_id, reason, extra={"job": request_id})
+                failed += self.fail(request_id, reason)
                 continue
-            live.resumed += 1
-            displaced.append(live.begin_anew())
+            try:
+                displaced.append(live.begin_anew())
+            except Exception as fault:
+                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                failed += self.blame(request_id, fault)
+            else:
+                live.resumed += 1
         self.resumed += len(displaced)
         return tuple(displaced), failed
+
+    def withdraw_all(self) -> list[str]:
+        """No slice has any of them any more: all that were on one begin anew. Return their ids.
+        None of them is blamed for that."""
+        moved: list[str] = []
+        for live in self.live():
+            if live.slice_id is None:
+                continue
+            try:
+                live.begin_anew()
+            except Exception as fault:
+                request_id = live.request.id
+                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                self.blame(request_id, fault)
+            else:
+                moved.append(live.request.id)
+        return moved
+
+    def _on(self, slice_id: str) -> list[LiveJob]:
+        return [live for live in self._jobs.values() if live.slice_id == slice_id]
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Per model: requests dispatched, requests waiting. Callable from any thread."""

@@ -57,11 +57,19 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """The controller's loop has started anew: withdraw all requests, deactivate all models, keep
+    what is attached, and answer `ResetDone` when no step can draw for those requests any more.
+    Messages behind this one wait until then."""
+
+    number: int
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """Nothing is left to do: exit."""
 
 
-ToWorker = Attach | Detach | Switch | Submit | Withdraw | Quit
+ToWorker = Attach | Detach | Switch | Submit | Withdraw | Reset | Quit
 
 # ---- worker -> controller ---------------------------------------------------------------------
 
@@ -86,15 +94,16 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """This worker could not attach the model: could not map the segment, or run what is in it."""
+    """This worker could not attach the model. `segment` is the one of `Attach`: the model may have
+    been evicted since, or loaded again into another one."""
 
     model: str
-    reason: str
     segment: str
+    reason: str
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """This worker has mapped the model's segment and can run the model."""
+    """This worker has mapped the model's `segment` and can run it."""
 
     model: str
     segment: str
@@ -120,7 +129,15 @@ class Returned(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-ToController = Hello | Output | Measured | Unusable | Attached | Failed | Recovered | Returned
+class ResetDone(msgspec.Struct, frozen=True, tag=True):
+    """The `Reset` of this number is done. What was said of requests before is void."""
+
+    number: int
+
+
+ToController = (
+    Hello | Output | Measured | Unusable | Attached | Failed | Recovered | Returned | ResetDone
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
@@ -133,6 +150,19 @@ def encode(message: ToWorker | ToController) -> bytes:
 
 def decode_to_worker(data: bytes) -> ToWorker:
     return _to_worker.decode(data)
+
+
+def submitted_id(data: bytes) -> str | None:
+    """Return the request's id if this looks like a `Submit`, although it does not decode."""
+    try:
+        loose = msgspec.msgpack.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    match loose:
+        case {"type": "Submit", "job": {"request": {"id": str(request_id)}}}:
+            return request_id
+        case _:
+            return None
 
 
 def decode_to_controller(data: bytes) -> ToController:

@@ -10,9 +10,10 @@ import logging
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+
+import msgspec
 
 from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
 from c2cserve.core.events import (
@@ -29,6 +30,7 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job
 from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.live.channel import Channel
+from c2cserve.runtime.live.slice_engine import SliceEngine, Usage
 from c2cserve.runtime.live.status_page import Field, StatusPage
 
 log = logging.getLogger(__name__)
@@ -36,93 +38,6 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _PARKED_POLL_S = 0.001
 """How soon a parked step notices that its weights have arrived."""
-
-
-class SliceEngine(Protocol):
-    """What the slice's loop needs of the engine; `cli.worker_engine` implements it. Outcomes of
-    steps come through the `emit` and `deliver` callbacks it was made with, out of `submit` or
-    `poll`; who computes elsewhere calls `ring` when there is something to be polled."""
-
-    def attach(
-        self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str
-    ) -> None: ...
-
-    def detach(self, model: str) -> None: ...
-
-    def add(self, job: Job) -> bool:
-        """Take a request; whether it is `events.Submitted.chained`. What it raises is the fault of
-        this request."""
-        ...
-
-    def submit(self, action: SliceAction) -> None: ...
-
-    def poll(self) -> None: ...
-
-    @property
-    def parked(self) -> bool: ...
-
-    @property
-    def weights(self) -> "WeightUse": ...
-
-    @property
-    def renewals(self) -> int:
-        """How often parts were built anew after a failed step."""
-        ...
-
-    @property
-    def paused_kv(self) -> "PausedKv": ...
-
-
-@dataclass(frozen=True, slots=True)
-class WeightUse:
-    """Where steps found their weights, bytes since the start. All 0 where they are near anyway."""
-
-    kept_bytes: int = 0
-    """In HBM now, because they were used."""
-    hit_bytes: int = 0
-    """Read there."""
-    streamed_bytes: int = 0
-    """Read from their home, over the link."""
-    graph_steps: int = 0
-    """Steps that were one launch."""
-    graph_captures: int = 0
-    graph_capture_failures: int = 0
-    graphs_dropped: int = 0
-    flash_steps: int = 0
-    """Steps whose prompts went through FlashInfer's attention,"""
-    flash_missed_steps: int = 0
-    """and those too long for small steps' kernels whose prompts did not: it has no module."""
-    lent_bytes: int = 0
-    """Copied now into neighbours' memory, for all slices of the GPU."""
-    peer_bytes: int = 0
-    """Of those streamed, read there."""
-
-
-@dataclass(frozen=True, slots=True)
-class PausedKv:
-    """KV of requests that rotate through host memory."""
-
-    host_bytes: int = 0
-    """There now, copies made ahead of time too."""
-    out_bytes: int = 0
-    """Copied there since the start,"""
-    in_bytes: int = 0
-    """and back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What the slice's policy counts, for the status page."""
-
-    running: int
-    waiting: int
-    kv_used_bytes: int
-    cached_tokens: int
-    preemptions: int
-    retries: int = 0
-    """Requests whose step failed and that ran again,"""
-    retries_failed: int = 0
-    """and those that failed again, alone."""
 
 
 class Quitting(Exception):
@@ -147,6 +62,12 @@ class SliceWorld:
         self._attach_order: dict[str, int] = {}
         self._attaches = 0
         self._events: list[SliceEvent] = []
+        self._messages: deque[bytes] = deque()
+        """What came while a reset was under way, to be taken when it is done."""
+        self._held: set[str] = set()
+        """Requests that were taken and have not ended, as far as is known here."""
+        self._active: set[str] = set()
+        self._resetting: int | None = None
         self._last_model = ""
         self._under_way: set[int] = set()
         """Steps that are not parked."""
@@ -199,6 +120,7 @@ class SliceWorld:
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
+        self._held -= {delta.request_id for delta in deltas if delta.finish is not None}
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
     # ---- Source ---------------------------------------------------------------------------------
@@ -209,6 +131,7 @@ class SliceWorld:
         while True:
             self._take_messages()
             self.engine.poll()
+            self._end_reset()
             now = time.monotonic()
             if self.engine.parked or not (page[Field.RUNNING] or page[Field.WAITING]):
                 page[Field.PROGRESS_S] = now
@@ -221,39 +144,97 @@ class SliceWorld:
                 os.eventfd_read(self._doorbell)
 
     def _take_messages(self) -> None:
-        for data in self._channel.receive():
-            self._take(msg.decode_to_worker(data))
+        self._messages.extend(self._channel.receive())
+        while self._messages and self._resetting is None:
+            self._take(self._decode(self._messages.popleft()))
         if self._channel.closed:
             raise Quitting
 
-    def _take(self, message: msg.ToWorker) -> None:
+    def _decode(self, data: bytes) -> msg.ToWorker | None:
+        """None: a request that does not decode, which has failed. Raises for other messages."""
+        try:
+            return msg.decode_to_worker(data)
+        except msgspec.MsgspecError as fault:
+            request_id = msg.submitted_id(data)
+            if request_id is None:
+                raise
+            self._refuse(request_id, fault)
+            return None
+
+    def _take(self, message: msg.ToWorker | None) -> None:
         match message:
             case msg.Submit(job):
                 self._add(job)
             case msg.Withdraw(request_id):
+                self._held.discard(request_id)
                 self.emit(Withdrawn(request_id))
             case msg.Switch(model, active):
-                self.emit(Activated(self._specs[model]) if active else Deactivated(model))
+                self._switch(model, active)
             case msg.Attach():
                 self._attach(message)
             case msg.Detach(model):
-                self._specs.pop(model, None)
-                self.engine.detach(model)
+                self._detach(model)
+            case msg.Reset(number):
+                self._reset(number)
             case msg.Quit():
                 raise Quitting
+            case None:
+                pass
 
     def _add(self, job: Job) -> None:
         request = job.request
         self._page.add(Field.PROMPT_TOKENS, request.prompt_len - request.sent)
         try:
+            if request.model not in self._active:
+                raise RuntimeError(f"{request.model} is not active on this slice")
             chained = self.engine.add(job)
         except Exception as fault:
             # What is wrong with one request must not end the others on this slice.
             log.exception("request %s can not be taken", request.id)
-            reason = f"{type(fault).__name__}: {fault}"
-            self.deliver([Delta(request.id, finish=FinishReason.ERROR, error=reason)])
+            self._refuse(request.id, fault)
         else:
+            self._held.add(request.id)
             self.emit(Submitted(request, chained))
+
+    def _refuse(self, request_id: str, fault: Exception) -> None:
+        reason = f"{type(fault).__name__}: {fault}"
+        self.deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+
+    def _switch(self, model: str, active: bool) -> None:
+        """Of a model that is not attached nothing becomes active: its requests fail one by one."""
+        if active and model in self._specs:
+            self._active.add(model)
+            self.emit(Activated(self._specs[model]))
+        elif not active and model in self._active:
+            self._active.discard(model)
+            self.emit(Deactivated(model))
+
+    # ---- beginning anew -------------------------------------------------------------------------
+
+    def _reset(self, number: int) -> None:
+        """Withdraw and deactivate all that there is. Messages wait until that is done: they may be
+        of the same requests and models."""
+        log.warning("the controller's loop started anew: %d requests end here", len(self._held))
+        self._resetting = number
+        for request_id in sorted(self._held):
+            self.emit(Withdrawn(request_id))
+        for model in sorted(self._active):
+            self.emit(Deactivated(model))
+        self._held.clear()
+        self._active.clear()
+
+    def _end_reset(self) -> None:
+        """A reset is done when the policy was told of all withdrawals and holds no request, not
+        even one in a step under way: nothing more is drawn for them, nor said of them."""
+        if self._resetting is None or self._events:
+            return
+        usage = self._usage()
+        if not usage.running and not usage.waiting and not self._under_way:
+            self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
+            self._resetting = None
+            self._take_messages()
+
+    # ---- models ---------------------------------------------------------------------------------
 
     def _attach(self, message: msg.Attach) -> None:
         model = message.spec.id
@@ -262,15 +243,24 @@ class SliceWorld:
         self._attaches += 1
         try:
             self.engine.attach(message.spec, message.segment, message.config, message.dtype)
-        except FileNotFoundError as fault:
-            log.info("%s left the pool before it was attached: %s", model, fault)
-            self._channel.send(msg.encode(msg.Unusable(model, str(fault), message.segment)))
         except Exception as fault:
             # A model that cannot be used here must not end the slice, which has others.
-            log.exception("attach of %s failed", model)
-            self._channel.send(msg.encode(msg.Unusable(model, str(fault), message.segment)))
+            if isinstance(fault, FileNotFoundError):  # evicted, as a rule: the controller knows
+                log.info("attach of %s: %s is gone", model, message.segment)
+            else:
+                log.exception("attach of %s failed", model)
+            self._channel.send(msg.encode(msg.Unusable(model, message.segment, str(fault))))
         else:
             self._channel.send(msg.encode(msg.Attached(model, message.segment)))
+
+    def _detach(self, model: str) -> None:
+        self._switch(model, active=False)
+        self._specs.pop(model, None)
+        try:
+            self.engine.detach(model)
+        except Exception:
+            # Its memory may stay taken here; the slice has other models.
+            log.exception("detach of %s failed", model)
 
     def _report(self) -> None:
         usage = self._usage()
@@ -317,6 +307,7 @@ class SliceWorld:
                 self._channel.send(msg.encode(msg.Recovered(model)))
             case Return(request_id):
                 self.engine.submit(action)
+                self._held.discard(request_id)
                 self._channel.send(msg.encode(msg.Returned(request_id)))
             case _:
                 self.engine.submit(action)

@@ -17,7 +17,7 @@ _WINDOW_S = 5.0
 
 COUNTERS = (
     "rejected_429", "rejected_503", "slice_lost", "model_loads", "model_load_failures",
-    "model_evictions", "models_given_up",
+    "model_evictions", "models_given_up", "controller_restarts",
 )  # fmt: skip
 """Shown from the start, at 0: a rate over a counter's first appearance misses it."""
 
@@ -73,6 +73,7 @@ def take_snapshot(
         **dict.fromkeys(COUNTERS, 0),
         **counters,
         "resumed_requests": jobs.resumed,
+        "controller_request_failures": jobs.blamed,
         "model_files_changed": host.files_changed,
     }
     return Snapshot(
@@ -147,6 +148,15 @@ def _trouble(
     return ""
 
 
+def _down(slot: Slot, now: float) -> str:
+    """The trouble of a slice that is not up."""
+    if not slot.backs_off:
+        return ""
+    delay_s = slot.restart_at_s - now
+    due = "" if slot.worker is not None or delay_s <= 0.0 else f"; next start in {delay_s:.0f} s"
+    return f"{slot.failures} workers in a row have failed, the last one: {slot.reason}{due}"
+
+
 def _slice_status(
     slot: Slot, directory: Directory, busy: BusyShares, stall_timeout_s: float
 ) -> SliceStatus:
@@ -203,6 +213,6 @@ def _slice_status(
         parts_rebuilt=int(fields[Field.PARTS_REBUILT]),
         failed_models=failed,
         stalled_s=stalled_s,
-        trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else "",
+        trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else _down(slot, now),
         heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
     )

@@ -57,13 +57,19 @@ class StatusPage:
     """Created by the controller, opened by the worker."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
+        """Raises OSError, also when the filesystem is full; nothing is left behind then."""
         self.path = path
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                os.ftruncate(fd, _BYTES)
+                # The memory now: a full filesystem is an error here, not SIGBUS at the first touch.
+                os.posix_fallocate(fd, 0, _BYTES)
             self._map = mmap.mmap(fd, _BYTES)
+        except OSError:
+            if create:
+                path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(fd)
         self._fields = memoryview(self._map).cast("d")

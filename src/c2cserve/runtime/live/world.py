@@ -2,15 +2,21 @@
 
 `World` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.cluster`. Everything
 in it runs on the controller's thread, except `post`, which any thread may call.
+
+What goes wrong with one request ends that request, with one model's load that load, with one worker
+that worker. Any other exception leaves `wait` or `submit` and ends the loop, which `restart`
+prepares to begin anew (`runtime.live.controller`).
 """
 
+import contextlib
 import logging
 import os
 import select
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
 from c2cserve.core.actions import (
     Activate,
@@ -30,25 +36,23 @@ from c2cserve.core.events import (
     Arrived,
     Cancelled,
     ClusterEvent,
+    Draining,
     InstanceFailed,
     InstanceRecovered,
-    ModelFailed,
-    ModelLoaded,
-    ModelRemoving,
-    ModelUsable,
     Returned,
     SliceLost,
     SliceUp,
     StepTimes,
 )
-from c2cserve.core.model import ModelState
 from c2cserve.runtime.gateway import Refused, Superseded
 from c2cserve.runtime.live import messages as msg
-from c2cserve.runtime.live.directory import Directory, ModelRecord
+from c2cserve.runtime.live.books import Entry, retell
+from c2cserve.runtime.live.directory import Directory
 from c2cserve.runtime.live.fleet import Fleet
 from c2cserve.runtime.live.host import ModelHost
+from c2cserve.runtime.live.hosting import Hosting
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
-from c2cserve.runtime.live.workers import Worker
+from c2cserve.runtime.live.workers import Garbled, Worker
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +87,16 @@ class World:
         weakref.finalize(self, os.close, self._wake_fd)
         self._looked_s = 0.0
         self._abort: str | None = None
-        self.counters: Counter[str] = Counter()
+        self._draining = False
+        self._owed: list[ClusterEvent] = []
+        """Events that carrying out actions has brought."""
+        self._books: deque[Entry] = deque()
+        """What a fresh policy still has to be told."""
+        self._telling: str | None = None
+        """The request that the policy is being told of out of the books."""
+        self._resets = 0
+        self.counters: Counter[str] = Counter(models_given_up=0, controller_restarts=0)
+        self._hosting = Hosting(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
 
     # ---- any thread ---------------------------------------------------------------------------
@@ -100,11 +113,17 @@ class World:
 
     def wait(self, until: float | None) -> tuple[float, Sequence[ClusterEvent]]:
         events: list[ClusterEvent] = []
+        self._telling = None
         while True:
-            self._collect(events)
+            if not self._books:
+                self._collect(events)
             now = self.last_tick_s = time.monotonic()
             if self._abort is not None:
                 raise Aborted(self._abort)
+            if self._books:
+                entry = self._books.popleft()
+                self._telling = entry.job
+                return now, entry.events
             if events or (until is not None and now >= until):
                 return now, events
             self._poll(_TICK_S if until is None else min(_TICK_S, until - now))
@@ -122,6 +141,8 @@ class World:
             self._looked_s = 0.0
 
     def _collect(self, events: list[ClusterEvent]) -> None:
+        owed, self._owed = self._owed, []
+        events += owed
         self._take_inbox(events)
         for slot in self._fleet.slots.values():
             if slot.worker is not None:
@@ -130,13 +151,13 @@ class World:
         now = time.monotonic()
         if now - self._looked_s >= _TICK_S:
             self._looked_s = now
-            for worker, _ in self._fleet.reap(now):
-                self._bury(worker, events)
+            for worker, reason in self._fleet.reap(now):
+                self._bury(worker, reason, events)
             self._fleet.start_due(now)
         self._flush()
 
     def _take_inbox(self, events: list[ClusterEvent]) -> None:
-        if select.select([self._wake_fd], [], [], 0)[0]:
+        with contextlib.suppress(BlockingIOError):  # nothing was posted
             os.eventfd_read(self._wake_fd)
         while self._inbox:
             item = self._inbox.popleft()
@@ -148,116 +169,161 @@ class World:
                 live = self._jobs.drop(item.request_id)
                 if live is not None:
                     events.append(item)
-            elif self._note_model(item):
+            elif self._hosting.note(item):
+                self._draining |= isinstance(item, Draining)
                 events.append(item)
 
-    def _note_model(self, event: ClusterEvent) -> bool:
-        """Keep the directory up to date. False: the model was forgotten meanwhile (its last load
-        may still report), nobody needs to hear of it."""
-        model = getattr(event, "model", None)
-        if model is not None and model not in self._directory:
-            return False
-        match event:
-            case ModelUsable(model):
-                record = self._directory.get(model)
-                segment = self._host.segment(model)
-                if record.state is not ModelState.LOADING or segment is None:
-                    return False  # given up, or failed, while the word was on its way
-                record.segment = segment
-                for worker in self._fleet.up:
-                    self._attach(worker, record)
-            case ModelLoaded(model):
-                record = self._directory.get(model)
-                if record.state is ModelState.LOADING:
-                    record.state = ModelState.READY
-                self.counters["model_loads"] += 1
-            case ModelFailed(model, reason):
-                log.error("model %s: %s", model, reason)
-                record = self._directory.get(model)
-                if record.in_pool:
-                    self._fleet.broadcast(msg.Detach(model))
-                record.out_of_pool(ModelState.FAILED, reason)
-                self.counters["model_load_failures"] += 1
-            case ModelRemoving(model):
-                self._directory.get(model).draining = True
-            case _:
-                pass
-        return True
-
     def _take_messages(self, worker: Worker, events: list[ClusterEvent]) -> None:
-        for message in worker.receive():
-            match message:
-                case msg.Output(deltas):
-                    now = time.monotonic()
-                    for delta in deltas:
-                        events.extend(self._jobs.receive(delta, now))
-                case msg.Measured(model, decode_step_s, prefill_token_s):
-                    events.append(StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s))
-                case msg.Hello(epoch=epoch, isa=isa):
-                    log.info(
-                        "slice %s is up (pid %d, epoch %d, cpus %s, %s)",
-                        worker.slice.id, worker.pid, epoch, worker.slice.cpus, isa,
-                    )  # fmt: skip
-                    worker.up = True
-                    for record in self._directory:
-                        if record.in_pool:
-                            self._attach(worker, record)
-                    events.append(SliceUp(worker.slice))
-                case msg.Unusable(model, reason, segment) if self._is_mapped(model, segment):
-                    failed = ModelFailed(model, f"slice {worker.slice.id}: {reason}")
-                    if self._note_model(failed):
-                        self._host.evict(model)
-                        events.append(failed)
-                case msg.Attached(model, segment) if self._is_mapped(model, segment):
-                    self._directory.get(model).attached.add(worker.slice.id)
-                case msg.Unusable() | msg.Attached():
-                    pass  # it has left the pool since, and what is said of it is over
-                case _:
-                    events.extend(self._take_trouble(worker.slice.id, message))
+        try:
+            for message in worker.receive():
+                events.extend(self._take_message(worker, message))
+        except Garbled as error:
+            log.error("slice %s: its worker ends, for it said no message: %s",
+                      worker.slice.id, error)  # fmt: skip
+            worker.kill()
+
+    def _take_message(self, worker: Worker, message: msg.ToController) -> Iterator[ClusterEvent]:
+        match message:
+            case msg.Hello():
+                yield from self._welcome(worker, message)
+            case msg.Unusable():
+                if (failed := self._hosting.unusable(worker.slice.id, message)) is not None:
+                    yield failed
+            case msg.Attached():
+                self._hosting.attached(worker.slice.id, message)
+            case msg.ResetDone(number) if number == worker.resetting:
+                worker.resetting = 0
+                yield SliceUp(worker.slice)
+            case _ if worker.resetting:
+                pass  # of requests and models that it has no more: they begin anew
+            case msg.Output(deltas):
+                now = time.monotonic()
+                for delta in deltas:
+                    receive = partial(self._jobs.receive, delta, now)
+                    yield from self._guarded(delta.request_id, receive)
+            case msg.Measured(model, decode_step_s, prefill_token_s):
+                yield StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s)
+            case msg.Returned(request_id):
+                give_back = partial(self._give_back, request_id, worker.slice.id)
+                yield from self._guarded(request_id, give_back)
+            case msg.Failed() | msg.Recovered():
+                yield from self._take_trouble(worker.slice.id, message)
+            case msg.ResetDone():
+                pass
+
+    def _guarded(
+        self, request_id: str, handle: Callable[[], Iterable[ClusterEvent]]
+    ) -> list[ClusterEvent]:
+        """An exception while one request is handled ends that request."""
+        try:
+            return list(handle())
+        except Exception as fault:
+            log.exception("request %s can not be handled", request_id, extra={"job": request_id})
+            return self._jobs.blame(request_id, fault)
+
+    def _welcome(self, worker: Worker, hello: msg.Hello) -> Iterator[ClusterEvent]:
+        log.info(
+            "slice %s is up (pid %d, epoch %d, cpus %s, %s)",
+            worker.slice.id, worker.pid, hello.epoch, worker.slice.cpus, hello.isa,
+        )  # fmt: skip
+        worker.up = True
+        self._hosting.attach_all(worker)
+        yield SliceUp(worker.slice)
+
+    def _give_back(self, request_id: str, slice_id: str) -> Iterator[ClusterEvent]:
+        request = self._jobs.give_back(request_id, slice_id)
+        if request is not None:
+            log.warning("request %s: slice %s gave it back; it continues elsewhere",
+                        request_id, slice_id, extra={"job": request_id})  # fmt: skip
+            yield Returned(request)
 
     def _take_trouble(
-        self, slice_id: str, message: msg.Failed | msg.Recovered | msg.Returned
+        self, slice_id: str, message: msg.Failed | msg.Recovered
     ) -> Iterator[ClusterEvent]:
         """What a slice says of models that fail there; events of forgotten models are left out."""
+        record = self._directory.version(message.model)
+        if record is None:
+            return
         match message:
-            case msg.Returned(request_id):
-                request = self._jobs.give_back(request_id, slice_id)
-                if request is not None:
-                    yield Returned(request)
             case msg.Failed(model, reason, others_work):
-                if (record := self._directory.version(model)) is not None:
-                    log.error("slice %s: every request of %s fails: %s", slice_id, model, reason)
-                    record.failing[slice_id] = reason
-                    self.counters["models_given_up"] += 1
-                    yield InstanceFailed(slice_id, model, reason, others_work)
+                log.error("slice %s: every request of %s fails: %s", slice_id, model, reason)
+                record.failing[slice_id] = reason
+                self.counters["models_given_up"] += 1
+                yield InstanceFailed(slice_id, model, reason, others_work)
             case msg.Recovered(model):
-                if (record := self._directory.version(model)) is not None:
-                    log.info("slice %s: %s works again", slice_id, model)
-                    record.failing.pop(slice_id, None)
-                    yield InstanceRecovered(slice_id, model)
+                log.info("slice %s: %s works again", slice_id, model)
+                record.failing.pop(slice_id, None)
+                yield InstanceRecovered(slice_id, model)
 
-    def _is_mapped(self, model: str, segment: str) -> bool:
-        """Whether this is the segment that workers are to map for the model now."""
-        record = self._directory.version(model)
-        return record is not None and record.segment == segment
-
-    def _bury(self, worker: Worker, events: list[ClusterEvent]) -> None:
+    def _bury(self, worker: Worker, reason: str, events: list[ClusterEvent]) -> None:
         """Take the last words of a dead worker, then place its requests again."""
         if not worker.up:
             return
+        slice_id = worker.slice.id
         self._take_messages(worker, events)
-        for record in self._directory:
-            record.slices.discard(worker.slice.id)
-            record.failing.pop(worker.slice.id, None)
-            record.attached.discard(worker.slice.id)
-        displaced, failed = self._jobs.displace(worker.slice.id)
+        self._hosting.lost(slice_id)
+        displaced, failed = self._jobs.displace(slice_id, reason)
+        _log_moved([request.id for request in displaced], f"slice {slice_id} was lost: {reason}")
         events += failed
-        events.append(SliceLost(worker.slice.id, displaced))
+        events.append(SliceLost(slice_id, displaced))
         self.counters["slice_lost"] += 1
+
+    # ---- starting anew ------------------------------------------------------------------------
+
+    def restart(self) -> bool:
+        """Prepare for a fresh policy: have all workers reset, and tell it what is known. True: one
+        request was at fault, and has failed.
+
+        All requests continue from what their clients have. That cannot change meanwhile: what a
+        worker says of requests before its `ResetDone` is void, and until then none is sent there.
+        """
+        self._resets += 1
+        self.counters["controller_restarts"] += 1
+        culprit, self._telling = self._telling, None
+        if culprit is not None:
+            log.error("request %s breaks the controller's loop", culprit, extra={"job": culprit})
+            fault = RuntimeError("the controller's loop broke when it was told of this request")
+            self._jobs.blame(culprit, fault)
+        self._hosting.nothing_active()
+        _log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
+        self._owed.clear()
+        for worker in self._fleet.up:
+            worker.reset(self._resets)
+            self._hosting.attach_all(worker)
+        self._books = deque(
+            retell(
+                self._host.budget_bytes, self._directory, self._hosting.known, self._jobs,
+                draining=self._draining,
+            )
+        )  # fmt: skip
+        return culprit is not None
 
     # ---- Executor -----------------------------------------------------------------------------
 
     def submit(self, action: ClusterAction) -> None:
+        match action:
+            case Dispatch() | Withdraw() | Reject():
+                tell = partial(self._tell_of_request, action)
+                self._owed += self._guarded(action.request_id, tell)
+            case Load(model):
+                self._hosting.load(model)
+            case Activate(model, slice_id):
+                self._directory.get(model).slices.add(slice_id)
+                self._send(slice_id, msg.Switch(model, active=True))
+            case Deactivate(model, slice_id):
+                self._directory.get(model).slices.discard(slice_id)
+                self._send(slice_id, msg.Switch(model, active=False))
+            case Evict(model):
+                self._hosting.evict(model)
+            case Forget(model):
+                self._hosting.forget(model)
+                self._forgotten(model)
+            case Replace(slice_id, reason):
+                self._replace(slice_id, reason)
+            case ResizeKv() | Recall():
+                raise TypeError(f"only simulated rivals do this: {action}")
+
+    def _tell_of_request(self, action: Dispatch | Withdraw | Reject) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
                 live = self._jobs.get(request_id)
@@ -268,28 +334,7 @@ class World:
                 self._send(slice_id, msg.Withdraw(request_id))
             case Reject():
                 self._reject(action)
-            case Activate(model, slice_id):
-                self._directory.get(model).slices.add(slice_id)
-                self._send(slice_id, msg.Switch(model, active=True))
-            case Deactivate(model, slice_id):
-                self._directory.get(model).slices.discard(slice_id)
-                self._send(slice_id, msg.Switch(model, active=False))
-            case Load(model):
-                record = self._directory.get(model)
-                record.state = ModelState.LOADING
-                record.error = ""
-                self._host.load(record.hosted)
-            case Evict(model):
-                self._unload(self._directory.get(model))
-                self.counters["model_evictions"] += 1
-            case Forget(model):
-                self._unload(self._directory.get(model))
-                self._directory.remove(model)
-                self._forgotten(model)
-            case Replace(slice_id, reason):
-                self._replace(slice_id, reason)
-            case ResizeKv() | Recall():
-                raise TypeError(f"only simulated rivals do this: {action}")
+        return ()
 
     def _reject(self, reject: Reject) -> None:
         live = self._jobs.drop(reject.request_id)
@@ -300,8 +345,16 @@ class World:
         else:
             self.counters[f"rejected_{reject.status}"] += 1
             if live is not None:
-                live.sink(Refused(reject.status, reject.reason, reject.retry_after_s))
+                live.sink(self._refusal(reject))
         self._flush()
+
+    def _refusal(self, reject: Reject) -> Refused:
+        """While no slice is up, it is of no use to come back before one can be."""
+        outage = self._fleet.outage(time.monotonic())
+        if reject.status != 503 or outage is None:
+            return Refused(reject.status, reject.reason, reject.retry_after_s)
+        reason = f"{reject.reason}: {outage.reason}"
+        return Refused(503, reason, max(reject.retry_after_s, outage.retry_s))
 
     def _send(self, slice_id: str, message: msg.ToWorker) -> None:
         worker = self._fleet.worker(slice_id)
@@ -314,16 +367,15 @@ class World:
             log.error("slice %s: nothing works any more, its process ends: %s", slice_id, reason)
             worker.kill()
 
-    def _unload(self, record: ModelRecord) -> None:
-        self._fleet.broadcast(msg.Detach(record.id))
-        record.out_of_pool()
-        self._host.evict(record.id)
-
-    def _attach(self, worker: Worker, record: ModelRecord) -> None:
-        hosted = record.hosted
-        worker.send(msg.Attach(hosted.spec, record.segment, hosted.config, hosted.dtype))
-        worker.attached.append(record.id)
-
     def close(self, grace_s: float) -> None:
         """End all workers. Events may still be posted; they are never read."""
         self._fleet.close(grace_s)
+
+
+def _log_moved(request_ids: Sequence[str], why: str) -> None:
+    """Which requests a fault has hit that was not their own."""
+    if request_ids:
+        log.warning(
+            "%s; requests that continue from what their clients have: %s",
+            why, ", ".join(request_ids), extra={"jobs": list(request_ids)},
+        )  # fmt: skip

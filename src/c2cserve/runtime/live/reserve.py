@@ -1,0 +1,37 @@
+"""File descriptors kept for what must not fail when the process has no others left."""
+
+import contextlib
+import os
+from collections.abc import Generator
+
+
+class Reserve:
+    """Placeholders in the process's table of descriptors. Used by one thread.
+
+    They are closed while they are lent. Another thread may take them in that moment (a connection
+    is accepted): a reserve makes what borrows it likely to succeed, and it may still fail.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._held: list[int] = []
+        self._fill()
+
+    @contextlib.contextmanager
+    def lent(self) -> Generator[None]:
+        """So many more descriptors can be opened inside."""
+        self.close()
+        try:
+            yield
+        finally:
+            self._fill()
+
+    def _fill(self) -> None:
+        """As far as there are descriptors; the rest is tried again with the next loan."""
+        with contextlib.suppress(OSError):
+            while len(self._held) < self._size:
+                self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+
+    def close(self) -> None:
+        while self._held:
+            os.close(self._held.pop())

@@ -1,0 +1,201 @@
+"""The controller fails in a server whose workers are sound: at one request, or as a whole.
+
+The server is a real one; it fails as files say (controller_faults/).
+"""
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess, wait_until
+from test_faults import all_streams
+
+from c2cserve.runtime.replay import replay
+
+FAULTS = Path(__file__).parent / "controller_faults"
+MARK = 7
+"""A token that no other prompt here has: that of "!"."""
+MARKED = "sort: dcba!"
+LENGTH = 13
+"""Tokens that no other request here asks for."""
+
+
+class Bench:
+    """A server whose controller fails as it is told, and its record."""
+
+    def __init__(self, server: ServerProcess, faults: Path) -> None:
+        self.server = server
+        self.faults = faults
+
+    def fail(self, fault: str) -> None:
+        (self.faults / fault).touch()
+
+    def ask(self, prompt: str = "sort: dcba", tokens: int = 4) -> tuple[int, str]:
+        """Status, and text or error, of one request."""
+        body = {
+            "model": "sorter-llama", "prompt": prompt, "max_tokens": tokens, "temperature": 0
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"{self.server.url}/v1/completions", json.dumps(body).encode(),
+            {"content-type": "application/json"},
+        )  # fmt: skip
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return answer.status, json.load(answer)["choices"][0]["text"]
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]["message"]
+
+    def counter(self, name: str) -> float:
+        return self.server.metric(f"c2cserve:{name}_total")
+
+    def logged(self, words: str) -> list[dict[str, object]]:
+        return [line for line in self.server.logs() if words in str(line.get("message"))]
+
+
+Start = Callable[..., AbstractContextManager[Bench]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    faults, record = tmp_path / "faults", tmp_path / "record.jsonl"
+    faults.mkdir()
+    paths = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
+
+    @contextmanager
+    def started(*args: str, slices: int = 2) -> Generator[Bench]:
+        with ServerProcess(
+            "--record", str(record), *args, directory=tmp_path / "pool", slices=slices
+        ) as server:
+            yield Bench(server, faults)
+        result = replay(record)
+        assert result.equal, [stream.difference for stream in result.streams]
+
+    return started
+
+
+def during(bench: Bench, count: int, strike: Callable[[], object]) -> list[str]:
+    """Streams of all models, and what happens in the middle of them."""
+
+    async def scenario() -> list[str]:
+        begun = asyncio.Event()
+        streams = asyncio.create_task(all_streams(bench.server.url, count, 200, begun))
+        await begun.wait()
+        await asyncio.to_thread(strike)
+        return await streams
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("fault", ["encode", "receive"])
+def test_a_request_that_cannot_be_handled_fails_alone(start: Start, fault: str) -> None:
+    with start() as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 16, 200))
+        bench.fail(f"{fault}-{MARK}")
+        answers: list[tuple[int, str]] = []
+
+        def strike() -> None:
+            answers.extend(bench.ask(MARKED) for _ in range(2))
+
+        assert during(bench, 16, strike) == undisturbed
+        assert [status for status, _ in answers] == [500, 500]
+        assert f"an injected fault: {fault}" in answers[0][1]
+        assert bench.counter("controller_request_failures") == 2
+        assert bench.counter("controller_restarts") == 0
+        lines = bench.logged("can not be handled")
+        assert len(lines) == 2
+        for line in lines:
+            assert str(line["job"]) in str(line["message"])
+            assert f"an injected fault: {fault}" in str(line["exception"])
+        assert bench.server.state()["slices"][0]["restarts"] == 0
+        wait_until(lambda: bench.server.state()["running"] == 0, 5, "nothing is left of them")
+
+
+@pytest.mark.parametrize("slices", [1, 2])
+def test_a_loop_that_breaks_starts_anew_and_loses_no_token(start: Start, slices: int) -> None:
+    with start(slices=slices) as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 24, 200))
+        pids = bench.server.worker_pids()
+
+        def strike() -> None:
+            for _ in range(2):
+                bench.fail("decide")
+                assert bench.ask()[0] == 200
+
+        assert during(bench, 24, strike) == undisturbed
+        assert bench.counter("controller_restarts") == 2
+        assert bench.server.worker_pids() == pids, "workers live on"
+        state = bench.server.state()
+        assert state["counters"]["model_loads"] == len(state["models"]), "and so do weights"
+        assert all(one["state"] == "ready" for one in state["models"])
+        assert bench.counter("controller_request_failures") == 0
+        moved = [line["jobs"] for line in bench.logged("the controller's loop started anew;")]
+        assert any(moved), "it hit nothing in flight"
+        assert bench.ask()[0] == 200
+        assert bench.server.get("/health")[0] == bench.server.get("/ready")[0] == 200
+
+
+def test_a_request_that_breaks_the_loop_is_found_and_fails(start: Start) -> None:
+    with start() as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 8, 200))
+        bench.fail(f"arrive-{LENGTH}")
+
+        def strike() -> None:
+            for _ in range(6):  # more often than a loop may break by itself
+                status, reason = bench.ask(tokens=LENGTH)
+                assert status == 500, reason
+                assert "broke when it was told of this request" in reason
+
+        assert during(bench, 8, strike) == undisturbed
+        assert bench.counter("controller_request_failures") == 6
+        assert bench.counter("controller_restarts") == 12
+        assert bench.server.worker_pids()
+
+
+def test_a_model_that_is_removed_while_the_loop_breaks_is_gone(start: Start) -> None:
+    with start() as bench:
+
+        def strike() -> None:
+            request = urllib.request.Request(
+                f"{bench.server.url}/admin/models/sorter-llama", method="DELETE"
+            )
+            bench.fail("decide")
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                assert answer.status == 200
+
+        assert all(during(bench, 8, strike))
+        assert "sorter-llama" not in {one["id"] for one in bench.server.state()["models"]}
+        assert bench.ask()[0] == 404
+
+
+def test_a_drain_outlives_the_loop(start: Start) -> None:
+    with start() as bench:
+        undisturbed = asyncio.run(all_streams(bench.server.url, 8, 200))
+
+        def strike() -> None:
+            bench.fail("decide")
+            bench.server.signal(signal.SIGTERM)
+
+        assert during(bench, 8, strike) == undisturbed
+        assert bench.server.wait(15) == 0
+        assert bench.logged("starts anew")
+        assert bench.server.leftovers() == []
+
+
+def test_a_loop_that_breaks_again_and_again_ends_the_server(start: Start) -> None:
+    with start() as bench:
+        bench.fail("decides")
+        bench.ask()
+        assert bench.server.wait(15) == 1
+        last = bench.server.log.read_text().splitlines()[-1]
+        assert "the controller's loop broke 5 times within 60 s" in last
+        assert "an injected fault: decides" in last
+        assert bench.server.leftovers() == []

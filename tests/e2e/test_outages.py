@@ -1,0 +1,178 @@
+"""Workers that cannot live, a machine that runs out of things: the server waits and says so."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from server_process import ServerProcess, wait_until
+from test_faults import all_streams
+
+
+def ask(server: ServerProcess, model: str = "sorter-llama") -> tuple[int, str, str]:
+    """Status, text or error, and Retry-After of one request."""
+    body = {"model": model, "prompt": "sort: dcba", "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"{server.url}/v1/completions", json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )  # fmt: skip
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)["choices"][0]["text"], ""
+    except urllib.error.HTTPError as error:
+        message = json.load(error)["error"]["message"]
+        return error.code, message, error.headers.get("retry-after", "")
+
+
+@contextlib.contextmanager
+def murder(server: ServerProcess) -> Generator[list[int]]:
+    """Workers are killed as soon as they are up; yields the pids of those that were."""
+    killed: list[int] = []
+    stop = threading.Event()
+
+    def kill() -> None:
+        while not stop.wait(0.02):
+            for pid in set(server.worker_pids()) - set(killed):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed.append(pid)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("slices", [1, 2])
+def test_workers_that_die_whenever_they_come_up_do_not_end_the_server(
+    tmp_path: Path, slices: int
+) -> None:
+    with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
+        right = ask(server)
+        assert right[0] == 200
+        with murder(server) as killed:
+            wait_until(lambda: len(killed) >= 3 * slices, 60, "killed again and again")
+            wait_until(lambda: ask(server)[0] == 503, 30, "refused, not kept waiting")
+            status, reason, retry_after = ask(server)
+            assert status == 503
+            assert "no slice is up" in reason
+            assert "killed by signal 9" in reason
+            assert 1 <= int(retry_after) <= 30
+            status, text = server.get("/health")
+            assert status == 503
+            assert "killed by signal 9" in json.loads(text)["slices"]["cpu0"]["trouble"]
+            assert server.get("/ready")[0] == 503
+            listed = json.loads(server.get("/v1/models")[1])["data"]
+            assert len(listed) == len(server.state()["models"]) > 1
+        wait_until(lambda: server.get("/health")[0] == 200, 60, "healthy again")
+        assert ask(server) == right
+
+
+def test_requests_that_a_dead_worker_had_are_in_the_log(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+
+        async def disturbed() -> None:
+            begun = asyncio.Event()
+            streams = asyncio.create_task(all_streams(server.url, 4, 200, begun))
+            await begun.wait()
+            os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGKILL)
+            await streams
+
+        asyncio.run(disturbed())
+        [line] = [one for one in server.logs() if "was lost" in one["message"]]
+        assert "killed" in line["message"]
+        answered = {one["job"] for one in server.logs() if "output_tokens" in one}
+        assert line["jobs"]
+        assert set(line["jobs"]) <= answered
+        assert all(one in line["message"] for one in line["jobs"])
+
+
+@contextlib.contextmanager
+def few_descriptors(pid: int, most: int) -> Generator[None]:
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (most, before[1]))
+    yield
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+
+
+def test_connections_that_take_all_descriptors_kill_no_worker(tmp_path: Path) -> None:
+    with ServerProcess(directory=tmp_path / "pool") as server, contextlib.ExitStack() as sockets:
+        pids = server.worker_pids()
+        inside = http.client.HTTPConnection("127.0.0.1", server.port)
+
+        def state() -> list[dict[str, object]]:
+            inside.request("GET", "/admin/state")
+            return json.loads(inside.getresponse().read())["slices"]
+
+        state()
+        open_now = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        with few_descriptors(server.process.pid, open_now + 20):
+            for _ in range(100):
+                idle = sockets.enter_context(socket.socket())
+                idle.connect(("127.0.0.1", server.port))
+            began_s = time.monotonic()
+            while time.monotonic() - began_s < 2.0:
+                assert [one["pid"] for one in state()] == pids
+                time.sleep(0.1)
+            os.kill(pids[0], signal.SIGKILL)
+
+            def back() -> bool:
+                return all(one["state"] == "up" and one["pid"] != pids[0] for one in state())
+
+            wait_until(back, 20, "a worker is replaced with what was kept in reserve")
+        sockets.close()
+        inside.close()
+        assert ask(server)[0] == 200
+
+
+def _namespaces() -> bool:
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    try:
+        return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not _namespaces(), reason="needs user and mount namespaces")
+def test_full_shared_memory_is_an_error_and_passes(tmp_path: Path) -> None:
+    pool = tmp_path / "pool"
+    script = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
+    wrapper = ("unshare", "-rm", "sh", "-c", script, str(pool))
+    with ServerProcess(
+        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=wrapper
+    ) as server:
+        right = ask(server)
+        assert right[0] == 200
+        inside = Path(f"/proc/{server.process.pid}/root{pool}")
+        filler = inside / "filler"
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while True:
+                file.write(bytes(4096))
+        os.kill(server.worker_pids()[0], signal.SIGKILL)
+        wait_until(lambda: "No space left" in server.get("/health")[1], 20, "it says why")
+        assert server.get("/health")[0] == 503
+        reload = urllib.request.Request(
+            f"{server.url}/admin/models/adder-qwen/reload", method="POST"
+        )
+        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+            urllib.request.urlopen(reload, timeout=60)
+        assert "larger shared-memory filesystem" in refused.value.read().decode()
+        filler.unlink()
+        wait_until(lambda: server.get("/health")[0] == 200, 60, "it goes on by itself")
+        assert ask(server) == right
