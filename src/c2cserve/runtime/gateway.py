@@ -134,7 +134,7 @@ class Snapshot:
     waiting: int
     counters: dict[str, float] = field(default_factory=dict[str, float])
     """Monotonic: `rejected_429`, `rejected_503`, `slice_lost`, `resumed_requests`, `model_loads`,
-    `model_evictions`, `fallback_<name>` ..."""
+    `model_evictions`, `controller_restarts`, `controller_request_failures` ..."""
 
 
 class Gateway(Protocol):
@@ -162,8 +162,8 @@ class Gateway(Protocol):
 
     @property
     def healthy(self) -> bool:
-        """The controller's loop makes progress (not merely: the process exists), and of the slices
-        that are up not all are in trouble."""
+        """The controller's loop makes progress (not merely: the process exists), of the slices that
+        are up not all are in trouble, and if none is up, it is not for failing again and again."""
         ...
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:

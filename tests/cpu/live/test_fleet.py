@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -20,8 +21,8 @@ from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.fleet import Fleet, FleetDown, FleetSettings
 from c2cserve.runtime.live.messages import Quit
 from c2cserve.runtime.live.reserve import Reserve
-from c2cserve.runtime.live.status_page import StatusPage
-from c2cserve.runtime.live.workers import Spawned, first_config, spawn
+from c2cserve.runtime.live.status_page import Field, StatusPage
+from c2cserve.runtime.live.workers import Spawned, Worker, first_config, spawn
 
 
 class SlowToDie:
@@ -282,3 +283,32 @@ def test_a_page_is_memory_or_an_error(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(OSError, match="No space left"):
         StatusPage(tmp_path / "page", create=True)
     assert list(tmp_path.iterdir()) == []
+
+
+class Silent(SlowToDie):
+    """Its last sign of life was at 0 s."""
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+        self.page = dict.fromkeys(Field, 0.0)
+
+    def hung(self, now: float, *limits: float) -> str | None:
+        return Worker.hung(cast(Worker, self), now, *limits)
+
+    def stalled_s(self, now: float) -> float:
+        return 0.0
+
+
+def test_a_pause_of_the_server_is_no_silence_of_its_workers(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleets, "Worker", Silent)
+    fleet.start_due(0.0)
+    for tick in range(10):
+        assert list(fleet.reap(tick * 0.25)) == []
+    assert list(fleet.reap(1000.0)) == [], "nobody was watched meanwhile"
+    now = 1000.0
+    while not (found := list(fleet.reap(now))):
+        now += 0.25
+    assert 1005.0 < now < 1006.0
+    assert "no sign of life" in found[0][1]

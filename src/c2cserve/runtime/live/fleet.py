@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 _END_POLL_S = 0.01
 _BACK_OFF_FIRST_S = 2.0
 _SPARE_RETRY_S = 5.0
+_PAUSE_S = 2.0
+"""Workers are looked at several times a second. If not, the server itself did not run."""
 _SOUND_S = 10.0
 """A worker that was up for so long did start."""
 _START_FDS = 8
@@ -105,6 +107,7 @@ class Fleet:
         self._spare_due_s = 0.0
         self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
         self._ever_up = False
+        self._reaped_s = self._watching_since_s = 0.0
 
     @property
     def up(self) -> list[Worker]:
@@ -182,6 +185,9 @@ class Fleet:
         """Workers found dead, hung or failed to start, with the reason; the caller takes what each
         still said. Raises `FleetDown` when nothing can be started, and nothing ever could."""
         self._ever_up |= bool(self.up)
+        if now - self._reaped_s > _PAUSE_S:  # the whole machine may have been stopped meanwhile
+            self._watching_since_s = now
+        self._reaped_s = now
         for slot in self.slots.values():
             worker = slot.worker
             if worker is None or (reason := self._verdict(slot, worker, now)) is None:
@@ -205,7 +211,7 @@ class Fleet:
         if not worker.up and now - slot.started_s > self.settings.start_timeout_s:
             return f"not up after {self.settings.start_timeout_s:.0f} s"
         limits = self.settings.beat_timeout_s, self.settings.step_timeout_s
-        return worker.hung(now, *limits)
+        return worker.hung(now, now - self._watching_since_s, *limits)
 
     def close(self, grace_s: float) -> None:
         """End all workers and reap them. Workers that are up are told to quit, all at the same

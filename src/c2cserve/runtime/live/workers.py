@@ -209,17 +209,20 @@ class Worker:
                 raise Garbled(str(error)) from error
             yield message
 
-    def hung(self, now: float, beat_timeout_s: float, step_timeout_s: float) -> str | None:
-        """Why this worker must be considered hung, or None."""
+    def hung(
+        self, now: float, watched_s: float, beat_timeout_s: float, step_timeout_s: float
+    ) -> str | None:
+        """Why this worker must be considered hung, or None. `watched_s`: for how long it has been
+        watched without a pause; no silence counts for longer."""
         if not self.up:
             return None
-        silent_s = now - self.page[Field.BEAT_S]
+        silent_s = min(watched_s, now - self.page[Field.BEAT_S])
         if silent_s > beat_timeout_s:
             return f"no sign of life for {silent_s:.1f} s"
-        if (stalled_s := self.stalled_s(now)) > step_timeout_s:
+        if (stalled_s := min(watched_s, self.stalled_s(now))) > step_timeout_s:
             return f"it has had requests for {stalled_s:.1f} s, and no step was done"
         started = self.page[Field.STEP_STARTED_S]
-        if started and now - started > step_timeout_s:
+        if started and min(watched_s, now - started) > step_timeout_s:
             return f"one step has been running for {now - started:.1f} s"
         return None
 
