@@ -180,7 +180,13 @@ def test_a_drain_outlives_the_loop(start: Start) -> None:
     with start() as bench:
         undisturbed = asyncio.run(all_streams(bench.server.url, 8, 200))
 
+        def all_are_in() -> bool:
+            state = bench.server.state()
+            return state["running"] + state["waiting"] == 8
+
         def strike() -> None:
+            # A drain refuses what comes later.
+            wait_until(all_are_in, 10, "all streams are in", poll_s=0.005)
             bench.fail("decide")
             bench.server.signal(signal.SIGTERM)
 
