@@ -119,7 +119,7 @@ def test_a_request_that_cannot_be_handled_fails_alone(start: Start, fault: str) 
         wait_until(lambda: bench.server.state()["running"] == 0, 5, "nothing is left of them")
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_loop_that_breaks_starts_anew_and_loses_no_token(start: Start, slices: int) -> None:
     with start(slices=slices) as bench:
         undisturbed = asyncio.run(all_streams(bench.server.url, 24, 200))

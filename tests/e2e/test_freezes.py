@@ -101,11 +101,16 @@ def test_each_is_refused_by_name(catalog: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.alone
-def test_health_answers_through_all_of_it(catalog: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seconds", "p99_s"), [(3, 0.2), pytest.param(10, 0.1, marks=pytest.mark.slow)]
+)
+def test_health_answers_through_all_of_it(
+    catalog: Path, tmp_path: Path, seconds: int, p99_s: float
+) -> None:
     with server(catalog, tmp_path) as process:
         _, _, good = exchange(process.port, post("/v1/completions", GOOD))
         requests = [data for data, _, _ in hostile().values()]
-        until = time.monotonic() + 10
+        until = time.monotonic() + seconds
 
         def hammer(first: int) -> None:
             number = first
@@ -124,7 +129,7 @@ def test_health_answers_through_all_of_it(catalog: Path, tmp_path: Path) -> None
                     assert text_of(body) == text_of(good)
             for thread in hammers:
                 thread.join()
-        assert health.quantile(0.99) <= 0.1, sorted(health.took_s)[-20:]
+        assert health.quantile(0.99) <= p99_s, sorted(health.took_s)[-20:]
         assert max(health.took_s) < 1.0
         assert process.memory_bytes() < 2 << 30
 

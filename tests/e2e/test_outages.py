@@ -59,7 +59,7 @@ def murder(server: ServerProcess) -> Generator[list[int]]:
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_workers_that_die_whenever_they_come_up_do_not_end_the_server(
     tmp_path: Path, slices: int
 ) -> None:
@@ -68,7 +68,7 @@ def test_workers_that_die_whenever_they_come_up_do_not_end_the_server(
         assert right[0] == 200
         with murder(server) as killed:
             wait_until(lambda: len(killed) >= 3 * slices, 60, "killed again and again")
-            wait_until(lambda: ask(server)[0] == 503, 30, "refused, not kept waiting")
+            wait_until(lambda: ask(server)[0] == 503, 60, "refused, not kept waiting")
             status, reason, retry_after = ask(server)
             assert status == 503
             assert "no slice is up" in reason

@@ -169,7 +169,7 @@ def test_a_stream_that_fails_in_the_middle_says_so(start: Start) -> None:
         assert texts == undisturbed
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_model_that_always_fails_is_given_up_and_tried_again(start: Start, slices: int) -> None:
     with start(slices=slices) as bench:
         undisturbed = asyncio.run(all_streams(bench.server.url, 3, 200))
@@ -219,8 +219,9 @@ def test_a_slice_on_which_nothing_works_is_replaced(start: Start) -> None:
         deadline = time.monotonic() + 30
         while not (restarts := bench.server.state()["slices"][0]["restarts"]):
             assert time.monotonic() < deadline
-            for model in ("sorter-llama", "adder-qwen"):
-                seen.add(bench.ask(model)[0])
+            statuses = {bench.ask(model)[0] for model in ("sorter-llama", "adder-qwen")}
+            if not bench.server.state()["slices"][0]["restarts"]:
+                seen |= statuses  # a process that has just begun may not have its faults yet
             health = bench.server.get("/health")[0], bench.server.get("/ready")[0]
             if health == (503, 503):
                 seen.add(0)
