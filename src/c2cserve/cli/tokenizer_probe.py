@@ -65,7 +65,9 @@ class TokenizerProbe:
             self.close()
             return None
         # The child's own timer comes first, where it can.
-        ready, _, _ = select.select([child.stdout], [], [], _ANSWER_S)
+        answer = select.poll()  # `select` takes no descriptors from 1024 on
+        answer.register(child.stdout, select.POLLIN)
+        ready = answer.poll(1000 * _ANSWER_S)
         line = child.stdout.readline() if ready else b""
         if not line:
             self.close()
