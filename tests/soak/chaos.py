@@ -25,8 +25,8 @@ _AGAIN = 0.4
 """Of kills are followed by another one at once."""
 _QUICK_ENDS = 2
 _SETTLED_S = 12.0
-"""Workers of a slice that may be ended in a row before they were up for so long. The server gives
-up after three that died within ten seconds, if no other slice is up (`runtime.live.fleet`)."""
+"""Workers of a slice that may be ended in a row before they were up for so long: the delay of the
+next start grows with each (`runtime.live.fleet`)."""
 
 
 @dataclass(frozen=True, slots=True)

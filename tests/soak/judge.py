@@ -78,6 +78,8 @@ class Judge:
             allowed.add(404)
         if self._moments.no_slice(begin_s, end_s, NO_SLICE_GRACE_S):
             allowed.add(503)
+        if self._moments.all_back_off(begin_s, end_s):
+            allowed.add(503)
         if end_s >= self._moments.draining_s:
             allowed.add(503)
         if self._moments.disturbances(begin_s, end_s) >= _LIVES:

@@ -2,11 +2,14 @@
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass
 
 LOOK_S = 1.0
 """How often the server's state is looked at."""
+_OUTAGE_S = 20.0
+"""After two workers were lost in a row, until the next one is up at the latest."""
 _SLACK_S = 0.5
 """Of moments that are seen by looking every so often, or by an answer that was under way."""
 
@@ -26,6 +29,7 @@ class Moments:
         self._disturbed: list[tuple[float, str]] = []
         self._preempted: list[float] = []
         self._no_slice: list[_Span] = []
+        self._slices: set[str] = set()
         self.draining_s = math.inf
         """When the server was told to end."""
 
@@ -45,9 +49,10 @@ class Moments:
         """Requests were preempted since the last look."""
         self._preempted.append(time.monotonic())
 
-    def looked(self, up: int) -> None:
-        """So many slices are up now."""
+    def looked(self, up: int, slices: Collection[str]) -> None:
+        """So many of the slices are up now."""
         now = time.monotonic()
+        self._slices = set(slices)
         if not up and (not self._no_slice or self._no_slice[-1].end_s < math.inf):
             self._no_slice.append(_Span(now))
         elif up and self._no_slice and self._no_slice[-1].end_s == math.inf:
@@ -68,6 +73,13 @@ class Moments:
         seen_s = end_s + LOOK_S + _SLACK_S
         preempted = any(begin_s <= at_s <= seen_s for at_s in self._preempted)
         return not preempted and not self.disturbances(begin_s, end_s)
+
+    def all_back_off(self, begin_s: float, end_s: float) -> bool:
+        """Whether every slice may have lost two workers in a row meanwhile: the next ones are
+        started with a delay, and the server says so instead of waiting."""
+        recent = [name for at_s, name in self._disturbed if begin_s - _OUTAGE_S <= at_s <= end_s]
+        lost = Counter(recent)
+        return bool(self._slices) and all(lost[name] >= 2 for name in self._slices)
 
     def no_slice(self, begin_s: float, end_s: float, for_s: float) -> bool:
         """Whether no slice was up for so long, at some time meanwhile."""

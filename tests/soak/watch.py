@@ -80,7 +80,8 @@ class Watch:
                     status = f"{type(error).__name__}: {error}"
                 took_s = time.monotonic() - began_s
                 self.slowest_health_s = max(self.slowest_health_s, took_s)
-                if status != 200 and self._moments.draining_s > began_s:
+                outage = status == 503 and self._moments.all_back_off(began_s, time.monotonic())
+                if status != 200 and not outage and self._moments.draining_s > began_s:
                     self._findings.violation("/health", f"200 within {HEALTH_S} s", status)
                 await asyncio.sleep(_HEALTH_EVERY_S)
 
@@ -99,7 +100,7 @@ class Watch:
     def look(self) -> None:
         self.state = self._server.state()
         up = {int(one["pid"]) for one in self.state["slices"] if one["state"] == "up"}
-        self._moments.looked(len(up))
+        self._moments.looked(len(up), [one["id"] for one in self.state["slices"]])
         now = time.monotonic()
         self._up_since_s = {pid: self._up_since_s.get(pid, now) for pid in up}
         self._counters(self._server.samples())
