@@ -40,12 +40,14 @@ class House:
         self._fall = fall
         self._lock = threading.Lock()
         self._lodgers: list[threading.Thread] = []
-        threading.Thread(target=self._accept, name="house", daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, name="house", daemon=True)
+        self._accepting.start()
 
     def close(self) -> None:
         """Take nobody else in, and wait for the lodgers' slices to end."""
         self._listener.shutdown(socket.SHUT_RDWR)  # which wakes who accepts; closing does not
         self._listener.close()
+        self._accepting.join()  # until then the name is taken
         with self._lock:
             lodgers = list(self._lodgers)
         for lodger in lodgers:
