@@ -5,7 +5,6 @@ The server is a real one; it fails as files say (controller_faults/).
 
 import asyncio
 import json
-import os
 import signal
 import urllib.error
 import urllib.request
@@ -14,10 +13,9 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+from injected import during, inject, recorded
 from server_process import ServerProcess, wait_until
 from test_faults import all_streams
-
-from c2cserve.runtime.replay import replay
 
 FAULTS = Path(__file__).parent / "controller_faults"
 MARK = 7
@@ -64,35 +62,15 @@ Start = Callable[..., AbstractContextManager[Bench]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    faults, record = tmp_path / "faults", tmp_path / "record.jsonl"
-    faults.mkdir()
-    paths = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
+    faults = tmp_path / "faults"
+    inject(monkeypatch, FAULTS, faults)
 
     @contextmanager
     def started(*args: str, slices: int = 2) -> Generator[Bench]:
-        with ServerProcess(
-            "--record", str(record), *args, directory=tmp_path / "pool", slices=slices
-        ) as server:
+        with recorded(*args, directory=tmp_path, slices=slices) as (server, _):
             yield Bench(server, faults)
-        result = replay(record)
-        assert result.equal, [stream.difference for stream in result.streams]
 
     return started
-
-
-def during(bench: Bench, count: int, strike: Callable[[], object]) -> list[str]:
-    """Streams of all models, and what happens in the middle of them."""
-
-    async def scenario() -> list[str]:
-        begun = asyncio.Event()
-        streams = asyncio.create_task(all_streams(bench.server.url, count, 200, begun))
-        await begun.wait()
-        await asyncio.to_thread(strike)
-        return await streams
-
-    return asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("fault", ["encode", "receive"])
@@ -105,7 +83,7 @@ def test_a_request_that_cannot_be_handled_fails_alone(start: Start, fault: str) 
         def strike() -> None:
             answers.extend(bench.ask(MARKED) for _ in range(2))
 
-        assert during(bench, 16, strike) == undisturbed
+        assert during(bench.server.url, 16, strike) == undisturbed
         assert [status for status, _ in answers] == [500, 500]
         assert f"an injected fault: {fault}" in answers[0][1]
         assert bench.counter("controller_request_failures") == 2
@@ -130,7 +108,7 @@ def test_a_loop_that_breaks_starts_anew_and_loses_no_token(start: Start, slices:
                 bench.fail("decide")
                 assert bench.ask()[0] == 200
 
-        assert during(bench, 24, strike) == undisturbed
+        assert during(bench.server.url, 24, strike) == undisturbed
         assert bench.counter("controller_restarts") == 2
         assert bench.server.worker_pids() == pids, "workers live on"
         state = bench.server.state()
@@ -154,7 +132,7 @@ def test_a_request_that_breaks_the_loop_is_found_and_fails(start: Start) -> None
                 assert status == 500, reason
                 assert "broke when it was told of this request" in reason
 
-        assert during(bench, 8, strike) == undisturbed
+        assert during(bench.server.url, 8, strike) == undisturbed
         assert bench.counter("controller_request_failures") == 6
         assert bench.counter("controller_restarts") == 12
         assert bench.server.worker_pids()
@@ -171,7 +149,7 @@ def test_a_model_that_is_removed_while_the_loop_breaks_is_gone(start: Start) -> 
             with urllib.request.urlopen(request, timeout=30) as answer:
                 assert answer.status == 200
 
-        assert all(during(bench, 8, strike))
+        assert all(during(bench.server.url, 8, strike))
         assert "sorter-llama" not in {one["id"] for one in bench.server.state()["models"]}
         assert bench.ask()[0] == 404
 
@@ -190,7 +168,7 @@ def test_a_drain_outlives_the_loop(start: Start) -> None:
             bench.fail("decide")
             bench.server.signal(signal.SIGTERM)
 
-        assert during(bench, 8, strike) == undisturbed
+        assert during(bench.server.url, 8, strike) == undisturbed
         assert bench.server.wait(15) == 0
         assert bench.logged("starts anew")
         assert bench.server.leftovers() == []

@@ -5,7 +5,6 @@ The server is a real one; its workers' steps fail as files say (step_faults/).
 
 import asyncio
 import json
-import os
 import time
 import urllib.error
 import urllib.request
@@ -16,10 +15,9 @@ from typing import Any
 
 import openai
 import pytest
+from injected import during, inject, recorded
 from server_process import ServerProcess, run_cli, wait_until
 from test_faults import all_streams, stream_text
-
-from c2cserve.runtime.replay import replay
 
 FAULTS = Path(__file__).parent / "step_faults"
 MARK = 7
@@ -73,35 +71,15 @@ Start = Callable[..., AbstractContextManager[Bench]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    faults, record = tmp_path / "faults", tmp_path / "record.jsonl"
-    faults.mkdir()
-    paths = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
+    faults = tmp_path / "faults"
+    inject(monkeypatch, FAULTS, faults)
 
     @contextmanager
     def started(*args: str, slices: int = 1) -> Iterator[Bench]:
-        with ServerProcess(
-            "--record", str(record), *args, directory=tmp_path / "pool", slices=slices
-        ) as server:
+        with recorded(*args, directory=tmp_path, slices=slices) as (server, record):
             yield Bench(server, faults, record)
-        result = replay(record)
-        assert result.equal, [stream.difference for stream in result.streams]
 
     return started
-
-
-def during(bench: Bench, count: int, strike: Callable[[], object]) -> list[str]:
-    """Streams of all models, and what happens in the middle of them."""
-
-    async def scenario() -> list[str]:
-        begun = asyncio.Event()
-        streams = asyncio.create_task(all_streams(bench.server.url, count, 200, begun))
-        await begun.wait()
-        await asyncio.to_thread(strike)
-        return await streams
-
-    return asyncio.run(scenario())
 
 
 def test_a_step_that_fails_once_is_not_noticed(start: Start) -> None:
@@ -109,7 +87,7 @@ def test_a_step_that_fails_once_is_not_noticed(start: Start) -> None:
         assert set(bench.counters().values()) == {0.0}
         undisturbed = asyncio.run(all_streams(bench.server.url, 16, 200))
         assert set(bench.counters().values()) == {0.0}
-        assert during(bench, 16, lambda: bench.fail("once")) == undisturbed
+        assert during(bench.server.url, 16, lambda: bench.fail("once")) == undisturbed
         counters = bench.counters()
         assert counters["step_failures"] == 1
         assert counters["step_retries"] >= 1
@@ -129,7 +107,7 @@ def test_a_request_that_always_fails_fails_alone(start: Start) -> None:
         def strike() -> None:
             answers.extend(bench.ask("sorter-llama", MARKED) for _ in range(2))
 
-        assert during(bench, 16, strike) == undisturbed
+        assert during(bench.server.url, 16, strike) == undisturbed
         assert [status for status, _, _ in answers] == [500, 500]
         assert "injected fault" in answers[0][1]
         assert bench.counters()["retries_failed"] == 2
