@@ -45,6 +45,30 @@ def test_each_change_is_named(
     assert what in reason
 
 
+def weights(path: Path, value: bytes) -> None:
+    """A safetensors file of some 256 KiB, all of one value."""
+    header = b'{"a": 1}'
+    path.write_bytes(struct.pack("<Q", len(header)) + header + value * (256 << 10))
+
+
+def test_weights_rewritten_in_place_are_a_change(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    weights(path, b"a")
+    seal, before = seal_files([path]), path.stat()
+    weights(path, b"b")  # of the same size and header, in the same file
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert seal.changed() == "model.safetensors (other samples)"
+
+
+def test_other_permissions_are_no_change(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    weights(path, b"a")
+    seal = seal_files([path])
+    path.chmod(0o600)
+    os.link(path, tmp_path / "backup")
+    assert seal.changed() is None
+
+
 def test_a_file_that_appears_is_a_change(tmp_path: Path) -> None:
     seal = seal_files([tmp_path / "chat_template.jinja"])
     (tmp_path / "chat_template.jinja").touch()
