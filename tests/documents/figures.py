@@ -10,9 +10,9 @@ benchmarks/results: `FILE.json results/limits/hbm_bytes_per_s`, or, after
 
     <!-- file engine = gpu_engine_h200x2.json results/shapes/llama-8b/figures -->
 
-anywhere above, `engine/...`. A part of a path is a name; in a list it is `name=value,name=value`, or the text,
-or a piece of the text, that one element alone has. The figure must be the value rounded to the
-digits that are shown.
+anywhere above, `engine/...`. A part of a path is a name; in a list it is `name=value,name=value`,
+or the text, or a piece of the text, that one element alone has. The figure must be the value
+rounded to the digits that are shown.
 """
 
 import json
