@@ -13,7 +13,7 @@ from c2cserve.sim.studies.figure import Figure
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
 _PERCENT_TOP = 103.0
 """Shares end a little above 100 %, so that points there are seen whole."""
-_PERCENT_LOW = 95.0
+_PERCENT_LOW = 90.0
 """Where all shares are above it, the axis begins at 0: there is no difference to enlarge."""
 
 
@@ -37,7 +37,10 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
             low = axes.get_ylim()[0]
             axes.set_ylim(low if low < _PERCENT_LOW else 0.0, _PERCENT_TOP)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        if figure.kind == "bars":  # they leave no corner free
+            drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
+        else:
+            axes.legend(fontsize=8)
         paths.append(folder / f"{figure.name}.png")
         drawn.savefig(paths[-1], dpi=130, metadata={"Software": None})
         plt.close(drawn)
@@ -69,7 +72,8 @@ def _bars(axes: Axes, figure: Figure) -> None:
         at = [place + (index - (len(bars) - 1) / 2) * width for place in range(len(places))]
         heights = [values.get(place, 0.0) for place in places]
         axes.bar(at, heights, width, label=name, color=colour, alpha=shade)
-    axes.set_xticks(range(len(places)), [textwrap.fill(place, 12) for place in places])
+    wrap = textwrap.TextWrapper(12, break_long_words=False, break_on_hyphens=False)
+    axes.set_xticks(range(len(places)), [wrap.fill(place) for place in places])
 
 
 def _published(name: str, figure: Figure) -> str:
