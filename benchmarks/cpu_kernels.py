@@ -1,22 +1,21 @@
 """The CPU kernels against the machine's own ceilings and torch, in one run: JSON on stdout.
 
-python benchmarks/cpu_kernels.py [--threads N] [--quick]
+python benchmarks/cpu_kernels.py [--threads N] [--quick] [--out FILE]
 
 For every shape, the kernel, a loop that only reads the same bytes, a loop that only multiplies and
 torch's linear take turns until their time is up, and the best of each counts: on a shared machine
-medians tell more about the neighbours (`load` is what else ran). For the same reason one thread is
-timed by the processor time it got, several by the clock on the wall.
+medians tell more about the neighbours (`load_before` is what else ran). For the same reason one
+thread is timed by the processor time it got, several by the clock on the wall.
 """
 
 import argparse
-import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from report import report
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
@@ -118,32 +117,24 @@ def small(ops: CpuOps, least_s: float) -> dict[str, float]:
     return {f"{name}_us": t * 1e6 for name, t in taken.items()}
 
 
-def cpu_name() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--quick", action="store_true", help="a tenth of the time per row")
+    parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     ops = CpuOps(given.threads)
     least_s = 0.2 if given.quick else 2.0
-    load = os.getloadavg()[0]
-    result = {
-        "cpu": cpu_name(), "isa": ops.isa, "threads": given.threads, "load": load,
-        "torch": torch.__version__,
+    results = {
+        "isa": ops.isa, "torch": torch.__version__,
         "linear_bf16": [
             linear(ops, m, n, k, least_s) for n, k in SHAPES for m in ROWS if n < WIDE or m <= 16
         ],
         "attention_decode_bf16": [attention(ops, *shape, least_s) for shape in ATTENTION],
         "small": small(ops, least_s),
     }  # fmt: skip
-    print(json.dumps(result, indent=1))
+    report(results, given.out, threads=given.threads, quick=given.quick)
 
 
 if __name__ == "__main__":

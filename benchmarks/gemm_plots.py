@@ -8,17 +8,12 @@ from typing import Any
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 from gemm_cases import ROWS
+from gemm_plot_style import COLOURS, PUBLISHED_MS, panels
+from gemm_plots_paper import figure_plots
 from gemm_summary import RATIO_MAX_BAR, RATIO_MEAN_BAR, geometric_mean
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLOURS = {
-    "resident": "#7f7f7f", "prefetch": "#1f77b4", "direct": "#2ca02c", "split": "#98df8a",
-    "tee": "#17becf", "ring": "#9467bd", "grouped": "#bcbd22", "hybrid": "#ff7f0e",
-    "sym": "#d62728", "asym": "#e377c2", "pick": "#000000",
-}  # fmt: skip
-PUBLISHED_MS = {"sym": 16.4, "asym": 4.0}
-"""M=10,240, N=16,384, K=4,096 on a whole GH200 (C2CServe, section 3.2)."""
 MODEL_MARKS = {"Llama-3-8B": "o", "Llama-3-70B": "s", "Qwen3-30B-A3B": "^"}
 
 Results = Mapping[str, Any]
@@ -26,8 +21,6 @@ Results = Mapping[str, Any]
 
 def plot_all(results: Results, folder: Path) -> list[Path]:
     """Draw whatever the results have; the files written."""
-    from gemm_plots_paper import figure_plots
-
     folder.mkdir(parents=True, exist_ok=True)
     mpl.use("Agg")
     made = [*_table_plots(results), *figure_plots(results)]
@@ -45,13 +38,6 @@ def _saved(figure: Figure, path: Path, results: Results) -> Path:
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)
     return path
-
-
-def panels(count: int, *, width: float = 5.0, height: float = 4.0) -> tuple[Figure, list[Axes]]:
-    figure, axes = plt.subplots(
-        1, count, figsize=(width * count, height), layout="constrained", squeeze=False
-    )
-    return figure, list(axes[0])
 
 
 def ratio_axis(axes: Axes) -> None:
@@ -88,6 +74,13 @@ def _by_home(
         own.set_title(f"W at {home}")
         own.set_ylabel(what)
         draw(own, [row for row in rows if row["home"] == home])
+    shown = {
+        label: handle
+        for own in axes
+        for handle, label in zip(*own.get_legend_handles_labels(), strict=True)
+    }
+    # One legend for all panels, beside them: it covers no point and no other legend.
+    figure.legend(shown.values(), shown.keys(), loc="outside right upper", fontsize=8)
     return figure
 
 
@@ -110,7 +103,6 @@ def _pick_panel(axes: Axes, rows: Sequence[Results]) -> None:
     axes.plot(rising, means, color=COLOURS["pick"], label="geometric mean")
     axes.axhline(RATIO_MEAN_BAR, linestyle="--", color="#999999", linewidth=1)
     axes.axhline(RATIO_MAX_BAR, linestyle=":", color="#999999", linewidth=1)
-    axes.legend(fontsize=7, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.22))
 
 
 def _dataflow_panel(axes: Axes, rows: Sequence[Results]) -> None:
@@ -131,7 +123,6 @@ def _dataflow_panel(axes: Axes, rows: Sequence[Results]) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter("{x:g}")
-    axes.legend(fontsize=7, ncols=2)
 
 
 def _paper_panel(axes: Axes, one: Results) -> None:
@@ -146,7 +137,7 @@ def _paper_panel(axes: Axes, one: Results) -> None:
         axes.text(ratio, place, text, va="center", fontsize=7)
     axes.set_yticks(range(len(ran)), [c["tiles"] for c in ran], fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlim(0.9, max(ratios) * 8)
+    axes.set_xlim(0.9, max(ratios) * 14)
     axes.axvline(1.0, color="#333333", linewidth=1)
     axes.axvline(one["bar"], linestyle="--", color="#999999", linewidth=1)
     axes.set_xlabel(f"over the floor ({one['floor_s'] * 1e3:.2f} ms)")

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
-from gemm_plots import COLOURS, PUBLISHED_MS, panels
+from gemm_plot_style import COLOURS, PUBLISHED_MS, panels
 from gemm_summary import FAIR_SHARE_BAR
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -161,7 +161,7 @@ def _figure_8(rows: Sequence[Row], home: str) -> Figure:
 
 
 def _fair_share(rows: Sequence[Row], home: str) -> Figure:
-    figure, axes = panels(len(rows), width=3.6, height=3.4)
+    figure, axes = panels(len(rows), width=4.5, height=2.8, columns=2)
     for own, row in zip(axes, rows, strict=True):
         speeds = [one / 1e9 for one in row["bytes_per_s"]]
         fair = row["fair_bytes_per_s"] / 1e9

@@ -1,6 +1,7 @@
 """Loading a model into the pool against the plainest copy of the same file, in one run: JSON.
 
 python benchmarks/pool_load.py [--gib N] [--threads N] [--rounds N] [--disk DIR] [--shm DIR]
+                               [--out FILE]
 
 The file is in the page cache, so what is measured is this code and memory, not a disk. Peers, all
 with the same threads and chunks:
@@ -23,6 +24,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+
+from report import report
 
 from c2cserve.memory.checkpoint import open_checkpoint
 from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
@@ -132,6 +135,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--shm", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--out", type=Path, help="JSON")
     options = parser.parse_args()
     plan = make_plan(int(options.gib * (1 << 30)), "bfloat16")
     wide = make_plan(int(options.gib * (1 << 30)), "float32")
@@ -154,21 +158,16 @@ def main() -> None:
                     peer(kind, source, target, options.threads)
                 took[kind].append(time.perf_counter() - begin)
     rate = {kind: plan.bytes / min(times) / 1e9 for kind, times in took.items()}
-    print(
-        json.dumps(
-            {
-                "bytes": plan.bytes,
-                "threads": options.threads,
-                "read_gb_per_s": rate,
-                "seconds": took,
-                "pool_share_of_map": rate["pool"] / rate["map"],
-                "pool_share_of_write": rate["pool"] / rate["write"],
-                "first_layer_s": min(first),
-                "whole_s": min(took["pool"]),
-            },
-            indent=1,
-        )
-    )
+    results = {
+        "bytes": plan.bytes,
+        "read_gb_per_s": rate,
+        "seconds": took,
+        "pool_share_of_map": rate["pool"] / rate["map"],
+        "pool_share_of_write": rate["pool"] / rate["write"],
+        "first_layer_s": min(first),
+        "whole_s": min(took["pool"]),
+    }
+    report(results, options.out, gib=options.gib, threads=options.threads, rounds=options.rounds)
 
 
 if __name__ == "__main__":

@@ -241,7 +241,13 @@ def merge(given: argparse.Namespace) -> int:
     print(table(verdict))
     if given.out is not None:
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps(verdict, indent=1) + "\n")
+        latest = max(runs, key=lambda run: run.date)
+        head = {
+            "date": latest.date,
+            "commit": latest.commit,
+            "machine": {"gpus": sorted({run.gpu for run in runs})},
+        }
+        given.out.write_text(json.dumps(head | verdict, indent=1) + "\n")
     return 0 if verdict["passed"] else 1
 
 

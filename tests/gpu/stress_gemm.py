@@ -23,6 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -294,12 +295,14 @@ class Report:
     def end(self, fault: str = "", *, hard: bool = False) -> None:
         """Print the report and leave."""
         result = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "commit": os.environ.get("C2CSERVE_COMMIT", ""),
             "launches": self.launches, "rounds": self.rounds, "seed": self._given.seed,
             "seconds": round(time.monotonic() - self._began_s, 1), "fault": fault,
             "by_source": dict(self.by_source), "at": self.at if fault else [],
         }  # fmt: skip
         if not hard:
-            result["gpu"] = torch.cuda.get_device_name(0)
+            result["machine"] = {"gpu": torch.cuda.get_device_name(0)}
         sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
         if self._given.out:

@@ -30,6 +30,8 @@ _FILES_MIN = 4096
 _MAPS_MIN = 65530
 _KERNEL_MIN = (5, 14)
 _SHM_MIN_BYTES = 256 << 20
+_UNUSED_UNITS = {"avx512_bf16": "AVX-512's bf16 instructions", "amx_tile": "AMX tiles"}
+"""Flags of units that multiply bf16 numbers and that no kernel uses (docs/cpu_kernels.md)."""
 _SHM_SHARE_MIN = 0.25
 
 
@@ -110,6 +112,7 @@ def check_cpu(machine: Machine) -> Iterator[Finding]:
 
 
 def check_kernels() -> Iterator[Finding]:
+    from c2cserve.kernels import native
     from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
 
     try:
@@ -119,8 +122,14 @@ def check_kernels() -> Iterator[Finding]:
         fix = "python -m c2cserve.kernels.build (needs a C++17 compiler)"
         yield Finding(Level.FAIL, "kernels", str(error), fix)
         return
-    why = "the best this CPU can run" if not os.environ.get("C2CSERVE_CPU_ISA") else "as asked for"
-    yield Finding(Level.OK, "kernels", f"{isa}, {why}")
+    asked = bool(os.environ.get("C2CSERVE_CPU_ISA"))
+    best = f"the best of {', '.join(native.ISAS)} that this CPU has"
+    text = f"{isa}, {'as asked for' if asked else best}"
+    flags = native.cpu_flags()
+    unused = [name for flag, name in _UNUSED_UNITS.items() if flag in flags]
+    if unused:
+        text += f"; {' and '.join(unused)} are not used: prompts could be faster"
+    yield Finding(Level.OK, "kernels", text)
 
 
 def check_memory(machine: Machine) -> Iterator[Finding]:

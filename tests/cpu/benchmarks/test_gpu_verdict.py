@@ -50,6 +50,9 @@ def test_folders_are_put_together_by_kind_of_gpu(tmp_path: Path) -> None:
     done = verdict(first.parent, second, "--only", "build,tests_gemm", "--out", out)
     assert done.returncode == 1, "the other kind lacks a part"
     merged = json.loads(out.read_text())
+    assert merged["date"]
+    assert merged["machine"]["gpus"]
+    assert "commit" in merged
     assert states(merged) == {"build": "passed", "tests_gemm": "passed"}
     assert states(merged, H200) == {"build": "passed", "tests_gemm": "missing"}
     assert [merged["gpus"][kind]["passed"] for kind in (H100, H200)] == [True, False]

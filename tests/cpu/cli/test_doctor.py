@@ -103,6 +103,25 @@ def test_kernels_here() -> None:
     assert finding.text.split(",")[0] in {"avx512", "avx2", "generic"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"avx2", "fma"}, ""),
+        ({"avx2", "avx512_bf16"}, "AVX-512's bf16 instructions are not used"),
+        ({"avx512_bf16", "amx_tile"}, "AVX-512's bf16 instructions and AMX tiles are not used"),
+    ],
+)
+def test_units_that_no_kernel_uses_are_named(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], said: str
+) -> None:
+    monkeypatch.setattr("c2cserve.kernels.native.cpu_flags", lambda: frozenset(flags))
+    monkeypatch.setattr("c2cserve.kernels.native.chosen_isa", lambda: "generic")
+    finding = only(checks.check_kernels())
+    assert finding.text.startswith("generic, ")
+    assert said in finding.text
+    assert ("not used" in finding.text) == bool(said)
+
+
 def test_quota_below_one_cpu() -> None:
     findings = list(checks.check_cpu(replace(MACHINE, cpu_quota=0.5)))
     assert findings[0].level is Level.WARN

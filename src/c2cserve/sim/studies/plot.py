@@ -1,5 +1,6 @@
 """Figures of studies as PNG files. matplotlib is needed for this and nothing else."""
 
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,10 @@ from matplotlib.axes import Axes
 from c2cserve.sim.studies.figure import Figure
 
 _COLOURS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#17becf", "#7f7f7f")
+_PERCENT_TOP = 103.0
+"""Shares end a little above 100 %, so that points there are seen whole."""
+_PERCENT_LOW = 90.0
+"""Where all shares are above it, the axis begins at 0: there is no difference to enlarge."""
 
 
 def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
@@ -22,13 +27,20 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
             figsize=(4.4, 2.8) if figure.small else (6.4, 4.0), layout="constrained"
         )
         (_bars if figure.kind == "bars" else _lines)(axes, figure)
-        axes.set(title=figure.title, xlabel=figure.x, ylabel=figure.y)
+        axes.set(xlabel=figure.x, ylabel=figure.y)
+        axes.set_title(figure.title, fontsize=10 if figure.small else 12)
         if figure.log == "y":
             axes.set_yscale("log")
         if figure.log == "x":
             axes.set_xscale("log", base=2)
+        if figure.y.startswith("%") and axes.get_ylim()[1] > _PERCENT_TOP:
+            low = axes.get_ylim()[0]
+            axes.set_ylim(low if low < _PERCENT_LOW else 0.0, _PERCENT_TOP)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
+        if figure.kind == "bars":  # they leave no corner free
+            drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
+        else:
+            axes.legend(fontsize=8)
         paths.append(folder / f"{figure.name}.png")
         drawn.savefig(paths[-1], dpi=130, metadata={"Software": None})
         plt.close(drawn)
@@ -42,21 +54,28 @@ def _lines(axes: Axes, figure: Figure) -> None:
         if name in figure.published:
             told = figure.published[name]
             xs, ys = [x for x, _ in told], [y for _, y in told]
-            label = f"{name}, published"
+            label = _published(name, figure)
             axes.plot(xs, ys, "*", color=colour, label=label, markersize=11)  # pyright: ignore[reportArgumentType]
 
 
 def _bars(axes: Axes, figure: Figure) -> None:
-    bars = [(name, dict(points), 1.0) for name, points in figure.series.items()]
-    bars += [(f"{name}, published", dict(p), 0.45) for name, p in figure.published.items()]
-    bars.sort(key=lambda bar: bar[0].removesuffix(", published"))
+    bars: list[tuple[str, dict[float | str, float], str, float]] = []
+    for (name, points), colour in zip(figure.series.items(), _COLOURS, strict=False):
+        bars.append((name, dict(points), colour, 1.0))
+        if name in figure.published:
+            told = dict(figure.published[name])
+            bars.append((_published(name, figure), told, colour, 0.45))
     places = list(dict.fromkeys(str(x) for points in figure.series.values() for x, _ in points))
-    colours = dict(zip(figure.series, _COLOURS, strict=False))
     width = 0.8 / len(bars)
-    for index, (name, points, shade) in enumerate(bars):
+    for index, (name, points, colour, shade) in enumerate(bars):
         values = {str(x): y for x, y in points.items()}
         at = [place + (index - (len(bars) - 1) / 2) * width for place in range(len(places))]
-        colour = colours.get(name.removesuffix(", published"), "#7f7f7f")
         heights = [values.get(place, 0.0) for place in places]
         axes.bar(at, heights, width, label=name, color=colour, alpha=shade)
-    axes.set_xticks(range(len(places)), places)
+    wrap = textwrap.TextWrapper(12, break_long_words=False, break_on_hyphens=False)
+    axes.set_xticks(range(len(places)), [wrap.fill(place) for place in places])
+
+
+def _published(name: str, figure: Figure) -> str:
+    """Label the published points of the series `name`."""
+    return "published" if len(figure.series) == 1 else f"{name}, published"

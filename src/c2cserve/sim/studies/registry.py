@@ -50,7 +50,7 @@ class StudyResult:
 
 STUDIES = {
     "c2cserve": "C2CServe figures 4, 6, 9 to 12, 14 and section 9.5: weights that stream over C2C.",
-    "superinfer": "SuperInfer figures 16 to 21: rotation of KV (half an hour).",
+    "superinfer": "SuperInfer figures 16 to 21: rotation of KV (minutes).",
     "slinfer": "SLINFER figures 22, 23, 32: requests served in time on 4 CPUs and 4 A100s.",
     "policies": "What each policy does: the same load with the rule and without it (minutes).",
     "gentd26": "C2CServe figure 2: how long models of a production trace are idle (--trace FILE).",
