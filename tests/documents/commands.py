@@ -94,7 +94,8 @@ def all_options() -> frozenset[str]:
     found |= _options_below(typer.main.get_command(commands))
     for folder in ("benchmarks", "scripts", "examples", "tests/soak", "tests/gpu"):
         for path in (ROOT / folder).rglob("*"):
-            if path.suffix in {".py", ".sh"} or (folder == "scripts" and path.is_file()):
+            script = folder == "scripts" and path.is_file() and not path.suffix
+            if path.suffix in {".py", ".sh"} or script:
                 found |= options_of(path)
     for path in (ROOT / "src").rglob("*.py"):
         if "__main__" in path.read_text():
