@@ -4,12 +4,12 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 from raw_http import connect, error, exchange, post, read_answer
-from server_process import ServerProcess
+from server_process import ServerProcess, wait_until
 
 GOOD = post(
     "/v1/completions",
@@ -149,6 +149,98 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
             connection.sendall(GOOD.replace(b"host: x\r\n", b"host: x\r\n" + fields) + b"more")
             answer = closed_within(connection, 10)
         assert answer.startswith(b"HTTP/1.1 200"), answer
+
+
+STREAM_OF_MEGABYTES = post(
+    "/v1/completions",
+    b'{"model": "chatter-qwen2", "prompt": "hello", "max_tokens": 200, "ignore_eos": true,'
+    b' "n": 64, "logprobs": 20, "stream": true}',
+)
+
+
+@pytest.mark.parametrize(
+    "data", [STREAM_OF_MEGABYTES, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 2000],
+    ids=["a stream", "many answers"],
+)  # fmt: skip
+def test_who_takes_nothing_of_an_answer_is_cut(strict: ServerProcess, data: bytes) -> None:
+    """Within the time and a little; the work ends with it, and others are served all along."""
+    closed = 'c2cserve:http_connections_closed_total{reason="send_timeout"}'
+    before = strict.metric(closed)
+    with socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        greedy.connect(("127.0.0.1", strict.port))
+        greedy.setblocking(False)
+        with suppress(BlockingIOError):  # the server reads no more while it cannot send
+            greedy.send(data)
+
+        def cut() -> bool:
+            assert exchange(strict.port, GOOD)[0] == 200
+            return strict.metric(closed) == before + 1
+
+        wait_until(cut, 20, "it is cut")
+        wait_until(lambda: not strict.state()["running"], 5, "its work has ended")
+        greedy.setblocking(True)
+        received = b""
+        with suppress(ConnectionError):
+            received = closed_within(greedy, 5)
+        assert b"[DONE]" not in received
+        assert received.count(b"HTTP/1.1 200") < 2000
+
+
+def test_who_takes_an_answer_slowly_gets_all_of_it(strict: ServerProcess) -> None:
+    """The limit is on taking nothing, not on how long it takes to take all."""
+    data = STREAM_OF_MEGABYTES.replace(b'"stream": true', b'"echo":   true')
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.settimeout(30)
+        slow.connect(("127.0.0.1", strict.port))
+        slow.sendall(data)
+        head = slow.recv(4096)
+        began_s, received = time.monotonic(), len(head)
+        while part := slow.recv(1 << 16):
+            received += len(part)
+            time.sleep(0.02)
+        took_s = time.monotonic() - began_s
+    fields = head.partition(b"\r\n\r\n")[0].lower()
+    length = int(fields.split(b"content-length: ")[1].split(b"\r\n")[0])
+    assert received == len(fields) + len(b"\r\n\r\n") + length
+    assert took_s > 2.0, "longer than --send-timeout"
+
+
+EACH_BODY, ALL_BODIES = 8 << 20, 256 << 20
+"""What `serve` allows a body, and all of them together, by default."""
+
+
+def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
+    """Bodies that do not end fill it: the next one gets 429, what has no body is answered. When
+    they leave, what they took is free again."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {EACH_BODY}\r\n\r\n"
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        with ExitStack() as stack:
+
+            def send() -> None:
+                one = stack.enter_context(connect(server.port))
+                with suppress(ConnectionError):  # it is the one that is refused
+                    one.sendall(head.encode() + bytes(EACH_BODY - 1))
+
+            def spent() -> bool:
+                """A good request among them may cost one of them its place: another takes it."""
+                if exchange(server.port, GOOD)[0] == 429:
+                    return True
+                send()
+                return False
+
+            for _ in range(ALL_BODIES // EACH_BODY):
+                send()
+            wait_until(spent, 20, "the budget is spent", poll_s=0.3)
+            status, headers, body = exchange(server.port, GOOD)
+            assert (status, error(body)["code"]) == (429, "rate_limit_exceeded")
+            assert str(ALL_BODIES) in error(body)["message"]
+            assert headers["retry-after"].isdecimal()
+            assert server.get("/health")[0] == 200
+            assert server.get("/v1/models")[0] == 200
+        wait_until(lambda: exchange(server.port, GOOD)[0] == 200, 20, "the budget is free again")
+        assert server.memory_bytes() < 1 << 30
 
 
 @pytest.mark.parametrize(

@@ -154,22 +154,32 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = None if call is None or after_s is None else self._later(after_s, call)
 
-    def _set_sending(self, after_s: float | None) -> None:
+    def _set_sending(
+        self, after_s: float | None, call: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
         if self._sending is not None:
             self._sending.cancel()
-        self._sending = None if after_s is None else self._later(after_s, self._not_taken)
+        self._sending = None if call is None or after_s is None else self._later(after_s, call)
 
     def _later(self, after_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(after_s, call)
 
-    def _not_taken(self) -> None:
+    def _watch_sending(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._set_sending(self._limits.send_timeout_s, partial(self._not_taken, unsent))
+
+    def _not_taken(self, unsent: int) -> None:
+        """`unsent`: bytes that waited for the client when the time began."""
+        if self.transport.get_write_buffer_size() < unsent:
+            self._watch_sending()  # a slow client, but it takes some
+            return
         self._over = True
         self.all.note("send_timeout", self.client)
         self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set_sending(self._limits.send_timeout_s)
+        self._watch_sending()
 
     def resume_writing(self) -> None:
         super().resume_writing()
