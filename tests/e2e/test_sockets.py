@@ -1,13 +1,16 @@
 """Connections that ask for nothing, or slowly, take nothing from those that ask."""
 
+import re
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from hostile_requests import NO_REQUESTS, upgrade
 from raw_http import connect, error, exchange, post, read_answer
 from server_process import ServerProcess, wait_until
 
@@ -137,10 +140,8 @@ def test_those_that_are_answered_keep_their_place(strict: ServerProcess) -> None
 
 
 def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
-    upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
-    upgrade += b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-    for protocol in (b"websocket", b"h2c"):
-        fields = upgrade.replace(b"websocket\r", protocol + b"\r", 1)
+    for protocol in ("websocket", "h2c"):
+        fields = upgrade(protocol)
         with connect(strict.port) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
             answer = closed_within(connection, 5)
@@ -199,12 +200,26 @@ def test_who_takes_an_answer_slowly_gets_all_of_it(strict: ServerProcess) -> Non
         began_s, received = time.monotonic(), len(head)
         while part := slow.recv(1 << 16):
             received += len(part)
-            time.sleep(0.02)
+            time.sleep(0.03)
         took_s = time.monotonic() - began_s
     fields = head.partition(b"\r\n\r\n")[0].lower()
     length = int(fields.split(b"content-length: ")[1].split(b"\r\n")[0])
     assert received == len(fields) + len(b"\r\n\r\n") + length
     assert took_s > 2.0, "longer than --send-timeout"
+
+
+def test_who_leaves_after_several_requests_cancels_the_first(strict: ServerProcess) -> None:
+    """It is being answered while the next ones wait in the connection."""
+    long = STREAM_OF_MEGABYTES.replace(b'"stream": true', b'"echo":   true')
+    tokens = re.escape('vllm:generation_tokens_total{model_name="chatter-qwen2"}')
+    before = strict.metric(tokens)
+    with connect(strict.port) as leaving:
+        leaving.sendall(long * 3)
+        wait_until(lambda: strict.state()["running"], 10, "it runs", poll_s=0.01)
+        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: not strict.state()["running"], 10, "its work has ended")
+    assert strict.metric(tokens) - before < 64 * 200
+    assert not [line for line in strict.logs() if line["level"] == "error"]
 
 
 EACH_BODY, ALL_BODIES = 8 << 20, 256 << 20
@@ -243,17 +258,7 @@ def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
         assert server.memory_bytes() < 1 << 30
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /health HTTP/1.1\r\nx-request-id: \x01\x02\r\n\r\n",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("data", NO_REQUESTS)
 def test_what_is_no_request(strict: ServerProcess, data: bytes) -> None:
     status, headers, body = exchange(strict.port, data, timeout_s=5)
     assert status in (400, 404, 405, 413), (status, body)

@@ -6,8 +6,12 @@ model does, if only the client goes on taking it.
 """
 
 import asyncio
+import fcntl
 import secrets
+import termios
+from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -64,6 +68,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._upgrading = False
         """The request asks for another protocol, and is about to be read again."""
+        self._unanswered: list[Any] = []
+        """uvicorn's cycles of requests that were read, the one that is answered first."""
         self._over = False
         """Nothing more is read of this connection."""
 
@@ -80,6 +86,11 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
         self._set_sending(None)
+        # uvicorn tells only the last of them, which may still wait for the one that is answered.
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._unanswered.clear()
         self.all.leave(self)
         super().connection_lost(exc)
 
@@ -165,12 +176,20 @@ class HttpProtocol(HttpToolsProtocol):
         return self.loop.call_later(after_s, call)
 
     def _watch_sending(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        self._set_sending(self._limits.send_timeout_s, partial(self._not_taken, unsent))
+        after_s = self._limits.send_timeout_s
+        self._set_sending(after_s, partial(self._not_taken, self._untaken()))
 
-    def _not_taken(self, unsent: int) -> None:
-        """`unsent`: bytes that waited for the client when the time began."""
-        if self.transport.get_write_buffer_size() < unsent:
+    def _untaken(self) -> int:
+        """Bytes that wait for the client, here and in the kernel, whose buffer holds megabytes: a
+        slow client takes long to free so much of it that more is handed over."""
+        queued = array("i", [0])
+        with suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, queued)
+        return self.transport.get_write_buffer_size() + queued[0]
+
+    def _not_taken(self, before: int) -> None:
+        """`before`: bytes that waited for the client when the time began."""
+        if self._untaken() < before:
             self._watch_sending()  # a slow client, but it takes some
             return
         self._over = True
@@ -269,6 +288,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._enter("body")
         super().on_headers_complete()
+        unanswered = [one for one in self._unanswered if not one.response_complete]
+        self._unanswered = [*unanswered, self.cycle]
 
     def on_body(self, body: bytes) -> None:
         if not (self._over or self._upgrading):
