@@ -146,6 +146,7 @@ class Chaos:
     async def _fill(self) -> None:
         """While it is full: a reload, an added model, and perhaps a worker that is killed."""
         await self._whole(self._full())
+        await asyncio.sleep(self._trouble.settle_s)
 
     async def _full(self) -> None:
         assert self._filler is not None

@@ -10,8 +10,9 @@ LOOK_S = 1.0
 """How often the server's state is looked at."""
 _OUTAGE_S = 20.0
 """After two workers were lost in a row, until the next one is up at the latest."""
-_REFILLED_S = 12.0
-"""After there is room again, until a worker that did not start for want of it is up."""
+_REFILLED_S = 25.0
+"""After there is room again, until workers and loads that failed for want of it were tried again:
+the time between tries grows with each."""
 _SLACK_S = 0.5
 """Of moments that are seen by looking every so often, or by an answer that was under way."""
 
@@ -96,8 +97,8 @@ class Moments:
         return self.all_back_off(begin_s, end_s) or self.full(begin_s, end_s)
 
     def full(self, begin_s: float, end_s: float) -> bool:
-        """Whether the pool's filesystem was full meanwhile, or so shortly before that workers which
-        could not be started then are not up again."""
+        """Whether the pool's filesystem was full meanwhile, or so shortly before that workers and
+        models which could not be started or loaded then may still be missing."""
         return any(span.meets(begin_s - _REFILLED_S, end_s) for span in self._full)
 
     def no_slice(self, begin_s: float, end_s: float, for_s: float) -> bool:
