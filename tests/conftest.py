@@ -5,7 +5,8 @@ Triton's kernels run interpreted where there is no GPU. They are what that is de
 are imported, so it is decided here. So are torch's threads: one where tests run in several
 processes, which have the cores between them.
 
-Tests of benchmarks and of the soak import them by name."""
+Tests of benchmarks and of the soak import them by name, and the soak imports what tests of servers
+share."""
 
 import os
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, settings
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "benchmarks")]
+_TESTS = Path(__file__).parent
+sys.path += [str(_TESTS), str(_TESTS.parent / "benchmarks"), str(_TESTS / "e2e")]
 
 settings.register_profile(
     "tests",

@@ -9,8 +9,10 @@ import pytest
 from soak.case import COMPLETIONS, Case, Leave, Reply, Said
 from soak.catalogue import Model
 from soak.findings import Findings
+from soak.hostile import ALLOWED, Sent, choices_of, faults_of
 from soak.judge import Judge
 from soak.moments import Moments
+from soak.raw import Answer
 
 MODEL = Model("m", Path("m"), 512, 1024, 64, 1000, numbers=True)
 BODY = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "logprobs": 0}
@@ -121,3 +123,63 @@ def test_who_leaves_is_owed_nothing_more(court: Court) -> None:
     assert court.faults(good(end="left", usage=None, choices={}), case) == []
     assert court.faults(good(end="left", status=None, headers={}), case) == []
     assert court.judge.tally.left == 2
+
+
+def test_full_filesystems_may_refuse(court: Court) -> None:
+    """While it is full and a little longer, with what to wait for."""
+    refused = good(status=503, error={**LATE, "code": None})
+    assert "status" in court.faults(refused)
+    court.moments.filling()
+    begin_s = court.moments._full[0].begin_s  # pyright: ignore[reportPrivateUsage]
+    meanwhile = replace(
+        refused, headers={**HEADERS, "retry-after": "5"}, sent_s=begin_s, ended_s=begin_s + 1
+    )
+    before = court.findings.violations.total()
+    court.faults(meanwhile)
+    assert court.findings.violations.total() == before
+    court.moments.freed()
+    later = replace(meanwhile, sent_s=begin_s + 60, ended_s=begin_s + 61)
+    court.faults(later)
+    assert court.findings.violations.total() == before + 1
+
+
+# ---- attacks -------------------------------------------------------------------------------------
+
+WRONG = Sent(b"POST /v1/completions HTTP/1.1\r\n\r\n{}", field="max_tokens")
+
+
+def answered(status: int, **error: Any) -> Answer:
+    content = {"message": "no", "type": "invalid_request_error", "param": None, "code": None}
+    body = json.dumps({"error": content | error}).encode()
+    return Answer(100.0, status, {"x-request-id": "a"}, body, whole=True, ended_s=101.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (answered(400, param="max_tokens"), None),
+        (answered(400, param="max_tokens.1"), None),
+        (answered(400, param="min_tokens"), None),
+        (answered(400, param="stop"), "an error's field"),
+        (answered(400), "an error's field"),
+        (answered(404), None),
+        (answered(500), "status"),
+        (answered(503), "status"),
+        (answered(429), "Retry-After"),
+        (replace(answered(400, param="max_tokens"), headers={}), "x-request-id"),
+        (replace(answered(400), whole=False), "an answer's end"),
+        (replace(answered(400), body=b"no"), "an error's shape"),
+        (Answer(100.0), "status"),
+    ],
+)
+def test_what_an_attack_must_not_get(answer: Answer, fault: str | None) -> None:
+    found = [name for name, _, _ in faults_of(WRONG, answer, set(ALLOWED))]
+    assert found == ([fault] if fault else [])
+
+
+def test_what_an_attack_may_have_counted() -> None:
+    body = b'{"choices": [{"finish_reason": "stop"}, {"finish_reason":"length"}]}'
+    whole = Answer(1.0, 200, {}, body, whole=True)
+    assert choices_of(WRONG, whole) == 2
+    assert choices_of(WRONG, replace(whole, whole=False)) == 256
+    assert choices_of(WRONG, answered(400)) == 0

@@ -80,6 +80,15 @@ class Mutations:
             body = body[:at] + junk + body[at + pick.randrange(3) :]
         return self._bytes("POST", path, body)
 
+    def wrong_field(self) -> tuple[str, str, str]:
+        """A path, a field of its good request, and the body with that field alone mutated."""
+        path, good = self._random.choice(ROUTES[:-1])
+        field = self._random.choice([*good, "unknown", "tools", "chat_template"])
+        value = self._nested(field) if self._random.random() < 0.3 else self._value()
+        fields = {key: json.dumps(one) for key, one in good.items()} | {field: value}
+        text = ", ".join(f'"{key}": {one}' for key, one in fields.items())
+        return path, field, f"{{{text}}}"
+
     def _value(self) -> str:
         kind = self._random.random()
         return self._random.choice(NUMBERS if kind < 0.5 else TEXTS if kind < 0.7 else OTHERS)

@@ -11,53 +11,18 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from hostile_requests import ENDLESS, HUGE, ON_REQUEST, Costly, chat, costly, costly_templates
 from raw_http import HealthWatch, connect, error, exchange, post
 from server_process import SPECIALISTS, ServerProcess, wait_until
 
 MODEL = "sorter-llama"
-ENDLESS = (
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}"
-    "{% endfor %}{% endfor %}{% endfor %}"
-)
-HUGE = "{{ 'x' * 10000000000 }}"
-ON_REQUEST = "{% if messages[0].content == 'x' %}TEMPLATE{% endif %}"
-"""A template that did so for any chat would be found when the model is checked."""
 GOOD = json.dumps(
     {"model": MODEL, "prompt": "sort: dcba", "temperature": 0, "max_tokens": 8, "seed": 1}
 ).encode()
 
 
-def completion(**fields: object) -> bytes:
-    body = {"model": MODEL, "max_tokens": 1, **fields}
-    return post("/v1/completions", json.dumps(body).encode())
-
-
-def chat(model: str, **fields: object) -> bytes:
-    body = {"model": model, "messages": [{"role": "user", "content": "x"}], **fields}
-    return post("/v1/chat/completions", json.dumps(body).encode())
-
-
-def hostile() -> dict[str, tuple[bytes, int, str | None]]:
-    """Requests, the status each gets, and the field that its error names."""
-    messages = [{"role": "user", "content": "x"}] * 100_000
-    return {
-        "choices": (completion(prompt=["a"] * 1000, n=128), 400, "n"),
-        "ten times the choices": (completion(prompt=["a"] * 10_000, n=128), 400, "n"),
-        "text": (completion(prompt="ab cd " * 1_250_000), 400, "prompt"),
-        "text below the limit": (completion(prompt="ab cd " * 600_000), 400, "prompt"),
-        "wrong entries": (completion(prompt=[None] * 1_000_000), 400, "prompt"),
-        "token ids": (completion(prompt=[5] * 2_000_000), 400, "prompt"),
-        "many messages": (chat(MODEL, messages=messages), 400, "messages"),
-        "stop strings": (completion(prompt="a", stop=["b"] * 400_000), 400, "stop"),
-        "biases": (
-            completion(prompt="a", logit_bias={str(i): 1 for i in range(200_000)}), 400,
-            "logit_bias",
-        ),
-        "deep": (post("/v1/completions", b"[" * 4_000_000), 400, None),
-        "larger than any": (completion(prompt="a" * (9 << 20)), 413, None),
-        "endless template": (chat("endless"), 400, "messages"),
-        "huge template": (chat("huge"), 400, "messages"),
-    }  # fmt: skip
+def hostile() -> dict[str, Costly]:
+    return costly(MODEL) | costly_templates("endless", "huge")
 
 
 @pytest.fixture(scope="module")

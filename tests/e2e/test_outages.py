@@ -17,7 +17,8 @@ from collections.abc import Generator
 from pathlib import Path
 
 import pytest
-from server_process import ServerProcess, wait_until
+from server_process import SPECIALISTS, ServerProcess, wait_until
+from soak.filling import Filler
 from test_faults import all_streams
 
 
@@ -149,13 +150,42 @@ def _namespaces() -> bool:
         return False
 
 
+def _small_filesystem(pool: Path) -> tuple[str, ...]:
+    """A command's wrapper: 16 MB for the pool, of a mount namespace of its own."""
+    script = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
+    return ("unshare", "-rm", "sh", "-c", script, str(pool))
+
+
+@pytest.mark.skipif(not _namespaces(), reason="needs user and mount namespaces")
+def test_a_load_that_found_shared_memory_full_is_tried_again(tmp_path: Path) -> None:
+    """When the model is asked for, some seconds later. What is in the pool is served meanwhile."""
+    pool = tmp_path / "pool"
+    with ServerProcess(
+        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=_small_filesystem(pool)
+    ) as server:
+        right, other = ask(server), ask(server, "adder-qwen")
+        filler = Filler(Path(f"/proc/{server.process.pid}/root{pool}"))
+        filling = threading.Thread(target=lambda: asyncio.run(filler.fill(5.0)))
+        filling.start()
+        time.sleep(0.5)
+        entry = {"id": "again", "path": str(SPECIALISTS / "sorter-llama")}
+        add = urllib.request.Request(f"{server.url}/admin/models", json.dumps(entry).encode())
+        add.add_header("content-type", "application/json")
+        urllib.request.urlopen(add, timeout=30).close()
+        status, reason, retry_after = ask(server, "again")
+        assert status == 503
+        assert "larger shared-memory filesystem" in reason
+        assert 1 <= int(retry_after) <= 5
+        assert ask(server, "adder-qwen") == other
+        filling.join()
+        wait_until(lambda: ask(server, "again") == right, 40, "it is loaded", poll_s=0.3)
+
+
 @pytest.mark.skipif(not _namespaces(), reason="needs user and mount namespaces")
 def test_full_shared_memory_is_an_error_and_passes(tmp_path: Path) -> None:
     pool = tmp_path / "pool"
-    script = 'mount -t tmpfs -o size=16m tmpfs "$0" && exec "$@"'
-    wrapper = ("unshare", "-rm", "sh", "-c", script, str(pool))
     with ServerProcess(
-        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=wrapper
+        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=_small_filesystem(pool)
     ) as server:
         right = ask(server)
         assert right[0] == 200

@@ -1,15 +1,18 @@
 """Connections that ask for nothing, or slowly, take nothing from those that ask."""
 
+import re
 import resource
 import socket
+import struct
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
+from hostile_requests import NO_REQUESTS, upgrade
 from raw_http import connect, error, exchange, post, read_answer
-from server_process import ServerProcess
+from server_process import ServerProcess, wait_until
 
 GOOD = post(
     "/v1/completions",
@@ -137,10 +140,8 @@ def test_those_that_are_answered_keep_their_place(strict: ServerProcess) -> None
 
 
 def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
-    upgrade = b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n"
-    upgrade += b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
-    for protocol in (b"websocket", b"h2c"):
-        fields = upgrade.replace(b"websocket\r", protocol + b"\r", 1)
+    for protocol in ("websocket", "h2c"):
+        fields = upgrade(protocol)
         with connect(strict.port) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
             answer = closed_within(connection, 5)
@@ -151,17 +152,113 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
         assert answer.startswith(b"HTTP/1.1 200"), answer
 
 
+STREAM_OF_MEGABYTES = post(
+    "/v1/completions",
+    b'{"model": "chatter-qwen2", "prompt": "hello", "max_tokens": 200, "ignore_eos": true,'
+    b' "n": 64, "logprobs": 20, "stream": true}',
+)
+
+
 @pytest.mark.parametrize(
-    "data",
-    [
-        b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
-        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /health HTTP/1.1\r\nx-request-id: \x01\x02\r\n\r\n",
-    ],
+    "data", [STREAM_OF_MEGABYTES, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 2000],
+    ids=["a stream", "many answers"],
 )  # fmt: skip
+def test_who_takes_nothing_of_an_answer_is_cut(strict: ServerProcess, data: bytes) -> None:
+    """Within the time and a little; the work ends with it, and others are served all along."""
+    closed = 'c2cserve:http_connections_closed_total{reason="send_timeout"}'
+    before = strict.metric(closed)
+    with socket.socket() as greedy:
+        greedy.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        greedy.connect(("127.0.0.1", strict.port))
+        greedy.setblocking(False)
+        with suppress(BlockingIOError):  # the server reads no more while it cannot send
+            greedy.send(data)
+
+        def cut() -> bool:
+            assert exchange(strict.port, GOOD)[0] == 200
+            return strict.metric(closed) == before + 1
+
+        wait_until(cut, 20, "it is cut")
+        wait_until(lambda: not strict.state()["running"], 5, "its work has ended")
+        greedy.setblocking(True)
+        received = b""
+        with suppress(ConnectionError):
+            received = closed_within(greedy, 5)
+        assert b"[DONE]" not in received
+        assert received.count(b"HTTP/1.1 200") < 2000
+
+
+def test_who_takes_an_answer_slowly_gets_all_of_it(strict: ServerProcess) -> None:
+    """The limit is on taking nothing, not on how long it takes to take all."""
+    data = STREAM_OF_MEGABYTES.replace(b'"stream": true', b'"echo":   true')
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        slow.settimeout(30)
+        slow.connect(("127.0.0.1", strict.port))
+        slow.sendall(data)
+        head = slow.recv(4096)
+        began_s, received = time.monotonic(), len(head)
+        while part := slow.recv(1 << 16):
+            received += len(part)
+            time.sleep(0.03)
+        took_s = time.monotonic() - began_s
+    fields = head.partition(b"\r\n\r\n")[0].lower()
+    length = int(fields.split(b"content-length: ")[1].split(b"\r\n")[0])
+    assert received == len(fields) + len(b"\r\n\r\n") + length
+    assert took_s > 2.0, "longer than --send-timeout"
+
+
+def test_who_leaves_after_several_requests_cancels_the_first(strict: ServerProcess) -> None:
+    """It is being answered while the next ones wait in the connection."""
+    long = STREAM_OF_MEGABYTES.replace(b'"stream": true', b'"echo":   true')
+    tokens = re.escape('vllm:generation_tokens_total{model_name="chatter-qwen2"}')
+    before = strict.metric(tokens)
+    with connect(strict.port) as leaving:
+        leaving.sendall(long * 3)
+        wait_until(lambda: strict.state()["running"], 10, "it runs", poll_s=0.01)
+        leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: not strict.state()["running"], 10, "its work has ended")
+    assert strict.metric(tokens) - before < 64 * 200
+    assert not [line for line in strict.logs() if line["level"] == "error"]
+
+
+EACH_BODY, ALL_BODIES = 8 << 20, 256 << 20
+"""What `serve` allows a body, and all of them together, by default."""
+
+
+def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
+    """Bodies that do not end fill it: the next one gets 429, what has no body is answered. When
+    they leave, what they took is free again."""
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {EACH_BODY}\r\n\r\n"
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        with ExitStack() as stack:
+
+            def send() -> None:
+                one = stack.enter_context(connect(server.port))
+                with suppress(ConnectionError):  # it is the one that is refused
+                    one.sendall(head.encode() + bytes(EACH_BODY - 1))
+
+            def spent() -> bool:
+                """A good request among them may cost one of them its place: another takes it."""
+                if exchange(server.port, GOOD)[0] == 429:
+                    return True
+                send()
+                return False
+
+            for _ in range(ALL_BODIES // EACH_BODY):
+                send()
+            wait_until(spent, 20, "the budget is spent", poll_s=0.3)
+            status, headers, body = exchange(server.port, GOOD)
+            assert (status, error(body)["code"]) == (429, "rate_limit_exceeded")
+            assert str(ALL_BODIES) in error(body)["message"]
+            assert headers["retry-after"].isdecimal()
+            assert server.get("/health")[0] == 200
+            assert server.get("/v1/models")[0] == 200
+        wait_until(lambda: exchange(server.port, GOOD)[0] == 200, 20, "the budget is free again")
+        assert server.memory_bytes() < 1 << 30
+
+
+@pytest.mark.parametrize("data", NO_REQUESTS)
 def test_what_is_no_request(strict: ServerProcess, data: bytes) -> None:
     status, headers, body = exchange(strict.port, data, timeout_s=5)
     assert status in (400, 404, 405, 413), (status, body)

@@ -22,6 +22,8 @@ from soak.findings import Findings
 from soak.phases import CPU, GPU, Phase, cpu_phases, gpu_phases
 from soak.run import Plan, Run
 
+_POOL_ROOM, _POOL_SPARE = 1.5, 64 << 20
+"""A filesystem for the pool: times the catalogue's weights, and bytes more."""
 _MINUTES = {"cpu": 2.0, "gpu": 8.0}
 
 
@@ -108,14 +110,19 @@ def _run(
             known = ", ".join(phase.name for phase in phases)
             raise ValueError(f"no phase {', '.join(sorted(unknown))}; there are {known}")
         phases = tuple(phase for phase in phases if phase.name in wanted)
-    plan = Plan(
-        setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,
-        given.gpu and given.memory_share >= 1.0, pool, given.out,
-        _profile() if given.gpu else (),
-    )  # fmt: skip
-    run = Run(plan, catalogue, findings, tell)
-    summary["phases"] = run.phases
-    run.all_phases()
+    with tmpfs(pool, int(_POOL_ROOM * catalogue.weight_bytes) + _POOL_SPARE) as refused:
+        if refused:
+            tell(f"{refused}: the pool's filesystem is never filled")
+        summary["filesystem filled"] = refused or True
+        (pool / "segments").mkdir()
+        plan = Plan(
+            setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,
+            given.gpu and given.memory_share >= 1.0, pool / "segments", None if refused else pool,
+            files / "bad", given.out, _profile() if given.gpu else (),
+        )  # fmt: skip
+        run = Run(plan, catalogue, findings, tell)
+        summary["phases"] = run.phases
+        run.all_phases()
 
 
 def _profile() -> tuple[str, ...]:

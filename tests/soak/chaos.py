@@ -1,18 +1,22 @@
 """What happens to the server while it serves: workers killed and stopped, models added, removed
-and reloaded, mistakes of administrators."""
+and reloaded, mistakes of administrators, checkpoints that no server should serve, and a pool's
+filesystem that is full."""
 
 import asyncio
 import os
 import random
 import signal
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
 
 from soak.catalogue import Model
+from soak.checkpoints import BadCheckpoints
+from soak.filling import Filler
 from soak.findings import Findings
 from soak.load import Load
 from soak.moments import Moments
@@ -23,6 +27,8 @@ _ADMIN_S = 120.0
 _SHORT_STOP_S = 1.0
 _AGAIN = 0.4
 """Of kills are followed by another one at once."""
+_FULL_S = (1.0, 5.0)
+_KILL_WHEN_FULL = 0.5
 _QUICK_ENDS = 2
 _SETTLED_S = 12.0
 """Workers of a slice that may be ended in a row before they were up for so long: the delay of the
@@ -40,6 +46,10 @@ class Trouble:
     """Of the server: a worker stopped for longer is replaced."""
     settle_s: float
     """After a kill, before the next: the machine's time for a new worker."""
+    checkpoint_every_s: float
+    fill_every_s: float
+    attackers: int
+    """Hostile clients at a time."""
 
 
 class Chaos:
@@ -47,16 +57,19 @@ class Chaos:
 
     def __init__(
         self, url: str, trouble: Trouble, models: Sequence[Model], load: Load, watch: Watch,
-        findings: Findings, moments: Moments, rng: random.Random,
+        findings: Findings, moments: Moments, rng: random.Random, checkpoints: BadCheckpoints,
+        filler: Filler | None,
     ) -> None:  # fmt: skip
+        """`filler`: None where the pool's filesystem is not of this run alone."""
+        self._checkpoints, self._filler = checkpoints, filler
         self._url, self._trouble, self._models = url, trouble, models
         self._load, self._watch = load, watch
         self._findings, self._moments, self._rng = findings, moments, rng
         self._quick: Counter[str] = Counter()
         """Workers of a slice ended since one was up for long."""
         self._added = 0
-        self._changing: asyncio.Future[None] | None = None
-        """A change of the catalogue under way: it is never cut off by a phase's end."""
+        self._changing: set[asyncio.Future[None]] = set()
+        """Changes of the catalogue under way: they are never cut off by a phase's end."""
 
     async def run(self) -> None:
         trouble = self._trouble
@@ -64,6 +77,8 @@ class Chaos:
             self._every(trouble.kill_every_s, self._kill),
             self._every(trouble.stop_every_s, self._stop),
             self._every(trouble.admin_every_s, self._change),
+            self._every(trouble.checkpoint_every_s, self._bad_checkpoint),
+            self._every(trouble.fill_every_s if self._filler else 0.0, self._fill),
         )
 
     async def _every(self, mean_s: float, do: Any) -> None:
@@ -126,17 +141,48 @@ class Chaos:
             finally:
                 _signal(pid, signal.SIGCONT)
 
+    # ---- the pool's filesystem ------------------------------------------------------------------
+
+    async def _fill(self) -> None:
+        """While it is full: a reload, an added model, and perhaps a worker that is killed."""
+        await self._whole(self._full())
+        await asyncio.sleep(self._trouble.settle_s)
+
+    async def _full(self) -> None:
+        assert self._filler is not None
+        self._moments.filling()
+        self._findings.events["filesystem filled"] += 1
+        filling = asyncio.create_task(self._filler.fill(self._rng.uniform(*_FULL_S)))
+        try:
+            await asyncio.sleep(0.2)
+            victim = self._victim() if self._rng.random() < _KILL_WHEN_FULL else None
+            if victim is not None and self._end(victim, "killed"):
+                self._findings.events["killed while full"] += 1
+            await self._rng.choice((self._reload, self._add_and_remove))()
+            await filling
+        finally:
+            self._moments.freed()
+
     # ---- the catalogue --------------------------------------------------------------------------
 
     async def _change(self) -> None:
         change = self._rng.choice((self._add_and_remove, self._reload, self._reload, self._mistake))
-        self._changing = asyncio.ensure_future(change())
-        await asyncio.shield(self._changing)
+        await self._whole(change())
+
+    async def _bad_checkpoint(self) -> None:
+        await self._whole(self._checkpoints.one())
+
+    async def _whole(self, change: Coroutine[Any, Any, None]) -> None:
+        """Do it, to its end even if this is cancelled."""
+        task = asyncio.ensure_future(change)
+        self._changing.add(task)
+        task.add_done_callback(self._changing.discard)
+        await asyncio.shield(task)
 
     async def finish(self) -> None:
-        """Wait until the change under way is over."""
-        if self._changing is not None:
-            await self._changing
+        """Wait until the changes under way are over."""
+        while self._changing:
+            await asyncio.gather(*self._changing)
 
     async def _add_and_remove(self) -> None:
         twin = self._rng.choice(self._models)
@@ -182,7 +228,7 @@ class Chaos:
 
     async def _admin_call(self, method: str, path: str, status: int, body: Any = None) -> bool:
         """Whether it answered as it must."""
-        timeout = aiohttp.ClientTimeout(total=_ADMIN_S)
+        timeout, began_s = aiohttp.ClientTimeout(total=_ADMIN_S), time.monotonic()
         try:
             async with (
                 aiohttp.ClientSession(self._url, timeout=timeout) as session,
@@ -192,7 +238,11 @@ class Chaos:
                 text = await answer.text()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             came, text = type(error).__name__, str(error)
-        if came != status:
+        if came == 503 and self._moments.full(began_s, time.monotonic()):
+            self._findings.events["administration: no room"] += 1
+            if "larger shared-memory filesystem" not in text:
+                self._findings.violation("administration", "what to do when it is full", text)
+        elif came != status:
             what = {"method": method, "path": path, "body": body, "status": came, "text": text}
             self._findings.violation("administration", status, what)
         return came == status

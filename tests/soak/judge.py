@@ -4,6 +4,7 @@ What it says is compared elsewhere (`comparing`). Every rule here is of docs/api
 docs/operations.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,20 @@ class Judge:
 
     def allowed(self, case: Case, reply: Reply) -> set[int]:
         """Statuses that the case may get, as of what happened meanwhile."""
-        begin_s, end_s = reply.sent_s, reply.ended_s
-        allowed = set(case.allowed)
-        if case.model is not None and self._moments.absent(case.model.id, begin_s, end_s):
+        name = case.model and case.model.id
+        return set(case.allowed) | self.of_the_moment(name, reply.sent_s, reply.ended_s)
+
+    @property
+    def draining(self) -> bool:
+        return self._moments.draining_s < float("inf")
+
+    def of_the_moment(self, model: str | None, begin_s: float, end_s: float) -> set[int]:
+        """Statuses that any request may get that was under way then."""
+        allowed: set[int] = set()
+        if model is not None and self._moments.absent(model, begin_s, end_s):
             allowed.add(404)
+        if self._moments.full(begin_s, end_s):
+            allowed.add(503)
         if self._moments.no_slice(begin_s, end_s, NO_SLICE_GRACE_S):
             allowed.add(503)
         if self._moments.all_back_off(begin_s, end_s):
@@ -88,18 +99,25 @@ class Judge:
 
 
 def _refusal(case: Case, reply: Reply) -> list[Fault]:
-    faults: list[Fault] = []
     error = reply.error
-    if not isinstance(error, dict) or set(error) != _ERROR_KEYS or not error["message"]:
-        return [("an error's shape", sorted(_ERROR_KEYS), error)]
-    if reply.status in (429, 503) and not reply.headers.get("retry-after", "").isdecimal():
-        faults.append(("Retry-After", "whole seconds", reply.headers.get("retry-after")))
+    faults = error_faults(reply.status or 0, error, reply.headers)
+    if faults and faults[0][0] == "an error's shape":
+        return faults
     code = {429: "rate_limit_exceeded", 404: "model_not_found"}.get(reply.status or 0)
     if reply.status in case.allowed and code is None:
         code = case.code
     if code is not None and error["code"] != code:
         faults.append(("an error's code", code, error))
     return faults + _identity(case, reply)
+
+
+def error_faults(status: int, error: Any, headers: Mapping[str, str]) -> list[Fault]:
+    """Of any refusal: its shape, and what only some statuses must have."""
+    if not isinstance(error, dict) or set(error) != _ERROR_KEYS or not error["message"]:
+        return [("an error's shape", sorted(_ERROR_KEYS), error)]
+    if status in (429, 503) and not headers.get("retry-after", "").isdecimal():
+        return [("Retry-After", "whole seconds", headers.get("retry-after"))]
+    return []
 
 
 def _identity(case: Case, reply: Reply) -> list[Fault]:

@@ -10,6 +10,9 @@ LOOK_S = 1.0
 """How often the server's state is looked at."""
 _OUTAGE_S = 20.0
 """After two workers were lost in a row, until the next one is up at the latest."""
+_REFILLED_S = 25.0
+"""After there is room again, until workers and loads that failed for want of it were tried again:
+the time between tries grows with each."""
 _SLACK_S = 0.5
 """Of moments that are seen by looking every so often, or by an answer that was under way."""
 
@@ -29,6 +32,7 @@ class Moments:
         self._disturbed: list[tuple[float, str]] = []
         self._preempted: list[float] = []
         self._no_slice: list[_Span] = []
+        self._full: list[_Span] = []
         self._slices: set[str] = set()
         self.draining_s = math.inf
         """When the server was told to end."""
@@ -58,6 +62,13 @@ class Moments:
         elif up and self._no_slice and self._no_slice[-1].end_s == math.inf:
             self._no_slice[-1].end_s = now
 
+    def filling(self) -> None:
+        """The pool's filesystem is being filled."""
+        self._full.append(_Span(time.monotonic()))
+
+    def freed(self) -> None:
+        self._full[-1].end_s = time.monotonic()
+
     # ---- what is asked --------------------------------------------------------------------------
 
     def absent(self, model: str, begin_s: float, end_s: float) -> bool:
@@ -80,6 +91,15 @@ class Moments:
         recent = [name for at_s, name in self._disturbed if begin_s - _OUTAGE_S <= at_s <= end_s]
         lost = Counter(recent)
         return bool(self._slices) and all(lost[name] >= 2 for name in self._slices)
+
+    def outage(self, begin_s: float, end_s: float) -> bool:
+        """Whether every slice may have been without a worker that can be started."""
+        return self.all_back_off(begin_s, end_s) or self.full(begin_s, end_s)
+
+    def full(self, begin_s: float, end_s: float) -> bool:
+        """Whether the pool's filesystem was full meanwhile, or so shortly before that workers and
+        models which could not be started or loaded then may still be missing."""
+        return any(span.meets(begin_s - _REFILLED_S, end_s) for span in self._full)
 
     def no_slice(self, begin_s: float, end_s: float, for_s: float) -> bool:
         """Whether no slice was up for so long, at some time meanwhile."""

@@ -50,13 +50,13 @@ class Setting:
 CPU = Setting(
     CPU_SHAPES, Bounds(Limits(output=160, prompt=2048), work=40_000),
     Trouble(kill_every_s=12.0, stop_every_s=15.0, admin_every_s=5.0, hang_timeout_s=4.0,
-            settle_s=3.0),
+            settle_s=3.0, checkpoint_every_s=0.7, fill_every_s=6.0, attackers=4),
     end_s=120.0, ready_s=60.0, bank_each=8, check_share=0.3,
 )  # fmt: skip
 GPU = Setting(
     GPU_SHAPES, Bounds(Limits(output=256, prompt=8192), work=300_000),
     Trouble(kill_every_s=60.0, stop_every_s=60.0, admin_every_s=12.0, hang_timeout_s=5.0,
-            settle_s=40.0),
+            settle_s=40.0, checkpoint_every_s=3.0, fill_every_s=60.0, attackers=4),
     end_s=240.0, ready_s=240.0, bank_each=6, check_share=0.2,
 )  # fmt: skip
 

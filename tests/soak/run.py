@@ -13,9 +13,12 @@ from catalogue_server import Server, ServerFailed
 
 from soak.catalogue import Catalogue
 from soak.chaos import Chaos
+from soak.checkpoints import BadCheckpoints
 from soak.client import Client
 from soak.comparing import Asked, Checker
+from soak.filling import Filler
 from soak.findings import Findings
+from soak.hostile import Hostile
 from soak.judge import Judge, Tally
 from soak.kinds import Draw
 from soak.load import Load, Wave
@@ -29,6 +32,11 @@ _EXIT_S = 15.0
 """After what was running has ended, for the server and its workers to go."""
 _IDLE_S = 10.0
 """After the last answer, until nothing is held."""
+_SHORT_TIMES = (
+    "--text-timeout", "5", "--head-timeout", "5", "--body-timeout", "5", "--idle-timeout", "10",
+    "--send-timeout", "10",
+)  # fmt: skip
+"""So that what attacks wait for comes within a phase."""
 _LEFT_RUNNING = 12
 """Requests under way when the server is told to end."""
 
@@ -43,6 +51,11 @@ class Plan:
     """On the clock of `time.monotonic`: the last phase ends about then."""
     judge_gpu_memory: bool
     pool: Path
+    filled: Path | None
+    """The root of the filesystem that the pool has to itself; None: it shares one with others, and
+    is never filled."""
+    bad: Path
+    """Where bad checkpoints are made."""
     out: Path
     profile: tuple[str, ...] = ()
     """More arguments of `serve`: where picks of dataflows come from."""
@@ -87,7 +100,7 @@ class Run:
         arguments = [
             *phase.arguments, *self._plan.profile, "--pool-dir", str(self._plan.pool),
             "--pool-bytes", str(budget), "--drain-timeout", str(_DRAIN_S),
-            "--hang-timeout", str(self._plan.setting.trouble.hang_timeout_s),
+            "--hang-timeout", str(self._plan.setting.trouble.hang_timeout_s), *_SHORT_TIMES,
         ]  # fmt: skip
         began_s = time.monotonic()
         with Server(self._catalogue.file, log, arguments) as server:
@@ -121,27 +134,41 @@ class Run:
             began_s = time.monotonic()
             load_end_s = began_s + (1 - setting.check_share) * max(5.0, end_s - began_s)
             chaos_rng = random.Random(f"{self._plan.seed} {number} chaos")
+            bad_rng = random.Random(f"{self._plan.seed} {number} bad checkpoints")
+            bad = BadCheckpoints(
+                server.url, self._plan.bad / str(number), self._judge, self._findings, bad_rng
+            )
+            filler = Filler(self._plan.filled) if self._plan.filled else None
             chaos = Chaos(
                 server.url, setting.trouble, self._catalogue.models, load, watch, self._findings,
-                self._moments, chaos_rng,
+                self._moments, chaos_rng, bad, filler,
             )  # fmt: skip
-            await self._loaded(load, chaos, load_end_s, watching)
+            hostile_rng = random.Random(f"{self._plan.seed} {number} hostile")
+            hostile = Hostile(
+                server.url, self._catalogue.models, self._judge, self._findings, hostile_rng,
+                setting.end_s,
+            )  # fmt: skip
+            await self._loaded(load, chaos, hostile, load_end_s, watching)
             await self._idle(watch)
             self._counted(watch)
             row["answers"] = len(load.asked)
             row["memory"] = watch.memory()
             await self._checker.check(client, load.asked, end_s)
             await self._every_model(client, rng)
-            row["slowest_health_s"] = round(watch.slowest_health_s, 3)
+            row["health_s"] = watch.health()
             await self._drain(server, load, watching)
 
     async def _loaded(
-        self, load: Load, chaos: Chaos, end_s: float, watching: asyncio.Task[None]
+        self, load: Load, chaos: Chaos, hostile: Hostile, end_s: float,
+        watching: asyncio.Task[None],
     ) -> None:  # fmt: skip
+        attacking = asyncio.create_task(hostile.run(self._plan.setting.trouble.attackers))
         troubling = asyncio.create_task(chaos.run())
         loading = asyncio.create_task(load.run(end_s, self._note))
-        await asyncio.wait({loading, troubling, watching}, return_when=asyncio.FIRST_COMPLETED)
+        tasks = {loading, troubling, attacking, watching}
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         await _ended(troubling)
+        await hostile.finish(attacking)
         if watching.done():  # by itself: the server has failed
             await _ended(loading)
             await watching

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
@@ -76,11 +76,16 @@ class Common(_Strict):
             raise ValueError("must be a 64-bit integer")
         return value
 
-    @model_validator(mode="after")
-    def _stream_options(self) -> "Common":
-        if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
-        return self
+    # Of two fields that contradict each other the later one is named: a validator of the whole
+    # body would name none.
+    @field_validator("stream_options")
+    @classmethod
+    def _stream_options(
+        cls, value: StreamOptions | None, others: ValidationInfo
+    ) -> StreamOptions | None:  # fmt: skip
+        if value is not None and not others.data.get("stream"):
+            raise ValueError("is only allowed when stream is true")
+        return value
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -96,11 +101,12 @@ class CompletionBody(Common):
     best_of: int | None = None
     suffix: None = None
 
-    @model_validator(mode="after")
-    def _best_of(self) -> "CompletionBody":
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of is supported only when it equals n")
-        return self
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and value != (others.data.get("n") or 1):
+            raise ValueError("is supported only when it equals n")
+        return value
 
 
 class TextPart(_Strict):
@@ -158,11 +164,17 @@ class ChatBody(Common):
     reasoning_effort: None = None
     web_search_options: None = None
 
-    @model_validator(mode="after")
-    def _pairs(self) -> "ChatBody":
-        if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs to be true")
-        both = self.max_tokens is not None and self.max_completion_tokens is not None
-        if both and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens say different things")
-        return self
+    @field_validator("top_logprobs")
+    @classmethod
+    def _top_logprobs(cls, value: int | None, others: ValidationInfo) -> int | None:
+        if value is not None and not others.data.get("logprobs"):
+            raise ValueError("needs logprobs to be true")
+        return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _max_tokens(cls, value: int | None, others: ValidationInfo) -> int | None:
+        older = others.data.get("max_tokens")
+        if None not in (value, older) and value != older:
+            raise ValueError("says something else than max_tokens")
+        return value

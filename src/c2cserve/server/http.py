@@ -6,8 +6,12 @@ model does, if only the client goes on taking it.
 """
 
 import asyncio
+import fcntl
 import secrets
+import termios
+from array import array
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -64,6 +68,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._upgrading = False
         """The request asks for another protocol, and is about to be read again."""
+        self._unanswered: list[Any] = []
+        """uvicorn's cycles of requests that were read, the one that is answered first."""
         self._over = False
         """Nothing more is read of this connection."""
 
@@ -80,6 +86,11 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
         self._set_sending(None)
+        # uvicorn tells only the last of them, which may still wait for the one that is answered.
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._unanswered.clear()
         self.all.leave(self)
         super().connection_lost(exc)
 
@@ -154,22 +165,40 @@ class HttpProtocol(HttpToolsProtocol):
             self._timer.cancel()
         self._timer = None if call is None or after_s is None else self._later(after_s, call)
 
-    def _set_sending(self, after_s: float | None) -> None:
+    def _set_sending(
+        self, after_s: float | None, call: Callable[[], None] | None = None
+    ) -> None:  # fmt: skip
         if self._sending is not None:
             self._sending.cancel()
-        self._sending = None if after_s is None else self._later(after_s, self._not_taken)
+        self._sending = None if call is None or after_s is None else self._later(after_s, call)
 
     def _later(self, after_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
         return self.loop.call_later(after_s, call)
 
-    def _not_taken(self) -> None:
+    def _watch_sending(self) -> None:
+        after_s = self._limits.send_timeout_s
+        self._set_sending(after_s, partial(self._not_taken, self._untaken()))
+
+    def _untaken(self) -> int:
+        """Bytes that wait for the client, here and in the kernel, whose buffer holds megabytes: a
+        slow client takes long to free so much of it that more is handed over."""
+        queued = array("i", [0])
+        with suppress(OSError):
+            fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, queued)
+        return self.transport.get_write_buffer_size() + queued[0]
+
+    def _not_taken(self, before: int) -> None:
+        """`before`: bytes that waited for the client when the time began."""
+        if self._untaken() < before:
+            self._watch_sending()  # a slow client, but it takes some
+            return
         self._over = True
         self.all.note("send_timeout", self.client)
         self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set_sending(self._limits.send_timeout_s)
+        self._watch_sending()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -259,6 +288,8 @@ class HttpProtocol(HttpToolsProtocol):
             return
         self._enter("body")
         super().on_headers_complete()
+        unanswered = [one for one in self._unanswered if not one.response_complete]
+        self._unanswered = [*unanswered, self.cycle]
 
     def on_body(self, body: bytes) -> None:
         if not (self._over or self._upgrading):

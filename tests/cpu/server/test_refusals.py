@@ -154,6 +154,24 @@ def test_wrong_chat_fields(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
+    ("api", "more", "field"),
+    [
+        ("completions", {"n": 2, "best_of": 3}, "best_of"),
+        ("completions", {"stream_options": {"include_usage": True}}, "stream_options"),
+        ("chat", {"top_logprobs": 2}, "top_logprobs"),
+        ("chat", {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    ],
+)
+def test_of_two_that_contradict_each_other_one_is_named(
+    served: Served, api: str, more: dict[str, Any], field: str
+) -> None:
+    path, body = PATHS[api]
+    error = refused(served, path, {**body, **more})
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b"",
