@@ -83,7 +83,7 @@ def test_nothing_is_lost_and_nothing_goes_back_and_forth(
     assert {live.ended for live in world.jobs.values()} <= {"finished", "cancelled"}
     assert all(live.recalls <= 2 for live in world.jobs.values())
     stealing = world.policy._relocation._stealing
-    assert not (stealing._asked or stealing._recalls or stealing._back)
+    assert [*stealing._asked, *stealing._recalls, *stealing._back] == []
     assert all(load.requests == 0 for load in world.policy._slices.values())
 
 
@@ -182,7 +182,7 @@ def test_a_recall_may_race_with_anything(hand: Hand, race: str) -> None:
     for name in list(hand.policy._where):
         hand.tell(Finished(name, 1))
     stealing = hand.policy._relocation._stealing
-    assert not (stealing._asked or stealing._recalls or stealing._back)
+    assert [*stealing._asked, *stealing._recalls, *stealing._back] == []
     assert all(load.requests == 0 for load in hand.policy._slices.values())
 
 
