@@ -2,8 +2,8 @@
 
 Faults are names of files in $C2CSERVE_TEST_FAULTS. `once`: the next step fails, and takes the file
 away. While they are there: `token-N`: steps with a request whose prompt has token N; `model-NAME`:
-steps of that model; `all`: every step; `slow`: steps take seconds; `kill-N`: the process of a step
-with a request whose prompt has token N dies.
+steps of that model; `all`: every step; `slow`: steps take seconds, `slow-N`: N ms more; `kill-N`:
+the process dies in a step with a request whose prompt has token N.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def _strike(seqs: list[Any]) -> None:
     for fault in sorted(path.name for path in _FOLDER.iterdir()):
         kind, _, of = fault.partition("-")
         if kind == "slow":
-            time.sleep(_SLOW_S)
+            time.sleep(int(of) / 1000 if of else _SLOW_S)
             continue
         if kind == "once":
             with contextlib.suppress(FileNotFoundError):
