@@ -239,8 +239,9 @@ class SlicePolicy(SliceMemory):
                 self._late_ran = late
                 continue
             if len(self._actions) > freed:
-                tried.clear()  # a request ended or was preempted: others may have room now
-            tried.add(name)
+                tried.clear()  # a request ended or was preempted: all may have room now
+            else:
+                tried.add(name)
             if self._flights.flying and self._short_of_room:
                 break  # who could be preempted has to land first
         if not self._flights:
