@@ -205,9 +205,10 @@ class Fleet:
             slot.worker, slot.leaving = None, worker
             excused = slot.slice.id in self._excused
             self._excused.discard(slot.slice.id)
-            if worker.up and (excused or now - slot.started_s > _SOUND_S):
-                slot.failures = 0
-                slot.restart_at_s = now
+            sound = worker.up and now - slot.started_s > _SOUND_S
+            if sound or excused:
+                slot.failures = 0 if sound else slot.failures
+                slot.reason, slot.restart_at_s = reason, now
             else:
                 slot.reason = reason  # logged above
                 self._failed(slot, reason, now)
