@@ -29,7 +29,7 @@ class Reject:
     """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
     deadline or queue full), 503 (draining, no slice, model larger than the pool, its model fails
     on every slice, or failed to load, if need be while it ran), 404 (its model is being
-    removed)."""
+    removed), 500 (it kills its workers)."""
 
     request_id: str
     status: int
@@ -86,6 +86,8 @@ class Recall:
 
     request_id: str
     slice_id: str
+    unstarted: bool = False
+    """Only if it has no memory there yet; else it stays, and no event follows."""
 
 
 @value
@@ -147,7 +149,8 @@ class Fail:
 
 @value
 class Return:
-    """Give the request back to the controller, with what it has drawn; nothing of it stays."""
+    """Give the request back to the controller, with what it has drawn; nothing of it stays. Its
+    model was given up, or the controller asked for it (`events.RecallAsked`)."""
 
     request_id: str
 

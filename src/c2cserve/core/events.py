@@ -31,6 +31,20 @@ class FirstToken:
     ttft_s: float
 
 
+PROGRESS_TOKENS = 8
+"""A request that has drawn so many tokens on a slice is not what kills workers: one whose decodes
+do, draws a first token every time."""
+
+
+@value
+class Progressed:
+    """A request that was placed again has drawn `PROGRESS_TOKENS` tokens since, the last of them
+    `after_s` seconds after its arrival."""
+
+    request_id: str
+    after_s: float
+
+
 @value
 class Finished:
     """A request left its slice: all its tokens are drawn, or it failed there."""
@@ -185,9 +199,10 @@ class Draining:
 
 
 ClusterEvent = (
-    Arrived | Cancelled | FirstToken | Finished | SliceUp | SliceLost | ModelAdded | ModelUsable
-    | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled | InstanceReady
-    | KvResized | Recalled | InstanceFailed | InstanceRecovered | Returned | Draining
+    Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
+    | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
+    | InstanceReady | KvResized | Recalled | InstanceFailed | InstanceRecovered | Returned
+    | Draining
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------
@@ -227,6 +242,13 @@ class Submitted:
 
 @value
 class Withdrawn:
+    request_id: str
+
+
+@value
+class RecallAsked:
+    """The controller wants the request back if it has not started here (`actions.Return`)."""
+
     request_id: str
 
 
@@ -289,8 +311,8 @@ class GemmsMeasured:
 
 
 SliceEvent = (
-    Activated | Deactivated | Submitted | Withdrawn | StepDone | StepFailed | StepParked | MoveDone
-    | GemmsMeasured | Fetched
+    Activated | Deactivated | Submitted | Withdrawn | RecallAsked | StepDone | StepFailed
+    | StepParked | MoveDone | GemmsMeasured | Fetched
 )  # fmt: skip
 
 Event = ClusterEvent | SliceEvent

@@ -1,6 +1,6 @@
 """The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
 
@@ -13,12 +13,14 @@ from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
 from c2cserve.policy.consolidation import Placer
 from c2cserve.policy.failing import Failing
 from c2cserve.policy.instances import Instances
-from c2cserve.policy.limits import place_by_limits, scatter
-from c2cserve.policy.load import Outputs, Placement, SliceLoad, expected_kv_bytes
-from c2cserve.policy.placement import active_if_full, place
+from c2cserve.policy.load import Outputs, Placement, SliceLoad
+from c2cserve.policy.placement import active_if_full
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
+from c2cserve.policy.relocation import Relocation
 from c2cserve.policy.residence import ModelBook
+from c2cserve.policy.strategies import place_by_preset
+from c2cserve.policy.suspects import Suspects
 
 _RECHECK_S = 0.25
 """How often waiting requests are looked at again when nothing else happens."""
@@ -47,6 +49,10 @@ class ClusterPolicy:
         self._slices = self._instances.slices
         self._where = self._instances.where
         self._failing = Failing(self._instances)
+        self._relocation = Relocation(
+            Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
+            self._failing, self._send_to, on=preset.placing == "c2cserve",
+        )  # fmt: skip
         self._arrived: list[Request] = []
         self._failed: list[str] = []
         self._broken: set[str] = set()
@@ -64,14 +70,13 @@ class ClusterPolicy:
     @property
     def done(self) -> bool:
         busy = self._where or self._instances.recalled or self._queue or self._arrived
-        return self._draining and not busy
+        return self._draining and not (busy or self._relocation.held)
 
     @property
     def wakeup(self) -> float | None:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
-        if not self._queue:
-            return idle_s
-        return self._recheck_s if idle_s is None else min(idle_s, self._recheck_s)
+        times = idle_s, self._relocation.wakeup, self._recheck_s if self._queue else None
+        return min((one for one in times if one is not None), default=None)
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -81,8 +86,9 @@ class ClusterPolicy:
                 self._arrived.append(request)
             case ev.Cancelled(request_id):
                 self._cancelled(request_id)
-            case ev.FirstToken(request_id, ttft_s):
-                self._instances.first_token(request_id, ttft_s)
+            case ev.FirstToken(request_id, after_s) | ev.Progressed(request_id, after_s):
+                self._instances.first_token(request_id, after_s)
+                self._relocation.tokens(event)
             case ev.Finished():
                 self._throughput.finished()
                 self._finished(event)
@@ -97,11 +103,13 @@ class ClusterPolicy:
                 self._instances.apply(event)
                 self._room_changed |= not isinstance(event, ev.StepTimes)
             case ev.Recalled(request) | ev.Returned(request):
+                self._relocation.returned(event)
                 if self._left(request.id) is not None:
                     self._queue.push(request, displaced=True)
                     self._room_changed = True
             case ev.InstanceFailed(slice_id, _, reason):
                 if slice_id in self._slices and self._failing.failed(event):
+                    self._relocation.excuse(slice_id)
                     self._actions.append(act.Replace(slice_id, reason))
             case ev.InstanceRecovered(slice_id, name):
                 self._room_changed |= self._failing.works(name, slice_id)
@@ -133,7 +141,7 @@ class ClusterPolicy:
     def _cancelled(self, request_id: str) -> None:
         if request_id in self._where:
             self._instances.undispatch(request_id)
-        if self._queue.remove(request_id) is not None:
+        if self._relocation.ended(request_id) or self._queue.remove(request_id) is not None:
             self._pool_changed = True
         elif self._left(request_id) is None:
             self._arrived = [r for r in self._arrived if r.id != request_id]
@@ -141,6 +149,7 @@ class ClusterPolicy:
     def _finished(self, event: ev.Finished) -> None:
         if not event.failed and event.request_id in self._where:
             self._room_changed |= self._failing.works(*self._where[event.request_id])
+        self._relocation.ended(event.request_id)
         if (model := self._left(event.request_id)) is not None:
             self._outputs.learn(model, event.output_len)
 
@@ -154,8 +163,11 @@ class ClusterPolicy:
             self._pool_changed |= not self._models[name].running
         return name
 
-    def _slice_lost(self, slice_id: str, displaced: Iterable[Request]) -> None:
+    def _slice_lost(self, slice_id: str, displaced: Sequence[Request]) -> None:
         self._failing.slice_lost(slice_id)
+        displaced, refused = self._relocation.slice_lost(slice_id, displaced)
+        for request, why in refused:
+            self._reject(request, 500, why, 1.0)
         for name in self._instances.slice_lost(slice_id):
             self._models[name].running -= 1
         for request in displaced:
@@ -173,9 +185,11 @@ class ClusterPolicy:
         self._fail(now)
         if self._pool_changed or now >= self._recheck_s:
             self._load(now)
+        self._room_changed |= self._relocation.direct(now)
         self._dispatch(now, arrived)
         self._refuse(now, arrived)
         self._forget()
+        self._actions += self._relocation.recalls(now)
         usable = any(self._models[m].usable for m in self._queue.models())
         self._throughput.look(now, saturated=usable and bool(self._slices))
         actions, self._actions[:] = [*self._actions], []
@@ -194,6 +208,7 @@ class ClusterPolicy:
 
     def _reject(self, request: Request, status: int, reason: str, retry_after_s: float) -> None:
         self._queue.remove(request.id)
+        self._relocation.ended(request.id)
         self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
 
     def _fail(self, now: float) -> None:
@@ -205,6 +220,7 @@ class ClusterPolicy:
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._instances.undispatch(request_id)
                 self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
+                self._relocation.ended(request_id)
                 self._left(request_id)
             self._leave_pool(model)
             self._broken.add(name)
@@ -233,28 +249,14 @@ class ClusterPolicy:
         for name, why in residence.impossible(absent, models, self._budget_bytes):
             for request in self._queue.of(name):
                 self._reject(request, 503, why, 60.0)
-        waiting = self._queue.models()
-        asked = [
-            (head[0], name) for name in waiting
-            if self._models[name].may_load(now) and (head := self._queue.head(name))
-        ]  # fmt: skip
-        wanted = [m for m in self._outside.values() if m.wanted]
-        asked += residence.unwaited(wanted, waiting, now)
-        kept = {*waiting, *(model.replaces for model in wanted)}
-        unused = residence.evictable(models, kept) if asked else []
-        free = self._budget_bytes - residence.used_bytes(models) if asked else 0
-        for _, name in sorted(asked):
-            lacking = self._models[name].spec.weight_bytes - free
-            victims = residence.evictions(unused, lacking)
-            if victims is None:
-                continue
+        loads = residence.asked_loads(
+            self._models, self._outside, self._queue, self._budget_bytes, now
+        )
+        for model, victims in loads:
             for victim in victims:
-                unused.remove(victim)
-                lacking -= victim.spec.weight_bytes
                 self._leave_pool(victim)
                 self._actions.append(act.Evict(victim.spec.id))
-            free = -lacking
-            self._start_load(self._models[name])
+            self._start_load(model)
         if not self._draining:
             outside = self._outside.values()
             for model in residence.unasked_loads(outside, models, self._budget_bytes):
@@ -312,24 +314,17 @@ class ClusterPolicy:
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Slices that take more requests, and of which models only."""
-        loads = [one for one in self._slices.values() if one.requests < one.most_requests]
+        loads = [
+            one for one in self._slices.values()
+            if one.requests < one.most_requests and not self._relocation.closed(one)
+        ]  # fmt: skip
         return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
 
     def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
-        spec, preset = self._models[request.model].spec, self._preset
-        match preset.placing:
-            case "c2cserve":
-                kv_bytes = expected_kv_bytes(request, spec, self._outputs.mean(spec.id))
-                return place(
-                    request, spec, kv_bytes, loads, self._value, now,
-                    late=self._may_be_late(request, now),
-                )  # fmt: skip
-            case "slinfer":
-                return self._placer.place(request, spec, loads, now)
-            case "limits":
-                return place_by_limits(request, spec, loads, preset.limits)
-            case "scatter":
-                return scatter(request, loads, preset.seed, preset.share)
+        spec, late = self._models[request.model].spec, self._may_be_late(request, now)
+        return place_by_preset(
+            self._preset, self._placer, request, spec, loads, self._value, now, late=late
+        )
 
     def _never_refused(self, request: Request) -> bool:
         """Of a waiting one: for being late."""
@@ -343,6 +338,13 @@ class ClusterPolicy:
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
         return self._queue.count(name) > 0, *self._models[name].value
+
+    def _send_to(self, request: Request, load: SliceLoad, now: float) -> bool:
+        """To this slice, if it can go there now."""
+        placement = self._place(request, [load], now)
+        if placement is not None:
+            self._send(request, placement, now)
+        return placement is not None
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]

@@ -1,11 +1,11 @@
 """Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.queue import Urgency
+from c2cserve.policy.queue import Urgency, WaitingQueue
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MOST_S = 60.0
@@ -123,6 +123,37 @@ def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | 
             victims.remove(model)
             lacking += model.spec.weight_bytes
     return victims
+
+
+def asked_loads(
+    models: Mapping[str, ModelBook],
+    outside: Mapping[str, ModelBook],
+    queue: WaitingQueue,
+    budget_bytes: int,
+    now: float,
+) -> Iterator[tuple[ModelBook, list[ModelBook]]]:
+    """Yield which models that requests in `queue` or newer versions need can be loaded, the most
+    urgent first, and which others are evicted for each. `outside`: those not in the pool."""
+    waiting = queue.models()
+    asked = [
+        (head[0], name) for name in waiting
+        if models[name].may_load(now) and (head := queue.head(name))
+    ]  # fmt: skip
+    wanted = [model for model in outside.values() if model.wanted]
+    asked += unwaited(wanted, waiting, now)
+    if not asked:
+        return
+    unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)})
+    free = budget_bytes - used_bytes(models.values())
+    for _, name in sorted(asked):
+        victims = evictions(unused, models[name].spec.weight_bytes - free)
+        if victims is None:
+            continue
+        for victim in victims:
+            unused.remove(victim)
+        free += sum(victim.spec.weight_bytes for victim in victims)
+        free -= models[name].spec.weight_bytes
+        yield models[name], victims
 
 
 def unasked_loads(

@@ -92,6 +92,8 @@ class SlicePolicy(SliceMemory):
                     self._give_back(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
+            case ev.RecallAsked(request_id):
+                self._recall(request_id)
             case ev.StepDone():
                 self._step_done(event)
             case ev.StepFailed(step_id, reason):
@@ -121,6 +123,11 @@ class SlicePolicy(SliceMemory):
         if seq is not None:  # else it ended by itself while the word was on its way
             seq.withdrawn = True
             self._leave(seq)
+
+    def _recall(self, request_id: str) -> None:
+        seq = self._seqs.get(request_id)  # None: it has ended meanwhile
+        if seq is not None and not (seq.started or seq.busy or seq.stopping or seq.failures):
+            self._give_back(seq)
 
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._flights.landed(event.step_id)
@@ -232,8 +239,9 @@ class SlicePolicy(SliceMemory):
                 self._late_ran = late
                 continue
             if len(self._actions) > freed:
-                tried.clear()  # a request ended or was preempted: others may have room now
-            tried.add(name)
+                tried.clear()  # a request ended or was preempted: all may have room now
+            else:
+                tried.add(name)
             if self._flights.flying and self._short_of_room:
                 break  # who could be preempted has to land first
         if not self._flights:

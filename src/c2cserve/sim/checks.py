@@ -20,6 +20,8 @@ class SeqState:
     spec: ModelSpec
     length: int
     """Known tokens: prompt and drawn."""
+    drawn: int = 0
+    """Tokens drawn on this slice."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
     leaving: list[int] = field(default_factory=list[int])

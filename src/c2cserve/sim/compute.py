@@ -312,10 +312,14 @@ class Compute:
             if part.emits:
                 job = seq.job
                 seq.length += times
+                before, seq.drawn = seq.drawn, seq.drawn + times
                 job.draw(times, last_s, gap_s)
                 if job.drawn == 1:
                     first = ev.FirstToken(part.request_id, job.ttft_s)
                     self._world.controller.tell(first)
+                if job.resumed and before < ev.PROGRESS_TOKENS <= seq.drawn:
+                    after_s = last_s - job.request.arrival_s
+                    self._world.controller.tell(ev.Progressed(part.request_id, after_s))
                 if job.drawn >= job.owed:
                     ended = True
         self.use.tokens += computed

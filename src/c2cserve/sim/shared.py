@@ -25,6 +25,8 @@ class Controller(Protocol):
 
     def dropped(self, job: Job) -> None: ...
 
+    def returned(self, job: Job) -> None: ...
+
 
 @dataclass(frozen=True, slots=True)
 class World:

@@ -8,6 +8,7 @@ from c2cserve.core.actions import (
     Fetch,
     Move,
     Release,
+    Return,
     RunStep,
     SetAlpha,
     SliceAction,
@@ -101,6 +102,9 @@ class SimSlice:
 
     def withdraw(self, request_id: str) -> None:
         self._tell(ev.Withdrawn(request_id))
+
+    def recall(self, request_id: str) -> None:
+        self._tell(ev.RecallAsked(request_id))
 
     def pause(self, name: str) -> None:
         """The model computes nothing until `resume`: its memory is being moved."""
@@ -211,6 +215,10 @@ class SimSlice:
             self.book.release(seq)
             self._leave(seq)
             self._world.controller.truncated(seq.job)
+        elif isinstance(action, Return):
+            seq = self.seqs[action.request_id]
+            self._leave(seq)
+            self._world.controller.returned(seq.job)
         else:
             raise TypeError(f"no simulated step fails: {action}")
 

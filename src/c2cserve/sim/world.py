@@ -167,6 +167,12 @@ class Simulation:
             job.slice_id = ""
             self.tell(ev.Recalled(job.as_of_now()))
 
+    def returned(self, job: Job) -> None:
+        """Its slice was asked for it, and it had not begun there."""
+        job.slice_id = ""
+        job.resumed = True
+        self.tell(ev.Recalled(job.as_of_now()))
+
     def _end(self, job: Job, ending: Ending) -> None:
         self._recalled.discard(job.request.id)
         self.jobs.end(job, ending)
@@ -193,6 +199,8 @@ class Simulation:
                 self.slices[slice_id].deactivate(model)
             case act.Withdraw(request_id, slice_id):
                 self.slices[slice_id].withdraw(request_id)
+            case act.Recall(request_id, slice_id, unstarted=True):
+                self.slices[slice_id].recall(request_id)
             case act.Recall(request_id, slice_id):
                 self._recalled.add(request_id)
                 self.slices[slice_id].withdraw(request_id)

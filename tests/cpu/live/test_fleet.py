@@ -312,3 +312,19 @@ def test_a_pause_of_the_server_is_no_silence_of_its_workers(
         now += 0.25
     assert 1005.0 < now < 1006.0
     assert "no sign of life" in found[0][1]
+
+
+def test_a_worker_that_died_of_a_suspected_request_is_replaced_at_once(fleet: Fleet) -> None:
+    """The others' deaths count as before: its excuse forgives none of them."""
+    slot = fleet.slots["s0"]
+    delays: list[float] = []
+    for excused in (False, False, True, True, False):
+        fleet.start_due(1e6)
+        assert slot.worker is not None
+        slot.started_s = 10.0
+        cast(SlowToDie, slot.worker).exit_code = -9
+        for _ in fleet.reap(10.0):
+            if excused:
+                fleet.excuse("s0")
+        delays.append(slot.restart_at_s - 10.0)
+    assert delays == [0.0, 2.0, 0.0, 0.0, 4.0]

@@ -14,6 +14,7 @@ from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    RecallAsked,
     SliceEvent,
     StepDone,
     StepFailed,
@@ -248,6 +249,16 @@ def test_a_request_of_a_model_that_is_not_active_fails_alone(bench: Bench) -> No
     said = heard(bench)[-1]
     assert isinstance(said, msg.Output)
     assert [one.request_id for one in said.deltas] == ["r"]
+
+
+def test_a_request_that_is_recalled_is_given_back_when_the_policy_says_so(bench: Bench) -> None:
+    heard(bench)
+    bench.tell(msg.Submit(job("r")), msg.Recall("r"))
+    [_, asked] = bench.wait()
+    assert asked == RecallAsked("r")
+    assert heard(bench) == []
+    bench.world.submit(Return("r"))
+    assert heard(bench) == [msg.Returned("r")]
 
 
 def test_a_model_that_cannot_be_attached_or_detached_is_no_others_trouble(bench: Bench) -> None:

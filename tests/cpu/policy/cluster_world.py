@@ -15,6 +15,7 @@ from c2cserve.core.actions import (
     Evict,
     Forget,
     Load,
+    Recall,
     Reject,
     Withdraw,
 )
@@ -30,6 +31,8 @@ from c2cserve.core.events import (
     ModelRemoving,
     ModelUsable,
     PoolState,
+    Progressed,
+    Recalled,
     SliceLost,
     SliceUp,
     StepTimes,
@@ -51,6 +54,9 @@ class Live:
     first_dispatch_s: float | None = None
     end_s: float = 0.0
     incarnation: int = 0
+    begun: bool = False
+    """It has a first token where it is."""
+    recalls: int = 0
 
 
 @dataclass
@@ -144,17 +150,27 @@ class ClusterTestWorld:
                 if live is None or live.ended:
                     return None
                 live.ended = "cancelled"
-            case FirstToken(request_id) | Finished(request_id):
+            case FirstToken(request_id) | Progressed(request_id) | Finished(request_id):
                 live = self.jobs[request_id]
                 if live.ended or live.incarnation != incarnation:
                     return None
                 if isinstance(event, Finished):
                     self._end(live, "finished")
-                else:
+                elif isinstance(event, FirstToken):
+                    live.begun = True
                     live.request = replace(
                         live.request, sent=live.request.sent + 1,
                         prompt_len=live.request.prompt_len + 1,
                     )  # fmt: skip
+            case Recalled(request):
+                live = self.jobs[request.id]
+                if live.ended or live.incarnation != incarnation or live.begun:
+                    return None
+                assert live.slice_id is not None
+                self.slices[live.slice_id].running.discard(request.id)
+                live.slice_id, live.resumed = None, True
+                live.incarnation += 1
+                return Recalled(live.request)
             case SliceUp(slice_):
                 if slice_.id in self.slices:
                     return None
@@ -205,6 +221,12 @@ class ClusterTestWorld:
                 live = self.jobs[request_id]
                 assert live.slice_id == slice_id
                 self.slices[slice_id].running.discard(request_id)
+            case Recall(request_id, slice_id, unstarted=True):
+                live = self.jobs[request_id]
+                assert live.slice_id == slice_id
+                live.recalls += 1
+                later = self.now + self.random.uniform(0.0, 0.02)
+                self.at(later, Recalled(live.request), live.incarnation)
             case Reject(request_id):
                 live = self.jobs[request_id]
                 assert not (live.resumed and action.status == 429), "displaced, then refused"
@@ -244,8 +266,15 @@ class ClusterTestWorld:
             live.first_dispatch_s = self.now
         up.running.add(live.request.id)
         live.incarnation += 1
+        live.begun = False
+        self._serve(live, slice_id, model)
+
+    def _serve(self, live: Live, slice_id: str, model: str) -> None:
         took = self.random.expovariate(1 / self.service_s)
         self.at(self.now + took / 2, FirstToken(live.request.id, took / 2), live.incarnation)
+        if live.resumed:
+            part = took * self.random.uniform(0.5, 1.0)
+            self.at(self.now + part, Progressed(live.request.id, part), live.incarnation)
         self.at(self.now + took, Finished(live.request.id, 1), live.incarnation)
         self.at(self.now + took, StepTimes(slice_id, model, took / 20, took / 200))
 

@@ -46,7 +46,7 @@ class PresetWorld(ClusterTestWorld):
                 self.kv[model, slice_id] = kv_bytes
                 later = self.now + self.random.uniform(0.0, 0.1)
                 self.at(later, ev.KvResized(model, slice_id, kv_bytes))
-            case act.Recall(request_id, slice_id):
+            case act.Recall(request_id, slice_id, unstarted=False):
                 live = self.jobs[request_id]
                 self.recalls += 1
                 self.slices[slice_id].running.discard(request_id)

@@ -40,6 +40,7 @@ from c2cserve.core.events import (
     Submitted,
     Withdrawn,
 )
+from c2cserve.core.request import Slo
 from c2cserve.core.step import Step
 
 REASON = "RuntimeError: no"
@@ -103,6 +104,19 @@ def failed(step: Step) -> StepFailed:
 def only_step(actions: list[SliceAction]) -> Step:
     [step] = [action.step for action in actions if isinstance(action, RunStep)]
     return step
+
+
+def test_a_suspect_gets_the_room_of_a_request_that_is_cut_short() -> None:
+    """No event follows that would look at it again."""
+    slo = Slo(ttft_s=0.1, tpot_s=0.01)
+    drawn = [
+        ("a", 1, 1, 0.0, 0, 0, 1, None, slo, False), ("a", 1, 4, 1.0, 0, 0, 4, None, slo, False),
+        ("c", 1, 4, 1.0, 0, 0, 4, None, slo, False), ("c", 4, 30, 1.0, 0, 0, 30, None, slo, False),
+    ]  # fmt: skip
+    world = world_of(drawn, 0, 4, 1, 0.0, 0.0)
+    world.fault = 0.02
+    world.run()
+    check(world)
 
 
 def test_the_requests_of_a_failed_step_run_alone_then_in_company() -> None:

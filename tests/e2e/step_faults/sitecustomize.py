@@ -2,11 +2,13 @@
 
 Faults are names of files in $C2CSERVE_TEST_FAULTS. `once`: the next step fails, and takes the file
 away. While they are there: `token-N`: steps with a request whose prompt has token N; `model-NAME`:
-steps of that model; `all`: every step; `slow`: steps take seconds.
+steps of that model; `all`: every step; `slow`: steps take seconds, `slow-N`: N ms more; `kill-N`:
+the process dies in a step with a request whose prompt has token N.
 """
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 import time
@@ -22,12 +24,14 @@ def _strike(seqs: list[Any]) -> None:
     for fault in sorted(path.name for path in _FOLDER.iterdir()):
         kind, _, of = fault.partition("-")
         if kind == "slow":
-            time.sleep(_SLOW_S)
+            time.sleep(int(of) / 1000 if of else _SLOW_S)
             continue
         if kind == "once":
             with contextlib.suppress(FileNotFoundError):
                 (_FOLDER / fault).unlink()
                 raise RuntimeError("an injected fault: once")
+        if kind == "kill" and any(int(of) in seq.job.tokens for seq in seqs):
+            os.kill(os.getpid(), signal.SIGKILL)
         hit = (
             kind == "all"
             or (kind == "token" and any(int(of) in seq.job.tokens for seq in seqs))

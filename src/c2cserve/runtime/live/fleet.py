@@ -104,6 +104,8 @@ class Fleet:
         self.settings = settings
         self.slots = {config.slice.id: Slot(config) for config in configs}
         self._spawner = Spawner()
+        self._excused: set[str] = set()
+        """Slices whose worker died of a request."""
         self._spare_due_s = 0.0
         self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
         self._ever_up = False
@@ -181,6 +183,11 @@ class Fleet:
             delay_s = back_off_s(slot.failures - 2, _BACK_OFF_FIRST_S, most_s)
         slot.restart_at_s = now + delay_s
 
+    def excuse(self, slice_id: str) -> None:
+        """The worker that `reap` has just yielded died with a request that others died with before:
+        its successor starts without delay. There are few such deaths (`policy.suspects`)."""
+        self._excused.add(slice_id)
+
     def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
         """Workers found dead, hung or failed to start, with the reason; the caller takes what each
         still said. Raises `FleetDown` when nothing can be started, and nothing ever could."""
@@ -196,9 +203,12 @@ class Fleet:
             log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
             yield worker, reason
             slot.worker, slot.leaving = None, worker
-            if worker.up and now - slot.started_s > _SOUND_S:
-                slot.failures = 0
-                slot.restart_at_s = now
+            excused = slot.slice.id in self._excused
+            self._excused.discard(slot.slice.id)
+            sound = worker.up and now - slot.started_s > _SOUND_S
+            if sound or excused:
+                slot.failures = 0 if sound else slot.failures
+                slot.reason, slot.restart_at_s = reason, now
             else:
                 slot.reason = reason  # logged above
                 self._failed(slot, reason, now)

@@ -5,10 +5,19 @@ requests continue from.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from c2cserve.core.events import Cancelled, ClusterEvent, Finished, FirstToken
+from c2cserve.core.events import (
+    PROGRESS_TOKENS,
+    Cancelled,
+    ClusterEvent,
+    Finished,
+    FirstToken,
+    Progressed,
+    Recalled,
+    Returned,
+)
 from c2cserve.core.request import Delta, FinishReason, Job, Request
 from c2cserve.runtime.gateway import Refused
 
@@ -18,9 +27,6 @@ Sink = Callable[["Delta | Refused"], None]
 
 log = logging.getLogger(__name__)
 
-_LIVES = 4
-"""Workers a request may lose before it is held responsible."""
-
 
 @dataclass(slots=True)
 class LiveJob:
@@ -29,8 +35,10 @@ class LiveJob:
     slice_id: str | None = None
     output: list[int] = field(default_factory=list[int])
     prompt_reported: bool = False
-    resumed: int = 0
-    """Slices it was on that were lost."""
+    deaths: int = 0
+    """Slices it was on that were lost, since it last made progress."""
+    recalled: bool = False
+    """Its slice has been asked to give it back (`core.actions.Recall`)."""
     moved: bool = False
     """It began anew on another slice, or on the same one."""
     lost_slice: str = ""
@@ -62,7 +70,7 @@ class LiveJob:
         self.job = self.remaining()
         self.output.clear()
         self.lost_slice, self.slice_id = self.slice_id or self.lost_slice, None
-        self.moved = True
+        self.moved, self.recalled = True, False
         return self.request
 
 
@@ -110,7 +118,11 @@ class JobTable:
         if live.moved:
             delta = self._without_repeats(live, delta)
         # What can fail comes before: a token is noted exactly if its client gets it.
+        before = len(live.output)
         live.output.extend(delta.tokens)
+        if live.moved and before < PROGRESS_TOKENS <= len(live.output):
+            live.deaths = 0
+            events.append(Progressed(delta.request_id, now - live.request.arrival_s))
         live.prompt_reported = True
         live.sink(delta)
         if delta.finish is not None:
@@ -141,30 +153,38 @@ class JobTable:
             return delta
         return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
 
-    def give_back(self, request_id: str, slice_id: str) -> Request | None:
-        """A slice returned the request; None if it has ended meanwhile."""
+    def give_back(self, request_id: str, slice_id: str) -> Recalled | Returned | None:
+        """A slice returned the request: return what the policy must hear, None if the request has
+        ended meanwhile."""
         live = self._jobs.get(request_id)
-        return None if live is None or live.slice_id != slice_id else live.begin_anew()
+        if live is None or live.slice_id != slice_id:
+            return None
+        if live.recalled:
+            return Recalled(live.begin_anew())
+        log.warning("request %s: slice %s gave it back; it continues elsewhere",
+                    request_id, slice_id, extra={"job": request_id})  # fmt: skip
+        return Returned(live.begin_anew())
 
-    def displace(self, slice_id: str, why: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
-        """The slice is gone: its jobs continue from what the clients have. One that has lost
-        `_LIVES` slices is likely what kills them: it fails, and the policy must hear of that."""
+    def suspected(self, slice_id: str) -> bool:
+        """Whether the slice has a request that lost two slices without progress between: the
+        policy has isolated it (`policy.suspects`)."""
+        return any(live.deaths > 1 for live in self._on(slice_id))
+
+    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
+        """The slice is gone: return its requests, which continue from what the clients have, and
+        what the policy must hear of those that cannot. Which of them is to blame for a worker's
+        death is the policy's to say (`policy.suspects`)."""
         displaced: list[Request] = []
         failed: list[ClusterEvent] = []
         for live in self._on(slice_id):
             request_id = live.request.id
-            if live.resumed + 1 >= _LIVES:
-                reason = f"{_LIVES} workers died while they ran this request, the last one: {why}"
-                log.error("request %s failed: %s", request_id, reason, extra={"job": request_id})
-                failed += self.fail(request_id, reason)
-                continue
             try:
                 displaced.append(live.begin_anew())
             except Exception as fault:
                 log.exception("request %s can not go on", request_id, extra={"job": request_id})
                 failed += self.blame(request_id, fault)
             else:
-                live.resumed += 1
+                live.deaths += 1
         self.resumed += len(displaced)
         return tuple(displaced), failed
 
@@ -198,3 +218,12 @@ class JobTable:
             else:
                 counts[live.request.model] = (running + 1, waiting)
         return counts
+
+
+def log_moved(request_ids: Sequence[str], why: str) -> None:
+    """Log which requests a fault has hit that was not their own."""
+    if request_ids:
+        log.warning(
+            "%s; requests that continue from what their clients have: %s",
+            why, ", ".join(request_ids), extra={"jobs": list(request_ids)},
+        )  # fmt: skip

@@ -57,6 +57,13 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """Give the request back (`Returned`) if it has no memory here yet; else keep it, and say
+    nothing."""
+
+    request_id: str
+
+
 class Reset(msgspec.Struct, frozen=True, tag=True):
     """The controller's loop has started anew: withdraw all requests, deactivate all models, keep
     what is attached, and answer `ResetDone` when no step can draw for those requests any more.
@@ -69,7 +76,7 @@ class Quit(msgspec.Struct, frozen=True, tag=True):
     """Nothing is left to do: exit."""
 
 
-ToWorker = Attach | Detach | Switch | Submit | Withdraw | Reset | Quit
+ToWorker = Attach | Detach | Switch | Submit | Withdraw | Recall | Reset | Quit
 
 # ---- worker -> controller ---------------------------------------------------------------------
 

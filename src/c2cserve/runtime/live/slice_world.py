@@ -19,6 +19,7 @@ from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    RecallAsked,
     SliceEvent,
     StepDone,
     StepFailed,
@@ -168,6 +169,8 @@ class SliceWorld:
             case msg.Withdraw(request_id):
                 self._held.discard(request_id)
                 self.emit(Withdrawn(request_id))
+            case msg.Recall(request_id):
+                self.emit(RecallAsked(request_id))
             case msg.Switch(model, active):
                 self._switch(model, active)
             case msg.Attach():

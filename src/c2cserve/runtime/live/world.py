@@ -39,7 +39,7 @@ from c2cserve.core.events import (
     Draining,
     InstanceFailed,
     InstanceRecovered,
-    Returned,
+    Recalled,
     SliceLost,
     SliceUp,
     StepTimes,
@@ -51,7 +51,7 @@ from c2cserve.runtime.live.directory import Directory
 from c2cserve.runtime.live.fleet import Fleet
 from c2cserve.runtime.live.host import ModelHost
 from c2cserve.runtime.live.hosting import Hosting
-from c2cserve.runtime.live.jobs import JobTable, LiveJob
+from c2cserve.runtime.live.jobs import JobTable, LiveJob, log_moved
 from c2cserve.runtime.live.workers import Garbled, Worker
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,9 @@ class World:
         self._telling: str | None = None
         """The request that the policy is being told of out of the books."""
         self._resets = 0
-        self.counters: Counter[str] = Counter(models_given_up=0, controller_restarts=0)
+        self.counters: Counter[str] = Counter(
+            models_given_up=0, controller_restarts=0, poison_requests=0, recalled_requests=0
+        )
         self._hosting = Hosting(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
 
@@ -231,11 +233,10 @@ class World:
         yield SliceUp(worker.slice)
 
     def _give_back(self, request_id: str, slice_id: str) -> Iterator[ClusterEvent]:
-        request = self._jobs.give_back(request_id, slice_id)
-        if request is not None:
-            log.warning("request %s: slice %s gave it back; it continues elsewhere",
-                        request_id, slice_id, extra={"job": request_id})  # fmt: skip
-            yield Returned(request)
+        event = self._jobs.give_back(request_id, slice_id)
+        if event is not None:
+            self.counters["recalled_requests"] += isinstance(event, Recalled)
+            yield event
 
     def _take_trouble(
         self, slice_id: str, message: msg.Failed | msg.Recovered
@@ -262,8 +263,10 @@ class World:
         slice_id = worker.slice.id
         self._take_messages(worker, events)
         self._hosting.lost(slice_id)
-        displaced, failed = self._jobs.displace(slice_id, reason)
-        _log_moved([request.id for request in displaced], f"slice {slice_id} was lost: {reason}")
+        if self._jobs.suspected(slice_id):
+            self._fleet.excuse(slice_id)
+        displaced, failed = self._jobs.displace(slice_id)
+        log_moved([request.id for request in displaced], f"slice {slice_id} was lost: {reason}")
         events += failed
         events.append(SliceLost(slice_id, displaced))
         self.counters["slice_lost"] += 1
@@ -285,7 +288,7 @@ class World:
             fault = RuntimeError("the controller's loop broke when it was told of this request")
             self._jobs.blame(culprit, fault)
         self._hosting.nothing_active()
-        _log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
+        log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
         self._owed.clear()
         for worker in self._fleet.up:
             worker.reset(self._resets)
@@ -302,7 +305,7 @@ class World:
 
     def submit(self, action: ClusterAction) -> None:
         match action:
-            case Dispatch() | Withdraw() | Reject():
+            case Dispatch() | Withdraw() | Reject() | Recall(unstarted=True):
                 tell = partial(self._tell_of_request, action)
                 self._owed += self._guarded(action.request_id, tell)
             case Load(model):
@@ -323,7 +326,9 @@ class World:
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
 
-    def _tell_of_request(self, action: Dispatch | Withdraw | Reject) -> Sequence[ClusterEvent]:
+    def _tell_of_request(
+        self, action: Dispatch | Withdraw | Reject | Recall
+    ) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
                 live = self._jobs.get(request_id)
@@ -332,9 +337,24 @@ class World:
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))
+            case Recall(request_id, slice_id):
+                live = self._jobs.get(request_id)
+                if live is not None:
+                    live.recalled = True
+                    self._send(slice_id, msg.Recall(request_id))
+            case Reject(request_id, 500, reason):
+                return self._fail(request_id, reason)
             case Reject():
                 self._reject(action)
         return ()
+
+    def _fail(self, request_id: str, reason: str) -> Sequence[ClusterEvent]:
+        """End a request that kills its workers."""
+        log.error("request %s failed: %s", request_id, reason, extra={"job": request_id})
+        self.counters["poison_requests"] += 1
+        events = self._jobs.fail(request_id, reason)
+        self._flush()
+        return events
 
     def _reject(self, reject: Reject) -> None:
         live = self._jobs.drop(reject.request_id)
@@ -370,12 +390,3 @@ class World:
     def close(self, grace_s: float) -> None:
         """End all workers. Events may still be posted; they are never read."""
         self._fleet.close(grace_s)
-
-
-def _log_moved(request_ids: Sequence[str], why: str) -> None:
-    """Which requests a fault has hit that was not their own."""
-    if request_ids:
-        log.warning(
-            "%s; requests that continue from what their clients have: %s",
-            why, ", ".join(request_ids), extra={"jobs": list(request_ids)},
-        )  # fmt: skip

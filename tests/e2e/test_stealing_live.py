@@ -1,0 +1,74 @@
+"""A slice that comes up empty beside a full one takes requests that wait there without memory."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import openai
+import pytest
+from injected import inject, recorded
+from server_process import ServerProcess, wait_until
+
+FAULTS = Path(__file__).parent / "step_faults"
+MODEL = "sorter-llama"
+REQUESTS, TOKENS = 40, 100
+TIGHT = ("--kv-bytes", str(2 << 20))
+"""One slab: memory for about eight of these requests at a time."""
+
+
+async def answers(url: str) -> list[str]:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+
+        async def answer(index: int) -> str:
+            done = await client.completions.create(
+                model=MODEL, prompt=f"sort: {index} " + "dcba" * 65, max_tokens=TOKENS, seed=index,
+                temperature=0.8, extra_body={"ignore_eos": True},
+            )  # fmt: skip
+            assert done.usage is not None
+            assert done.usage.completion_tokens == TOKENS
+            return done.choices[0].text
+
+        return await asyncio.gather(*(answer(index) for index in range(REQUESTS)))
+
+
+def state_of(server: ServerProcess, index: int) -> str:
+    return server.state()["slices"][index]["state"]
+
+
+def hold_back(server: ServerProcess) -> None:
+    """Kill the second slice's worker three times: the next one is started seconds later. (The first
+    death counts for nothing if that worker was up for long.)"""
+    killed: set[int] = set()
+
+    def strike() -> bool:
+        one = server.state()["slices"][1]
+        if one["state"] == "up" and one["pid"] not in killed:
+            killed.add(one["pid"])
+            os.kill(one["pid"], signal.SIGKILL)
+        return len(killed) == 3
+
+    wait_until(strike, 40, "killed three times", 0.01)
+    wait_until(lambda: state_of(server, 1) == "lost", 5, "it is not started at once", 0.01)
+
+
+def served(server: ServerProcess) -> dict[str, int]:
+    """Requests that each slice has answered."""
+    ended = [one["slice"] for one in server.logs() if one.get("output_tokens") == TOKENS]
+    return {name: ended.count(name) for name in ("cpu0", "cpu1")}
+
+
+def test_an_idle_slice_takes_requests_that_wait_for_memory_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inject(monkeypatch, FAULTS, tmp_path / "faults")
+    with recorded(*TIGHT, directory=tmp_path, slices=2) as (server, _):
+        undisturbed = asyncio.run(answers(server.url))
+        before = served(server)
+        (tmp_path / "faults" / "slow-20").touch()
+        hold_back(server)
+        assert asyncio.run(answers(server.url)) == undisturbed
+        assert state_of(server, 1) == "up"
+        assert served(server)["cpu1"] - before["cpu1"] >= REQUESTS // 8
+        assert server.state()["counters"]["recalled_requests"] >= REQUESTS // 8
+        assert all(one["running"] == one["waiting"] == 0 for one in server.state()["slices"])
