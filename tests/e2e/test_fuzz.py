@@ -10,7 +10,7 @@ from mutations import Mutations
 from raw_http import exchange, post
 from server_process import ServerProcess
 
-ALLOWED = {200, 400, 401, 404, 405, 408, 409, 413, 429, 431}
+ALLOWED = {200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431}
 GOOD = [
     post("/v1/completions", json.dumps(body).encode())
     for body in (

@@ -24,7 +24,8 @@ HEALTH_S = 1.0
 
 
 def send(server: ServerProcess, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
-    request = urllib.request.Request(server.url + path, data, method=method)
+    json_type = {"content-type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, json_type, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())

@@ -15,7 +15,7 @@ GOOD = post(
     "/v1/completions",
     b'{"model": "sorter-llama", "prompt": "sort: dcba", "temperature": 0, "max_tokens": 4}',
 )
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SOCKETS = 1200
 
 
@@ -83,7 +83,11 @@ def trickle(connection: socket.socket, seconds: float) -> None:
     [
         (b"POST /v1/completions HTTP/1.1\r\nx: ", "--head-timeout"),
         (b"\r\n", "--head-timeout"),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 999\r\n\r\n", "--body-timeout"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\ncontent-length: 999\r\n"
+            b"content-type: application/json\r\n\r\n",
+            "--body-timeout",
+        ),
     ],
 )
 def test_slow_requests_end(strict: ServerProcess, begun: bytes, option: str) -> None:
@@ -142,11 +146,12 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
     for protocol in (b"websocket", b"h2c"):
         fields = upgrade.replace(b"websocket\r", protocol + b"\r", 1)
         with connect(strict.port) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + fields + b"\r\n")
             answer = closed_within(connection, 5)
         assert answer.startswith(b"HTTP/1.1 200")
         with connect(strict.port) as connection:
-            connection.sendall(GOOD.replace(b"host: x\r\n", b"host: x\r\n" + fields) + b"more")
+            host = b"host: localhost\r\n"
+            connection.sendall(GOOD.replace(host, host + fields) + b"more")
             answer = closed_within(connection, 10)
         assert answer.startswith(b"HTTP/1.1 200"), answer
 
@@ -155,7 +160,7 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
     "data",
     [
         b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
-        b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
+        b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
         b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from c2cserve.runtime.gateway import Gateway, Refused, Superseded
 from c2cserve.server.bodies import Bodies
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
+from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Preparer, model_of
@@ -62,6 +64,9 @@ def create_app(
     routes = _Routes(gateway, settings, texts, metrics)
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
+    if settings.access.allowed_origins:
+        path = "/v1/{name:path}"
+        app.add_route(path, routes.guarded(routes.preflight, "", path), methods=["OPTIONS"])
 
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -87,6 +92,8 @@ class _Routes:
     ) -> None:
         self._gateway = gateway
         self._settings = settings
+        self._guard = Guard(settings.access, admin_key=bool(settings.admin_key))
+        self._tenant_salt = secrets.token_bytes(16)
         self._metrics = metrics
         self._texts = texts
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
@@ -94,7 +101,7 @@ class _Routes:
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
         metrics.know_routes(route for _, route, _, _ in self.table())
 
-    def table(self) -> list[tuple[str, str, Handler, str]]:
+    def table(self) -> list[tuple[str, str, Handler, Role]]:
         """Method, path, handler, and whose key is asked for. Model ids may contain slashes."""
         return [
             ("POST", "/v1/completions", self._completions, "user"),
@@ -107,18 +114,24 @@ class _Routes:
             ("POST", "/admin/models/{name:path}/reload", self._reload, "admin"),
             ("GET", "/admin/models/{name:path}", self._admin_model, "admin"),
             ("DELETE", "/admin/models/{name:path}", self._remove, "admin"),
-            ("GET", "/metrics", self._show_metrics, "admin"),
+            ("GET", "/metrics", self._show_metrics, "metrics"),
             ("GET", "/health", self._health, ""),
             ("GET", "/ready", self._ready, ""),
             ("GET", "/version", self._version, ""),
         ]
 
-    def guarded(self, handler: Handler, role: str, route: str) -> Handler:
+    def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
         """Keys, request ids, and every failure as an error in OpenAI's shape."""
 
         async def guarded(http: HttpRequest) -> Response:
+            response = await answered(http)
+            response.headers.update(self._guard.cross_origin(http, role))
+            return response
+
+        async def answered(http: HttpRequest) -> Response:
             request_id = http.state.request_id = _request_id(http)
             try:
+                self._guard.check(http, role)
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
@@ -152,14 +165,25 @@ class _Routes:
         )  # fmt: skip
         return response
 
-    def _authorize(self, http: HttpRequest, role: str) -> None:
-        keys = {"user": self._settings.api_keys, "admin": (self._settings.admin_key,)}.get(role, ())
-        accepted = [key for key in keys if key]
-        if not accepted:
+    async def preflight(self, http: HttpRequest) -> Response:
+        return Response(status_code=204, headers=self._guard.preflight(http))
+
+    def _authorize(self, http: HttpRequest, role: Role) -> None:
+        """Sets `http.state.tenant`, the stable name of whose request it is, and `cache_group`, of
+        whose prefixes it may reuse; both are empty without keys."""
+        http.state.tenant = http.state.cache_group = ""
+        keys = [key for key in self._settings.api_keys if key] if role == "user" else []
+        if self._guard.asks_for_key(role):
+            keys = [self._settings.admin_key]
+        if not keys:
             return
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
+        if not any(hmac.compare_digest(given, key.encode()) for key in keys):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        if role == "user":
+            http.state.tenant = blake2b(given, key=self._tenant_salt, digest_size=8).hexdigest()
+            shared = self._settings.access.shared_cache
+            http.state.cache_group = "" if shared else http.state.tenant
 
     # ---- inference ------------------------------------------------------------------------------
 
@@ -174,7 +198,10 @@ class _Routes:
         and has not reached it, is prepared again."""
         async with self._bodies.receive(http) as body:
             model = http.state.model = model_of(body)
-            prepare = partial(self._preparer.prepare, api, body, model, http.headers)
+            prepare = partial(
+                self._preparer.prepare, api, body, model, http.headers, http.state.tenant,
+                http.state.cache_group,
+            )  # fmt: skip
             prepared = await prepare()
         for _ in range(_RELOADS_MAX):
             try:

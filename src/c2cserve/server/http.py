@@ -42,7 +42,8 @@ def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvic
 
     return uvicorn.Config(
         create_app(gateway, settings, connections), log_config=None, access_log=False,
-        lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
+        lifespan="on", ws="none", proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
+        http=Bounded, **more,
     )  # fmt: skip
 
 

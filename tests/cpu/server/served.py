@@ -33,7 +33,8 @@ class Served:
             self._thread.join(0.005)
         self.port = int(self._server.servers[0].sockets[0].getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url)
+        json = {"content-type": "application/json"}
+        self.http = httpx.Client(base_url=self.url, headers=json)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         return self
 
