@@ -67,7 +67,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("hostile")
     catalog = directory / "catalog.toml"
     catalog.write_text(f'[[models]]\nid = "good"\npath = "{SPECIALISTS / "sorter-llama"}"\n')
-    args = ("--pool-bytes", str(64 << 20), "--kv-bytes", str(100 << 20))
+    roots = ("--model-root", str(tmp_path_factory.getbasetemp()))
+    args = ("--pool-bytes", str(64 << 20), "--kv-bytes", str(100 << 20), *roots)
     with ServerProcess(*args, catalog=catalog, directory=directory / "pool", slices=1) as server:
         yield server
 

@@ -16,10 +16,15 @@ import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
+from c2cserve.catalog.roots import roots_of
 from c2cserve.cli import serve_options as opt
+from c2cserve.cli.access_options import AccessOptions, read_tls, reload_tls
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.cli.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.cli.model_host import CatalogHost
+from c2cserve.cli.option_groups import grouped
 from c2cserve.cli.output import CliError, CliErrors
+from c2cserve.cli.reloads import Reloads
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
@@ -46,6 +51,7 @@ from c2cserve.server.settings import (
     ServerSettings,
     TextSettings,
 )
+from c2cserve.server.tls import Tls, TlsError
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +74,7 @@ class Options:
     record: Path | None
     log_level: str
     log_format: LogFormat
+    access: AccessOptions
     fleet: FleetSettings
     drain_timeout_s: float
     strict: bool
@@ -75,8 +82,10 @@ class Options:
     server: ServerSettings
 
 
+@grouped
 def serve(
     catalog: opt.CatalogPath,
+    access: AccessOptions,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
     slices: opt.Slices = None,
@@ -119,7 +128,7 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        tuple(api_key or ()), admin_key, max_body_bytes,
+        tuple(api_key or ()), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
@@ -128,7 +137,7 @@ def serve(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
         ),
-        text=TextSettings(text_processes, text_timeout),
+        text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
@@ -136,8 +145,9 @@ def serve(
     )  # fmt: skip
     options = Options(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
-        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server,
+        access, FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
+        drain_timeout, strict, AdmissionSettings(max_waiting=max_waiting, patience=patience),
+        server,
     )  # fmt: skip
     _serve(options)
 
@@ -146,10 +156,12 @@ def _serve(options: Options) -> None:
     try:
         setup_logging("server", options.log_level, options.log_format)
         catalog = load_catalog(options.catalog, with_files=False)
-    except (CatalogError, ValueError) as error:
+        tls = read_tls(options.access)
+    except (CatalogError, TlsError, ValueError) as error:
         raise CliError(str(error), 2) from error
+    hide_keys()
     with _listen(options) as listener:
-        reason = uvloop.run(_Server(options, catalog).run(listener))
+        reason = uvloop.run(_Server(options, catalog, tls).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -174,9 +186,13 @@ def _listen(options: Options) -> Generator[socket.socket]:
 class _Server:
     """One run, from the pool's lock to its removal."""
 
-    def __init__(self, options: Options, catalog: Catalog) -> None:
+    def __init__(self, options: Options, catalog: Catalog, tls: Tls | None) -> None:
         self._options = options
         self._catalog = catalog
+        self._tls = tls
+        self._reloads = Reloads()
+        if tls is not None:
+            self._reloads.add("the certificate", partial(reload_tls, tls))
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
 
@@ -188,7 +204,8 @@ class _Server:
         slices, budget = self._plan()
         make_pool = partial(_make_pool, self._instance, options.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
-        host = CatalogHost(self._catalog.base_dir, make_pool, self._post, kv_bytes)
+        roots = roots_of(self._catalog, options.access.model_root or ())
+        host = CatalogHost(self._catalog.base_dir, roots, make_pool, self._post, kv_bytes)
         try:
             models, broken = _prepare_all(host, self._catalog, strict=options.strict)
             _check_pinned(models, budget)
@@ -242,15 +259,20 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        http = _HttpServer(http_config(gateway, options.server))
+        http = _HttpServer(http_config(gateway, options.server, self._tls))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
+        if self._reloads:
+            loop.add_signal_handler(signal.SIGHUP, self._reloads.run)
         log.info(
-            "c2cserve %s on http://%s:%d: %d models, %d failed, %d slices", self._instance,
-            options.host, options.port, len(models), len(broken), len(slices),
+            "c2cserve %s on %s://%s:%d: %d models, %d failed, %d slices", self._instance,
+            "https" if self._tls else "http", options.host, options.port, len(models), len(broken),
+            len(slices),
         )  # fmt: skip
+        for text in exposures(options.server, options.host, keys=bool(options.server.api_keys)):
+            log.warning("%s", text)
         reason = await ended
         http.should_exit = True
         await serving

@@ -4,7 +4,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,8 @@ class FileSeal:
     mtime_ns: int
     inode: int
     digest: bytes
+    real: Path = field(compare=False)
+    """Where the file lies that was opened, all links followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,4 +77,5 @@ def _seal(path: Path) -> FileSeal | None:
         while most > 0 and (part := file.read(min(most, 1 << 20))):
             digest.update(part)
             most -= len(part)
-    return FileSeal(path, status.st_size, status.st_mtime_ns, status.st_ino, digest.digest())
+        real = Path(os.readlink(f"/proc/self/fd/{fd}"))
+    return FileSeal(path, status.st_size, status.st_mtime_ns, status.st_ino, digest.digest(), real)

@@ -49,13 +49,13 @@ class Guard:
     def check(self, http: HttpRequest, role: Role) -> None:
         headers = http.headers
         local_only = role in ("admin", "metrics") and not (self._admin_key or self._open(role))
+        if local_only:
+            self._check_local(http, role)
         if local_only or self._access.loopback_only or self._access.allowed_hosts:
             self._check_host(headers)
         if http.method not in _READING:
             self._check_origin(headers, role)
             _check_media_type(headers)
-        if local_only:
-            self._check_local(http, role)
 
     def _open(self, role: Role) -> bool:
         return role == "metrics" and self._access.open_metrics

@@ -21,6 +21,7 @@ from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.tls import Tls
 
 _LINGER_S = 1.0
 """A refused client may still be sending: closing at once would take the answer from it."""
@@ -32,19 +33,25 @@ _FRAMING = 2
 """Times that chunked encoding may make a body larger."""
 
 
-def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvicorn.Config:
-    """A server for `gateway`; `more` is uvicorn's."""
+def http_config(
+    gateway: Gateway, settings: ServerSettings, tls: Tls | None = None, **more: Any
+) -> uvicorn.Config:
+    """A server for `gateway`, of HTTPS with `tls`; `more` is uvicorn's."""
     connections = Connections(settings.connections)
 
     class Bounded(HttpProtocol):
         all = connections
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
-    return uvicorn.Config(
+    config = uvicorn.Config(
         create_app(gateway, settings, connections), log_config=None, access_log=False,
         lifespan="on", ws="none", proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
         http=Bounded, **more,
     )  # fmt: skip
+    if tls is not None:
+        config.load()
+        config.ssl = tls.context
+    return config
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -118,8 +125,9 @@ class HttpProtocol(HttpToolsProtocol):
             f"x-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(STATUS_LINE[status] + head.encode() + content)
-        if linger and self.transport.can_write_eof():
-            self.transport.write_eof()
+        if linger:
+            if self.transport.can_write_eof():  # not where it is encrypted
+                self.transport.write_eof()
             self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
         else:
             self.transport.close()
