@@ -53,7 +53,7 @@ def unharmed(server: ServerProcess, pids: list[int]) -> None:
 def test_five_hundred_wrong_requests(server: ServerProcess) -> None:
     pids = server.worker_pids()
     statuses = fuzz(server, 0, 500)
-    assert statuses[200] > 20, "some are good enough to be computed"
+    assert statuses[200] > 10, "some are good enough to be computed"
     assert statuses[400] > 200
     unharmed(server, pids)
 

@@ -51,7 +51,8 @@ class Guard:
         local_only = role in ("admin", "metrics") and not (self._admin_key or self._open(role))
         if local_only:
             self._check_local(http, role)
-        if local_only or self._access.loopback_only or self._access.allowed_hosts:
+        checks_hosts = self._access.loopback_only or bool(self._access.allowed_hosts)
+        if local_only or (role and checks_hosts):  # probes of /health ask by address
             self._check_host(headers)
         if http.method not in _READING:
             self._check_origin(headers, role)

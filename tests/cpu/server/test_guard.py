@@ -47,11 +47,16 @@ def test_hosts_of_this_machine(served: Served, host: str) -> None:
     assert served.http.get("/v1/models", headers={"host": host}).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/admin/state", "/metrics", "/health", "/version"])
+@pytest.mark.parametrize("path", ["/v1/models", "/admin/state", "/metrics"])
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "localhost.evil.example", ""])
 def test_a_name_that_was_made_to_lead_here_is_refused(served: Served, path: str, host: str) -> None:
     answer = served.http.get(path, headers={"host": host})
     assert "--allowed-host" in error(answer, 403, "host_not_allowed")
+
+
+def test_probes_ask_by_any_name(opened: Served) -> None:
+    for path in ("/health", "/ready", "/version"):
+        assert opened.http.get(path, headers={"host": "10.1.2.3:8000"}).status_code == 200
 
 
 def test_allowed_hosts(opened: Served) -> None:
