@@ -107,6 +107,8 @@ def test_keys_are_neither_shown_nor_handed_on(tmp_path: Path) -> None:
         assert not [one for one in SECRETS if one in log]
         for file in pool.iterdir():
             assert file.stat().st_mode & 0o077 == 0
+            content = file.read_bytes()
+            assert not [one for one in SECRETS if one.encode() in content]
 
 
 def test_a_record_tells_no_prompts(locked: ServerProcess, record: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_record_tells_no_prompts(locked: ServerProcess, record: Path) -> None:
         return bool(arrived) and arrived[-1]["prompt_len"] == len(tokens)
 
     wait_until(there, 5, "the request is recorded")
-    text = record.read_text()
+    text = record.read_text() + locked.log.read_text()
     assert not [one for one in (*SECRETS, "these words") if one in text]
     tokenizer = Tokenizer(SPECIALISTS / "chatter-qwen2", arrived[-1]["model"])
     assert len(arrived[-1]["prefix_hashes"]) == len(tokens) // 16

@@ -94,7 +94,7 @@ def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Pa
         second, other = certify(tmp_path, "second", "ec")
         shutil.copy(second, first)
         tls.signal(signal.SIGHUP)
-        said = "the server goes on with what it has"
+        said = "the certificate of before stays in use"
         wait_until(lambda: said in tls.log.read_text(), 5, "half an exchange is refused")
         assert shown(tls) == old, "a certificate without its key is not taken"
         shutil.copy(other, key)
@@ -102,6 +102,9 @@ def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Pa
         wait_until(lambda: shown(tls) == of(second), 5, "the new certificate is shown")
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length", "what was open goes on"
+        page = kept.get("/metrics").text
+        assert 'c2cserve:tls_reloads_total{outcome="failed"} 1.0' in page
+        assert 'c2cserve:tls_reloads_total{outcome="ok"} 1.0' in page
         assert kept.get("/health").status_code == 200, "on the connection that was open"
     assert tls.get("/health")[0] == 200
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from c2cserve.cli.reloads import ReloadError
 from c2cserve.server.guard import is_loopback
 from c2cserve.server.settings import AccessSettings
 from c2cserve.server.tls import Tls, TlsError
@@ -85,10 +84,3 @@ def read_tls(options: AccessOptions) -> Tls | None:
             raise TlsError("--ssl-keyfile needs --ssl-certfile")
         return None
     return Tls(options.ssl_certfile, options.ssl_keyfile)
-
-
-def reload_tls(tls: Tls) -> None:
-    try:
-        tls.reload()
-    except TlsError as error:
-        raise ReloadError(str(error)) from error

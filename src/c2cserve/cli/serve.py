@@ -18,13 +18,12 @@ from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.cli import serve_options as opt
-from c2cserve.cli.access_options import AccessOptions, read_tls, reload_tls
+from c2cserve.cli.access_options import AccessOptions, read_tls
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.cli.model_host import CatalogHost
 from c2cserve.cli.option_groups import grouped
 from c2cserve.cli.output import CliError, CliErrors
-from c2cserve.cli.reloads import Reloads
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
@@ -190,9 +189,9 @@ class _Server:
         self._options = options
         self._catalog = catalog
         self._tls = tls
-        self._reloads = Reloads()
-        if tls is not None:
-            self._reloads.add("the certificate", partial(reload_tls, tls))
+        self._hang_ups = [] if tls is None else [tls.hang_up]
+        """What SIGHUP asks for. Without any, it ends the server, as it does other programs."""
+        self._hanging_up: set[asyncio.Task[None]] = set()
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
 
@@ -259,13 +258,13 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        http = _HttpServer(http_config(gateway, options.server, self._tls))
+        http = _HttpServer(http_config(gateway, options.server, tls=self._tls))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
-        if self._reloads:
-            loop.add_signal_handler(signal.SIGHUP, self._reloads.run)
+        if self._hang_ups:
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         log.info(
             "c2cserve %s on %s://%s:%d: %d models, %d failed, %d slices", self._instance,
             "https" if self._tls else "http", options.host, options.port, len(models), len(broken),
@@ -290,6 +289,12 @@ class _Server:
         timeout_s = self._options.drain_timeout_s
         reason = f"drain took more than {timeout_s:g} s; running requests were cut"
         asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
+
+    def _hang_up(self) -> None:
+        for handle in self._hang_ups:
+            task = asyncio.create_task(handle())
+            self._hanging_up.add(task)
+            task.add_done_callback(self._hanging_up.discard)
 
 
 class _Loops:

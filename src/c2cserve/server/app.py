@@ -21,6 +21,7 @@ from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Gateway, Refused, Superseded
 from c2cserve.server.bodies import Bodies
+from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
@@ -30,6 +31,7 @@ from c2cserve.server.prepare import Preparer, model_of
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.text_messages import Api
 from c2cserve.server.text_pool import TextPool
+from c2cserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -38,15 +40,18 @@ _ID = re.compile(r"[!-~]{1,128}")
 """Request ids that are taken over: what is safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
+_ALL_KEYS = "*"
+"""The cache group of all keys that are options; no keys file can name it."""
 _RELOADS_MAX = 8
 """Reloads that one request may meet before it reaches its model."""
 
 
 def create_app(
-    gateway: Gateway, settings: ServerSettings, connections: Connections | None = None
-) -> FastAPI:
+    gateway: Gateway, settings: ServerSettings, connections: Connections | None = None, *,
+    tls: Tls | None = None,
+) -> FastAPI:  # fmt: skip
     """The application, which owns its text processes from its start to its end (ASGI's lifespan).
-    `connections`: shown in its metrics."""
+    `connections`, `tls`: shown in its metrics."""
     texts = TextPool(settings.text, settings.vocabularies)
 
     @asynccontextmanager
@@ -61,6 +66,8 @@ def create_app(
     )  # fmt: skip
     app.state.texts = texts
     metrics = Metrics(gateway, texts, connections)
+    if tls is not None:
+        metrics.registry.register(tls)
     routes = _Routes(gateway, settings, texts, metrics)
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
@@ -182,8 +189,8 @@ class _Routes:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
         if role == "user":
             http.state.tenant = blake2b(given, key=self._tenant_salt, digest_size=8).hexdigest()
-            shared = self._settings.access.shared_cache
-            http.state.cache_group = "" if shared else http.state.tenant
+            shared = _ALL_KEYS if self._settings.access.shared_cache else ""
+            http.state.cache_group = cache_group(http.state.tenant, shared)
 
     # ---- inference ------------------------------------------------------------------------------
 

@@ -22,8 +22,18 @@ class CacheSalts:
         self._secret = secrets.token_bytes(_SALT_BYTES)
 
     def of_group(self, group: str) -> bytes:
-        """Return the salt of a cache group: the name of a tenant, or of tenants that share."""
+        """`group`: as `cache_group` names it."""
         return hashlib.blake2b(group.encode(), key=self._secret, digest_size=_SALT_BYTES).digest()
+
+
+def cache_group(tenant: str, shared: str = "") -> str:
+    """Return the name of the group that a request belongs to: its tenant's own, or the one that
+    several tenants `shared`. Without keys there is no tenant, and one group for all.
+
+    The two kinds of names never meet: a tenant cannot call itself as a group is called."""
+    if shared:
+        return f"group {shared}"
+    return f"tenant {tenant}" if tenant else ""
 
 
 def request_salt(group_salt: bytes, cache_salt: str | None) -> bytes:

@@ -34,7 +34,7 @@ _FRAMING = 2
 
 
 def http_config(
-    gateway: Gateway, settings: ServerSettings, tls: Tls | None = None, **more: Any
+    gateway: Gateway, settings: ServerSettings, *, tls: Tls | None = None, **more: Any
 ) -> uvicorn.Config:
     """A server for `gateway`, of HTTPS with `tls`; `more` is uvicorn's."""
     connections = Connections(settings.connections)
@@ -44,7 +44,7 @@ def http_config(
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     config = uvicorn.Config(
-        create_app(gateway, settings, connections), log_config=None, access_log=False,
+        create_app(gateway, settings, connections, tls=tls), log_config=None, access_log=False,
         lifespan="on", ws="none", proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
         http=Bounded, **more,
     )  # fmt: skip

@@ -1,6 +1,5 @@
-"""Fields of a dataclass as options of a command; and parts that SIGHUP reads again."""
+"""Fields of a dataclass as options of a command."""
 
-import logging
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -9,7 +8,6 @@ import typer
 from typer.testing import CliRunner
 
 from c2cserve.cli.option_groups import grouped
-from c2cserve.cli.reloads import ReloadError, Reloads
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +46,3 @@ def test_groups_of_options(args: list[str], seen: tuple[int, Colour, str]) -> No
     assert list(colour.names or ()) == list(seen[1].names or ())
     assert "How red." in CliRunner().invoke(app, ["--help"]).output
     assert CliRunner().invoke(app, ["3", "--red", "-1"]).exit_code == 2
-
-
-def test_one_part_that_fails_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    read: list[str] = []
-
-    def broken() -> None:
-        raise ReloadError("line 3: what is this")
-
-    reloads = Reloads()
-    assert not reloads
-    reloads.add("the keys", broken)
-    reloads.add("the certificate", lambda: read.append("certificate"))
-    assert reloads
-    with caplog.at_level(logging.INFO):
-        reloads.run()
-    assert read == ["certificate"]
-    (error,) = [one for one in caplog.records if one.levelno == logging.ERROR]
-    assert "line 3" in error.getMessage()
-    assert "goes on with what it has" in error.getMessage()

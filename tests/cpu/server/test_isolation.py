@@ -7,10 +7,16 @@ import openai
 import pytest
 from served import BYTE, Served, make_gateway
 
-from c2cserve.server.cache_salts import CacheSalts, request_salt
+from c2cserve.server.cache_salts import CacheSalts, cache_group, request_salt
 from c2cserve.server.settings import AccessSettings, ServerSettings
 
 PROMPT = "the same words in every request " * 4
+
+
+def test_groups() -> None:
+    names = {cache_group("a"), cache_group("b"), cache_group(""), cache_group("x", "a")}
+    assert len(names) == 4, "no tenant shares with a group by being called like it"
+    assert cache_group("a", "g") == cache_group("b", "g")
 
 
 def test_salts() -> None:
