@@ -181,6 +181,8 @@ def test_all_addresses_without_keys(tmp_path: Path) -> None:
         outside = f"http://{address()}:{server.port}"
         assert httpx.get(f"{outside}/v1/models").status_code == 200
         for path in ("/admin/state", "/metrics"):
+            refused = httpx.get(outside + path, headers={"x-forwarded-for": "127.0.0.1"})
+            assert refused.status_code == 403, "who is asking is not up to the client"
             refused = httpx.get(outside + path)
             assert refused.status_code == 403
             assert "C2CSERVE_ADMIN_KEY" in refused.json()["error"]["message"]
