@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from c2cserve.runtime.gateway import Gateway
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
@@ -32,8 +33,10 @@ _FRAMING = 2
 """Times that chunked encoding may make a body larger."""
 
 
-def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvicorn.Config:
-    """A server for `gateway`; `more` is uvicorn's."""
+def http_config(
+    gateway: Gateway, settings: ServerSettings, gate: Gate | None = None, **more: Any
+) -> uvicorn.Config:
+    """A server for `gateway`. `gate`: see `create_app`; `more` is uvicorn's."""
     connections = Connections(settings.connections)
 
     class Bounded(HttpProtocol):
@@ -41,7 +44,7 @@ def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvic
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     return uvicorn.Config(
-        create_app(gateway, settings, connections), log_config=None, access_log=False,
+        create_app(gateway, settings, connections, gate), log_config=None, access_log=False,
         lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
     )  # fmt: skip
 

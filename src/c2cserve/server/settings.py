@@ -55,9 +55,9 @@ class TextSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     """If any: /v1 wants one of them as bearer token."""
-    admin_key: str = ""
+    admin_key: str = field(default="", repr=False)
     """If set: /admin and /metrics want it."""
     body_bytes_max: int = 8 << 20
     bodies_bytes_max: int = 256 << 20
