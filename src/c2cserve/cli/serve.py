@@ -38,6 +38,7 @@ from c2cserve.runtime.live.host import HostedModel
 from c2cserve.runtime.live.logs import LogFormat, setup_logging
 from c2cserve.runtime.live.workers import first_config
 from c2cserve.runtime.record import Record, no_record
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.connections import connections_within, raise_file_limit
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import (
@@ -73,6 +74,8 @@ class Options:
     strict: bool
     admission: AdmissionSettings
     server: ServerSettings
+    keys: Path | None
+    usage_log: Path | None
 
 
 def serve(
@@ -99,6 +102,8 @@ def serve(
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
     api_key: opt.ApiKeys = None,
+    keys: opt.KeysFile = None,
+    usage_log: opt.UsageLogFile = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
     max_messages: opt.MaxMessages = REQUESTS.messages,
@@ -119,7 +124,7 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        tuple(api_key or ()), admin_key, max_body_bytes,
+        opt.split_keys(api_key), admin_key, max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
@@ -137,7 +142,8 @@ def serve(
     options = Options(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server,
+        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server, keys,
+        usage_log,
     )  # fmt: skip
     _serve(options)
 
@@ -148,8 +154,9 @@ def _serve(options: Options) -> None:
         catalog = load_catalog(options.catalog, with_files=False)
     except (CatalogError, ValueError) as error:
         raise CliError(str(error), 2) from error
+    gate = _gate(options)
     with _listen(options) as listener:
-        reason = uvloop.run(_Server(options, catalog).run(listener))
+        reason = uvloop.run(_Server(options, catalog, gate).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -174,9 +181,13 @@ def _listen(options: Options) -> Generator[socket.socket]:
 class _Server:
     """One run, from the pool's lock to its removal."""
 
-    def __init__(self, options: Options, catalog: Catalog) -> None:
+    def __init__(self, options: Options, catalog: Catalog, gate: Gate) -> None:
         self._options = options
         self._catalog = catalog
+        self._gate = gate
+        self._hang_ups = [gate.hang_up] if options.keys or options.usage_log else []
+        """What SIGHUP asks for. Without any, it ends the server, as it does other programs."""
+        self._hanging_up: set[asyncio.Task[None]] = set()
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
 
@@ -242,11 +253,13 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        http = _HttpServer(http_config(gateway, options.server))
+        http = _HttpServer(http_config(gateway, options.server, self._gate))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
+        if self._hang_ups:
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         log.info(
             "c2cserve %s on http://%s:%d: %d models, %d failed, %d slices", self._instance,
             options.host, options.port, len(models), len(broken), len(slices),
@@ -268,6 +281,12 @@ class _Server:
         timeout_s = self._options.drain_timeout_s
         reason = f"drain took more than {timeout_s:g} s; running requests were cut"
         asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
+
+    def _hang_up(self) -> None:
+        for handle in self._hang_ups:
+            task = asyncio.create_task(handle())
+            self._hanging_up.add(task)
+            task.add_done_callback(self._hanging_up.discard)
 
 
 class _Loops:
@@ -302,6 +321,15 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _gate(options: Options) -> Gate:
+    try:
+        return Gate(options.server.api_keys, options.keys, options.usage_log)
+    except ValueError as error:
+        raise CliError(str(error), 2) from error
+    except OSError as error:
+        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error
 
 
 def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:

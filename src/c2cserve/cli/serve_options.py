@@ -74,7 +74,19 @@ Patience = Annotated[
 ]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option("--api-key", envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1."),
+    typer.Option(
+        "--api-key",
+        envvar="C2CSERVE_API_KEYS",
+        help="Accepted keys for /v1, without limits; several are separated by commas.",
+    ),
+]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option("--keys", envvar="C2CSERVE_KEYS_FILE", help="Keys with limits: see keys --help."),
+]
+UsageLogFile = Annotated[
+    Path | None,
+    typer.Option("--usage-log", help="Append what each request used to this file, a line each."),
 ]
 AdminKey = Annotated[
     str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")
@@ -121,3 +133,12 @@ HeadTimeout = Annotated[float, _seconds("Seconds from a request's first byte to 
 BodyTimeout = Annotated[float, _seconds("Seconds from there to the request's end.")]
 IdleTimeout = Annotated[float, _seconds("Seconds that a connection may have no request.")]
 SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing of its answer.")]
+
+
+def split_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Raises BadParameter where there is nothing between commas: a mistake in a variable that holds
+    keys must not open the server."""
+    keys = tuple(key.strip() for one in given or () for key in one.split(","))
+    if not all(keys):
+        raise typer.BadParameter("there is an empty key", param_hint="'--api-key'")
+    return keys

@@ -19,7 +19,7 @@ import msgspec
 from c2cserve.server.access.quota import KeyLimits
 
 _BYTES_MAX = 64 << 20
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}$"
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z"
 """Names are labels of metrics, fields of CSV files and words of a log."""
 _FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 """Groups may read: that is how containers get files of secrets."""
@@ -37,11 +37,11 @@ class KeyRecord(
 ):
     """One key of the file."""
 
-    id: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{12}$")]
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}\Z")]
     name: Name
     """What logs, metrics and exports call it. No other key of the file has it."""
-    salt: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
-    sha256: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
+    salt: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     created: Moment
     expires: Moment | None = None
     revoked: Moment | None = None

@@ -78,20 +78,20 @@ class UsageLog:
                 log.error("%s: the disk is too slow, lines are lost", self._path)
 
     def reopen(self) -> None:
-        """Go on in a new file when the old one was renamed. Orders wait for no room: when the disk
-        is that far behind, the next one will do."""
-        self._order("reopen")
+        """Go on in a new file when the old one was renamed."""
+        try:
+            self._queue.put_nowait("reopen")
+        except queue.Full:
+            log.error("%s: not opened again, the disk is too slow", self._path)
 
     def close(self) -> None:
-        """Write what waits, for a few seconds at most."""
-        self._order("close")
-        self._thread.join(_CLOSE_S)
-
-    def _order(self, order: _Order) -> None:
+        """Write what waits. Blocks, for a few seconds at most."""
         try:
-            self._queue.put_nowait(order)
+            self._queue.put("close", timeout=_CLOSE_S)
         except queue.Full:
-            log.warning("%s: the disk is too slow to %s the file", self._path, order)
+            log.error("%s: the last lines are lost, the disk is too slow", self._path)
+            return
+        self._thread.join(_CLOSE_S)
 
     # ---- the thread -----------------------------------------------------------------------------
 
