@@ -1,5 +1,6 @@
 """The options of `c2cserve serve`: their types and what `--help` says of them."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from c2cserve.runtime.live.logs import LogFormat
 
 _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"
+_API_KEYS = "C2CSERVE_API_KEYS"
 
 CatalogPath = Annotated[Path, typer.Option("--catalog", help="The catalogue file (TOML).")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -136,9 +138,12 @@ SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing
 
 
 def split_keys(given: list[str] | None) -> tuple[str, ...]:
-    """Raises BadParameter where there is nothing between commas: a mistake in a variable that holds
-    keys must not open the server."""
-    keys = tuple(key.strip() for one in given or () for key in one.split(","))
-    if not all(keys):
-        raise typer.BadParameter("there is an empty key", param_hint="'--api-key'")
+    """Return the keys of `--api-key`. Raises BadParameter where they are given, or their variable
+    is set, and there is none: an empty secret must not open the server to everybody."""
+    keys = tuple(key.strip() for one in given or () for key in one.split(",") if key.strip())
+    if not keys and (given or _API_KEYS in os.environ):
+        raise typer.BadParameter(
+            f"there is no key in it; unset {_API_KEYS} to serve without keys",
+            param_hint="'--api-key'",
+        )
     return keys
