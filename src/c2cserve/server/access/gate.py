@@ -266,6 +266,10 @@ def _shown(key: Key, now: datetime) -> dict[str, object]:
         "source": "option" if record is None else "file",
         "state": "active" if record is None else record.state(now),
         "limits": msgspec.to_builtins(key.quota.limits),
+        "remaining": {
+            f"{what}_per_minute": rate.remaining
+            for what, rate in key.quota.rates(time.monotonic()).items()
+        },
     }  # fmt: skip
     if record is not None:
         shown |= {

@@ -2,7 +2,6 @@
 
 import hashlib
 import hmac
-import re
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,6 @@ from c2cserve.server.access.keyfile import KeyRecord
 from c2cserve.server.access.quota import KeyLimits, Quota
 from c2cserve.server.access.secret import is_secret, split_key
 
-_BEARER = re.compile(rb"[Bb][Ee][Aa][Rr][Ee][Rr] +(.+?) *")
 _OPTION_NAME_BYTES = 4
 
 
@@ -47,9 +45,10 @@ _NOBODY = ("0" * 32, "0" * 64)
 
 def bearer(header: str | None) -> bytes | None:
     """Return the token of an Authorization header. The scheme's case does not count."""
+    scheme, _, token = (header or "").partition(" ")
     # Headers arrive as Latin-1: this gives the bytes that were sent.
-    match = None if header is None else _BEARER.fullmatch(header.encode("latin-1"))
-    return None if match is None else match[1]
+    given = token.strip(" ").encode("latin-1")
+    return given if given and scheme.lower() == "bearer" else None
 
 
 class Keyring:

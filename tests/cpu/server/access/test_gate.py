@@ -54,9 +54,12 @@ class World:
     def reload(self) -> httpx.Response:
         return self.served.http.post("/admin/keys/reload")
 
-    def running(self, name: str) -> int:
+    def shown(self, name: str) -> dict[str, Any]:
         listed = self.get("/admin/keys").json()["keys"]
-        return next(one["running"] for one in listed if one["name"] == name)
+        return next(one for one in listed if one["name"] == name)
+
+    def running(self, name: str) -> int:
+        return self.shown(name)["running"]
 
     def metric(self, name: str, **labels: str) -> float:
         families = text_string_to_metric_families(self.get("/metrics").text)
@@ -214,6 +217,22 @@ def test_output_may_bring_a_key_into_debt(world: World) -> None:
     error_of(refused, 429, "rate_limit_exceeded")
     debt_s = (total - 20) * 60 / 20
     assert debt_s - 5 < int(refused.headers["retry-after"]) <= debt_s + 4
+
+
+def test_output_is_charged_as_it_comes(world: World) -> None:
+    key = world.add("streamer", limits={"tokens_per_minute": 1000})
+    world.served.says(TOKENS, forever=True, delay_s=0.01)
+    stream = world.client(key).completions.create(stream=True, **{**COMPLETION, "max_tokens": 200})
+    left = list[int]()
+    for number, _ in enumerate(stream):
+        if number % 20 == 0:
+            left.append(world.shown("streamer")["remaining"]["tokens_per_minute"])
+        if len(left) == 4:
+            break
+    stream.close()
+    # 17 a second come back; each look is 20 pieces of 1 token after the last one, 0.2 s or more.
+    assert left == sorted(left, reverse=True)
+    assert left[0] - left[-1] >= 30
 
 
 def test_what_reached_no_slice_is_given_back(world: World) -> None:
