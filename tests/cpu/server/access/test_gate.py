@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -289,6 +290,22 @@ def test_places_are_given_back_however_a_request_ends(world: World) -> None:
     wait_until(lambda: world.running("placed") == 0)
     world.served.says(TOKENS)
     assert world.post(key).status_code == 200
+
+
+def test_places_of_clients_that_leave_at_any_moment(world: World) -> None:
+    key = world.add("fickle", limits={"concurrency": 1000})
+    world.served.says(TOKENS, forever=True, delay_s=0.005)
+    for number in range(60):
+        body = {**COMPLETION, "max_tokens": 200, "n": 1 + number % 3, "stream": number % 2 == 0}
+        content = json.dumps(body).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n"
+            f"content-length: {len(content)}\r\n\r\n"
+        ).encode()
+        with socket.create_connection(("127.0.0.1", world.served.port)) as client:
+            client.sendall((head + content)[: -1 if number % 7 == 0 else None])
+            time.sleep(0.001 * (number % 20))
+    wait_until(lambda: world.running("fickle") == 0)
 
 
 def test_a_request_that_is_prepared_again_is_charged_once(world: World) -> None:
