@@ -87,15 +87,19 @@ class Gate:
             raise self.forbidden(key, "models", message, "model", "model_not_allowed")
 
     def forbidden(self, key: Key, limit: str, message: str, param: str, code: str) -> ApiError:
+        """Count a refusal, and return it as a 403."""
         self.usage.refused[key.name, limit] += 1
         return ApiError(403, message, param=param, code=code)
 
     def exceeded(self, key: Key, exceeded: Exceeded, param: str = "") -> ApiError:
+        """Count a refusal, and return it: a 429, or a 400 that names `param` when waiting is of no
+        use."""
         limit, allowed, asked = exceeded.limit, exceeded.allowed, exceeded.asked
         self.usage.refused[key.name, limit] += 1
         if exceeded.wait_s == math.inf:
             message = (
-                f"the request takes {asked} of {limit}; the API key {key.name!r} has {allowed}"
+                f"the request asks for {asked} of {limit}; the limit of the API key "
+                f"{key.name!r} is {allowed}"
             )
             return ApiError(400, message, param=param, code="limit_exceeded")
         message = (
