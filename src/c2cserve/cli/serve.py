@@ -42,6 +42,7 @@ from c2cserve.runtime.live.host import HostedModel
 from c2cserve.runtime.live.logs import LogFormat, setup_logging
 from c2cserve.runtime.live.workers import first_config
 from c2cserve.runtime.record import Record, no_record
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.connections import connections_within, raise_file_limit
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import (
@@ -79,6 +80,8 @@ class Options:
     strict: bool
     admission: AdmissionSettings
     server: ServerSettings
+    keys: Path | None
+    usage_log: Path | None
 
 
 @grouped
@@ -107,6 +110,8 @@ def serve(
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
     api_key: opt.ApiKeys = None,
+    keys: opt.KeysFile = None,
+    usage_log: opt.UsageLogFile = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
     max_messages: opt.MaxMessages = REQUESTS.messages,
@@ -127,7 +132,7 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        tuple(api_key or ()), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
+        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
@@ -146,7 +151,7 @@ def serve(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         access, FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
         drain_timeout, strict, AdmissionSettings(max_waiting=max_waiting, patience=patience),
-        server,
+        server, keys, usage_log,
     )  # fmt: skip
     _serve(options)
 
@@ -159,8 +164,9 @@ def _serve(options: Options) -> None:
     except (CatalogError, TlsError, ValueError) as error:
         raise CliError(str(error), 2) from error
     hide_keys()
+    gate = _gate(options)
     with _listen(options) as listener:
-        reason = uvloop.run(_Server(options, catalog, tls).run(listener))
+        reason = uvloop.run(_Server(options, catalog, gate, tls).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -185,11 +191,13 @@ def _listen(options: Options) -> Generator[socket.socket]:
 class _Server:
     """One run, from the pool's lock to its removal."""
 
-    def __init__(self, options: Options, catalog: Catalog, tls: Tls | None) -> None:
+    def __init__(self, options: Options, catalog: Catalog, gate: Gate, tls: Tls | None) -> None:
         self._options = options
         self._catalog = catalog
+        self._gate = gate
         self._tls = tls
-        self._hang_ups = [] if tls is None else [tls.hang_up]
+        self._hang_ups = [gate.hang_up] if options.keys or options.usage_log else []
+        self._hang_ups += [] if tls is None else [tls.hang_up]
         """What SIGHUP asks for. Without any, it ends the server, as it does other programs."""
         self._hanging_up: set[asyncio.Task[None]] = set()
         self._instance = secrets.token_hex(4)
@@ -258,7 +266,7 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        http = _HttpServer(http_config(gateway, options.server, tls=self._tls))
+        http = _HttpServer(http_config(gateway, options.server, self._gate, tls=self._tls))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -270,7 +278,8 @@ class _Server:
             "https" if self._tls else "http", options.host, options.port, len(models), len(broken),
             len(slices),
         )  # fmt: skip
-        for text in exposures(options.server, options.host, keys=bool(options.server.api_keys)):
+        keys = bool(options.server.api_keys or options.keys)
+        for text in exposures(options.server, options.host, keys=keys):
             log.warning("%s", text)
         reason = await ended
         http.should_exit = True
@@ -329,6 +338,18 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _gate(options: Options) -> Gate:
+    try:
+        return Gate(
+            options.server.api_keys, options.keys, options.usage_log,
+            share=options.server.access.shared_cache,
+        )  # fmt: skip
+    except ValueError as error:
+        raise CliError(str(error), 2) from error
+    except OSError as error:
+        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error
 
 
 def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:

@@ -17,6 +17,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from c2cserve.runtime.gateway import Gateway
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
@@ -34,9 +35,10 @@ _FRAMING = 2
 
 
 def http_config(
-    gateway: Gateway, settings: ServerSettings, *, tls: Tls | None = None, **more: Any
-) -> uvicorn.Config:
-    """A server for `gateway`, of HTTPS with `tls`; `more` is uvicorn's."""
+    gateway: Gateway, settings: ServerSettings, gate: Gate | None = None, *,
+    tls: Tls | None = None, **more: Any,
+) -> uvicorn.Config:  # fmt: skip
+    """A server for `gateway`. `gate`, `tls`: see `create_app`; `more` is uvicorn's."""
     connections = Connections(settings.connections)
 
     class Bounded(HttpProtocol):
@@ -44,9 +46,9 @@ def http_config(
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     config = uvicorn.Config(
-        create_app(gateway, settings, connections, tls=tls), log_config=None, access_log=False,
-        lifespan="on", ws="none", proxy_headers=False, timeout_graceful_shutdown=_GRACE_S,
-        http=Bounded, **more,
+        create_app(gateway, settings, connections, gate, tls=tls), log_config=None,
+        access_log=False, lifespan="on", ws="none", proxy_headers=False,
+        timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
     )  # fmt: skip
     if tls is not None:
         config.load()
