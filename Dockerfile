@@ -1,5 +1,8 @@
 # c2cserve on CPU slices. Build: docker build -t c2cserve .
-# Run: docker run --shm-size=16g -p 8000:8000 -v /models:/models c2cserve --catalog /models/catalog.toml
+# Run: docker run --read-only --cap-drop ALL --security-opt no-new-privileges --shm-size=16g \
+#          -p 8000:8000 -v /models:/models:ro -e C2CSERVE_API_KEYS -e C2CSERVE_ADMIN_KEY \
+#          c2cserve --catalog /models/catalog.toml
+# Nothing is written outside /dev/shm, unless models come from a hub: give HF_HOME a volume then.
 FROM python:3.12-slim-bookworm AS build
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
@@ -13,8 +16,9 @@ RUN pip install --no-cache-dir --prefix=/install --constraint constraints.txt .
 FROM python:3.12-slim-bookworm
 COPY --from=build /install /usr/local
 COPY examples/specialists /usr/share/c2cserve/specialists
-RUN useradd --create-home --uid 1000 c2cserve
-USER c2cserve
+RUN useradd --create-home --user-group --uid 1000 c2cserve
+# By number: only so can Kubernetes tell that it is not root (runAsNonRoot).
+USER 1000:1000
 EXPOSE 8000
 # Weights live in shared memory: give the container a /dev/shm as large as the pool (--shm-size).
 HEALTHCHECK --interval=5s --start-period=60s CMD ["python", "-c", \

@@ -101,7 +101,7 @@ def serve(kind: str, port: int) -> None:
 
 def request(path: str, body: dict[str, object]) -> bytes:
     data = json.dumps({"model": "m", "temperature": 0, **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return head.encode() + b"content-length: %d\r\n\r\n" % len(data) + data
 
 

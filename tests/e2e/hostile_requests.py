@@ -62,7 +62,7 @@ def costly_templates(endless: str, huge: str) -> dict[str, Costly]:
 
 NO_REQUESTS = (
     b"CONNECT a:1 HTTP/1.1\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01\x02\x00\x01",
-    b"OPTIONS * HTTP/1.1\r\nhost: x\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
+    b"OPTIONS * HTTP/1.1\r\nhost: localhost\r\n\r\n", "GET /é HTTP/1.1\r\n\r\n".encode(),
     b"POST /v1/completions HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\ncontent-length: 99999999999999999999\r\n\r\n",
     b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",

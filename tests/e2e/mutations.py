@@ -29,6 +29,7 @@ COMPLETION: dict[str, Any] = {
     "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {"70": 1}, "logprobs": 1,
     "echo": False, "min_tokens": 0, "stop_token_ids": [9], "ignore_eos": False, "priority": 0,
     "stream": False, "best_of": 1, "user": "u",
+    "cache_salt": "s",
 }  # fmt: skip
 CHAT: dict[str, Any] = {
     **{k: v for k, v in COMPLETION.items() if k not in ("prompt", "echo", "best_of", "logprobs")},
@@ -56,7 +57,8 @@ HEADERS = [
     "x-slo-ttft-ms: NaN", "x-slo-ttft-ms: 1e400", "x-slo-tpot-ms: -1", "x-request-id: \xe9",
     "x-request-id: " + "a" * 500, "authorization: Bearer \xff", "content-type: text/plain",
     "content-encoding: gzip", "expect: 100-continue", "upgrade: websocket\r\nconnection: upgrade",
-    "x-slo-ttft-ms: 1_0", "accept: \x80", "connection: close",
+    "x-slo-ttft-ms: 1_0", "accept: \x80", "connection: close", "host: evil.example",
+    "origin: null", "origin: http://evil.example", "origin: http://localhost", "forwarded: for=1",
 ]  # fmt: skip
 
 
@@ -117,7 +119,8 @@ class Mutations:
         return self._random.choice([f"[{value}]", f"[{value}, {value}]", f'{{"a": {value}}}'])
 
     def _bytes(self, method: str, path: str, body: bytes) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
+        lines = [f"{method} {path} HTTP/1.1", "host: localhost", f"content-length: {len(body)}"]
+        lines.append("content-type: application/json")
         if self._random.random() < 0.05:
             lines.append(self._random.choice(HEADERS))
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1") + body

@@ -10,9 +10,10 @@ from typing import Any
 
 
 def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> bytes:
-    """A request's bytes."""
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}"]
-    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    """A request's bytes. `headers` come after a host and a media type, or in their place."""
+    fields = {"host": "localhost", "content-type": "application/json", **(headers or {})}
+    lines = [f"POST {path} HTTP/1.1", f"content-length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in fields.items()]
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
 
 
@@ -79,7 +80,7 @@ class HealthWatch:
         self._thread.join()
 
     def _run(self) -> None:
-        request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        request = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
         while not self._stop.is_set():
             started = time.monotonic()
             status, _, _ = exchange(self._port, request)

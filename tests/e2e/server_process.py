@@ -52,10 +52,14 @@ class ServerProcess:
         settled: bool = True,
         files: int | None = None,
         wrapper: Sequence[str] = (),
+        admin_key: str = "",
+        log: Path | None = None,
     ) -> None:
         """`settled`: wait until every model is in the pool (it must have room for all). `files`:
         descriptors that the server may have open, as `ulimit -n` sets it. `wrapper`: a command
-        that ends by executing the one that is appended to it."""
+        that ends by executing the one that is appended to it. `admin_key`: what the server's
+        administrator is known by. `log`: beside `directory` if not given."""
+        self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._wrapper = wrapper
         self._settled = settled
         self._files = files
@@ -63,7 +67,7 @@ class ServerProcess:
         self.url = f"http://127.0.0.1:{self.port}"
         self.directory = directory
         """Where segments go instead of /dev/shm, so that leftovers are seen."""
-        self.log = directory.parent / f"{directory.name}-{self.port}.log"
+        self.log = log or directory.parent / f"{directory.name}-{self.port}.log"
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
             "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none", *args,
@@ -125,8 +129,9 @@ class ServerProcess:
         raise AssertionError(f"not ready:\n{self.log.read_text()[-4000:]}")
 
     def get(self, path: str, timeout_s: float = 10) -> tuple[int, str]:
+        request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
-            with urllib.request.urlopen(self.url + path, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

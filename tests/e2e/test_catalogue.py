@@ -25,7 +25,8 @@ def ask(server: ServerProcess, model: str, prompt: str = "sort: dcba =>") -> str
 
 def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, method=method)
+    json_type = {"content-type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, json_type, method=method)
     try:
         with urllib.request.urlopen(request, timeout=20) as answer:
             return answer.status, json.loads(answer.read())

@@ -21,7 +21,8 @@ ONE_MODEL_BYTES = 1_500_000
 
 def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(server.url + path, data, method=method)
+    json_type = {"content-type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, json_type, method=method)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, json.loads(answer.read())
@@ -187,7 +188,10 @@ def stream(server: ServerProcess, model: str, tokens: int, first: threading.Even
         "model": model, "prompt": PROMPT, "temperature": 0, "max_tokens": tokens, "stream": True,
         "ignore_eos": True,
     }  # fmt: skip
-    request = urllib.request.Request(server.url + "/v1/completions", json.dumps(body).encode())
+    request = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )  # fmt: skip
     pieces: list[str] = []
     with urllib.request.urlopen(request, timeout=60) as answer:
         for line in answer:

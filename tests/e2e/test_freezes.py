@@ -154,7 +154,8 @@ def cpu_ticks(pid: int) -> int:
 def test_headers_without_end(catalog: Path, tmp_path: Path, kind: str) -> None:
     with server(catalog, tmp_path) as process:
         before = process.memory_bytes()
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+        head += b"content-type: application/json\r\n"
         part = {"one": b"a" * (1 << 20), "many": b"a: b\r\n" * (1 << 18)}.get(kind, b"")
         if kind == "one":
             head += b"x: "

@@ -24,7 +24,8 @@ HEALTH_S = 1.0
 
 
 def send(server: ServerProcess, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
-    request = urllib.request.Request(server.url + path, data, method=method)
+    json_type = {"content-type": "application/json"}
+    request = urllib.request.Request(server.url + path, data, json_type, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, json.loads(answer.read())
@@ -66,7 +67,8 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     directory = tmp_path_factory.mktemp("hostile")
     catalog = directory / "catalog.toml"
     catalog.write_text(f'[[models]]\nid = "good"\npath = "{SPECIALISTS / "sorter-llama"}"\n')
-    args = ("--pool-bytes", str(64 << 20), "--kv-bytes", str(100 << 20))
+    roots = ("--model-root", str(tmp_path_factory.getbasetemp()))
+    args = ("--pool-bytes", str(64 << 20), "--kv-bytes", str(100 << 20), *roots)
     with ServerProcess(*args, catalog=catalog, directory=directory / "pool", slices=1) as server:
         yield server
 

@@ -18,7 +18,7 @@ GOOD = post(
     "/v1/completions",
     b'{"model": "sorter-llama", "prompt": "sort: dcba", "temperature": 0, "max_tokens": 4}',
 )
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
 SOCKETS = 1200
 
 
@@ -86,7 +86,11 @@ def trickle(connection: socket.socket, seconds: float) -> None:
     [
         (b"POST /v1/completions HTTP/1.1\r\nx: ", "--head-timeout"),
         (b"\r\n", "--head-timeout"),
-        (b"POST /v1/completions HTTP/1.1\r\ncontent-length: 999\r\n\r\n", "--body-timeout"),
+        (
+            b"POST /v1/completions HTTP/1.1\r\ncontent-length: 999\r\n"
+            b"content-type: application/json\r\n\r\n",
+            "--body-timeout",
+        ),
     ],
 )
 def test_slow_requests_end(strict: ServerProcess, begun: bytes, option: str) -> None:
@@ -143,11 +147,12 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
     for protocol in ("websocket", "h2c"):
         fields = upgrade(protocol)
         with connect(strict.port) as connection:
-            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + fields + b"\r\n")
             answer = closed_within(connection, 5)
         assert answer.startswith(b"HTTP/1.1 200")
         with connect(strict.port) as connection:
-            connection.sendall(GOOD.replace(b"host: x\r\n", b"host: x\r\n" + fields) + b"more")
+            host = b"host: localhost\r\n"
+            connection.sendall(GOOD.replace(host, host + fields) + b"more")
             answer = closed_within(connection, 10)
         assert answer.startswith(b"HTTP/1.1 200"), answer
 
@@ -160,7 +165,7 @@ STREAM_OF_MEGABYTES = post(
 
 
 @pytest.mark.parametrize(
-    "data", [STREAM_OF_MEGABYTES, b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 2000],
+    "data", [STREAM_OF_MEGABYTES, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2000],
     ids=["a stream", "many answers"],
 )  # fmt: skip
 def test_who_takes_nothing_of_an_answer_is_cut(strict: ServerProcess, data: bytes) -> None:
@@ -229,7 +234,9 @@ EACH_BODY, ALL_BODIES = 8 << 20, 256 << 20
 def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
     """Bodies that do not end fill it: the next one gets 429, what has no body is answered. When
     they leave, what they took is free again."""
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {EACH_BODY}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {EACH_BODY}\r\n\r\n"
+    )
     with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
         with ExitStack() as stack:
 

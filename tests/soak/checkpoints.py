@@ -142,7 +142,8 @@ class BadCheckpoints:
     ) -> _Said:  # fmt: skip
         began_s = session.loop.time()
         data = None if body is None else json.dumps(body).encode()
-        async with session.request(method, path, data=data) as answer:
+        json_type = {"content-type": "application/json"}
+        async with session.request(method, path, data=data, headers=json_type) as answer:
             headers = {name.lower(): value for name, value in answer.headers.items()}
             said = _Said(answer.status, json.loads(await answer.read()), headers)
         name = None if method == "GET" else str(entry["id"])

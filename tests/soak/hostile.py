@@ -22,7 +22,7 @@ from soak.findings import Findings
 from soak.judge import Judge, error_faults
 from soak.raw import Answer, connected, exchange
 
-ALLOWED = frozenset({200, 400, 401, 404, 405, 408, 409, 413, 429, 431})
+ALLOWED = frozenset({200, 400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431})
 """Of docs/api.md, all that a client can bring about."""
 _CLOSED = 0
 _RELATED = {
@@ -243,8 +243,10 @@ async def _takes_nothing(at: Hostile, _: str) -> None:
 
 async def _upgrade(at: Hostile, name: str) -> None:
     fields = upgrade(at.rng.choice(("websocket", "h2c")))
-    data = at.rng.choice((b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", at.good(max_tokens=2)))
-    await at.ask(name, Sent(data.replace(b"host: x\r\n", b"host: x\r\n" + fields)))
+    data = at.rng.choice(
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n", at.good(max_tokens=2))
+    )
+    await at.ask(name, Sent(data.replace(b"host: localhost\r\n", b"host: localhost\r\n" + fields)))
 
 
 async def _pipelined(at: Hostile, name: str) -> None:

@@ -28,9 +28,16 @@ _SIDE_FILES = (
 _PARALLEL = 4
 
 
+def cache_dir() -> Path:
+    """Return where downloaded repositories are kept (HF_HUB_CACHE)."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
 def fetch(
     entry: CatalogEntry,
-    cache_dir: Path | None = None,
+    root: Path | None = None,
     progress: Progress | None = None,
     *,
     client: HubClient | None = None,
@@ -48,8 +55,7 @@ def fetch(
 
     if entry.hub is None:
         raise ValueError(f"{entry.id} is not a hub entry")
-    root = Path(constants.HF_HUB_CACHE) if cache_dir is None else cache_dir
-    folder = root / repo_folder_name(repo_id=entry.hub, repo_type="model")
+    folder = (root or cache_dir()) / repo_folder_name(repo_id=entry.hub, repo_type="model")
     if constants.HF_HUB_OFFLINE:
         return _cached(folder, entry, "HF_HUB_OFFLINE is set")
     client = client or HubClient(constants.ENDPOINT, get_token())

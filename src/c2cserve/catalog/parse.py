@@ -14,9 +14,12 @@ from c2cserve.files.reading import one_line
 
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
 _HUB_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$"
+# It names files in the hub's cache, and must not lead out of it.
+_REVISION_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+-]*(/[A-Za-z0-9_][A-Za-z0-9._+-]*)*$"
 
 Name = Annotated[str, StringConstraints(pattern=_NAME_PATTERN, max_length=200)]
 HubId = Annotated[str, StringConstraints(pattern=_HUB_PATTERN, max_length=200)]
+Revision = Annotated[str, StringConstraints(pattern=_REVISION_PATTERN, max_length=200)]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 S = TypeVar("S", bound=BaseModel)
 
@@ -45,7 +48,7 @@ class EntryKeys(EntrySettings):
     aliases: list[Name] = []
     path: NonEmpty | None = None
     hub: HubId | None = None
-    revision: NonEmpty | None = None
+    revision: Revision | None = None
 
 
 class KeyMistake(CatalogError):

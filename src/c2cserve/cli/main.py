@@ -42,6 +42,7 @@ COMMANDS = {
     "demo": Lazy("c2cserve.cli.demo", "demo", "Serve small built-in models and check answers."),
     "worker": Lazy("c2cserve.cli.worker", "worker", "Run one slice (started by serve)."),
     "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
+    "keys": Lazy("c2cserve.cli.keys", "app", "Make, list and revoke API keys; show their usage."),
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
     "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from c2cserve.catalog.checkpoint import INDEX
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
 from c2cserve.catalog.hub import fetch
 from c2cserve.catalog.parse import check_files, parse_entry
+from c2cserve.catalog.roots import ModelRoots
 from c2cserve.cli.tokenizer_probe import TokenizerProbe
 from c2cserve.core.events import ClusterEvent, ModelFailed, ModelLoaded, ModelUsable
 from c2cserve.core.model import ModelSpec, version_id
@@ -82,14 +84,17 @@ class CatalogHost:
     def __init__(
         self,
         base_dir: Path,
+        roots: ModelRoots,
         make_pool: Callable[[Listener], Pool],
         post: Callable[[ClusterEvent], None],
         kv_bytes: int,
     ) -> None:
-        """`base_dir`: what relative paths of entries start from. `post` takes the pool's news.
+        """`base_dir`: what relative paths of entries start from. `roots`: where the checkpoints of
+        entries lie that are not the catalogue's. `post` takes the pool's news.
         `kv_bytes`: the largest slice's KV memory."""
         self._kv_bytes = kv_bytes
         self._base_dir = base_dir
+        self._roots = roots
         self._post = post
         self._lock = threading.Lock()
         self._versions: Counter[str] = Counter()
@@ -108,8 +113,10 @@ class CatalogHost:
     def prepare(self, entry: dict[str, object]) -> HostedModel:
         try:
             parsed = parse_entry(entry, self._base_dir)
+            roots = self._roots_for(entry, parsed)
             check_files(parsed)
-            checked = self._check(parsed, fetch(parsed) if parsed.path is None else parsed.path)
+            directory = fetch(parsed) if parsed.path is None else parsed.path
+            checked = self._check(parsed, directory, roots)
             size = self._check_size(checked)
         except _WRONG as error:
             name = one_line(entry.get("id", "?"), 200)
@@ -120,15 +127,30 @@ class CatalogHost:
         check = partial(self._check_unchanged, parsed.id, checked.tokenizer)
         return _hosted(entry, parsed, checked, version, size, check)
 
-    def _check(self, parsed: CatalogEntry, directory: Path) -> _Checked:
+    def _roots_for(self, entry: dict[str, object], parsed: CatalogEntry) -> ModelRoots | None:
+        """What the entry's files are held to: None for the catalogue's. Raises CatalogError."""
+        if self._roots.trusts(entry):
+            return None
+        if parsed.path is None:
+            return self._roots.with_hub()
+        self._roots.check_path(entry["path"], parsed.path)
+        # Read before anything is sealed, to see whether this is a checkpoint.
+        self._roots.check_path(INDEX, (parsed.path / INDEX).resolve())
+        return self._roots
+
+    def _check(self, parsed: CatalogEntry, directory: Path, roots: ModelRoots | None) -> _Checked:
         """Read everything but the weights. Raises one of `_WRONG`."""
         tokenizer = seal_files(directory / name for name in TOKENIZER_FILES)
-        sealed = seal_files(directory / name for name in CONFIG_FILES)
+        sealed = Seal(tokenizer.files | seal_files(directory / n for n in CONFIG_FILES).files)
+        if roots is not None:
+            roots.check_files(sealed)
         raw = read_config(directory)
         config = parse_config(raw, parsed.dtype)
         _check_encodable(raw)
         weights = find_files(directory)
-        seal = Seal({**tokenizer.files, **sealed.files, **seal_files(weights).files})
+        seal = Seal(sealed.files | seal_files(weights).files)
+        if roots is not None:
+            roots.check_files(seal)
         names = frozenset(name for file in weights for name in read_header(file))
         plan = plan_layout(config, names)
         sources = open_checkpoint(directory, plan)

@@ -16,9 +16,13 @@ import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
+from c2cserve.catalog.roots import roots_of
 from c2cserve.cli import serve_options as opt
+from c2cserve.cli.access_options import AccessOptions, read_tls
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.cli.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.cli.model_host import CatalogHost
+from c2cserve.cli.option_groups import grouped
 from c2cserve.cli.output import CliError, CliErrors
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
@@ -38,6 +42,7 @@ from c2cserve.runtime.live.host import HostedModel
 from c2cserve.runtime.live.logs import LogFormat, setup_logging
 from c2cserve.runtime.live.workers import first_config
 from c2cserve.runtime.record import Record, no_record
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.connections import connections_within, raise_file_limit
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import (
@@ -46,6 +51,7 @@ from c2cserve.server.settings import (
     ServerSettings,
     TextSettings,
 )
+from c2cserve.server.tls import Tls, TlsError
 
 log = logging.getLogger(__name__)
 
@@ -68,15 +74,20 @@ class Options:
     record: Path | None
     log_level: str
     log_format: LogFormat
+    access: AccessOptions
     fleet: FleetSettings
     drain_timeout_s: float
     strict: bool
     admission: AdmissionSettings
     server: ServerSettings
+    keys: Path | None
+    usage_log: Path | None
 
 
+@grouped
 def serve(
     catalog: opt.CatalogPath,
+    access: AccessOptions,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
     slices: opt.Slices = None,
@@ -99,6 +110,8 @@ def serve(
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
     api_key: opt.ApiKeys = None,
+    keys: opt.KeysFile = None,
+    usage_log: opt.UsageLogFile = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
     max_messages: opt.MaxMessages = REQUESTS.messages,
@@ -119,7 +132,7 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        tuple(api_key or ()), admin_key, max_body_bytes,
+        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
@@ -128,7 +141,7 @@ def serve(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
         ),
-        text=TextSettings(text_processes, text_timeout),
+        text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
@@ -136,8 +149,9 @@ def serve(
     )  # fmt: skip
     options = Options(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
-        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server,
+        access, FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
+        drain_timeout, strict, AdmissionSettings(max_waiting=max_waiting, patience=patience),
+        server, keys, usage_log,
     )  # fmt: skip
     _serve(options)
 
@@ -146,10 +160,13 @@ def _serve(options: Options) -> None:
     try:
         setup_logging("server", options.log_level, options.log_format)
         catalog = load_catalog(options.catalog, with_files=False)
-    except (CatalogError, ValueError) as error:
+        tls = read_tls(options.access)
+    except (CatalogError, TlsError, ValueError) as error:
         raise CliError(str(error), 2) from error
+    hide_keys()
+    gate = _gate(options)
     with _listen(options) as listener:
-        reason = uvloop.run(_Server(options, catalog).run(listener))
+        reason = uvloop.run(_Server(options, catalog, gate, tls).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -174,9 +191,15 @@ def _listen(options: Options) -> Generator[socket.socket]:
 class _Server:
     """One run, from the pool's lock to its removal."""
 
-    def __init__(self, options: Options, catalog: Catalog) -> None:
+    def __init__(self, options: Options, catalog: Catalog, gate: Gate, tls: Tls | None) -> None:
         self._options = options
         self._catalog = catalog
+        self._gate = gate
+        self._tls = tls
+        self._hang_ups = [gate.hang_up] if options.keys or options.usage_log else []
+        self._hang_ups += [] if tls is None else [tls.hang_up]
+        """What SIGHUP asks for. Without any, it ends the server, as it does other programs."""
+        self._hanging_up: set[asyncio.Task[None]] = set()
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
 
@@ -188,7 +211,8 @@ class _Server:
         slices, budget = self._plan()
         make_pool = partial(_make_pool, self._instance, options.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
-        host = CatalogHost(self._catalog.base_dir, make_pool, self._post, kv_bytes)
+        roots = roots_of(self._catalog, options.access.model_root or ())
+        host = CatalogHost(self._catalog.base_dir, roots, make_pool, self._post, kv_bytes)
         try:
             models, broken = _prepare_all(host, self._catalog, strict=options.strict)
             _check_pinned(models, budget)
@@ -242,15 +266,21 @@ class _Server:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        http = _HttpServer(http_config(gateway, options.server))
+        http = _HttpServer(http_config(gateway, options.server, self._gate, tls=self._tls))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
+        if self._hang_ups:
+            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         log.info(
-            "c2cserve %s on http://%s:%d: %d models, %d failed, %d slices", self._instance,
-            options.host, options.port, len(models), len(broken), len(slices),
+            "c2cserve %s on %s://%s:%d: %d models, %d failed, %d slices", self._instance,
+            "https" if self._tls else "http", options.host, options.port, len(models), len(broken),
+            len(slices),
         )  # fmt: skip
+        keys = bool(options.server.api_keys or options.keys)
+        for text in exposures(options.server, options.host, keys=keys):
+            log.warning("%s", text)
         reason = await ended
         http.should_exit = True
         await serving
@@ -268,6 +298,12 @@ class _Server:
         timeout_s = self._options.drain_timeout_s
         reason = f"drain took more than {timeout_s:g} s; running requests were cut"
         asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
+
+    def _hang_up(self) -> None:
+        for handle in self._hang_ups:
+            task = asyncio.create_task(handle())
+            self._hanging_up.add(task)
+            task.add_done_callback(self._hanging_up.discard)
 
 
 class _Loops:
@@ -302,6 +338,18 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
+
+
+def _gate(options: Options) -> Gate:
+    try:
+        return Gate(
+            options.server.api_keys, options.keys, options.usage_log,
+            share=options.server.access.shared_cache,
+        )  # fmt: skip
+    except ValueError as error:
+        raise CliError(str(error), 2) from error
+    except OSError as error:
+        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error
 
 
 def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:

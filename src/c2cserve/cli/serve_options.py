@@ -1,5 +1,6 @@
 """The options of `c2cserve serve`: their types and what `--help` says of them."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from c2cserve.runtime.live.logs import LogFormat
 
 _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"
+_API_KEYS = "C2CSERVE_API_KEYS"
 
 CatalogPath = Annotated[Path, typer.Option("--catalog", help="The catalogue file (TOML).")]
 Host = Annotated[str, typer.Option(help="Address to listen on.")]
@@ -74,7 +76,19 @@ Patience = Annotated[
 ]
 ApiKeys = Annotated[
     list[str] | None,
-    typer.Option("--api-key", envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1."),
+    typer.Option(
+        "--api-key",
+        envvar="C2CSERVE_API_KEYS",
+        help="Accepted keys for /v1, without limits; several are separated by commas.",
+    ),
+]
+KeysFile = Annotated[
+    Path | None,
+    typer.Option("--keys", envvar="C2CSERVE_KEYS_FILE", help="Keys with limits: see keys --help."),
+]
+UsageLogFile = Annotated[
+    Path | None,
+    typer.Option("--usage-log", help="Append what each request used to this file, a line each."),
 ]
 AdminKey = Annotated[
     str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")
@@ -121,3 +135,15 @@ HeadTimeout = Annotated[float, _seconds("Seconds from a request's first byte to 
 BodyTimeout = Annotated[float, _seconds("Seconds from there to the request's end.")]
 IdleTimeout = Annotated[float, _seconds("Seconds that a connection may have no request.")]
 SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing of its answer.")]
+
+
+def split_keys(given: list[str] | None) -> tuple[str, ...]:
+    """Return the keys of `--api-key`. Raises BadParameter where they are given, or their variable
+    is set, and there is none: an empty secret must not open the server to everybody."""
+    keys = tuple(key.strip() for one in given or () for key in one.split(",") if key.strip())
+    if not keys and (given or _API_KEYS in os.environ):
+        raise typer.BadParameter(
+            f"there is no key in it; unset {_API_KEYS} to serve without keys",
+            param_hint="'--api-key'",
+        )
+    return keys

@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+from c2cserve.runtime.environment import child_environment
 from c2cserve.server.tokenizer import Tokenizer
 from c2cserve.server.vocabulary import TokenizerError, Vocabulary
 
@@ -53,6 +54,7 @@ class TokenizerProbe:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "c2cserve.cli.tokenizer_probe"],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env=child_environment(),
             )  # fmt: skip
         child = self._child
         assert child is not None

@@ -33,6 +33,8 @@ class FileSeal:
     samples: bytes = field(compare=False)
     """A digest of `_SAMPLES` blocks of a safetensors file. Only `ctime_ns` shows that weights were
     rewritten in place with their size and time kept, and reading all of them takes seconds."""
+    real: Path = field(compare=False)
+    """Where the file lies that was opened, all links followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def _seal(path: Path, before: FileSeal | None = None) -> FileSeal | None:
         while most > 0 and (part := file.read(min(most, 1 << 20))):
             digest.update(part)
             most -= len(part)
+        real = Path(os.readlink(f"/proc/self/fd/{fd}"))
         samples = b""
         if before is not None and before.ctime_ns == status.st_ctime_ns:
             samples = before.samples
@@ -98,7 +101,7 @@ def _seal(path: Path, before: FileSeal | None = None) -> FileSeal | None:
             samples = _samples(fd, status.st_size)
     return FileSeal(
         path, status.st_size, status.st_mtime_ns, status.st_ino, digest.digest(),
-        status.st_ctime_ns, samples,
+        status.st_ctime_ns, samples, real,
     )  # fmt: skip
 
 

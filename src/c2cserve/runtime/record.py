@@ -30,7 +30,7 @@ class Record:
         """`policy`: a name that `runtime.replay` knows. Raises OSError."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._path = path
-        self._fd: int | None = os.open(path, flags, 0o644)
+        self._fd: int | None = os.open(path, flags, 0o600)
         self._stream = stream
         self._encoder = msgspec.json.Encoder()
         self._write({"stream": stream, "v": VERSION, "policy": policy, "arguments": arguments})

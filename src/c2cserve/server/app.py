@@ -1,5 +1,6 @@
 """The HTTP application: routes, keys, errors."""
 
+import asyncio
 import hmac
 import logging
 import re
@@ -19,15 +20,21 @@ from starlette.responses import Response
 from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Gateway, Refused, Superseded
+from c2cserve.server.access.gate import Gate, rate_headers
+from c2cserve.server.access.keyring import Key, bearer
+from c2cserve.server.access.usage import as_csv
 from c2cserve.server.bodies import Bodies
+from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
+from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Preparer, model_of
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.text_messages import Api
 from c2cserve.server.text_pool import TextPool
+from c2cserve.server.tls import Tls
 
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
@@ -41,10 +48,13 @@ _RELOADS_MAX = 8
 
 
 def create_app(
-    gateway: Gateway, settings: ServerSettings, connections: Connections | None = None
-) -> FastAPI:
+    gateway: Gateway, settings: ServerSettings, connections: Connections | None = None,
+    gate: Gate | None = None, *, tls: Tls | None = None,
+) -> FastAPI:  # fmt: skip
     """The application, which owns its text processes from its start to its end (ASGI's lifespan).
-    `connections`: shown in its metrics."""
+    `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one, the
+    settings' API keys are all there are."""
+    gate = gate or Gate(settings.api_keys, share=settings.access.shared_cache)
     texts = TextPool(settings.text, settings.vocabularies)
 
     @asynccontextmanager
@@ -52,16 +62,22 @@ def create_app(
         texts.start()
         yield
         await texts.close()
+        await asyncio.to_thread(gate.close)
 
     app = FastAPI(
         title="c2cserve", version=__version__, docs_url=None, redoc_url=None, openapi_url=None,
         redirect_slashes=False, lifespan=lifespan,
     )  # fmt: skip
     app.state.texts = texts
-    metrics = Metrics(gateway, texts, connections)
-    routes = _Routes(gateway, settings, texts, metrics)
+    metrics = Metrics(gateway, texts, connections, gate)
+    if tls is not None:
+        metrics.registry.register(tls)
+    routes = _Routes(gateway, settings, texts, metrics, gate)
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
+    if settings.access.allowed_origins:
+        path = "/v1/{name:path}"
+        app.add_route(path, routes.guarded(routes.preflight, "", path), methods=["OPTIONS"])
 
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -83,18 +99,21 @@ def _json(content: object, status: int = 200) -> Response:
 
 class _Routes:
     def __init__(
-        self, gateway: Gateway, settings: ServerSettings, texts: TextPool, metrics: Metrics
-    ) -> None:
+        self, gateway: Gateway, settings: ServerSettings, texts: TextPool, metrics: Metrics,
+        gate: Gate,
+    ) -> None:  # fmt: skip
         self._gateway = gateway
         self._settings = settings
+        self._guard = Guard(settings.access, admin_key=bool(settings.admin_key))
         self._metrics = metrics
         self._texts = texts
+        self._gate = gate
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
         metrics.know_routes(route for _, route, _, _ in self.table())
 
-    def table(self) -> list[tuple[str, str, Handler, str]]:
+    def table(self) -> list[tuple[str, str, Handler, Role]]:
         """Method, path, handler, and whose key is asked for. Model ids may contain slashes."""
         return [
             ("POST", "/v1/completions", self._completions, "user"),
@@ -107,18 +126,27 @@ class _Routes:
             ("POST", "/admin/models/{name:path}/reload", self._reload, "admin"),
             ("GET", "/admin/models/{name:path}", self._admin_model, "admin"),
             ("DELETE", "/admin/models/{name:path}", self._remove, "admin"),
-            ("GET", "/metrics", self._show_metrics, "admin"),
+            ("GET", "/admin/keys", self._keys, "admin"),
+            ("POST", "/admin/keys/reload", self._reload_keys, "admin"),
+            ("GET", "/admin/usage", self._usage, "admin"),
+            ("GET", "/metrics", self._show_metrics, "metrics"),
             ("GET", "/health", self._health, ""),
             ("GET", "/ready", self._ready, ""),
             ("GET", "/version", self._version, ""),
         ]
 
-    def guarded(self, handler: Handler, role: str, route: str) -> Handler:
+    def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
         """Keys, request ids, and every failure as an error in OpenAI's shape."""
 
         async def guarded(http: HttpRequest) -> Response:
+            response = await answered(http)
+            response.headers.update(self._guard.cross_origin(http, role))
+            return response
+
+        async def answered(http: HttpRequest) -> Response:
             request_id = http.state.request_id = _request_id(http)
             try:
+                self._guard.check(http, role)
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
@@ -130,36 +158,47 @@ class _Routes:
                 log.exception("%s failed", route, extra={"request_id": request_id})
                 fault = ApiError(500, "internal error; see the server's log")
                 return self.failed(http, fault, route, request_id)
-            response.headers["x-request-id"] = request_id
-            self._metrics.responded(route, response.status_code)
-            return response
+            return self._sent(http, response, route, request_id)
 
         return guarded
 
+    def _sent(self, http: HttpRequest, response: Response, route: str, request_id: str) -> Response:
+        """Every answer has its request's id, and where limits refill, what is left of them."""
+        response.headers["x-request-id"] = request_id
+        if getattr(http.state, "rated", False):
+            response.headers.update(rate_headers(http.state.key))
+        self._metrics.responded(route, response.status_code)
+        return response
+
     def failed(self, http: HttpRequest, error: ApiError, route: str, request_id: str) -> Response:
         """Answer with an error; count it, and log why."""
-        response = error.response()
-        response.headers["x-request-id"] = request_id
-        self._metrics.responded(route, error.status)
+        key: Key | None = getattr(http.state, "key", None)
         log.log(
             logging.WARNING if error.status >= 500 else logging.INFO,
             "%s answered %d: %s", route, error.status, error.message,
             extra={
                 "request_id": request_id, "route": route, "status": error.status,
                 "model": getattr(http.state, "model", None), "param": error.param,
-                "code": error.code,
+                "code": error.code, "key": key.name or None if key else None,
             },
         )  # fmt: skip
-        return response
+        return self._sent(http, error.response(), route, request_id)
 
-    def _authorize(self, http: HttpRequest, role: str) -> None:
-        keys = {"user": self._settings.api_keys, "admin": (self._settings.admin_key,)}.get(role, ())
-        accepted = [key for key in keys if key]
-        if not accepted:
-            return
-        given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
-            raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+    async def preflight(self, http: HttpRequest) -> Response:
+        return Response(status_code=204, headers=self._guard.preflight(http))
+
+    def _authorize(self, http: HttpRequest, role: Role) -> None:
+        header = http.headers.get("authorization")
+        if role == "user":
+            http.state.key = self._gate.identify(header)
+            http.state.tenant = http.state.key.tenant
+        elif self._guard.asks_for_key(role):
+            right = self._settings.admin_key.encode()
+            if not hmac.compare_digest(bearer(header) or b"", right):
+                headers = {"www-authenticate": "Bearer"}
+                raise ApiError(
+                    401, "Incorrect API key provided", code="invalid_api_key", headers=headers
+                )
 
     # ---- inference ------------------------------------------------------------------------------
 
@@ -172,23 +211,41 @@ class _Routes:
     async def _answer(self, http: HttpRequest, api: Api) -> Response:
         """A model that is reloaded has another tokenizer: what was prepared for the old version,
         and has not reached it, is prepared again."""
-        async with self._bodies.receive(http) as body:
-            model = http.state.model = model_of(body)
-            prepare = partial(self._preparer.prepare, api, body, model, http.headers)
-            prepared = await prepare()
-        for _ in range(_RELOADS_MAX):
-            try:
-                return await self._inference.answer(http, prepared, http.state.request_id)
-            except Superseded:
-                with self._bodies.hold(body):
-                    prepared = await prepare()
-        raise Superseded
+        key: Key = http.state.key
+        http.state.rated = True
+        lease = self._gate.arrive(key, http.state.request_id)
+        try:
+            async with self._bodies.receive(http) as body:
+                model = http.state.model = model_of(body)
+                self._gate.check_model(key, model, self._gateway)
+                prepare = partial(
+                    self._preparer.prepare, api, body, model, http.headers, key.tenant,
+                    cache_group(key.tenant, key.cache_group),
+                )  # fmt: skip
+                prepared = await prepare()
+            for _ in range(_RELOADS_MAX):
+                lease.admit(prepared, http.headers, "messages" if api == "chat" else "prompt")
+                try:
+                    return await self._inference.answer(
+                        http, prepared, http.state.request_id, lease
+                    )
+                except Superseded:
+                    with self._bodies.hold(body):
+                        prepared = await prepare()
+            raise Superseded
+        except BaseException:
+            lease.end()
+            raise
 
     async def _models(self, http: HttpRequest) -> Response:
-        return _json({"object": "list", "data": [_card(m) for m in self._gateway.models()]})
+        allowed = http.state.key.quota.limits.allows_model
+        cards = [_card(one) for one in self._gateway.models() if allowed(one.id)]
+        return _json({"object": "list", "data": cards})
 
     async def _model(self, http: HttpRequest) -> Response:
-        return _json(_card(self._status(http)))
+        status = self._status(http)
+        self._gate.check_model(http.state.key, status.id, self._gateway)
+        return _json(_card(status))
 
     def _status(self, http: HttpRequest) -> ModelStatus:
         name = http.path_params["name"]
@@ -225,6 +282,21 @@ class _Routes:
         reloaded = await self._gateway.reload_model(status.id)
         self._texts.forget(status.id)
         return _json(reloaded)
+
+    async def _keys(self, http: HttpRequest) -> Response:
+        return _json(self._gate.listing())
+
+    async def _reload_keys(self, http: HttpRequest) -> Response:
+        return _json({"keys": await self._gate.reload()})
+
+    async def _usage(self, http: HttpRequest) -> Response:
+        """As JSON, or with `?format=csv` the usage per key and model alone."""
+        wanted = http.query_params.get("format", "json")
+        if wanted == "csv":
+            return Response(as_csv(self._gate.usage.rows()), media_type="text/csv")
+        if wanted != "json":
+            raise ApiError(400, "format: json or csv", param="format")
+        return _json(self._gate.report())
 
     # ---- to see it ------------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ class Piece:
     offsets: tuple[int, ...] = ()
     """Of the tokens of `logprobs`: where their text begins in the output, characters."""
     finish: str | None = None
+    tokens: int = 0
+    """Output tokens that came with it, as `usage` counts them."""
 
 
 class Choice:
@@ -85,7 +87,8 @@ class Choice:
         hidden = delta.finish is FinishReason.STOP
         text, offsets, stopped = self._read(delta.tokens[:-1] if hidden else delta.tokens)
         # What an engine drew beyond a stop string is neither shown nor counted.
-        self.output_tokens += len(offsets) if stopped else len(delta.tokens)
+        count = len(offsets) if stopped else len(delta.tokens)
+        self.output_tokens += count
         finish: str | None = None
         if stopped:
             finish = "stop"
@@ -94,7 +97,7 @@ class Choice:
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""
-        return Piece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish)
+        return Piece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
         """Text to show, where each token up to a stop string begins, and whether there was one."""

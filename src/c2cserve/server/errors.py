@@ -14,9 +14,10 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 _TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error",
+    400: "invalid_request_error", 401: "invalid_request_error", 403: "invalid_request_error",
+    404: "invalid_request_error",
     405: "invalid_request_error", 408: "invalid_request_error", 409: "invalid_request_error",
-    413: "invalid_request_error", 431: "invalid_request_error",
+    413: "invalid_request_error", 415: "invalid_request_error", 431: "invalid_request_error",
     429: "rate_limit_error", 500: "server_error", 503: "service_unavailable_error",
 }  # fmt: skip
 

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
 _ID_DIGITS = 10
+_SALT_CHARS = 256
 
 Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -51,6 +52,7 @@ class Common(_Strict):
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     user: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=_SALT_CHARS)] | None = None
 
     @field_validator("stop")
     @classmethod

@@ -21,10 +21,12 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from c2cserve.runtime.gateway import Gateway
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.tls import Tls
 
 _LINGER_S = 1.0
 """A refused client may still be sending: closing at once would take the answer from it."""
@@ -36,18 +38,26 @@ _FRAMING = 2
 """Times that chunked encoding may make a body larger."""
 
 
-def http_config(gateway: Gateway, settings: ServerSettings, **more: Any) -> uvicorn.Config:
-    """A server for `gateway`; `more` is uvicorn's."""
+def http_config(
+    gateway: Gateway, settings: ServerSettings, gate: Gate | None = None, *,
+    tls: Tls | None = None, **more: Any,
+) -> uvicorn.Config:  # fmt: skip
+    """A server for `gateway`. `gate`, `tls`: see `create_app`; `more` is uvicorn's."""
     connections = Connections(settings.connections)
 
     class Bounded(HttpProtocol):
         all = connections
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
-    return uvicorn.Config(
-        create_app(gateway, settings, connections), log_config=None, access_log=False,
-        lifespan="on", ws="none", timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
+    config = uvicorn.Config(
+        create_app(gateway, settings, connections, gate, tls=tls), log_config=None,
+        access_log=False, lifespan="on", ws="none", proxy_headers=False,
+        timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
     )  # fmt: skip
+    if tls is not None:
+        config.load()
+        config.ssl = tls.context
+    return config
 
 
 class HttpProtocol(HttpToolsProtocol):
@@ -128,8 +138,9 @@ class HttpProtocol(HttpToolsProtocol):
             f"x-request-id: {request_id}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(STATUS_LINE[status] + head.encode() + content)
-        if linger and self.transport.can_write_eof():
-            self.transport.write_eof()
+        if linger:
+            if self.transport.can_write_eof():  # not where it is encrypted
+                self.transport.write_eof()
             self._timer = self.loop.call_later(_LINGER_S, self.transport.close)
         else:
             self.transport.close()

@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
+from c2cserve.server.access.gate import Lease
 from c2cserve.server.choices import Choice, Piece
 from c2cserve.server.errors import ApiError
 from c2cserve.server.leaving import EventStream, unless_gone
@@ -42,6 +43,7 @@ class _Answer:
     choices: list[Choice]
     envelope: Envelope
     request_id: str
+    lease: Lease
 
     @property
     def asked(self) -> Asked:
@@ -63,12 +65,15 @@ class Inference:
         self._metrics = metrics
         self._fingerprint = fingerprint
 
-    async def answer(self, http: HttpRequest, prepared: Prepared, request_id: str) -> Response:
+    async def answer(
+        self, http: HttpRequest, prepared: Prepared, request_id: str, lease: Lease
+    ) -> Response:
+        """`lease` is settled when the last choice has ended."""
         asked = prepared.asked
         choices = [Choice(i, job, prepared) for i, job in enumerate(prepared.jobs)]
         first = prepared.jobs[0].request.id
         envelope = Envelope.new(first, asked.model, asked.chat, self._fingerprint)
-        answer = _Answer(prepared, choices, envelope, request_id)
+        answer = _Answer(prepared, choices, envelope, request_id, lease)
         pieces = self._pieces(answer)
         if asked.stream:
             return await self._stream(http, answer, pieces)
@@ -78,16 +83,15 @@ class Inference:
 
     async def _pieces(self, answer: _Answer) -> AsyncGenerator[Piece, None]:
         """Pieces of all choices as they come. However it ends, every choice is ended and noted."""
+        alone = len(answer.choices) == 1
+        merged = _of(answer.choices[0], self._gateway) if alone else self._merged(answer.choices)
         try:
-            if len(answer.choices) == 1:
-                async with aclosing(_of(answer.choices[0], self._gateway)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-            else:
-                async with aclosing(self._merged(answer.choices)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+            async with aclosing(merged) as pieces:
+                async for piece in pieces:
+                    answer.lease.produced(piece.tokens)
+                    yield piece
         finally:
+            answer.lease.settle(answer.prepared, answer.choices)
             self._note(answer)
 
     async def _merged(self, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
@@ -128,7 +132,7 @@ class Inference:
                 f" ({choice.error})" if choice.error else "",
                 extra={
                     "request_id": answer.request_id, "job": request.id,
-                    "model": name_of(request.model),
+                    "model": name_of(request.model), "key": answer.lease.key.name or None,
                     "prompt_tokens": request.prompt_len, "cached_tokens": choice.cached_tokens,
                     "output_tokens": choice.output_tokens, "finish": choice.finish,
                     "ttft_ms": first_s and round((first_s - request.arrival_s) * 1e3, 3),

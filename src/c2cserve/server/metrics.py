@@ -11,6 +11,8 @@ from prometheus_client.registry import Collector
 
 from c2cserve.core.model import ModelState, name_of
 from c2cserve.runtime.gateway import Gateway, Snapshot
+from c2cserve.server.access.gate import Gate
+from c2cserve.server.access.metrics import KeyMetrics
 from c2cserve.server.choices import Choice
 from c2cserve.server.connections import Connections
 from c2cserve.server.slice_metrics import slice_metrics
@@ -58,12 +60,14 @@ class Metrics:
 
     def __init__(
         self, gateway: Gateway, texts: TextPool | None = None,
-        connections: Connections | None = None,
+        connections: Connections | None = None, gate: Gate | None = None,
     ) -> None:  # fmt: skip
         self._gateway = gateway
         self.registry = CollectorRegistry()
         self.registry.register(_SnapshotCollector(gateway))
         self.registry.register(_FrontCollector(texts, connections))
+        if gate is not None:
+            self.registry.register(KeyMetrics(gate))
         self._histograms = {
             name: Histogram(name, help_, ["model_name"], buckets=buckets, registry=self.registry)
             for name, help_, buckets in _HISTOGRAMS

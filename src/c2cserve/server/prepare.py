@@ -12,6 +12,7 @@ import msgspec
 
 from c2cserve.core.request import Job, Request, Slo
 from c2cserve.runtime.gateway import Gateway, ModelFiles
+from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text_messages import Api, Asked, Target, TokenizedPrompt, Work
@@ -68,18 +69,20 @@ class Preparer:
         self._gateway = gateway
         self._texts = texts
         self._limits = limits
+        self._salts = CacheSalts()
         self._ids = itertools.count(secrets.randbits(64))
 
     async def prepare(
-        self, api: Api, body: bytes, model: str, headers: Mapping[str, str]
-    ) -> Prepared:
-        """`model`: of the body, as `model_of` reads it. Raises ApiError, and `Refused`
-        for a model that cannot be served."""
+        self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = "",
+        cache_group: str = "",
+    ) -> Prepared:  # fmt: skip
+        """`model`: of the body, as `model_of` reads it. Requests of one `cache_group` reuse each
+        other's KV. Raises ApiError, and `Refused` for a model that cannot be served."""
         arrival_s = time.monotonic()
         files = self._gateway.resolve(model)
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
-        work = Work(api, body, target, self._limits)
+        work = Work(api, body, target, self._limits, self._salts.of_group(cache_group))
         done, vocabulary = await self._texts.work(work, files, param)
         asked = done.asked
         named = self._gateway.resolve(asked.model)
@@ -99,12 +102,13 @@ class Preparer:
             if number and number % _JOBS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             prompt = prompts[number // asked.n]
-            jobs.append(self._job(files, asked, prompt, number % asked.n, slo, arrival_s))
+            choice = number % asked.n
+            jobs.append(self._job(files, asked, prompt, choice, slo, arrival_s, tenant))
         return Prepared(asked, vocabulary, prompts, jobs)
 
     def _job(
         self, files: ModelFiles, asked: Asked, prompt: Prompt, choice: int, slo: Slo,
-        arrival_s: float,
+        arrival_s: float, tenant: str,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
         if choice:
@@ -118,6 +122,7 @@ class Preparer:
             slo=slo,
             prefix_hashes=prompt.hashes,
             priority=files.priority if asked.priority is None else asked.priority,
+            tenant=tenant,
         )
         return Job(request, prompt.tokens, sampling)
 

@@ -54,11 +54,28 @@ class TextSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class AccessSettings:
+    """Who may ask, keys aside (server/guard.py), and who shares a prefix cache."""
+
+    loopback_only: bool = True
+    """The server listens on a loopback address: its hosts are checked."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Names in `Host` beside this machine's own, in lower case; `*`: any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose web pages may use /v1, in lower case; `*`: any."""
+    open_metrics: bool = False
+    """/metrics needs neither a key nor a local peer."""
+    shared_cache: bool = False
+    """All simple keys reuse each other's prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerSettings:
-    api_keys: tuple[str, ...] = ()
+    # Keys are never shown: settings may be printed where something fails.
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
     """If any: /v1 wants one of them as bearer token."""
-    admin_key: str = ""
-    """If set: /admin and /metrics want it."""
+    admin_key: str = field(default="", repr=False)
+    """If set: /admin and /metrics want it. If not, they answer local peers only."""
     body_bytes_max: int = 8 << 20
     bodies_bytes_max: int = 256 << 20
     """Of all requests that are being received or tokenized."""
@@ -67,3 +84,4 @@ class ServerSettings:
     requests: RequestLimits = field(default_factory=RequestLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     text: TextSettings = field(default_factory=TextSettings)
+    access: AccessSettings = field(default_factory=AccessSettings)

@@ -47,6 +47,8 @@ class Work(msgspec.Struct, tag=True):
     target: Target | None
     """A version that was opened; None: validate only."""
     limits: RequestLimits
+    cache_salt: bytes = b""
+    """Of the cache group that the request's key belongs to (server/cache_salts.py)."""
 
 
 class Opened(msgspec.Struct, tag=True):

@@ -6,7 +6,6 @@ requests never take the last process, so what a checkpoint's author wrote holds 
 
 import asyncio
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from c2cserve.core.model import name_of
+from c2cserve.runtime.environment import child_environment
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
@@ -60,7 +60,7 @@ class _Process:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "c2cserve.server.text_process", str(settings.memory_bytes)],
                 stdin=its.fileno(),
-                env={**os.environ, **_ENVIRONMENT},
+                env=child_environment(**_ENVIRONMENT),
                 process_group=0,  # a terminal's ctrl-C is for the server
             )
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None

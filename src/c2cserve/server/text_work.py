@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from c2cserve.core.model import name_of
 from c2cserve.core.request import Sampling
+from c2cserve.server.cache_salts import request_salt
 from c2cserve.server.errors import ApiError, of_validation
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
@@ -36,7 +37,8 @@ def do_work(work: Work, tokenizer: Tokenizer | None) -> Done:
     if work.target is None or tokenizer is None:
         return Done(_asked(body, Sampling(seed=0)), [])
     sampling = _sampling(body, work.target)
-    reader = _Reader(tokenizer, work.target, body, work.limits)
+    salt = request_salt(work.cache_salt, body.cache_salt)
+    reader = _Reader(tokenizer, work.target, body, work.limits, salt)
     try:
         return Done(_asked(body, sampling), [reader.read(text) for text in texts])
     except TokenizerError as error:
@@ -105,8 +107,10 @@ class _Reader:
 
     def __init__(
         self, tokenizer: Tokenizer, target: Target, body: CompletionBody | ChatBody,
-        limits: RequestLimits,
+        limits: RequestLimits, salt: bytes,
     ) -> None:  # fmt: skip
+        """`salt`: of the prefix hashes."""
+        self._salt = salt
         self._tokenizer = tokenizer
         self._target = target
         self._body = body
@@ -131,7 +135,7 @@ class _Reader:
         echo = isinstance(body, CompletionBody) and bool(body.echo)
         scored = echo and body.logprobs is not None
         # Every position's logits are wanted then: nothing may come from the cache.
-        hashes = () if scored else self._tokenizer.prefix_hashes(tokens)
+        hashes = () if scored else self._tokenizer.prefix_hashes(tokens, self._salt)
         return TokenizedPrompt(
             array("I", tokens).tobytes(), array("Q", hashes).tobytes(), text if echo else "",
             max_new_tokens,

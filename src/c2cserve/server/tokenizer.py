@@ -102,10 +102,11 @@ class Tokenizer(Vocabulary):
         """The chat as the model's template writes it. Raises TokenizerError."""
         return self._template.render(messages, extra, chars_max)
 
-    def prefix_hashes(self, tokens: list[int]) -> tuple[int, ...]:
-        """A chained 64-bit hash per full block: equal for equal prefixes, and nothing else."""
+    def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
+        """Return a chained 64-bit hash per full block. Hashes are equal for equal prefixes of the
+        same model and `salt` (server/cache_salts.py), and for nothing else."""
         data = array("I", tokens).tobytes()
-        size, digest = BLOCK_TOKENS * 4, self._salt
+        size, digest = BLOCK_TOKENS * 4, hashlib.blake2b(self._salt + salt, digest_size=16).digest()
         hashes: list[int] = []
         for start in range(0, len(data) - size + 1, size):
             digest = hashlib.blake2b(digest + data[start : start + size], digest_size=16).digest()

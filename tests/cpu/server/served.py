@@ -10,6 +10,7 @@ import uvicorn
 from fake_gateway import FakeGateway, Play, model_files
 
 from c2cserve.core.request import Job
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 
@@ -19,9 +20,11 @@ BYTE, PIECE = "org/byte", "piece"
 class Served:
     """A real uvicorn on a real socket, in a thread of its own."""
 
-    def __init__(self, gateway: FakeGateway, settings: ServerSettings) -> None:
+    def __init__(
+        self, gateway: FakeGateway, settings: ServerSettings, gate: Gate | None = None
+    ) -> None:
         self.gateway = gateway
-        config = http_config(gateway, settings, host="127.0.0.1", port=0)
+        config = http_config(gateway, settings, gate, host="127.0.0.1", port=0)
         config.timeout_graceful_shutdown = 1
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
@@ -33,7 +36,8 @@ class Served:
             self._thread.join(0.005)
         self.port = int(self._server.servers[0].sockets[0].getsockname()[1])
         self.url = f"http://127.0.0.1:{self.port}"
-        self.http = httpx.Client(base_url=self.url)
+        json = {"content-type": "application/json"}
+        self.http = httpx.Client(base_url=self.url, headers=json)
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
         return self
 

@@ -80,6 +80,7 @@ def test_a_body_is_refused_before_it_is_sent(strict: Served) -> None:
 
     connection = HTTPConnection("127.0.0.1", strict.port, timeout=5)
     connection.putrequest("POST", "/v1/completions")
+    connection.putheader("content-type", "application/json")
     connection.putheader("content-length", str(BODY_BYTES + 1))
     connection.endheaders()
     answer = connection.getresponse()

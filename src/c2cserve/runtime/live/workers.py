@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from c2cserve.core.machine import Slice
+from c2cserve.runtime.environment import child_environment
 from c2cserve.runtime.live.channel import Channel
 from c2cserve.runtime.live.logs import LogFormat
 from c2cserve.runtime.live.messages import (
@@ -95,7 +96,7 @@ def spawn() -> Spawned:
             process = subprocess.Popen(
                 [sys.executable, "-m", "c2cserve.cli.main", "worker"],
                 stdin=its.fileno(),
-                env={**os.environ, **_ONE_THREAD},
+                env=child_environment(**_ONE_THREAD),
                 process_group=0,  # a terminal's ctrl-C is for the server, which drains first
             )
         undo.callback(process.wait)

@@ -1,0 +1,74 @@
+"""Images and manifests run c2cserve as a user who may do little. (Docker itself is not needed.)"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from c2cserve.cli.main import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+
+
+def instructions(name: str) -> list[tuple[str, str]]:
+    """Of the last stage of a Dockerfile: instruction and arguments."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    found = [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+    last = max(i for i, (one, _) in enumerate(found) if one == "FROM")
+    return found[last:]
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_images_end_as_a_user_who_is_not_root(name: str) -> None:
+    found = instructions(name)
+    users = [value for one, value in found if one == "USER"]
+    assert users == ["1000:1000"], "a number: what a name means is not known outside"
+    after = [one for one, _ in found[found.index(("USER", "1000:1000")) :]]
+    assert not {"RUN", "COPY", "ADD"} & set(after)
+    entry = next(value for one, value in found if one == "ENTRYPOINT")
+    assert '"serve"' in entry
+    assert "KEY" not in " ".join(value for one, value in found if one in ("ENV", "ARG"))
+
+
+def serve_options() -> set[str]:
+    command: Any = COMMANDS["serve"].load("serve")
+    return {option for one in getattr(command, "params", ()) for option in one.opts}
+
+
+def check_options(args: list[str]) -> None:
+    assert {one for one in args if one.startswith("--")} <= serve_options()
+
+
+def test_compose() -> None:
+    (service,) = yaml.safe_load((ROOT / "deploy/compose.yaml").read_text())["services"].values()
+    assert service["user"] == "1000:1000"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert all(one.startswith("127.0.0.1:") for one in service["ports"])
+    assert all(one.endswith(":ro") for one in service["volumes"])
+    check_options(service["command"])
+
+
+def test_kubernetes() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy/kubernetes.yaml").read_text()))
+    pod = next(one for one in documents if one["kind"] == "Deployment")["spec"]["template"]["spec"]
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    (container,) = pod["containers"]
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }  # fmt: skip
+    keys = next(one for one in pod["volumes"] if one["name"] == "keys")
+    assert keys["secret"]["defaultMode"] & 0o007 == 0, "--admin-key-file refuses others"
+    written = {one["mountPath"] for one in container["volumeMounts"] if not one.get("readOnly")}
+    assert written == {"/dev/shm"}
+    check_options(container["args"])
+
+
+def test_options_are_known() -> None:
+    assert {"--admin-key-file", "--catalog", "--model-root", "--ssl-certfile"} <= serve_options()
