@@ -18,6 +18,7 @@ from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import Catalog, load_catalog
 from c2cserve.cli import serve_options as opt
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.cli.keys import open_gate
 from c2cserve.cli.model_host import CatalogHost
 from c2cserve.cli.output import CliError, CliErrors
 from c2cserve.core.events import ClusterEvent, PoolState
@@ -154,7 +155,7 @@ def _serve(options: Options) -> None:
         catalog = load_catalog(options.catalog, with_files=False)
     except (CatalogError, ValueError) as error:
         raise CliError(str(error), 2) from error
-    gate = _gate(options)
+    gate = open_gate(options.server.api_keys, options.keys, options.usage_log)
     with _listen(options) as listener:
         reason = uvloop.run(_Server(options, catalog, gate).run(listener))
     if reason is not None:
@@ -321,15 +322,6 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def _gate(options: Options) -> Gate:
-    try:
-        return Gate(options.server.api_keys, options.keys, options.usage_log)
-    except ValueError as error:
-        raise CliError(str(error), 2) from error
-    except OSError as error:
-        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error
 
 
 def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:
