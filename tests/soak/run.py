@@ -99,6 +99,7 @@ class Run:
         ) + (64 << 10)
         arguments = [
             *phase.arguments, *self._plan.profile, "--pool-dir", str(self._plan.pool),
+            "--model-root", str(self._plan.bad),
             "--pool-bytes", str(budget), "--drain-timeout", str(_DRAIN_S),
             "--hang-timeout", str(self._plan.setting.trouble.hang_timeout_s), *_SHORT_TIMES,
         ]  # fmt: skip
