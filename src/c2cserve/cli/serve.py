@@ -27,7 +27,7 @@ from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import ANY_GPUS, NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.admission import BURST_S, AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.live.controller import Loop
@@ -98,6 +98,7 @@ def serve(
     strict: opt.Strict = False,
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
+    burst: opt.Burst = BURST_S,
     api_key: opt.ApiKeys = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
@@ -134,10 +135,11 @@ def serve(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
         host_kv_bytes,
     )  # fmt: skip
+    admission = AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst)
     options = Options(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience), server,
+        strict, admission, server,
     )  # fmt: skip
     _serve(options)
 
@@ -235,7 +237,12 @@ class _Server:
             options.record.unlink(missing_ok=True)
         ended: asyncio.Future[str | None] = loop.create_future()
         gateway = self._gateway = LiveGateway(
-            self._instance, _Loops(options), fleet, host, ended.set_result
+            self._instance,
+            _Loops(options),
+            fleet,
+            host,
+            ended.set_result,
+            options.admission.burst_s,
         )
         gateway.post(PoolState(host.budget_bytes))
         for model in models:

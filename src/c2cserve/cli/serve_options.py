@@ -72,6 +72,14 @@ Patience = Annotated[
     float,
     typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
 ]
+Burst = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Seconds that requests may wait without a break; then what would miss its TTFT target"
+        " is refused at once.",
+    ),
+]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option("--api-key", envvar="C2CSERVE_API_KEYS", help="Accepted keys for /v1."),

@@ -104,9 +104,20 @@ class Replace:
     reason: str
 
 
+@value
+class Backlog:
+    """How much waits in an overload, so that what would be refused on arrival can be refused before
+    anything is done for it. Without throughput: there is no overload any more."""
+
+    per_s: float = 0.0
+    """Requests that are finished per second."""
+    waiting: tuple[tuple[str, int], ...] = ()
+    """Each tenant's requests that can still be in time."""
+
+
 ClusterAction = (
     Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
-    | Replace
+    | Replace | Backlog
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------

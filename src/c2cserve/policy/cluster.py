@@ -3,15 +3,17 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.model import name_of
 from c2cserve.core.request import Request
 from c2cserve.policy import residence
-from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
+from c2cserve.policy.admission import Admission, AdmissionSettings
 from c2cserve.policy.consolidation import Placer
 from c2cserve.policy.failing import Failing
+from c2cserve.policy.fairness import FairShares
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.limits import place_by_limits, scatter
 from c2cserve.policy.load import Outputs, Placement, SliceLoad, expected_kv_bytes
@@ -19,9 +21,6 @@ from c2cserve.policy.placement import active_if_full, place
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook
-
-_RECHECK_S = 0.25
-"""How often waiting requests are looked at again when nothing else happens."""
 
 
 class ClusterPolicy:
@@ -32,14 +31,16 @@ class ClusterPolicy:
     ) -> None:
         settings = settings or AdmissionSettings()
         if preset.patience is not None:
-            settings = replace(settings, patience=preset.patience, foresee=False)
+            settings = replace(settings, patience=preset.patience, foresee=False, burst_s=inf)
         self._settings = settings
         self._preset = preset
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
         """Those that are not in the pool."""
-        self._queue = WaitingQueue()
+        self._shares = FairShares()
+        self._queue = WaitingQueue(self._shares)
+        self._admission = Admission(settings, self._queue, self._models)
         self._actions: list[act.ClusterAction] = []
         self._outputs = Outputs()
         self._placer = Placer(preset, self._outputs.mean)
@@ -52,10 +53,7 @@ class ClusterPolicy:
         self._broken: set[str] = set()
         """Models whose last load failed."""
         self._removing: list[str] = []
-        self._throughput = Throughput()
         self._draining = False
-        self._no_slice_since_s: float | None = None
-        self._recheck_s = 0.0
         self._pool_changed = self._room_changed = True
         """Whether a load, a dispatch may be possible now that was not before."""
         self._relieved: dict[str, None] = {}
@@ -71,7 +69,8 @@ class ClusterPolicy:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
         if not self._queue:
             return idle_s
-        return self._recheck_s if idle_s is None else min(idle_s, self._recheck_s)
+        recheck_s = self._admission.recheck_s
+        return recheck_s if idle_s is None else min(idle_s, recheck_s)
 
     # ---- events ---------------------------------------------------------------------------------
 
@@ -84,7 +83,7 @@ class ClusterPolicy:
             case ev.FirstToken(request_id, ttft_s):
                 self._instances.first_token(request_id, ttft_s)
             case ev.Finished():
-                self._throughput.finished()
+                self._admission.throughput.finished()
                 self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
@@ -98,7 +97,7 @@ class ClusterPolicy:
                 self._room_changed |= not isinstance(event, ev.StepTimes)
             case ev.Recalled(request) | ev.Returned(request):
                 if self._left(request.id) is not None:
-                    self._queue.push(request, displaced=True)
+                    self._wait(request, displaced=True)
                     self._room_changed = True
             case ev.InstanceFailed(slice_id, _, reason):
                 if slice_id in self._slices and self._failing.failed(event):
@@ -130,19 +129,25 @@ class ClusterPolicy:
             case _:
                 pass
 
+    def _wait(self, request: Request, *, displaced: bool = False) -> None:
+        self._shares.entered(request)
+        self._queue.push(request, displaced=displaced)
+
     def _cancelled(self, request_id: str) -> None:
         if request_id in self._where:
             self._instances.undispatch(request_id)
-        if self._queue.remove(request_id) is not None:
+        if self._leave_queue(request_id):
             self._pool_changed = True
         elif self._left(request_id) is None:
             self._arrived = [r for r in self._arrived if r.id != request_id]
+        self._shares.ended(request_id)
 
     def _finished(self, event: ev.Finished) -> None:
         if not event.failed and event.request_id in self._where:
             self._room_changed |= self._failing.works(*self._where[event.request_id])
         if (model := self._left(event.request_id)) is not None:
             self._outputs.learn(model, event.output_len)
+        self._shares.ended(event.request_id, event.output_len)
 
     def _left(self, request_id: str) -> str | None:
         """It is on no slice any more, nor on its way from one; the model it was of."""
@@ -159,25 +164,27 @@ class ClusterPolicy:
         for name in self._instances.slice_lost(slice_id):
             self._models[name].running -= 1
         for request in displaced:
-            self._queue.push(request, displaced=True)
+            self._wait(request, displaced=True)
         self._room_changed = self._pool_changed = True
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[act.ClusterAction]:
         self._room_changed |= self._instances.settle(now)
+        if self._settings.patience > 0.0:  # else late requests would wait for ever
+            self._queue.age(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
         self._back_off(now)
         self._fail(now)
-        if self._pool_changed or now >= self._recheck_s:
+        if self._pool_changed or now >= self._admission.recheck_s:
             self._load(now)
         self._dispatch(now, arrived)
         self._refuse(now, arrived)
         self._forget()
         usable = any(self._models[m].usable for m in self._queue.models())
-        self._throughput.look(now, saturated=usable and bool(self._slices))
+        self._admission.throughput.look(now, saturated=usable and bool(self._slices))
         actions, self._actions[:] = [*self._actions], []
         return actions
 
@@ -190,11 +197,18 @@ class ClusterPolicy:
             self._reject(request, 404, why, 1.0)
         else:
             self._pool_changed |= not model.in_pool
-            self._queue.push(request)
+            self._wait(request)
 
     def _reject(self, request: Request, status: int, reason: str, retry_after_s: float) -> None:
-        self._queue.remove(request.id)
+        self._leave_queue(request.id)
         self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
+
+    def _leave_queue(self, request_id: str) -> bool:
+        """A waiting request is refused or cancelled. False if it did not wait."""
+        if self._queue.remove(request_id) is None:
+            return False
+        self._shares.ended(request_id)
+        return True
 
     def _fail(self, now: float) -> None:
         """End what was asked of models that can not be loaded, and be slow to try again."""
@@ -206,6 +220,7 @@ class ClusterPolicy:
                 self._instances.undispatch(request_id)
                 self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
                 self._left(request_id)
+                self._shares.ended(request_id)
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
@@ -289,12 +304,15 @@ class ClusterPolicy:
         loads, welcome = self._open()
         heads = [
             (turn, name) for name in (names if welcome is None else names & welcome)
-            if (turn := self._queue.turn(name, now)) and self._models[name].usable
+            if (turn := self._queue.turn(name)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
         while heads and loads:
-            _, name = heappop(heads)
-            head = self._queue.head(name)
+            before, name = heappop(heads)
+            head, turn = self._queue.head(name), self._queue.turn(name)
+            if turn is not None and turn > before:  # its tenant got a place meanwhile
+                heappush(heads, (turn, name))
+                continue
             if head is None or (welcome is not None and name not in welcome):
                 continue
             choice = loads
@@ -305,7 +323,7 @@ class ClusterPolicy:
             placement = self._place(head[1], choice, now)
             if placement is not None:
                 self._send(head[1], placement, now)
-                if (turn := self._queue.turn(name, now)) is not None:
+                if (turn := self._queue.turn(name)) is not None:
                     heappush(heads, (turn, name))
                 if heads:
                     loads, welcome = self._open()
@@ -322,7 +340,7 @@ class ClusterPolicy:
                 kv_bytes = expected_kv_bytes(request, spec, self._outputs.mean(spec.id))
                 return place(
                     request, spec, kv_bytes, loads, self._value, now,
-                    late=self._may_be_late(request, now),
+                    late=self._may_be_late(request),
                 )  # fmt: skip
             case "slinfer":
                 return self._placer.place(request, spec, loads, now)
@@ -331,14 +349,10 @@ class ClusterPolicy:
             case "scatter":
                 return scatter(request, loads, preset.seed, preset.share)
 
-    def _never_refused(self, request: Request) -> bool:
-        """Of a waiting one: for being late."""
-        return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
-
-    def _may_be_late(self, request: Request, now: float) -> bool:
+    def _may_be_late(self, request: Request) -> bool:
         """It waits although it is late, so it might as well be served."""
-        late = now > request.first_token_due_s
-        return (late and self._settings.patience > 1.0) or self._never_refused(request)
+        late = self._queue.late(request.id) and self._settings.patience > 1.0
+        return late or self._admission.never_refused(request)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
@@ -347,44 +361,17 @@ class ClusterPolicy:
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]
         self._queue.remove(request.id)
+        self._shares.dispatched(request, self._outputs.mean(model.spec.id))
         self._instances.send(request, model.spec, placement)
         model.running += 1
         model.last_used_s = now
 
     def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
-        """Look at newcomers that could not be placed, and at everybody once in a while."""
-        for request in arrived:
-            if len(self._queue) <= self._settings.max_waiting:
-                break
-            if request.id in self._queue:
-                ahead = self._settings.max_waiting
-                retry_s = max(1.0, self._throughput.wait_s(ahead))
-                last, why = self._queue.excess(request), f"{ahead} requests are waiting already"
-                self._reject(last, 429, why, retry_s)
-        since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
-        self._no_slice_since_s = None if self._slices else since_s
-        everybody = now >= self._recheck_s
-        self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
-        if not self._queue:
-            return
-        waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
-        usable = (name for name in self._queue.models() if self._models[name].usable)
-        ahead = 0 if everybody else sum(map(self._queue.count, usable))
-        for request in waiting:
-            self._refuse_late(request, ahead, now)
-            ahead += everybody and self._models[request.model].usable
-
-    def _refuse_late(self, request: Request, ahead: int, now: float) -> None:
-        down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
-        if down_s > self._settings.no_slice_grace_s:
-            self._reject(request, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
-        elif not self._never_refused(request):
-            # A model that is loading waits for its weights, not for those ahead; nor are those
-            # ahead who wait for their weights.
-            ahead *= self._models[request.model].usable
-            why = refusal(request, ahead, self._throughput, self._settings, now)
-            if why is not None:
-                self._reject(request, 429, *why)
+        for reject in self._admission.refused(now, arrived, slices=bool(self._slices)):
+            self._leave_queue(reject.request_id)
+            self._actions.append(reject)
+        if (backlog := self._admission.backlog()) is not None:
+            self._actions.append(backlog)
 
     def _forget(self) -> None:
         for name in self._removing[:]:

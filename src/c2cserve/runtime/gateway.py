@@ -1,7 +1,7 @@
 """What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
 fakes in the server's tests."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -143,6 +143,12 @@ class Gateway(Protocol):
     def resolve(self, name: str) -> ModelFiles | None:
         """The model an id or alias names, if the catalogue has it. Raises `Refused` (503) when
         its checkpoint is broken."""
+        ...
+
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+        """Why a request that has not been looked into yet would be refused: in an overload, for
+        coming too late. None if it may be taken. `preparing`: each tenant's requests that are on
+        their way to `submit`."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

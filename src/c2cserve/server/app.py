@@ -1,5 +1,6 @@
 """The HTTP application: routes, keys, errors."""
 
+import hashlib
 import hmac
 import logging
 import re
@@ -87,6 +88,7 @@ class _Routes:
     ) -> None:
         self._gateway = gateway
         self._settings = settings
+        self._salt = secrets.token_bytes(16)
         self._metrics = metrics
         self._texts = texts
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
@@ -153,6 +155,7 @@ class _Routes:
         return response
 
     def _authorize(self, http: HttpRequest, role: str) -> None:
+        http.state.tenant = ""
         keys = {"user": self._settings.api_keys, "admin": (self._settings.admin_key,)}.get(role, ())
         accepted = [key for key in keys if key]
         if not accepted:
@@ -160,6 +163,7 @@ class _Routes:
         given = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if not any(hmac.compare_digest(given, key.encode()) for key in accepted):
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+        http.state.tenant = hashlib.blake2b(given, key=self._salt, digest_size=6).hexdigest()
 
     # ---- inference ------------------------------------------------------------------------------
 
@@ -174,7 +178,9 @@ class _Routes:
         and has not reached it, is prepared again."""
         async with self._bodies.receive(http) as body:
             model = http.state.model = model_of(body)
-            prepare = partial(self._preparer.prepare, api, body, model, http.headers)
+            prepare = partial(
+                self._preparer.prepare, api, body, model, http.headers, http.state.tenant
+            )
             prepared = await prepare()
         for _ in range(_RELOADS_MAX):
             try:

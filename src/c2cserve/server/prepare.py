@@ -5,6 +5,7 @@ import itertools
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -69,14 +70,33 @@ class Preparer:
         self._texts = texts
         self._limits = limits
         self._ids = itertools.count(secrets.randbits(64))
+        self._preparing = Counter[str]()
+        """Requests of each tenant."""
 
     async def prepare(
-        self, api: Api, body: bytes, model: str, headers: Mapping[str, str]
+        self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = ""
     ) -> Prepared:
-        """`model`: of the body, as `model_of` reads it. Raises ApiError, and `Refused`
-        for a model that cannot be served."""
+        """`model`: of the body, as `model_of` reads it. Raises ApiError, and `Refused` for a model
+        that cannot be served, or in an overload."""
         arrival_s = time.monotonic()
         files = self._gateway.resolve(model)
+        if files is not None:
+            ttft_s = _header_ms(headers, "x-slo-ttft-ms", files.ttft_s)
+            refused = self._gateway.overload(tenant, ttft_s, self._preparing)
+            if refused is not None:
+                raise refused
+        self._preparing[tenant] += 1
+        try:
+            return await self._prepare(api, body, files, headers, tenant, arrival_s)
+        finally:
+            self._preparing[tenant] -= 1
+            if not self._preparing[tenant]:
+                del self._preparing[tenant]
+
+    async def _prepare(
+        self, api: Api, body: bytes, files: ModelFiles | None, headers: Mapping[str, str],
+        tenant: str, arrival_s: float,
+    ) -> Prepared:  # fmt: skip
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
         work = Work(api, body, target, self._limits)
@@ -99,12 +119,12 @@ class Preparer:
             if number and number % _JOBS_AT_ONCE == 0:
                 await asyncio.sleep(0)
             prompt = prompts[number // asked.n]
-            jobs.append(self._job(files, asked, prompt, number % asked.n, slo, arrival_s))
+            jobs.append(self._job(files, asked, prompt, number % asked.n, slo, arrival_s, tenant))
         return Prepared(asked, vocabulary, prompts, jobs)
 
     def _job(
         self, files: ModelFiles, asked: Asked, prompt: Prompt, choice: int, slo: Slo,
-        arrival_s: float,
+        arrival_s: float, tenant: str,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
         if choice:
@@ -118,6 +138,7 @@ class Preparer:
             slo=slo,
             prefix_hashes=prompt.hashes,
             priority=files.priority if asked.priority is None else asked.priority,
+            tenant=tenant,
         )
         return Job(request, prompt.tokens, sampling)
 

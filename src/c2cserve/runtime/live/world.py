@@ -20,6 +20,7 @@ from functools import partial
 
 from c2cserve.core.actions import (
     Activate,
+    Backlog,
     ClusterAction,
     Deactivate,
     Dispatch,
@@ -98,6 +99,8 @@ class World:
         self.counters: Counter[str] = Counter(models_given_up=0, controller_restarts=0)
         self._hosting = Hosting(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
+        self.backlog = Backlog()
+        """As the policy told it last; read by other threads."""
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -287,6 +290,7 @@ class World:
         self._hosting.nothing_active()
         _log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
         self._owed.clear()
+        self.backlog = Backlog()
         for worker in self._fleet.up:
             worker.reset(self._resets)
             self._hosting.attach_all(worker)
@@ -320,6 +324,8 @@ class World:
                 self._forgotten(model)
             case Replace(slice_id, reason):
                 self._replace(slice_id, reason)
+            case Backlog():
+                self.backlog = action
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
 
