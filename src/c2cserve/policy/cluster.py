@@ -17,7 +17,7 @@ from c2cserve.policy.fairness import FairShares
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.limits import place_by_limits, scatter
 from c2cserve.policy.load import Outputs, Placement, SliceLoad, expected_kv_bytes
-from c2cserve.policy.placement import active_if_full, place
+from c2cserve.policy.placement import active_if_full, place, place_owed
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook
@@ -181,6 +181,7 @@ class ClusterPolicy:
         if self._pool_changed or now >= self._admission.recheck_s:
             self._load(now)
         self._dispatch(now, arrived)
+        self._dispatch_owed(now)
         self._refuse(now, arrived)
         self._forget()
         usable = any(self._models[m].usable for m in self._queue.models())
@@ -205,10 +206,10 @@ class ClusterPolicy:
 
     def _leave_queue(self, request_id: str) -> bool:
         """A waiting request is refused or cancelled. False if it did not wait."""
-        if self._queue.remove(request_id) is None:
-            return False
-        self._shares.ended(request_id)
-        return True
+        waited = self._queue.remove(request_id) is not None
+        if waited:
+            self._shares.ended(request_id)
+        return waited
 
     def _fail(self, now: float) -> None:
         """End what was asked of models that can not be loaded, and be slow to try again."""
@@ -327,6 +328,20 @@ class ClusterPolicy:
                     heappush(heads, (turn, name))
                 if heads:
                     loads, welcome = self._open()
+
+    def _dispatch_owed(self, now: float) -> None:
+        """Place requests of tenants that have less than their share of slices full of others."""
+        fair = self._shares.tenants > 1 and self._preset.placing == "c2cserve"
+        for name in sorted(self._queue.models()) if fair else ():
+            model = self._models[name]
+            while model.usable and (head := self._queue.head(name)) is not None:
+                loads = [load for load in self._slices.values() if load.owes(head[1].tenant)]
+                if self._failing:
+                    loads = [load for load in loads if self._failing.open(load, name, now)]
+                placement = place_owed(head[1], model.spec, loads, self._value, now)
+                if placement is None:
+                    break
+                self._send(head[1], placement, now)
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Slices that take more requests, and of which models only."""
