@@ -35,6 +35,8 @@ class Reject:
     status: int
     reason: str
     retry_after_s: float = 1.0
+    limit: str = ""
+    """Which limit it met, of those that are counted: `queue_full`, `overload`, `patience`."""
 
 
 @value

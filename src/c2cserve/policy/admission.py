@@ -165,7 +165,8 @@ class Admission:
                 return
             if request.id in self._queue:
                 last, why = self._queue.excess(request), f"{most} requests are waiting already"
-                yield Reject(last.id, 429, why, max(1.0, self.throughput.wait_s(most)))
+                retry_s = max(1.0, self.throughput.wait_s(most))
+                yield Reject(last.id, 429, why, retry_s, "queue_full")
 
     def _look(self, request: Request, ahead: int, now: float, *, strict: bool) -> Reject | None:
         down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
@@ -175,11 +176,13 @@ class Admission:
             return None
         # A model that is loading waits for its weights, not for those ahead.
         usable, patience = self._usable(request.model), self._settings.patience
-        if strict and usable:
+        strict &= usable
+        if strict:
             patience = min(1.0, patience)
         foresee = self._settings.foresee
         why = refusal(request, ahead * usable, self.throughput, patience, now, foresee=foresee)
-        return None if why is None else Reject(request.id, 429, *why)
+        limit = "overload" if strict else "patience"
+        return None if why is None else Reject(request.id, 429, *why, limit)
 
     def never_refused(self, request: Request) -> bool:
         """Whether a waiting request is kept however late it is."""

@@ -132,9 +132,12 @@ class Snapshot:
     pool_budget_bytes: int
     running: int
     waiting: int
+    tenants: tuple[int, ...] = ()
+    """Requests in flight of each tenant that has some, fewest first."""
     counters: dict[str, float] = field(default_factory=dict[str, float])
-    """Monotonic: `rejected_429`, `rejected_503`, `slice_lost`, `resumed_requests`, `model_loads`,
-    `model_evictions`, `controller_restarts`, `controller_request_failures` ..."""
+    """Monotonic: `rejected_429`, `rejected_503`, `refused_early`, `refused_overload`, `slice_lost`,
+    `resumed_requests`, `model_loads`, `model_evictions`, `controller_restarts`,
+    `controller_request_failures` ..."""
 
 
 class Gateway(Protocol):

@@ -190,6 +190,7 @@ class LiveGateway:
             counters=self._world.counters,
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
+            refused_early=self._door.refused,
         )
 
     @property

@@ -350,6 +350,8 @@ class World:
             live.sink(Superseded())
         else:
             self.counters[f"rejected_{reject.status}"] += 1
+            if reject.limit:
+                self.counters[f"refused_{reject.limit}"] += 1
             if live is not None:
                 live.sink(self._refusal(reject))
         self._flush()
