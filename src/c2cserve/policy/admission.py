@@ -122,6 +122,13 @@ class Admission:
         self.recheck_s = 0.0
         self._told = Backlog()
 
+    def begin(self, now: float) -> None:
+        """Before newcomers are looked at: note which of the others have become late."""
+        if self._settings.patience > 0.0:  # else late requests would wait for ever
+            self._queue.age(now)
+        if not self._queue.punctual(self._usable):
+            self._standing.note(waiting=False, now=now)
+
     def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
         one that is yielded must leave the queue before the next. `slices`: at least one is up."""

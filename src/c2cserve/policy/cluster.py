@@ -171,8 +171,7 @@ class ClusterPolicy:
 
     def decide(self, now: float) -> Sequence[act.ClusterAction]:
         self._room_changed |= self._instances.settle(now)
-        if self._settings.patience > 0.0:  # else late requests would wait for ever
-            self._queue.age(now)
+        self._admission.begin(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)

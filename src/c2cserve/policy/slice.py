@@ -226,6 +226,7 @@ class SlicePolicy(SliceMemory):
                 if model.seqs and name not in tried and self._shifts.computes(name)
                 and not any(flight.holds_up for flight in self._flights.of(model))
             ]  # fmt: skip
+            candidates = self._shares.candidates(candidates, self._models)
             turn = self._shifts.turn(candidates, now, self._late_ran)
             if turn is None:
                 break
@@ -233,6 +234,7 @@ class SlicePolicy(SliceMemory):
             freed = len(self._actions)
             if self._launch(self._models[name], now):
                 self._late_ran = late
+                self._shares.ran(self._models[name])
                 continue
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: others may have room now

@@ -6,22 +6,25 @@ then go behind those of the others, and only so many of them have a part in a st
 take much longer for the others than it would without them:
 
     step time with greedy requests <= 1.5 * step time without them
-    step time of greedy requests alone <= 0.5 * shortest step of the others
+    greedy requests alone: once after three such steps, for as long as the shortest of these
 
-So a request of another tenant is at most about twice as slow as alone. Each step has a part for one
-greedy request at least, the one with least headroom, so none of them starves. Alone on the slice, a
-tenant is never greedy.
+So a request of another tenant is at most about half slower than alone. Each of these steps has a
+part for one greedy request at least, the one with least headroom, so none of them starves. Alone on
+the slice, a tenant is never greedy.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from c2cserve.policy.batching import ActiveModel, Seq
 
 Line = tuple[list[Seq], list[Seq]]
+Candidate = tuple[float, int, str]
+"""As `policy.headroom.next_turn` takes them; the last one is the model's name."""
 
 _TOGETHER = 1.5
-_APART = 0.5
+_APART = 1.0
+_TURNS = 3
 _ABSENT = 4.0
 """For a tenant that may come back: a step takes at most so many times that of a single request."""
 _RECENT_S = 1.0
@@ -35,6 +38,8 @@ class SliceShares:
         self._left_s: dict[str, float] = {}
         """When the last request of a tenant ended here."""
         self.greedy: Set[str] = frozenset()
+        self._turns = 0
+        """Steps with requests of other tenants since the last one without."""
 
     def entered(self, tenant: str) -> None:
         self._counts[tenant] += 1
@@ -61,6 +66,24 @@ class SliceShares:
 
     def is_greedy(self, seq: Seq) -> bool:
         return seq.request.tenant in self.greedy
+
+    def candidates(
+        self, models: Sequence[Candidate], active: Mapping[str, ActiveModel]
+    ) -> Sequence[Candidate]:
+        """Of the models that could run, those whose turn it may be: ones that only greedy tenants
+        ask for wait for others' steps, if there are some."""
+        if not self.greedy or self._turns >= _TURNS:
+            return models
+        return [one for one in models if self._modest(active[one[2]])] or models
+
+    def ran(self, model: ActiveModel) -> None:
+        """A step of the model was launched."""
+        if self.greedy:
+            self._turns = self._turns + 1 if self._modest(model) else 0
+
+    def _modest(self, model: ActiveModel) -> int:
+        """Its requests of tenants that are not greedy."""
+        return sum(not self.is_greedy(seq) for seq in model.seqs.values())
 
     def apportion(
         self, model: ActiveModel, line: Line, models: Mapping[str, ActiveModel]
@@ -97,7 +120,7 @@ class SliceShares:
             return _times(model, modest, _TOGETHER)
         limits: list[float] = []
         for other in models:
-            count = sum(not self.is_greedy(seq) for seq in other.seqs.values())
+            count = self._modest(other)
             if count:
                 limit_s = _times(other, count, _APART)
                 if limit_s is None:

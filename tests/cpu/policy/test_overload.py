@@ -66,10 +66,10 @@ def test_a_burst_waits_and_is_served() -> None:
 
 def test_a_late_request_does_not_delay_one_in_time() -> None:
     hand = Hand(slice_(max_batch=1))
-    hand.arrive("r1", "old", ttft_s=0.5)
+    hand.arrive("first", "old", ttft_s=0.5)
     hand.now = 0.6
     hand.arrive("new", ttft_s=0.5)
-    assert list(dispatched(hand.tell(Finished("r1", 1)))) == ["new"]
+    assert list(dispatched(hand.tell(Finished("first", 1)))) == ["new"]
     assert list(dispatched(hand.tell(Finished("new", 1)))) == ["old"], "in a quiet moment"
 
 

@@ -44,7 +44,7 @@ def loop_times(flood: int, model: str, seed: int = 0) -> list[float]:
 @pytest.mark.parametrize("model", ["m", "other"])
 def test_a_flood_slows_another_tenant_at_most_by_half_of_the_slice(model: str) -> None:
     alone, beside = loop_times(0, model), loop_times(128, model)
-    assert beside[10] <= 2.0 * alone[10] + 0.07, "and the step that was under way"
+    assert beside[10] <= 1.7 * alone[10] + 0.07, "and the step that was under way"
 
 
 @settings(max_examples=100, deadline=None)
