@@ -8,11 +8,12 @@ until its patience ends.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
+from c2cserve.policy.load import SliceLoad
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook
 
@@ -126,7 +127,7 @@ class Admission:
         """Before newcomers are looked at: note which of the others have become late."""
         if self._settings.patience > 0.0:  # else late requests would wait for ever
             self._queue.age(now)
-        if not self._queue.punctual(self._usable):
+        if not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
 
     def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
@@ -138,7 +139,8 @@ class Admission:
         everybody = now >= self.recheck_s
         self.recheck_s = now + _RECHECK_S if everybody else self.recheck_s
         punctual = self._queue.punctual(self._usable)
-        self._standing.note(waiting=bool(punctual), now=now)
+        fresh = self._queue.punctual(self._usable, displaced=False)
+        self._standing.note(waiting=bool(fresh), now=now)
         if not self._queue:
             return
         new = {request.id for request in arrived}
@@ -152,6 +154,24 @@ class Admission:
                 yield reject
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
+
+    def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
+        """Requests on slices that are late before their first token, once in a while in an
+        overload: what they take there, requests that can still be in time could have."""
+        if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
+            return []
+        late = [
+            job.request for load in loads for one in load.busy() for job in one.jobs.values()
+            if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
+        ]  # fmt: skip
+        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
+        return [
+            Reject(
+                one.id, 429, f"the first token was due within {one.slo.ttft_s:g} s, and "
+                f"{now - one.arrival_s:.1f} s have passed", retry_s, "overload",
+            )
+            for one in late
+        ]  # fmt: skip
 
     def backlog(self) -> Backlog | None:
         """What has to be told so that newcomers can be refused before anything is done for them;

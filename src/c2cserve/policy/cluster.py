@@ -258,18 +258,13 @@ class ClusterPolicy:
         kept = {*waiting, *(model.replaces for model in wanted)}
         unused = residence.evictable(models, kept) if asked else []
         free = self._budget_bytes - residence.used_bytes(models) if asked else 0
-        for _, name in sorted(asked):
-            lacking = self._models[name].spec.weight_bytes - free
-            victims = residence.evictions(unused, lacking)
-            if victims is None:
-                continue
+        for model, victims in residence.loads(
+            [self._models[name] for _, name in sorted(asked)], unused, free
+        ):
             for victim in victims:
-                unused.remove(victim)
-                lacking -= victim.spec.weight_bytes
                 self._leave_pool(victim)
                 self._actions.append(act.Evict(victim.spec.id))
-            free = -lacking
-            self._start_load(self._models[name])
+            self._start_load(model)
         if not self._draining:
             outside = self._outside.values()
             for model in residence.unasked_loads(outside, models, self._budget_bytes):
@@ -374,13 +369,19 @@ class ClusterPolicy:
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]
+        displaced = self._queue.displaced(request.id)
         self._queue.remove(request.id)
         self._shares.dispatched(request, self._outputs.mean(model.spec.id))
-        self._instances.send(request, model.spec, placement)
+        self._instances.send(request, model.spec, placement, displaced=displaced)
         model.running += 1
         model.last_used_s = now
 
     def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
+        for reject in self._admission.hopeless(now, self._slices.values()):
+            self._instances.undispatch(reject.request_id)
+            self._left(reject.request_id)
+            self._shares.ended(reject.request_id)
+            self._actions.append(reject)
         for reject in self._admission.refused(now, arrived, slices=bool(self._slices)):
             self._leave_queue(reject.request_id)
             self._actions.append(reject)

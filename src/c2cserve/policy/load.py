@@ -33,6 +33,8 @@ class Job:
     """What it is expected to take of the slice's memory in the end."""
     first_s: float | None = None
     """When it got its first token here."""
+    displaced: bool = False
+    """It was on a slice before: it is not refused any more."""
 
     @property
     def due_s(self) -> float:
@@ -212,12 +214,12 @@ class SliceLoad:
             self.active[model].times = times
             self.active[model].changed()
 
-    def add(self, request: Request, kv_bytes: float = 0.0) -> None:
+    def add(self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False) -> None:
         self._work = None
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        instance.jobs[request.id] = Job(request, kv_bytes)
+        instance.jobs[request.id] = Job(request, kv_bytes, displaced=displaced)
         self.kv_bytes += kv_bytes
         instance.used += 1
         instance.pending_tokens += request.prompt_len

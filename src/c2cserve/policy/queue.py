@@ -95,14 +95,16 @@ class WaitingQueue:
     def late(self, request_id: str) -> bool:
         return self._entries[request_id][0][0] == LATE
 
-    def punctual(self, usable: Callable[[str], bool]) -> Counter[str]:
-        """Requests of each tenant that are not late, of models that are usable."""
+    def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> Counter[str]:
+        """Requests of each tenant that are not late, of models that are usable. `displaced`: with
+        those."""
         counts = Counter[str]()
         for model, lines in self._by_model.items():
             if usable(model):
                 for tenant, line in lines.of_tenant.items():
-                    if line[0][0][0] != LATE:
-                        counts[tenant] += bisect_left(line, (LATE, -inf, ""), key=_urgency)
+                    first = 0 if displaced else _before(line, FRESH)
+                    if (last := _before(line, LATE)) > first:
+                        counts[tenant] += last - first
         return counts
 
     def push(self, request: Request, *, displaced: bool = False) -> None:
@@ -160,6 +162,11 @@ class WaitingQueue:
         model = _most(models, newcomer.model)
         last = self._by_model[model].of_tenant[tenant][-1][1]
         return newcomer if self.displaced(last.id) else last
+
+
+def _before(line: list[Entry], kind: int) -> int:
+    """How many of a line come before all of the class."""
+    return bisect_left(line, (kind, -inf, ""), key=_urgency)
 
 
 def _urgency(entry: Entry) -> Urgency:

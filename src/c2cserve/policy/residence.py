@@ -88,6 +88,23 @@ def impossible(
                             f"the pool's budget is {budget_bytes}{beside}")  # fmt: skip
 
 
+def loads(
+    asked: Iterable[ModelBook], unused: list[ModelBook], free: int
+) -> Iterator[tuple[ModelBook, Collection[ModelBook]]]:
+    """The models of `asked`, in order, that there is or can be room for, each with those of
+    `unused` that leave for it. `free`: bytes of the pool. Removes them from `unused`."""
+    for model in asked:
+        lacking = model.spec.weight_bytes - free
+        victims = evictions(unused, lacking)
+        if victims is None:
+            continue
+        for victim in victims:
+            unused.remove(victim)
+            lacking -= victim.spec.weight_bytes
+        free = -lacking
+        yield model, victims
+
+
 def unwaited(
     wanted: Iterable[ModelBook], waiting: Collection[str], now: float
 ) -> Iterator[tuple[Urgency, str]]:

@@ -7,8 +7,8 @@ from cluster_world import ClusterTestWorld
 from test_cluster import request, slice_, spec
 from test_cluster_rules import Hand, dispatched, rejects
 
-from c2cserve.core.actions import Backlog, Reject
-from c2cserve.core.events import Arrived, Finished
+from c2cserve.core.actions import Backlog, Reject, Withdraw
+from c2cserve.core.events import Arrived, Finished, FirstToken
 from c2cserve.policy.admission import AdmissionSettings, Standing, turns_before
 
 _SERVICE_S = 0.05
@@ -133,3 +133,28 @@ def test_refusals_name_the_limit_they_met() -> None:
     hand.now = 21.0
     late = hand.tell()
     assert [one.limit for one in late if isinstance(one, Reject)] == ["patience"] * 2
+
+
+def test_in_an_overload_a_request_that_is_late_on_its_slice_makes_room() -> None:
+    hand = Hand(slice_(max_batch=4), burst_s=0.2)
+    hand.arrive("a1", "a2", "a3", "a4", "a5", ttft_s=0.5)
+    hand.tell(FirstToken("a1", 0.1))
+    ends: dict[str, int] = {}
+    for tick in range(1, 10):
+        hand.now = tick * 0.1
+        actions = hand.arrive(*[f"b{tick}{i}" for i in range(5)], ttft_s=0.5)
+        ends |= rejects(actions)
+        if "a2" in ends:
+            break
+    assert 0.5 < hand.now < 0.9
+    assert Withdraw("a2", "s0") in actions
+    assert dispatched(actions) or dispatched(hand.tell()), "others have its place"
+    assert "a1" not in ends, "its client has seen a token"
+
+
+def test_without_an_overload_a_late_request_stays_on_its_slice() -> None:
+    hand = Hand(slice_(max_batch=4), burst_s=0.2)
+    hand.arrive("a1", "a2", ttft_s=0.5)
+    for tick in range(1, 20):
+        hand.now = tick * 0.1
+        assert hand.tell() == []
