@@ -15,7 +15,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,9 @@ class InstantGateway:
 
     def resolve(self, name: str) -> ModelFiles | None:
         return self._files if name == "m" else None
+
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> None:
+        return None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:
         request = job.request

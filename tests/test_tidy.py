@@ -33,7 +33,7 @@ IMPURE_MODULES = {"time", "random", "os", "logging", "socket", "threading", "asy
 
 FILE_LINES_MAX = 400
 FUNCTION_LINES_MAX = 70
-POLICY_LINES_MAX = 5450
+POLICY_LINES_MAX = 6100
 """Small enough to be read in an hour: four papers' policies, and ours."""
 
 FILES = sorted(SRC.rglob("*.py"))

@@ -18,7 +18,9 @@ BENCHMARKS = next(page for page in PAGES if page.path.name == "benchmarks.md")
 each_page = pytest.mark.parametrize("page", PAGES, ids=str)
 
 OTHER_PROGRAMS = {
-    "--shm-size": "docker", "--gpus": "docker", "--ulimit": "docker", "--entrypoint": "docker",
+    "--shm-size": "docker", "--read-only": "docker", "--tmpfs": "docker",
+    "--cap-drop": "docker", "--security-opt": "docker", "--gpus": "docker", "--ulimit": "docker",
+    "--entrypoint": "docker",
     "--constraint": "pip",
 }  # fmt: skip
 """Options in the documents that are not of this project."""

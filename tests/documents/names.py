@@ -73,7 +73,10 @@ def _exists(name: str) -> bool:
 
 
 def _test_files(name: str) -> list[Path]:
-    return [ROOT / name] if "/" in name else sorted((ROOT / "tests").rglob(name))
+    """Return the files of that name; with a folder, from the repository's root or from tests/."""
+    if "/" not in name:
+        return sorted((ROOT / "tests").rglob(name))
+    return [path for path in (ROOT / name, ROOT / "tests" / name) if path.is_file()]
 
 
 @cache

@@ -15,6 +15,21 @@ _ACCESS = "Access"
 
 @dataclass(frozen=True, slots=True)
 class AccessOptions:
+    keys: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="C2CSERVE_KEYS_FILE",
+            help="Keys with limits: see keys --help.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
+    usage_log: Annotated[
+        Path | None,
+        typer.Option(
+            help="Append what each request used to this file, a line each.",
+            rich_help_panel=_ACCESS,
+        ),
+    ] = None
     admin_key_file: Annotated[
         Path | None,
         typer.Option(help="File with the key for /admin and /metrics.", rich_help_panel=_ACCESS),

@@ -21,6 +21,7 @@ from c2cserve.cli import serve_options as opt
 from c2cserve.cli.access_options import AccessOptions, read_tls
 from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.cli.key_secrecy import choose_admin_key, exposures, hide_keys
+from c2cserve.cli.keys import open_gate
 from c2cserve.cli.model_host import CatalogHost
 from c2cserve.cli.option_groups import grouped
 from c2cserve.cli.output import CliError, CliErrors
@@ -31,7 +32,7 @@ from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import ANY_GPUS, NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.admission import BURST_S, AdmissionSettings
 from c2cserve.policy.cluster import ClusterPolicy
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.live.controller import Loop
@@ -80,8 +81,6 @@ class Options:
     strict: bool
     admission: AdmissionSettings
     server: ServerSettings
-    keys: Path | None
-    usage_log: Path | None
 
 
 @grouped
@@ -109,9 +108,8 @@ def serve(
     strict: opt.Strict = False,
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
+    burst: opt.Burst = BURST_S,
     api_key: opt.ApiKeys = None,
-    keys: opt.KeysFile = None,
-    usage_log: opt.UsageLogFile = None,
     admin_key: opt.AdminKey = "",
     max_choices: opt.MaxChoices = REQUESTS.choices,
     max_messages: opt.MaxMessages = REQUESTS.messages,
@@ -132,7 +130,8 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
+        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file),
+        max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
@@ -147,11 +146,11 @@ def serve(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
         host_kv_bytes,
     )  # fmt: skip
+    admission = AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst)
     options = Options(
         catalog, host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         access, FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
-        drain_timeout, strict, AdmissionSettings(max_waiting=max_waiting, patience=patience),
-        server, keys, usage_log,
+        drain_timeout, strict, admission, server,
     )  # fmt: skip
     _serve(options)
 
@@ -164,9 +163,9 @@ def _serve(options: Options) -> None:
     except (CatalogError, TlsError, ValueError) as error:
         raise CliError(str(error), 2) from error
     hide_keys()
-    gate = _gate(options)
+    gate = open_gate(options.server.api_keys, options.access.keys, options.access.usage_log)
     with _listen(options) as listener:
-        reason = uvloop.run(_Server(options, catalog, gate, tls).run(listener))
+        reason = uvloop.run(_Server(options, catalog, tls, gate).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -191,13 +190,14 @@ def _listen(options: Options) -> Generator[socket.socket]:
 class _Server:
     """One run, from the pool's lock to its removal."""
 
-    def __init__(self, options: Options, catalog: Catalog, gate: Gate, tls: Tls | None) -> None:
+    def __init__(self, options: Options, catalog: Catalog, tls: Tls | None, gate: Gate) -> None:
         self._options = options
         self._catalog = catalog
-        self._gate = gate
         self._tls = tls
-        self._hang_ups = [gate.hang_up] if options.keys or options.usage_log else []
-        self._hang_ups += [] if tls is None else [tls.hang_up]
+        self._gate = gate
+        self._hang_ups = [] if tls is None else [tls.hang_up]
+        if options.access.keys or options.access.usage_log:
+            self._hang_ups.append(gate.hang_up)
         """What SIGHUP asks for. Without any, it ends the server, as it does other programs."""
         self._hanging_up: set[asyncio.Task[None]] = set()
         self._instance = secrets.token_hex(4)
@@ -259,7 +259,12 @@ class _Server:
             options.record.unlink(missing_ok=True)
         ended: asyncio.Future[str | None] = loop.create_future()
         gateway = self._gateway = LiveGateway(
-            self._instance, _Loops(options), fleet, host, ended.set_result
+            self._instance,
+            _Loops(options),
+            fleet,
+            host,
+            ended.set_result,
+            options.admission.burst_s,
         )
         gateway.post(PoolState(host.budget_bytes))
         for model in models:
@@ -278,7 +283,7 @@ class _Server:
             "https" if self._tls else "http", options.host, options.port, len(models), len(broken),
             len(slices),
         )  # fmt: skip
-        keys = bool(options.server.api_keys or options.keys)
+        keys = bool(options.access.keys or options.server.api_keys)
         for text in exposures(options.server, options.host, keys=keys):
             log.warning("%s", text)
         reason = await ended
@@ -338,18 +343,6 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
-
-
-def _gate(options: Options) -> Gate:
-    try:
-        return Gate(
-            options.server.api_keys, options.keys, options.usage_log,
-            share=options.server.access.shared_cache,
-        )  # fmt: skip
-    except ValueError as error:
-        raise CliError(str(error), 2) from error
-    except OSError as error:
-        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error
 
 
 def _gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:

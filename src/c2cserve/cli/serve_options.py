@@ -74,6 +74,14 @@ Patience = Annotated[
     float,
     typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
 ]
+Burst = Annotated[
+    float,
+    typer.Option(
+        min=0.0,
+        help="Seconds that requests may wait without a break; then what would miss its TTFT target"
+        " is refused at once.",
+    ),
+]
 ApiKeys = Annotated[
     list[str] | None,
     typer.Option(
@@ -81,14 +89,6 @@ ApiKeys = Annotated[
         envvar="C2CSERVE_API_KEYS",
         help="Accepted keys for /v1, without limits; several are separated by commas.",
     ),
-]
-KeysFile = Annotated[
-    Path | None,
-    typer.Option("--keys", envvar="C2CSERVE_KEYS_FILE", help="Keys with limits: see keys --help."),
-]
-UsageLogFile = Annotated[
-    Path | None,
-    typer.Option("--usage-log", help="Append what each request used to this file, a line each."),
 ]
 AdminKey = Annotated[
     str, typer.Option(envvar="C2CSERVE_ADMIN_KEY", help="Key for /admin and /metrics.")

@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 _MAX_IN_FLIGHT = 2
 """Steps of a GPU slice: the next one is launched while one runs. A CPU slice computes them on the
 thread that plans them."""
+_CPU_NICE = 5
+"""Of CPU slices. They compute without pause on cores that the server and its text processes use as
+well: with equal rights, each hop of a request between these waits for its turn behind a step."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
 _NO_ENGINE = 3
@@ -55,6 +58,8 @@ def worker() -> None:
     config = msgspec.json.decode(message, type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
+    if config.slice.kind == "cpu":
+        os.nice(_CPU_NICE)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
     if config.slice.kind == "green":
         _share_gpu(config, message, end)

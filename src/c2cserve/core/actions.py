@@ -35,6 +35,8 @@ class Reject:
     status: int
     reason: str
     retry_after_s: float = 1.0
+    limit: str = ""
+    """Which limit it met, of those that are counted: `queue_full`, `overload`, `patience`."""
 
 
 @value
@@ -106,9 +108,20 @@ class Replace:
     reason: str
 
 
+@value
+class Backlog:
+    """How much waits in an overload, so that what would be refused on arrival can be refused before
+    anything is done for it. Without throughput: there is no overload any more."""
+
+    per_s: float = 0.0
+    """Requests that are finished per second."""
+    waiting: tuple[tuple[str, int], ...] = ()
+    """Each tenant's requests that can still be in time."""
+
+
 ClusterAction = (
     Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
-    | Replace
+    | Replace | Backlog
 )  # fmt: skip
 
 # ---- slice ----------------------------------------------------------------------------------

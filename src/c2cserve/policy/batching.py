@@ -1,6 +1,6 @@
 """A slice's requests, and the step that is made of one model's: all decodes plus prefill chunks."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -145,24 +145,33 @@ class ActiveModel:
     def most_urgent_due_s(self) -> float:
         return min(map(BY_HEADROOM, self.seqs.values()))
 
-    def line_up(self) -> tuple[list[Seq], list[Seq]]:
+    def line_up(self, now: float) -> tuple[list[Seq], list[Seq]]:
         """Its requests by rank: those that are ready for their next single token, be it that a
         step in flight draws the one before, and those with more tokens to be computed, started
-        ones first. A request whose last token is being drawn, or that is paused, is in neither."""
+        ones first. Of those that wait, the ones whose first token is late go last. A request whose
+        last token is being drawn, or that is paused, is in neither."""
         decodes: list[Seq] = []
         started: list[Seq] = []
         waiting: list[Seq] = []
+        late: list[Seq] = []
         for seq in sorted(self.seqs.values(), key=self.rank):
             if seq.paused or seq.stopping:
                 continue
             expected = seq.length + seq.drawing
             if not seq.started:
-                waiting.append(seq)
+                (late if self._yields(seq, now) else waiting).append(seq)
             elif seq.issued < expected - 1:
                 started.append(seq)
             elif expected < seq.request.prompt_len + seq.request.max_new_tokens:
                 decodes.append(seq)
-        return decodes, started + waiting
+        return decodes, started + waiting + late
+
+    def _yields(self, seq: Seq, now: float) -> bool:
+        """Its first token is late: those that can be in time go first. But not for ever."""
+        if self.rank is not BY_HEADROOM or seq.request.sent or seq.length > seq.request.prompt_len:
+            return False
+        slo = seq.request.slo
+        return 0.0 < now - seq.request.first_token_due_s <= _YIELDS * slo.ttft_s
 
 
 @dataclass(slots=True)
@@ -188,6 +197,8 @@ class Flight:
         return self.parked or any(part.emits and not seq.chained for part, seq in parts)
 
 
+_YIELDS = 10.0
+"""A late request yields for so many times its TTFT target."""
 BY_HEADROOM = attrgetter("due_s")
 BY_ARRIVAL = attrgetter("request.arrival_s")
 _CHUNK_MIN = 16
@@ -226,6 +237,14 @@ def chunk_tokens(
             headroom_s = model.most_urgent_due_s() - now
             allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
     return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
+
+
+def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s: float) -> int:
+    """Prefill tokens that a step may still take on: it holds `parts`, the decodes first, and may
+    take `limit_s`. One that would hold nothing else gets some in any case."""
+    taken = sum(part.tokens for part in parts[decodes:])
+    least = 0 if parts else _CHUNK_MIN
+    return max(least, time.chunk(decodes, limit_s, least, 1 << 30) - taken)
 
 
 def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, most: int) -> int:

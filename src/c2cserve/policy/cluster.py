@@ -3,27 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.model import name_of
 from c2cserve.core.request import Request
 from c2cserve.policy import residence
-from c2cserve.policy.admission import AdmissionSettings, Throughput, refusal
+from c2cserve.policy.admission import Admission, AdmissionSettings
 from c2cserve.policy.consolidation import Placer
 from c2cserve.policy.failing import Failing
+from c2cserve.policy.fairness import FairShares
 from c2cserve.policy.instances import Instances
 from c2cserve.policy.load import Outputs, Placement, SliceLoad
-from c2cserve.policy.placement import active_if_full
+from c2cserve.policy.placement import active_if_full, place_owed
 from c2cserve.policy.presets import C2CSERVE, Preset
 from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.relocation import Relocation
 from c2cserve.policy.residence import ModelBook
 from c2cserve.policy.strategies import place_by_preset
 from c2cserve.policy.suspects import Suspects
-
-_RECHECK_S = 0.25
-"""How often waiting requests are looked at again when nothing else happens."""
 
 
 class ClusterPolicy:
@@ -34,14 +33,15 @@ class ClusterPolicy:
     ) -> None:
         settings = settings or AdmissionSettings()
         if preset.patience is not None:
-            settings = replace(settings, patience=preset.patience, foresee=False)
-        self._settings = settings
+            settings = replace(settings, patience=preset.patience, foresee=False, burst_s=inf)
         self._preset = preset
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
         """Those that are not in the pool."""
-        self._queue = WaitingQueue()
+        self._shares = FairShares()
+        self._queue = WaitingQueue(self._shares)
+        self._admission = Admission(settings, self._queue, self._models)
         self._actions: list[act.ClusterAction] = []
         self._outputs = Outputs()
         self._placer = Placer(preset, self._outputs.mean)
@@ -58,10 +58,7 @@ class ClusterPolicy:
         self._broken: set[str] = set()
         """Models whose last load failed."""
         self._removing: list[str] = []
-        self._throughput = Throughput()
         self._draining = False
-        self._no_slice_since_s: float | None = None
-        self._recheck_s = 0.0
         self._pool_changed = self._room_changed = True
         """Whether a load, a dispatch may be possible now that was not before."""
         self._relieved: dict[str, None] = {}
@@ -75,7 +72,8 @@ class ClusterPolicy:
     @property
     def wakeup(self) -> float | None:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
-        times = idle_s, self._relocation.wakeup, self._recheck_s if self._queue else None
+        recheck_s = self._admission.recheck_s if self._queue else None
+        times = idle_s, self._relocation.wakeup, recheck_s
         return min((one for one in times if one is not None), default=None)
 
     # ---- events ---------------------------------------------------------------------------------
@@ -90,7 +88,7 @@ class ClusterPolicy:
                 self._instances.first_token(request_id, after_s)
                 self._relocation.tokens(event)
             case ev.Finished():
-                self._throughput.finished()
+                self._admission.throughput.finished()
                 self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
@@ -105,7 +103,7 @@ class ClusterPolicy:
             case ev.Recalled(request) | ev.Returned(request):
                 self._relocation.returned(event)
                 if self._left(request.id) is not None:
-                    self._queue.push(request, displaced=True)
+                    self._wait(request, displaced=True)
                     self._room_changed = True
             case ev.InstanceFailed(slice_id, _, reason):
                 if slice_id in self._slices and self._failing.failed(event):
@@ -138,10 +136,14 @@ class ClusterPolicy:
             case _:
                 pass
 
+    def _wait(self, request: Request, *, displaced: bool = False) -> None:
+        self._shares.entered(request)
+        self._queue.push(request, displaced=displaced)
+
     def _cancelled(self, request_id: str) -> None:
         if request_id in self._where:
             self._instances.undispatch(request_id)
-        if self._relocation.ended(request_id) or self._queue.remove(request_id) is not None:
+        if self._leave_queue(request_id):
             self._pool_changed = True
         elif self._left(request_id) is None:
             self._arrived = [r for r in self._arrived if r.id != request_id]
@@ -152,6 +154,7 @@ class ClusterPolicy:
         self._relocation.ended(event.request_id)
         if (model := self._left(event.request_id)) is not None:
             self._outputs.learn(model, event.output_len)
+        self._shares.ended(event.request_id, event.output_len)
 
     def _left(self, request_id: str) -> str | None:
         """It is on no slice any more, nor on its way from one; the model it was of."""
@@ -171,27 +174,29 @@ class ClusterPolicy:
         for name in self._instances.slice_lost(slice_id):
             self._models[name].running -= 1
         for request in displaced:
-            self._queue.push(request, displaced=True)
+            self._wait(request, displaced=True)
         self._room_changed = self._pool_changed = True
 
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[act.ClusterAction]:
         self._room_changed |= self._instances.settle(now)
+        self._admission.begin(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
         self._back_off(now)
         self._fail(now)
-        if self._pool_changed or now >= self._recheck_s:
+        if self._pool_changed or now >= self._admission.recheck_s:
             self._load(now)
         self._room_changed |= self._relocation.direct(now)
         self._dispatch(now, arrived)
+        self._dispatch_owed(now)
         self._refuse(now, arrived)
         self._forget()
         self._actions += self._relocation.recalls(now)
         usable = any(self._models[m].usable for m in self._queue.models())
-        self._throughput.look(now, saturated=usable and bool(self._slices))
+        self._admission.throughput.look(now, saturated=usable and bool(self._slices))
         actions, self._actions[:] = [*self._actions], []
         return actions
 
@@ -204,12 +209,17 @@ class ClusterPolicy:
             self._reject(request, 404, why, 1.0)
         else:
             self._pool_changed |= not model.in_pool
-            self._queue.push(request)
+            self._wait(request)
 
     def _reject(self, request: Request, status: int, reason: str, retry_after_s: float) -> None:
-        self._queue.remove(request.id)
-        self._relocation.ended(request.id)
+        self._leave_queue(request.id)
         self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
+
+    def _leave_queue(self, request_id: str) -> bool:
+        """A request is refused or cancelled. False if it did not wait."""
+        held = self._relocation.ended(request_id)
+        self._shares.ended(request_id)
+        return self._queue.remove(request_id) is not None or held
 
     def _fail(self, now: float) -> None:
         """End what was asked of models that can not be loaded, and be slow to try again."""
@@ -220,8 +230,8 @@ class ClusterPolicy:
             for request_id in [r for r, (m, _) in self._where.items() if m == name]:
                 self._instances.undispatch(request_id)
                 self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
-                self._relocation.ended(request_id)
                 self._left(request_id)
+                self._leave_queue(request_id)
             self._leave_pool(model)
             self._broken.add(name)
         self._failed.clear()
@@ -291,12 +301,15 @@ class ClusterPolicy:
         loads, welcome = self._open()
         heads = [
             (turn, name) for name in (names if welcome is None else names & welcome)
-            if (turn := self._queue.turn(name, now)) and self._models[name].usable
+            if (turn := self._queue.turn(name)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
         while heads and loads:
-            _, name = heappop(heads)
-            head = self._queue.head(name)
+            before, name = heappop(heads)
+            head, turn = self._queue.head(name), self._queue.turn(name)
+            if turn is not None and turn > before:  # its tenant got a place meanwhile
+                heappush(heads, (turn, name))
+                continue
             if head is None or (welcome is not None and name not in welcome):
                 continue
             choice = loads
@@ -307,10 +320,27 @@ class ClusterPolicy:
             placement = self._place(head[1], choice, now)
             if placement is not None:
                 self._send(head[1], placement, now)
-                if (turn := self._queue.turn(name, now)) is not None:
+                if (turn := self._queue.turn(name)) is not None:
                     heappush(heads, (turn, name))
                 if heads:
                     loads, welcome = self._open()
+
+    def _dispatch_owed(self, now: float) -> None:
+        """Place requests of tenants that have less than their share of slices full of others."""
+        fair = self._shares.tenants > 1 and self._preset.placing == "c2cserve"
+        for name in sorted(self._queue.models()) if fair else ():
+            model = self._models[name]
+            while model.usable and (head := self._queue.head(name)) is not None:
+                loads = [
+                    load for load in self._slices.values()
+                    if load.owes(head[1].tenant) and not self._relocation.closed(load)
+                ]  # fmt: skip
+                if self._failing:
+                    loads = [load for load in loads if self._failing.open(load, name, now)]
+                placement = place_owed(head[1], model.spec, loads, self._value, now)
+                if placement is None:
+                    break
+                self._send(head[1], placement, now)
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
         """Slices that take more requests, and of which models only."""
@@ -321,19 +351,10 @@ class ClusterPolicy:
         return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
 
     def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
-        spec, late = self._models[request.model].spec, self._may_be_late(request, now)
+        spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
         return place_by_preset(
             self._preset, self._placer, request, spec, loads, self._value, now, late=late
         )
-
-    def _never_refused(self, request: Request) -> bool:
-        """Of a waiting one: for being late."""
-        return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
-
-    def _may_be_late(self, request: Request, now: float) -> bool:
-        """It waits although it is late, so it might as well be served."""
-        late = now > request.first_token_due_s
-        return (late and self._settings.patience > 1.0) or self._never_refused(request)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
@@ -348,45 +369,24 @@ class ClusterPolicy:
 
     def _send(self, request: Request, placement: Placement, now: float) -> None:
         model = self._models[request.model]
+        displaced = self._queue.displaced(request.id)
         self._queue.remove(request.id)
-        self._instances.send(request, model.spec, placement)
+        self._shares.dispatched(request, self._outputs.mean(model.spec.id))
+        self._instances.send(request, model.spec, placement, displaced=displaced)
         model.running += 1
         model.last_used_s = now
 
     def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
-        """Look at newcomers that could not be placed, and at everybody once in a while."""
-        for request in arrived:
-            if len(self._queue) <= self._settings.max_waiting:
-                break
-            if request.id in self._queue:
-                ahead = self._settings.max_waiting
-                retry_s = max(1.0, self._throughput.wait_s(ahead))
-                last, why = self._queue.excess(request), f"{ahead} requests are waiting already"
-                self._reject(last, 429, why, retry_s)
-        since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
-        self._no_slice_since_s = None if self._slices else since_s
-        everybody = now >= self._recheck_s
-        self._recheck_s = now + _RECHECK_S if everybody else self._recheck_s
-        if not self._queue:
-            return
-        waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
-        usable = (name for name in self._queue.models() if self._models[name].usable)
-        ahead = 0 if everybody else sum(map(self._queue.count, usable))
-        for request in waiting:
-            self._refuse_late(request, ahead, now)
-            ahead += everybody and self._models[request.model].usable
-
-    def _refuse_late(self, request: Request, ahead: int, now: float) -> None:
-        down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
-        if down_s > self._settings.no_slice_grace_s:
-            self._reject(request, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
-        elif not self._never_refused(request):
-            # A model that is loading waits for its weights, not for those ahead; nor are those
-            # ahead who wait for their weights.
-            ahead *= self._models[request.model].usable
-            why = refusal(request, ahead, self._throughput, self._settings, now)
-            if why is not None:
-                self._reject(request, 429, *why)
+        for reject in self._admission.hopeless(now, self._slices.values()):
+            self._instances.undispatch(reject.request_id)
+            self._left(reject.request_id)
+            self._leave_queue(reject.request_id)
+            self._actions.append(reject)
+        for reject in self._admission.refused(now, arrived, slices=bool(self._slices)):
+            self._leave_queue(reject.request_id)
+            self._actions.append(reject)
+        if (backlog := self._admission.backlog()) is not None:
+            self._actions.append(backlog)
 
     def _forget(self) -> None:
         for name in self._removing[:]:

@@ -48,6 +48,10 @@ class StepTime:
         share = (batch - (1 << lower)) / ((1 << upper) - (1 << lower))
         return known[lower] + share * (known[upper] - known[lower])
 
+    def knows(self, batch: int) -> bool:
+        """Whether decode steps of about this size were seen."""
+        return batch.bit_length() - 1 in self._by_batch
+
     def learn(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         if not prefill_tokens:
             size = decodes.bit_length() - 1

@@ -101,7 +101,9 @@ class Instances:
             self._relieved.append((load, instance))
         return model
 
-    def send(self, request: Request, spec: ModelSpec, placement: Placement) -> None:
+    def send(
+        self, request: Request, spec: ModelSpec, placement: Placement, *, displaced: bool = False
+    ) -> None:
         load = self.slices[placement.slice_id]
         for leaving in placement.deactivate:
             self.deactivate(load, leaving)
@@ -112,7 +114,7 @@ class Instances:
         elif load.memory is not None:
             self._resize(load, load.active[spec.id], placement.kv_bytes)
         mean = self._placer.mean_output(spec.id)
-        load.add(request, expected_kv_bytes(request, spec, mean))
+        load.add(request, expected_kv_bytes(request, spec, mean), displaced=displaced)
         self.where[request.id] = (spec.id, load.slice.id)
         dispatch = act.Dispatch(request.id, load.slice.id)
         held = load.active[spec.id].held

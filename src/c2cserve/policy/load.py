@@ -1,6 +1,7 @@
 """What the controller's policies keep of a slice: its instances, their requests, and what is
 believed about their speed."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import ceil
@@ -32,6 +33,8 @@ class Job:
     """What it is expected to take of the slice's memory in the end."""
     first_s: float | None = None
     """When it got its first token here."""
+    displaced: bool = False
+    """It was on a slice before: it is not refused any more."""
 
     @property
     def due_s(self) -> float:
@@ -117,6 +120,8 @@ class SliceLoad:
     slice: Slice
     active: dict[str, Instance] = field(default_factory=dict[str, Instance])
     requests: int = 0
+    tenants: Counter[str] = field(default_factory=Counter[str])
+    """Requests of each tenant that has some here."""
     unused: int = 0
     """Active models without requests."""
     profiled: dict[str, Times] = field(default_factory=dict[str, Times])
@@ -140,6 +145,14 @@ class SliceLoad:
     def instance_limit(self) -> int:
         """A full batch and what follows at once; the rest of the slice is for other models."""
         return self.slice.max_batch + self.slice.max_batch // 4
+
+    def owes(self, tenant: str) -> bool:
+        """Whether the tenant has less than its share of this slice, and others have some of it: its
+        request need not wait for theirs to end, because the slice serves it first
+        (`policy.slice_shares`)."""
+        own = self.tenants.get(tenant, 0)
+        tenants = len(self.tenants) + (own == 0)
+        return tenants > 1 and (own + 1) * tenants <= self.most_requests
 
     @property
     def is_cpu(self) -> bool:
@@ -201,18 +214,19 @@ class SliceLoad:
             self.active[model].times = times
             self.active[model].changed()
 
-    def add(self, request: Request, kv_bytes: float = 0.0) -> None:
+    def add(self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False) -> None:
         self._work = None
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        instance.jobs[request.id] = Job(request, kv_bytes)
+        instance.jobs[request.id] = Job(request, kv_bytes, displaced=displaced)
         self.kv_bytes += kv_bytes
         instance.used += 1
         instance.pending_tokens += request.prompt_len
         instance.prompt_tokens += request.prompt_len
         instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
         self.requests += 1
+        self.tenants[request.tenant] += 1
 
     def first_token(self, model: str, request_id: str, ttft_s: float) -> None:
         instance = self.active[model]
@@ -232,6 +246,9 @@ class SliceLoad:
         instance.prompt_tokens -= job.request.prompt_len
         self.kv_bytes = self.kv_bytes - job.kv_bytes if self.requests > 1 else 0.0
         self.requests -= 1
+        self.tenants[job.request.tenant] -= 1
+        if not self.tenants[job.request.tenant]:
+            del self.tenants[job.request.tenant]
         if not instance.jobs:
             instance.tpot_s = _NEVER_S
             self.unused += 1

@@ -161,6 +161,26 @@ def place(
     return _first_in_time(ask, here, 1.0, late=True) or _busy(ask, slices, others, late=True)
 
 
+def place_owed(
+    request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float
+) -> Placement | None:
+    """Where to send a request whose tenant has less than its share of each of the `loads`: where it
+    has fewest, with its model active if possible. Others' requests make room there in time and in
+    memory for KV (`policy.slice_shares`), not their weights: None if they are in the way."""
+
+    def order(load: SliceLoad) -> tuple[int, int, str]:
+        return load.tenants[request.tenant], load.requests, load.slice.id
+
+    active = [load for load in loads if request.model in load.active]
+    if active:
+        return Placement(min(active, key=order).slice.id)
+    ask = _Ask(request, spec, 0.0, value, now)
+    for load in sorted(loads, key=order):
+        if (move := _activation(ask, load)) is not None:
+            return move.placement()
+    return None
+
+
 def _first_in_time(
     ask: _Ask,
     here: Iterable[tuple[SliceLoad, tuple[str, ...]]],

@@ -25,6 +25,7 @@ from c2cserve.policy.batching import (
     Flight,
     Seq,
     prefill_budget,
+    spare_tokens,
 )
 from c2cserve.policy.estimate import StepTime
 from c2cserve.policy.faults import Faults, groups, set_apart
@@ -87,6 +88,7 @@ class SlicePolicy(SliceMemory):
             case ev.Submitted(request, chained):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = model.add(request, chained)
+                self._shares.entered(request.tenant)
                 self._shifts.asked(request.model, request.arrival_s)
                 if model.given_up:
                     self._give_back(seq)
@@ -216,12 +218,13 @@ class SlicePolicy(SliceMemory):
     def decide(self, now: float) -> Sequence[SliceAction]:
         self._short_of_room = False
         self._now = now
+        self._shares.look(now)
         tried: set[str] = set()
         self._actions += self._shifts.plan(now, self._flights.models())
         self.wakeup = self._shifts.wakeup
         if self._rotary is not None and self._may_launch(now):
             self._actions += self._rotary.plan(self._seqs.values(), now)
-        if self._lookahead > 1 and not self._flights:
+        if self._lookahead > 1 and not self._flights and not self._shares.greedy:
             self._launch_ahead(now)
         while self._may_launch(now):
             candidates = [
@@ -230,6 +233,7 @@ class SlicePolicy(SliceMemory):
                 if model.seqs and name not in tried and self._shifts.computes(name)
                 and not any(flight.holds_up for flight in self._flights.of(model))
             ]  # fmt: skip
+            candidates = self._shares.candidates(candidates, self._models)
             turn = self._shifts.turn(candidates, now, self._late_ran)
             if turn is None:
                 break
@@ -237,6 +241,7 @@ class SlicePolicy(SliceMemory):
             freed = len(self._actions)
             if self._launch(self._models[name], now):
                 self._late_ran = late
+                self._shares.ran(self._models[name])
                 continue
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: all may have room now
@@ -278,14 +283,15 @@ class SlicePolicy(SliceMemory):
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
-        line = model.line_up()
+        line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
         if self._flights.of(model) and self._lacks_room(model, line[0]):
             return False
-        return any(self._launch_group(model, *group, now) for group in groups(model, line))
+        return any(self._launch_group(model, *group, now, limit_s) for group in groups(model, line))
 
     def _launch_group(
-        self, model: ActiveModel, decodes: list[Seq], prefills: list[Seq], now: float
-    ) -> bool:
+        self, model: ActiveModel, decodes: list[Seq], prefills: list[Seq], now: float,
+        limit_s: float | None,
+    ) -> bool:  # fmt: skip
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
@@ -304,6 +310,10 @@ class SlicePolicy(SliceMemory):
         for seq in prefills:
             if left <= 0 or len(parts) == self._slice.max_batch:
                 break
+            if limit_s is not None and self._shares.is_greedy(seq):
+                left = min(left, spare_tokens(model.time, parts, decoding, limit_s))
+                if left <= 0:
+                    break
             if not seq.paused and (seq.started or self._admit(seq)):
                 tokens = min(left, seq.expected - seq.issued)
                 seqs.append(seq)

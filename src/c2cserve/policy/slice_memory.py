@@ -10,6 +10,7 @@ from c2cserve.policy.kv import KvArena
 from c2cserve.policy.presets import Preset
 from c2cserve.policy.rotary import Rotary
 from c2cserve.policy.shifts import Shifts
+from c2cserve.policy.slice_shares import SliceShares
 
 
 class SliceMemory:
@@ -25,6 +26,7 @@ class SliceMemory:
         self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
         self._leaving: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
+        self._shares = SliceShares()
         self._flights = Flights()
         self._first_in_line: Seq | None = None
         """The most urgent request that waits for memory."""
@@ -70,11 +72,16 @@ class SliceMemory:
 
     def _may_start(self, seq: Seq, needed: int) -> bool:
         model, first, rank = seq.model, self._first_in_line, seq.model.rank
-        if model.started == self._slice.max_batch:
+        modest = bool(self._shares.greedy) and not self._shares.is_greedy(seq)
+        if model.started == self._slice.max_batch and not (modest and self._displace(model)):
             return False
         if first is not None and rank(first) < rank(seq) and self._could_run(first.model):
-            return False
-        while self.arena.available(model.key) < needed + self.running and self._make_way(model):
+            in_front = modest and self._shares.is_greedy(first)
+            if not in_front:
+                return False
+        while self.arena.available(model.key) < needed + self.running and (
+            self._make_way(model) or (modest and self._displace(model))
+        ):
             pass
         if self.arena.available(model.key) < needed + self.running:
             if first is None or rank(seq) < rank(first):
@@ -83,6 +90,17 @@ class SliceMemory:
         if first is seq:
             self._first_in_line = None
         return True
+
+    def _displace(self, model: ActiveModel) -> bool:
+        """Preempt the request of a greedy tenant with most headroom, of the model itself, for one
+        of another tenant. False: there is none that could be."""
+        candidates = [
+            seq for seq in model.seqs.values()
+            if seq.started and not seq.busy and not seq.paused and self._shares.is_greedy(seq)
+        ]  # fmt: skip
+        if not candidates:
+            return False
+        return self._put_aside(max(candidates, key=lambda seq: (seq.due_s, seq.request.id)))
 
     def _could_run(self, model: ActiveModel) -> bool:
         return self._shifts.computes(model.name) and not self._flights.parked(model)
@@ -99,6 +117,7 @@ class SliceMemory:
         if self._first_in_line is seq:
             self._first_in_line = None
         del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
+        self._shares.left(seq.request.tenant, self._now)
         if not seq.busy:
             self._forget(seq)
             self._retire(seq.model)

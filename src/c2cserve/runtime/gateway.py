@@ -1,7 +1,7 @@
 """What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
 fakes in the server's tests."""
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -132,9 +132,12 @@ class Snapshot:
     pool_budget_bytes: int
     running: int
     waiting: int
+    tenants: tuple[int, ...] = ()
+    """Requests in flight of each tenant that has some, fewest first."""
     counters: dict[str, float] = field(default_factory=dict[str, float])
-    """Monotonic: `rejected_429`, `rejected_503`, `slice_lost`, `resumed_requests`, `model_loads`,
-    `model_evictions`, `controller_restarts`, `controller_request_failures` ..."""
+    """Monotonic: `rejected_429`, `rejected_503`, `refused_early`, `refused_overload`, `slice_lost`,
+    `resumed_requests`, `model_loads`, `model_evictions`, `controller_restarts`,
+    `controller_request_failures` ..."""
 
 
 class Gateway(Protocol):
@@ -143,6 +146,12 @@ class Gateway(Protocol):
     def resolve(self, name: str) -> ModelFiles | None:
         """The model an id or alias names, if the catalogue has it. Raises `Refused` (503) when
         its checkpoint is broken."""
+        ...
+
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+        """Why a request that has not been looked into yet would be refused: in an overload, for
+        coming too late. None if it may be taken. `preparing`: each tenant's requests that are on
+        their way to `submit`."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

@@ -43,6 +43,8 @@ _ID = re.compile(r"[!-~]{1,128}")
 """Request ids that are taken over: what is safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
+_ALL_KEYS = "*"
+"""The cache group of all keys that are options; no keys file can name it."""
 _RELOADS_MAX = 8
 """Reloads that one request may meet before it reaches its model."""
 
@@ -54,7 +56,7 @@ def create_app(
     """The application, which owns its text processes from its start to its end (ASGI's lifespan).
     `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one, the
     settings' API keys are all there are."""
-    gate = gate or Gate(settings.api_keys, share=settings.access.shared_cache)
+    gate = gate or Gate(settings.api_keys)
     texts = TextPool(settings.text, settings.vocabularies)
 
     @asynccontextmanager
@@ -188,10 +190,16 @@ class _Routes:
         return Response(status_code=204, headers=self._guard.preflight(http))
 
     def _authorize(self, http: HttpRequest, role: Role) -> None:
+        """Set `http.state.key` for a user's request, `tenant`, the stable name of whose request it
+        is, and `cache_group`, of whose prefixes it may reuse; both are empty without keys."""
         header = http.headers.get("authorization")
         if role == "user":
-            http.state.key = self._gate.identify(header)
-            http.state.tenant = http.state.key.tenant
+            key: Key = self._gate.identify(header)
+            shared = key.cache_group
+            if key.record is None and key.name and self._settings.access.shared_cache:
+                shared = _ALL_KEYS
+            http.state.key, http.state.tenant = key, key.tenant
+            http.state.cache_group = cache_group(key.tenant, shared)
         elif self._guard.asks_for_key(role):
             right = self._settings.admin_key.encode()
             if not hmac.compare_digest(bearer(header) or b"", right):
@@ -219,8 +227,8 @@ class _Routes:
                 model = http.state.model = model_of(body)
                 self._gate.check_model(key, model, self._gateway)
                 prepare = partial(
-                    self._preparer.prepare, api, body, model, http.headers, key.tenant,
-                    cache_group(key.tenant, key.cache_group),
+                    self._preparer.prepare, api, body, model, http.headers, http.state.tenant,
+                    http.state.cache_group,
                 )  # fmt: skip
                 prepared = await prepare()
             for _ in range(_RELOADS_MAX):

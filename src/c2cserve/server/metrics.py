@@ -165,6 +165,11 @@ class _SnapshotCollector(Collector):
             "c2cserve:pool_used_bytes", "Host weight pool in use.", snapshot.pool_used_bytes
         )
         yield _gauge("c2cserve:pool_budget_bytes", "Its budget.", snapshot.pool_budget_bytes)
+        yield _gauge("c2cserve:tenants", "Tenants with requests.", len(snapshot.tenants))
+        yield _gauge(
+            "c2cserve:largest_tenant_requests", "Requests of the tenant that has most.",
+            max(snapshot.tenants, default=0),
+        )  # fmt: skip
         yield _gauge("c2cserve:draining", "1 while shutting down.", float(snapshot.draining))
         for name, value in sorted(snapshot.counters.items()):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")

@@ -5,6 +5,7 @@ import itertools
 import secrets
 import time
 from array import array
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -71,15 +72,35 @@ class Preparer:
         self._limits = limits
         self._salts = CacheSalts()
         self._ids = itertools.count(secrets.randbits(64))
+        self._preparing = Counter[str]()
+        """Requests of each tenant."""
 
     async def prepare(
         self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = "",
         cache_group: str = "",
     ) -> Prepared:  # fmt: skip
         """`model`: of the body, as `model_of` reads it. Requests of one `cache_group` reuse each
-        other's KV. Raises ApiError, and `Refused` for a model that cannot be served."""
+        other's KV. Raises ApiError, and `Refused` for a model that cannot be served, or in an
+        overload."""
         arrival_s = time.monotonic()
         files = self._gateway.resolve(model)
+        if files is not None:
+            ttft_s = _header_ms(headers, "x-slo-ttft-ms", files.ttft_s)
+            refused = self._gateway.overload(tenant, ttft_s, self._preparing)
+            if refused is not None:
+                raise refused
+        self._preparing[tenant] += 1
+        try:
+            return await self._prepare(api, body, files, headers, tenant, cache_group, arrival_s)
+        finally:
+            self._preparing[tenant] -= 1
+            if not self._preparing[tenant]:
+                del self._preparing[tenant]
+
+    async def _prepare(
+        self, api: Api, body: bytes, files: ModelFiles | None, headers: Mapping[str, str],
+        tenant: str, cache_group: str, arrival_s: float,
+    ) -> Prepared:  # fmt: skip
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
         work = Work(api, body, target, self._limits, self._salts.of_group(cache_group))

@@ -212,6 +212,8 @@ class Simulation:
                 self._pooled.pop(model, None)
                 for one in self.slices.values():
                     one.forget(model)
+            case act.Backlog():
+                pass  # no request is looked into before it arrives
             case act.Replace():
                 raise TypeError(f"no simulated slice fails: {action}")
 

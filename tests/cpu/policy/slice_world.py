@@ -80,14 +80,17 @@ class SliceTestWorld:
         park: float = 0.0,
         fail: float = 0.0,
         fault: float = 0.0,
+        token_s: float = 0.0,
     ) -> None:
-        """`fail`: how often values are not numbers; `fault`: how often a step raises."""
+        """`fail`: how often values are not numbers; `fault`: how often a step raises. `token_s`: a
+        step takes so long for each of its tokens, instead of some random time."""
         self.slice = slice_
         self.random = Random(seed)
         self.specs = {spec.id: spec for spec in specs}
         self.policy = SlicePolicy(slice_, max_in_flight)
         self.max_in_flight = max_in_flight
         self.park, self.fail, self.fault = park, fail, fault
+        self.token_s = token_s
         self.given_up: list[str] = []
         self.now = 0.0
         self.pace = self.random.choice([1.0, 10.0])
@@ -216,6 +219,8 @@ class SliceTestWorld:
         self.flying[step.id] = step
         self.steps.append((self.now, step))
         took = self.pace * self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
+        if self.token_s:
+            took = self.token_s * step.tokens
         after = [
             done for i, done in self.parked.items()
             if {part.request_id for part in self.flying[i].seqs} & set(names)

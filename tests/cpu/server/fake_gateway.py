@@ -1,7 +1,7 @@
 """Everything behind the HTTP server, played by a script: tokens, delays, refusals, failures."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,6 +40,11 @@ class FakeGateway:
     ended: list[str] = field(default_factory=list[str])
     """Jobs whose iterator is over, whether read to the end or closed."""
     admin_calls: list[tuple[str, object]] = field(default_factory=list[tuple[str, object]])
+    overloaded: Refused | None = None
+    gated: list[tuple[str, float, dict[str, int]]] = field(
+        default_factory=list[tuple[str, float, dict[str, int]]]
+    )
+    """What `overload` was asked."""
     admin_refusal: Refused | None = None
     ready: bool = True
     healthy: bool = True
@@ -47,6 +52,10 @@ class FakeGateway:
 
     def resolve(self, name: str) -> ModelFiles | None:
         return self.files.get(self.aliases.get(name, name))
+
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+        self.gated.append((tenant, ttft_s, dict(preparing)))
+        return self.overloaded
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:
         play = self.play(job)

@@ -7,11 +7,12 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 from c2cserve.core.events import Cancelled, ClusterEvent, Draining
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
+from c2cserve.policy.admission import BURST_S
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
 from c2cserve.runtime.live.changes import ModelChanges
 from c2cserve.runtime.live.controller import Controller, Loop
@@ -19,6 +20,7 @@ from c2cserve.runtime.live.directory import BrokenModel, Directory
 from c2cserve.runtime.live.fleet import Fleet
 from c2cserve.runtime.live.host import HostedModel, ModelHost
 from c2cserve.runtime.live.jobs import JobTable, LiveJob
+from c2cserve.runtime.live.overload import FrontDoor
 from c2cserve.runtime.live.snapshot import BusyShares, take_snapshot
 from c2cserve.runtime.live.world import World
 
@@ -62,6 +64,7 @@ class LiveGateway:
         fleet: Fleet,
         host: ModelHost,
         on_end: Callable[[str | None], None],
+        burst_s: float = BURST_S,
     ) -> None:
         """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
         has ended: with None after a drain, else with the reason it could not go on. The workers end
@@ -76,6 +79,7 @@ class LiveGateway:
         self._outbox: list[tuple[_Stream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
+        self._door = FrontDoor(burst_s)
         self._busy = BusyShares()
         self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
         self._controller = Controller(self._world, make_loop)
@@ -134,6 +138,10 @@ class LiveGateway:
             raise Refused(503, f"the model {model.name!r} can not be served: {model.error}")
         return None if model is None else model.hosted.files
 
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+        now = time.monotonic()
+        return self._door.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
+
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)
         if record is None or record.superseded:
@@ -145,6 +153,12 @@ class LiveGateway:
         outage = self._fleet.outage(time.monotonic())
         if outage is not None and outage.retry_s > 0.0:
             raise Refused(503, outage.reason, outage.retry_s)
+        self._door.prepared()
+        request = job.request
+        waited_s = time.monotonic() - request.arrival_s
+        late = self._door.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
+        if late is not None:
+            raise late
         stream = _Stream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
@@ -176,6 +190,7 @@ class LiveGateway:
             counters=self._world.counters,
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
+            refused_early=self._door.refused,
         )
 
     @property

@@ -5,6 +5,7 @@ requests continue from.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -76,7 +77,7 @@ class LiveJob:
 
 class JobTable:
     """Requests from arrival to their last delta. Used by the controller's thread alone, but for
-    `counts`."""
+    `counts` and `of_tenants`."""
 
     def __init__(self) -> None:
         self._jobs: dict[str, LiveJob] = {}
@@ -207,6 +208,10 @@ class JobTable:
 
     def _on(self, slice_id: str) -> list[LiveJob]:
         return [live for live in self._jobs.values() if live.slice_id == slice_id]
+
+    def of_tenants(self) -> list[int]:
+        """Requests of each tenant that has some. Callable from any thread."""
+        return list(Counter(live.request.tenant for live in list(self._jobs.values())).values())
 
     def counts(self) -> dict[str, tuple[int, int]]:
         """Per model: requests dispatched, requests waiting. Callable from any thread."""

@@ -16,7 +16,8 @@ _WINDOW_S = 5.0
 """Shares are of so long, or of the time since the worker's start if that is shorter."""
 
 COUNTERS = (
-    "rejected_429", "rejected_503", "slice_lost", "model_loads", "model_load_failures",
+    "rejected_429", "rejected_503", "refused_queue_full", "refused_overload", "refused_patience",
+    "slice_lost", "model_loads", "model_load_failures",
     "model_evictions", "models_given_up", "controller_restarts",
 )  # fmt: skip
 """Shown from the start, at 0: a rate over a counter's first appearance misses it."""
@@ -65,13 +66,16 @@ def take_snapshot(
     counters: Counter[str],
     busy: BusyShares,
     stall_timeout_s: float,
+    refused_early: int = 0,
 ) -> Snapshot:
-    """`stall_timeout_s`: how long a slice may have requests without a step being done."""
+    """`stall_timeout_s`: how long a slice may have requests without a step being done.
+    `refused_early`: requests that were refused before they reached the controller."""
     counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
     known = {
         **dict.fromkeys(COUNTERS, 0),
         **counters,
+        "refused_early": refused_early,
         "resumed_requests": jobs.resumed,
         "controller_request_failures": jobs.blamed,
         "model_files_changed": host.files_changed,
@@ -86,6 +90,7 @@ def take_snapshot(
         pool_budget_bytes=host.budget_bytes,
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
+        tenants=tuple(sorted(jobs.of_tenants())),
         counters={name: float(count) for name, count in known.items()},
     )
 

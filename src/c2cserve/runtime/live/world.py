@@ -20,6 +20,7 @@ from functools import partial
 
 from c2cserve.core.actions import (
     Activate,
+    Backlog,
     ClusterAction,
     Deactivate,
     Dispatch,
@@ -100,6 +101,8 @@ class World:
         )
         self._hosting = Hosting(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
+        self.backlog = Backlog()
+        """As the policy told it last; read by other threads."""
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -290,6 +293,7 @@ class World:
         self._hosting.nothing_active()
         log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
         self._owed.clear()
+        self.backlog = Backlog()
         for worker in self._fleet.up:
             worker.reset(self._resets)
             self._hosting.attach_all(worker)
@@ -323,6 +327,8 @@ class World:
                 self._forgotten(model)
             case Replace(slice_id, reason):
                 self._replace(slice_id, reason)
+            case Backlog():
+                self.backlog = action
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
 
@@ -364,6 +370,8 @@ class World:
             live.sink(Superseded())
         else:
             self.counters[f"rejected_{reject.status}"] += 1
+            if reject.limit:
+                self.counters[f"refused_{reject.limit}"] += 1
             if live is not None:
                 live.sink(self._refusal(reject))
         self._flush()

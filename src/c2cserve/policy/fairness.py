@@ -1,0 +1,102 @@
+"""Fair shares of work among tenants: virtual token counters (ours, after "Fairness in Serving Large
+Language Models", OSDI 24).
+
+Each tenant has a counter of the work that was done for it, divided by its weight:
+
+    work = prompt tokens + 2 * output tokens
+
+A request is charged with its prompt and the output that is expected of it when it is dispatched,
+and with what it really drew when it ends. Of the tenants whose requests wait, the one with the
+lowest counter is served next. While two tenants wait all the time, the work done for them differs
+by a bounded number of requests' work, however many requests either of them sends.
+
+A tenant that had no request for a while has no claim on what it did not use. When it comes back,
+its counter is raised to the lowest one of the tenants with requests.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from c2cserve.core.request import Request
+
+OUTPUT_WORK = 2.0
+"""Of an output token, in prompt tokens: it takes a step of its own."""
+
+
+@dataclass(slots=True, eq=False)
+class _Account:
+    """Of a request that waits or is on a slice."""
+
+    tenant: str
+    expected: float = 0.0
+    """Output tokens that it is charged with since it was dispatched last,"""
+    sent: int | None = None
+    """and those that were sent before; None: it was not dispatched."""
+
+
+class FairShares:
+    """The counters of all tenants. They only decide where more than one tenant has requests."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: shares of tenants in proportion; 1 where none is given."""
+        self._weights = dict(weights or {})
+        self._accounts: dict[str, _Account] = {}
+        self._present = Counter[str]()
+        """Requests of each tenant; no entry for a tenant without any."""
+        self._served: dict[str, float] = {}
+        self._floor = 0.0
+        """What a tenant that comes now starts from."""
+
+    @property
+    def tenants(self) -> int:
+        """Those with requests."""
+        return len(self._present)
+
+    def served(self, tenant: str) -> float:
+        """Work done for the tenant over its weight."""
+        return self._served.get(tenant, self._floor)
+
+    def entered(self, request: Request) -> None:
+        """The request waits. One that waits again is known already."""
+        if request.id in self._accounts:
+            return
+        tenant = request.tenant
+        self._accounts[request.id] = _Account(tenant)
+        if tenant not in self._present:
+            self._raise_floor()
+            self._served[tenant] = max(self.served(tenant), self._floor)
+        self._present[tenant] += 1
+
+    def dispatched(self, request: Request, mean_output: float) -> None:
+        """Charge the request with its prompt and the output that is expected of it."""
+        account = self._accounts[request.id]
+        account.expected = min(mean_output, float(request.max_new_tokens))
+        account.sent = request.sent
+        self._charge(account.tenant, request.prompt_len + OUTPUT_WORK * account.expected)
+
+    def ended(self, request_id: str, output_len: int | None = None) -> None:
+        """The request is gone. `output_len`: all that was sent of it, where that is known; else
+        what was expected stays charged."""
+        account = self._accounts.pop(request_id, None)
+        if account is None:
+            return
+        tenant = account.tenant
+        if account.sent is not None and output_len is not None:
+            self._charge(tenant, OUTPUT_WORK * (output_len - account.sent - account.expected))
+        self._raise_floor()
+        self._present[tenant] -= 1
+        if not self._present[tenant]:
+            del self._present[tenant]
+            absent = [one for one in self._served if one not in self._present]
+            for one in absent:
+                if self._served[one] <= self._floor:
+                    del self._served[one]
+
+    def _charge(self, tenant: str, work: float) -> None:
+        self._served[tenant] = self.served(tenant) + work / self._weights.get(tenant, 1.0)
+
+    def _raise_floor(self) -> None:
+        """To the lowest counter of a tenant with requests; it never goes back."""
+        lowest = min((self.served(one) for one in self._present), default=self._floor)
+        self._floor = max(self._floor, lowest)

@@ -1,0 +1,80 @@
+"""Tenants on one slice: how much one of them is slowed down by what others send."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slice_world import SliceTestWorld
+from test_slice import request, small_slice, spec, world_of
+from test_slice import requests as drawn_requests
+
+from c2cserve.core.events import Submitted
+from c2cserve.core.request import Request
+
+_TOKEN_S = 0.001
+
+
+def of(tenant: str, name: str, model: str = "m", at: float = 0.0, new: int = 30) -> Request:
+    return replace(request(name, model, prompt=16, new=new, at=at), tenant=tenant)
+
+
+def loop_times(flood: int, model: str, seed: int = 0) -> list[float]:
+    """Seconds that each of some requests takes that one tenant sends one after another, beside
+    `flood` long ones of another tenant."""
+    world = SliceTestWorld(
+        small_slice(400, max_batch=64), seed, [spec("m"), spec("other")], token_s=_TOKEN_S
+    )
+    world.activate()
+    for number in range(flood):
+        world.submit_at(0.0, of("A", f"a{number:03}", model, new=400))
+    times: list[float] = []
+    for number in range(20):
+        at = 1.0 + 2.0 * number
+        world.submit_at(at, of("B", f"b{number:02}", at=at))
+    world.run()
+    for number in range(20):
+        name = f"b{number:02}"
+        steps = [when for when, step in world.steps if name in [p.request_id for p in step.seqs]]
+        times.append(max(steps) - (1.0 + 2.0 * number))
+    assert all(job.ended for job in world.jobs.values()), "no tenant starves"
+    return sorted(times)
+
+
+@pytest.mark.parametrize("model", ["m", "other"])
+def test_a_flood_slows_another_tenant_at_most_by_half_of_the_slice(model: str) -> None:
+    alone, beside = loop_times(0, model), loop_times(128, model)
+    assert beside[10] <= 1.7 * alone[10] + 0.07, "and the step that was under way"
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn_requests, st.integers(0, 100), st.integers(2, 24), st.lists(st.sampled_from("AAAB")))
+def test_tenants_change_nothing_about_every_request_ending_once(
+    drawn: list, seed: int, slabs: int, tenants: list[str]
+) -> None:
+    world = world_of(drawn, seed, slabs, 1, 0.0, 0.0)
+    for (when, order, event), tenant in zip(list(world._heap), tenants, strict=False):
+        if isinstance(event, Submitted):
+            place = world._heap.index((when, order, event))
+            owned = replace(event.request, tenant=tenant)
+            world._heap[place] = (when, order, replace(event, request=owned))
+            world.jobs[owned.id].request = owned
+    world.run()
+    assert all(job.ended for job in world.jobs.values())
+    assert world.policy.running == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(drawn_requests, st.integers(0, 100), st.integers(2, 24))
+def test_one_tenant_by_any_name_is_served_as_without_names(
+    drawn: list, seed: int, slabs: int
+) -> None:
+    plain, named = (world_of(drawn, seed, slabs, 1, 0.0, 0.0) for _ in range(2))
+    named._heap = [
+        (when, order, replace(event, request=replace(event.request, tenant="A")))
+        if isinstance(event, Submitted) else (when, order, event)
+        for when, order, event in named._heap
+    ]  # fmt: skip
+    plain.run()
+    named.run()
+    assert plain.steps == named.steps
