@@ -18,7 +18,10 @@ from c2cserve.policy.queue import WaitingQueue
 from c2cserve.policy.residence import ModelBook
 
 BURST_S = 0.25
-_WEIGHT = 0.1
+IN_TIME_SHARE = 0.5
+"""In an overload a newcomer is taken if it is expected to wait for at most so much of its TTFT
+target. The rest is for its prompt, and for what delays it unseen on a busy machine."""
+_WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
 """How often all waiting requests are looked at."""
@@ -147,9 +150,13 @@ class Admission:
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         ahead = Counter[str]() if everybody else punctual
         for request in waiting:
-            strict = self._standing.is_long and (request.id in new or self._queue.late(request.id))
+            strict: float | None = None
+            if self._standing.is_long and self._queue.late(request.id):
+                strict = 1.0
+            elif self._standing.is_long and request.id in new:
+                strict = IN_TIME_SHARE
             before = turns_before(request.tenant, ahead)
-            reject = self._look(request, before, now, strict=strict)
+            reject = self._look(request, before, now, strict)
             if reject is not None:
                 yield reject
             elif everybody and self._usable(request.model):
@@ -195,7 +202,10 @@ class Admission:
                 retry_s = max(1.0, self.throughput.wait_s(most))
                 yield Reject(last.id, 429, why, retry_s, "queue_full")
 
-    def _look(self, request: Request, ahead: int, now: float, *, strict: bool) -> Reject | None:
+    def _look(
+        self, request: Request, ahead: int, now: float, strict: float | None
+    ) -> Reject | None:
+        """`strict`: the patience with it in an overload."""
         down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
         if down_s > self._settings.no_slice_grace_s:
             return Reject(request.id, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
@@ -203,12 +213,12 @@ class Admission:
             return None
         # A model that is loading waits for its weights, not for those ahead.
         usable, patience = self._usable(request.model), self._settings.patience
-        strict &= usable
-        if strict:
-            patience = min(1.0, patience)
+        overload = strict is not None and usable
+        if strict is not None and usable:
+            patience = min(strict, patience)
         foresee = self._settings.foresee
         why = refusal(request, ahead * usable, self.throughput, patience, now, foresee=foresee)
-        limit = "overload" if strict else "patience"
+        limit = "overload" if overload else "patience"
         return None if why is None else Reject(request.id, 429, *why, limit)
 
     def may_be_late(self, request: Request) -> bool:

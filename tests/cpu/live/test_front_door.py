@@ -16,8 +16,8 @@ def test_without_an_overload_all_are_let_in() -> None:
 
 def test_what_would_be_late_by_the_controllers_queue_is_refused() -> None:
     door = FrontDoor(burst_s=0.5)
-    assert door.refusal(LONG, "A", 1.0, {}, now=0.0) is None
-    refused = door.refusal(LONG, "A", 0.5, {}, now=0.0)
+    assert door.refusal(LONG, "A", 2.0, {}, now=0.0) is None
+    refused = door.refusal(LONG, "A", 1.0, {}, now=0.0)
     assert refused is not None
     assert refused.status == 429
     assert refused.retry_after_s is not None
@@ -28,7 +28,7 @@ def test_what_would_be_late_by_the_controllers_queue_is_refused() -> None:
 
 def test_what_is_on_its_way_there_counts() -> None:
     door = FrontDoor(burst_s=0.5)
-    assert door.refusal(LONG, "A", 1.0, {"A": 30}, now=0.0) is not None
+    assert door.refusal(LONG, "A", 2.0, {"A": 30}, now=0.0) is not None
 
 
 def test_another_tenant_is_let_in() -> None:
@@ -45,7 +45,7 @@ def test_a_crowd_before_the_controller_is_seen_too() -> None:
         door.prepared()
         last = door.refusal(NONE, "", 1.0, crowd, now)
     assert last is not None
-    assert door.refusal(NONE, "", 2.0, crowd, now) is None
+    assert door.refusal(NONE, "", 4.0, crowd, now) is None
     assert door.refusal(NONE, "", 1.0, {}, now) is None, "it is gone"
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from c2cserve.core.actions import Backlog
-from c2cserve.policy.admission import Standing, Throughput, turns_before
+from c2cserve.policy.admission import IN_TIME_SHARE, Standing, Throughput, turns_before
 from c2cserve.runtime.gateway import Refused
 
 
@@ -45,7 +45,7 @@ class FrontDoor:
             waiting = Counter(dict(backlog.waiting))
             waiting.update(preparing)
             expected_s = max(expected_s, turns_before(tenant, waiting) / backlog.per_s)
-        if expected_s <= ttft_s:
+        if expected_s <= IN_TIME_SHARE * ttft_s:
             return None
         self.refused += 1
         reason = (
