@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.flash_pages import paged
+from c2cserve.kernels.gpu.attention.flash_pages import paged
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout, TokenRows
 
 ITEM_BYTES = 2

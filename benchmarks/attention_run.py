@@ -28,8 +28,8 @@ from gpu_engine_run import attention_layer
 from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig
-from c2cserve.kernels.gpu import attention
-from c2cserve.kernels.gpu.measure import Step, capture
+from c2cserve.kernels.gpu.attention import paged as attention
+from c2cserve.kernels.gpu.gemm.measure import Step, capture
 from c2cserve.kernels.layer import KvLayout, Layer, TokenRows
 
 SPAN_BYTES = 16 << 20

@@ -31,9 +31,9 @@ from catalogue_server import Server
 from gpu_models import SHAPES, config_of
 from report import report
 
-from c2cserve.cli.loadgen import Load, Outcome, Planned
-from c2cserve.cli.loadgen_processes import generate_with
-from c2cserve.cli.loadgen_reply import Record
+from c2cserve.bench.loadgen import Load, Outcome, Planned
+from c2cserve.bench.loadgen_processes import generate_with
+from c2cserve.bench.loadgen_reply import Record
 
 _PROCESSES = 4
 """That send: one alone is the limit from some 100 users on."""

@@ -4,9 +4,10 @@ python benchmarks/gemm.py [--quick] [--budget-s S] [--parts table,paper,slice,fi
 python benchmarks/gemm.py --plot FILE [--images FOLDER]
 
 A time is a chain's over its length: one CUDA graph of GEMMs over different weights, replayed
-(`c2cserve.kernels.gpu.measure`). The floor beside it, from the same run: the larger of cuBLAS with
-W in HBM and W's bytes over the copy engine's speed (of experts, the chosen ones'). The pick is what
-`choose.py` says by a profile that `c2cserve profile` measured before; it is run like all others.
+(`c2cserve.kernels.gpu.gemm.measure`). The floor beside it, from the same run: the larger of cuBLAS
+with W in HBM and W's bytes over the copy engine's speed (of experts, the chosen ones'). The pick is
+what `choose.py` says by a profile that `c2cserve profile` measured before; it is run like all
+others.
 """
 
 import argparse
@@ -20,9 +21,9 @@ from gemm_cases import PAPER_ROWS, LinkHome, slice_cases, table_cases
 from report import report
 
 from c2cserve.devices.discover import discover
-from c2cserve.kernels.gpu.assumed import assumed_profile
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 
 if TYPE_CHECKING:
     from gemm_run import Bench
@@ -68,7 +69,7 @@ def _measure(given: argparse.Namespace) -> None:
     import torch
     from gemm_run import Bench
 
-    from c2cserve.kernels.gpu.repository import Repository
+    from c2cserve.kernels.gpu.aot.repository import Repository
 
     began_s = time.monotonic()
     discover()  # what the report will say of this machine: better found wanting now than then

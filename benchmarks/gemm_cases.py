@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from c2cserve.kernels.gpu.choose import Estimate, describe
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.choose import Estimate, describe
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 LinkHome = Literal["host", "peer"]
 

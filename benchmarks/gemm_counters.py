@@ -12,7 +12,7 @@ from typing import Any
 
 from report import report
 
-from c2cserve.kernels.gpu.traffic import Dataflow, Tiles, Traffic, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles, Traffic, traffic
 
 M, N, K = 2048, 16384, 4096
 FLOWS: dict[str, tuple[Dataflow, Tiles]] = {
@@ -51,10 +51,10 @@ def launch_once(name: str, home: str) -> None:
     """Once to load the kernel, then once between the profiler's marks."""
     import torch
 
-    from c2cserve.kernels.gpu.lane import Lane
-    from c2cserve.kernels.gpu.linear import launch
-    from c2cserve.kernels.gpu.measure import WeightStore
-    from c2cserve.kernels.gpu.repository import Repository
+    from c2cserve.kernels.gpu.aot.repository import Repository
+    from c2cserve.kernels.gpu.gemm.linear import launch
+    from c2cserve.kernels.gpu.gemm.measure import WeightStore
+    from c2cserve.kernels.gpu.launch_context import Lane
 
     lane, (dataflow, tiles) = Lane(0, Repository(0)), FLOWS[name]
     weight = WeightStore("peer" if home == "peer" else "host", 2 * N * K, "bfloat16", 0)

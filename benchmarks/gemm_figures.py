@@ -13,13 +13,13 @@ from gemm_run import Bench, CaseRun
 from gemm_slices import Slice, graph_of, partitions, together_s
 from gemm_summary import interference, shares
 
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.cost import Question
 from c2cserve.kernels.gpu.driver import CudaError
-from c2cserve.kernels.gpu.measure import Step
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import OperandError
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.measure import Step
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import OperandError
 
 Flow = tuple[AnyDataflow, Tiles]
 

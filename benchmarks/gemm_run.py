@@ -7,15 +7,15 @@ import torch
 from gemm_cases import CHAIN, Case, LinkHome
 from torch import Tensor
 
-from c2cserve.kernels.gpu.dataflows.direct import grouped
-from c2cserve.kernels.gpu.dataflows.staged import resident
-from c2cserve.kernels.gpu.experts import route
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.linear import launch
-from c2cserve.kernels.gpu.measure import Step, WeightStore, chain_s, copy_bytes_per_s
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.repository import Repository
-from c2cserve.kernels.gpu.traffic import Tiles, Traffic, grouped_traffic, traffic
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
+from c2cserve.kernels.gpu.gemm.dataflows.staged import resident
+from c2cserve.kernels.gpu.gemm.experts import route
+from c2cserve.kernels.gpu.gemm.linear import launch
+from c2cserve.kernels.gpu.gemm.measure import Step, WeightStore, chain_s, copy_bytes_per_s
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic, traffic
+from c2cserve.kernels.gpu.launch_context import Lane
 
 _COPIED_BYTES = 1 << 30
 _N_MAX, _K_MAX = 57344, 28672

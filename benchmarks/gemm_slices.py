@@ -9,8 +9,8 @@ from gemm_run import Bench
 from gemm_summary import seconds_at_once
 
 from c2cserve.devices.partitions import Partition, split_sms
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.measure import Step, capture
+from c2cserve.kernels.gpu.gemm.measure import Step, capture
+from c2cserve.kernels.gpu.launch_context import Lane
 
 _GATE_CYCLES = 60_000_000
 """About 30 ms: longer than it takes to enqueue all slices' graphs."""

@@ -20,13 +20,13 @@ from gemm_cases import (
 from gemm_run import Bench, CaseRun
 from gemm_summary import PAPER_BAR, floor_s, summary, summary_lines
 
-from c2cserve.kernels.gpu.candidates import candidates
-from c2cserve.kernels.gpu.choose import Chooser
 from c2cserve.kernels.gpu.driver import CudaError
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import OperandError
+from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import OperandError
+from c2cserve.kernels.gpu.launch_context import Lane
 
 ERROR_MAX = 1e-2
 """Norm of the difference from cuBLAS over the norm; both round once, to 8 bits."""

@@ -40,9 +40,9 @@ from gpu_models import SHAPES, weight_bytes
 from host_memory import grow_memory, memory_bytes, tmpfs
 from report import report
 
-from c2cserve.cli.gpu_ready import usable_gpus
-from c2cserve.kernels.gpu.assumed import assumed_profile
-from c2cserve.kernels.gpu.profile import ProfileError, load_profile
+from c2cserve.engine.gpu.requirements import usable_gpus
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.profile import ProfileError, load_profile
 
 _POOL_SHARE, _RESERVE = 0.65, 4 << 30
 """Of host memory: the rest is for checkpoints, about a quarter of the pool, and for processes."""

@@ -16,7 +16,7 @@ from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.models.rope import RopeTables
-from c2cserve.kernels.gpu.weight import Home
+from c2cserve.kernels.gpu.gemm.weight import Home
 from c2cserve.kernels.layer import Layer
 from c2cserve.memory.segment import place_tensors
 

@@ -20,7 +20,7 @@ from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.weights import Weights
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp
 from c2cserve.memory.segment import TensorPlace, place_tensors
 

@@ -15,17 +15,17 @@ from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.setup import SETUP_ERRORS as OPENING_ERRORS
 from c2cserve.engine.gpu.setup import open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.assumed import assumed_profile
-from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.attention.flash import Flash
 from c2cserve.kernels.gpu.driver import enable_peer
-from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.linear import Linear
-from c2cserve.kernels.gpu.measure import chain_s, copy_bytes_per_s
-from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
-from c2cserve.kernels.gpu.weight import Home
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.gemm.measure import chain_s, copy_bytes_per_s
+from c2cserve.kernels.gpu.gemm.weight import Home
 from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.pinning import PinnedRegion
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
 
 DEVICE, PEER = 0, 1
 _PIECE = 64 << 20

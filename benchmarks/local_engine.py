@@ -20,7 +20,7 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment, remove_segment
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 
 
 @dataclass

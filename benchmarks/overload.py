@@ -33,13 +33,13 @@ from typing import Any
 from catalogue_server import Server
 from report import report
 
-from c2cserve.cli import bench_plan
-from c2cserve.cli.bench_prompts import Endpoint, Options, Prompts, Style
-from c2cserve.cli.bench_report import SloTargets, percentile
-from c2cserve.cli.loadgen import Load, Outcome, Planned
-from c2cserve.cli.loadgen_http import Client
-from c2cserve.cli.loadgen_processes import generate_with
-from c2cserve.cli.loadgen_reply import Record
+from c2cserve.bench import plan as bench_plan
+from c2cserve.bench.loadgen import Load, Outcome, Planned
+from c2cserve.bench.loadgen_http import Client
+from c2cserve.bench.loadgen_processes import generate_with
+from c2cserve.bench.loadgen_reply import Record
+from c2cserve.bench.prompts import Endpoint, Options, Prompts, Style
+from c2cserve.bench.report import SloTargets, percentile
 
 ROOT = Path(__file__).parent.parent
 _USERS = (16, 32, 64, 128)

@@ -24,9 +24,9 @@ import uvicorn
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, FinishReason, Job, Timing
 from c2cserve.runtime.gateway import ModelFiles, Snapshot
-from c2cserve.runtime.live.logs import setup_logging
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
+from c2cserve.serving.logs import setup_logging
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "examples" / "specialists" / "sorter-llama"

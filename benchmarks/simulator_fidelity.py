@@ -22,17 +22,17 @@ from catalogue_server import Server
 from fidelity_models import TPOT_S, TTFT_S, make_catalog
 from report import report
 
-from c2cserve.cli.bench_plan import Shape
-from c2cserve.cli.bench_prompts import Options, Prompts, Style
-from c2cserve.cli.catalog_shapes import find_models
-from c2cserve.cli.loadgen import Load, Outcome, generate
-from c2cserve.cli.loadgen_reply import Record
+from c2cserve.bench.loadgen import Load, Outcome, generate
+from c2cserve.bench.loadgen_reply import Record
+from c2cserve.bench.plan import Shape
+from c2cserve.bench.prompts import Options, Prompts, Style
 from c2cserve.runtime.replay import replay
-from c2cserve.sim.calibrate import Calibration, Window, calibrate, observe, spread
-from c2cserve.sim.jobs import Job, SimRequest
+from c2cserve.serving.catalog_shapes import find_models
+from c2cserve.sim.planning.calibrate import Calibration, Window, calibrate, observe, spread
 from c2cserve.sim.report import in_time, on_pace
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world.jobs import Job, SimRequest
 
 SHORTER = 8
 """Lengths of the trace are divided by this."""

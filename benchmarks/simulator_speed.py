@@ -20,13 +20,13 @@ from pathlib import Path
 
 from report import report
 
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.report import report as outcome
 from c2cserve.sim.run import slo_rule
-from c2cserve.sim.shapes import catalogue
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 SLICES = 64
 

@@ -113,7 +113,7 @@ def test_keys_are_neither_shown_nor_handed_on(tmp_path: Path) -> None:
 
 def test_a_record_tells_no_prompts(locked: ServerProcess, record: Path) -> None:
     """Lengths, times and salted hashes; of prompts nothing that can be guessed at, and no key."""
-    from c2cserve.server.tokenizer import Tokenizer
+    from c2cserve.server.text.tokenizer import Tokenizer
 
     prompt = "nothing of these words is written down, whatever else is; " * 2
     tokens = Tokenizer(SPECIALISTS / "chatter-qwen2").encode(prompt)

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.repository import Repository
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.launch_context import Lane
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.gpu import driver
-from c2cserve.kernels.gpu.weight import WeightHandle, weight_of
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle, weight_of
 
 HOMES = ("hbm", "host") + (("peer",) if torch.cuda.device_count() > 1 else ())
 _MARGIN = 8

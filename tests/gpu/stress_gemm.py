@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.gpu import driver
-from c2cserve.kernels.gpu.dataflows.direct import direct, gated_map, grouped, split, weight_map
-from c2cserve.kernels.gpu.dataflows.published import hybrid
-from c2cserve.kernels.gpu.dataflows.staged import ring, tee
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
 from c2cserve.kernels.gpu.elementwise import rms_norm
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.measure import capture
-from c2cserve.kernels.gpu.repository import Repository
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS, Variant
-from c2cserve.kernels.gpu.weight import TORCH_DTYPES, Home, WeightHandle
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, grouped, split, weight_map
+from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
+from c2cserve.kernels.gpu.gemm.measure import capture
+from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, Home, WeightHandle
+from c2cserve.kernels.gpu.launch_context import Lane
 
 CHAIN = 64
 REPLAYS = 120

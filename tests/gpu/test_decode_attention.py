@@ -16,7 +16,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "kernels"))
 from attention_case import ARRIVALS, DEVICE, Case, layout, on_device, turned_apart
 
-from c2cserve.kernels.gpu.attention import attend
+from c2cserve.kernels.gpu.attention.paged import attend
 
 pytestmark = pytest.mark.gpu
 

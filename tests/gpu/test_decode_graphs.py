@@ -15,9 +15,9 @@ from torch import Tensor
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.gpu.elementwise import silu_mul
-from c2cserve.kernels.gpu.linear import Linear
-from c2cserve.kernels.gpu.weight import WeightHandle
-from c2cserve.policy.residency import Residency
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.policy.weights.hbm_residency import Residency
 
 pytestmark = pytest.mark.gpu
 

@@ -15,10 +15,11 @@ from triton_case import close, noise
 
 import c2cserve.kernels.gpu
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu import elementwise, experts
-from c2cserve.kernels.gpu.draw import asked_of, draw
-from c2cserve.kernels.gpu.fixed_rows import FixedRows
-from c2cserve.kernels.gpu.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu import elementwise
+from c2cserve.kernels.gpu.gemm import experts
+from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
@@ -129,7 +130,7 @@ def test_no_kernel_is_missing() -> None:
     [folder] = c2cserve.kernels.gpu.__path__
     there = {
         node.name
-        for path in Path(folder).glob("*.py")
+        for path in Path(folder).rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")

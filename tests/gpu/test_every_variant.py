@@ -5,13 +5,13 @@ import pytest
 import torch
 from gemm_case import ROUNDING, make_case
 
-from c2cserve.kernels.gpu.dataflows.direct import direct, grouped, split
-from c2cserve.kernels.gpu.dataflows.published import hybrid
-from c2cserve.kernels.gpu.dataflows.staged import ring, tee
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS, Variant
-from c2cserve.kernels.gpu.weight import TORCH_DTYPES, weight_of
+from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, grouped, split
+from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
+from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, weight_of
+from c2cserve.kernels.gpu.launch_context import Lane
 
 pytestmark = pytest.mark.gpu
 

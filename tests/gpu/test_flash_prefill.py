@@ -20,10 +20,10 @@ from attention_case import ARRIVALS, DEVICE, Case, layout, on_device
 
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import open_gpu
-from c2cserve.kernels.gpu.attention import attend
-from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.flash_library import FlashInfer
-from c2cserve.kernels.gpu.flash_modules import FlashKind, installed
+from c2cserve.kernels.gpu.aot.flash_modules import FlashKind, installed
+from c2cserve.kernels.gpu.attention.flash import Flash
+from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
+from c2cserve.kernels.gpu.attention.paged import attend
 from c2cserve.kernels.layer import TokenRows
 
 pytestmark = [

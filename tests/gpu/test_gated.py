@@ -8,17 +8,17 @@ import torch
 from gemm_case import HOMES, Case, at_home
 from torch import Tensor
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.dataflows.direct import direct, gated_map, split
+from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.elementwise import silu_mul
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.linear import Linear
-from c2cserve.kernels.gpu.measure import capture
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS, Variant
-from c2cserve.kernels.gpu.weight import TORCH_DTYPES, OperandError
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, split
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.gemm.measure import capture
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, OperandError
+from c2cserve.kernels.gpu.launch_context import Lane
 
 pytestmark = pytest.mark.gpu
 

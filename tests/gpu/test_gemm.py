@@ -9,16 +9,16 @@ import torch
 from gemm_case import HOMES, at_home, make_case
 from torch import Tensor
 
-from c2cserve.kernels.gpu.dataflows.direct import direct, split, weight_map
-from c2cserve.kernels.gpu.dataflows.published import hybrid
-from c2cserve.kernels.gpu.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.aot.variants import VARIANTS
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.measure import capture
-from c2cserve.kernels.gpu.repository import Repository
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS
-from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, split, weight_map
+from c2cserve.kernels.gpu.gemm.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.gemm.measure import capture
+from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
+from c2cserve.kernels.gpu.launch_context import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -18,10 +18,10 @@ from c2cserve.engine.executor import Executor
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.draw import asked_of, draw
-from c2cserve.kernels.gpu.greedy import greedy_of
+from c2cserve.kernels.gpu.sampling.greedy import greedy_of
+from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
 from c2cserve.kernels.ops import RowSampling
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 
 __all__ = ["folder", "gpu", "segments"]
 

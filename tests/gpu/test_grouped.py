@@ -4,10 +4,10 @@ import pytest
 import torch
 from gemm_case import HOMES, ROUNDING, at_home
 
-from c2cserve.kernels.gpu.dataflows.direct import grouped
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS
+from c2cserve.kernels.gpu.aot.variants import VARIANTS
+from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.launch_context import Lane
 
 pytestmark = pytest.mark.gpu
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from gemm_case import make_case
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.linear import Linear
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.launch_context import Lane
 from c2cserve.memory.hbm_cache import HbmCache
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
 
 pytestmark = pytest.mark.gpu
 

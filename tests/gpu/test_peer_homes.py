@@ -13,8 +13,8 @@ from torch import Tensor
 from c2cserve.engine.gpu.peers import open_peers
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
-from c2cserve.policy.lending import Lending
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
+from c2cserve.policy.weights.lending import Lending
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from c2cserve.kernels.gpu.dataflows.direct import direct
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.kernels.gpu.launch_context import Lane
 from c2cserve.memory.pinning import PinnedRegion, PinningError, pin_array
 
 pytestmark = pytest.mark.gpu
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.gpu
 N, K = 1024, 512
 READER = """
 import sys, mmap, numpy as np, torch
-from c2cserve.kernels.gpu.dataflows.direct import direct
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.repository import Repository
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
+from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.pinning import pin_array
 path, n, k = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 data = np.memmap(path, np.uint8, "r")

@@ -5,13 +5,13 @@ import time
 import pytest
 import torch
 
-from c2cserve.cli.profile_gpu import GpuBench
-from c2cserve.cli.profile_process import ProcessBench
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.survey import Failed, survey
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.profiling.gpu_bench import GpuBench
+from c2cserve.profiling.measuring_process import ProcessBench
+from c2cserve.profiling.survey import Failed, survey
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -15,8 +15,8 @@ from typing import Any
 from catalogue_server import gpu_total_bytes
 from host_memory import tmpfs
 
-from c2cserve.cli.gpu_ready import usable_gpus
-from c2cserve.kernels.gpu.profile import ProfileError, load_profile
+from c2cserve.engine.gpu.requirements import usable_gpus
+from c2cserve.kernels.gpu.gemm.choice.profile import ProfileError, load_profile
 from soak.catalogue import make_catalogue, needed_bytes
 from soak.findings import Findings
 from soak.phases import CPU, GPU, Phase, cpu_phases, gpu_phases

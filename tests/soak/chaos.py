@@ -32,7 +32,7 @@ _KILL_WHEN_FULL = 0.5
 _QUICK_ENDS = 2
 _SETTLED_S = 12.0
 """Workers of a slice that may be ended in a row before they were up for so long: the delay of the
-next start grows with each (`runtime.live.fleet`)."""
+next start grows with each (`serving.controller.fleet`)."""
 
 
 @dataclass(frozen=True, slots=True)

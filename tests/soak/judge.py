@@ -13,7 +13,7 @@ from soak.findings import Findings
 from soak.moments import Moments
 
 NO_SLICE_GRACE_S = 30.0
-"""How long requests wait while no slice is up, before 503 (`policy.admission`)."""
+"""How long requests wait while no slice is up, before 503 (`policy.cluster.admission`)."""
 _LIVES = 4
 """Workers a request may lose before it fails."""
 _ERROR_KEYS = {"message", "type", "param", "code"}

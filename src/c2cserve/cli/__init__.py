@@ -1,1 +1,1 @@
-"""The commands; the only modules that join policies and mechanisms."""
+"""The commands: options and output. With `serving` they join policies and mechanisms."""

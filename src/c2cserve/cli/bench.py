@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from c2cserve.cli.bench_cold import ColdOptions, run_cold
-from c2cserve.cli.bench_prompts import Endpoint, PromptKind
-from c2cserve.cli.bench_serve import Mode, ServeOptions, run_serve
-from c2cserve.cli.bench_switch import SwitchOptions, run_switch
+from c2cserve.bench.cold import ColdOptions, run_cold
+from c2cserve.bench.prompts import Endpoint, PromptKind
+from c2cserve.bench.serve import Mode, ServeOptions, run_serve
+from c2cserve.bench.switch import SwitchOptions, run_switch
 
 app = typer.Typer(
     help="Measure any OpenAI-compatible server.", no_args_is_help=True, add_completion=False

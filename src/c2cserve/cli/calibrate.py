@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from c2cserve.cli.output import CliError, console, show_seconds
+from c2cserve.terminal.output import CliError, console, show_seconds
 
 if TYPE_CHECKING:
-    from c2cserve.sim.calibrate import Calibration
+    from c2cserve.sim.planning.calibrate import Calibration
 
 _SHOWN_PROMPTS = (16, 64, 256)
 _SHOWN_BATCHES = (1, 4, 16)
@@ -25,8 +25,8 @@ def calibrate(
     from dataclasses import replace
 
     from c2cserve.runtime.replay import RecordError
-    from c2cserve.sim.calibrate import CalibrationError
-    from c2cserve.sim.calibrate import calibrate as calibrate_record
+    from c2cserve.sim.planning.calibrate import CalibrationError
+    from c2cserve.sim.planning.calibrate import calibrate as calibrate_record
 
     try:
         found = replace(calibrate_record(record), request_s=request_ms / 1e3)
@@ -40,7 +40,7 @@ def calibrate(
 
 
 def _show(found: "Calibration") -> None:
-    from c2cserve.cli.simulate_show import make_table
+    from c2cserve.sim.show import make_table
 
     heads = [f"prompt of {n}" for n in _SHOWN_PROMPTS] + [f"decode of {n}" for n in _SHOWN_BATCHES]
     table = make_table(f"{len(found.seen.steps)} steps", ("model", *heads))

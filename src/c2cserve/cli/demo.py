@@ -22,8 +22,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from c2cserve.cli.output import CliError
-from c2cserve.cli.output import console as plain_console
+from c2cserve.terminal.output import CliError
+from c2cserve.terminal.output import console as plain_console
 
 _READY_S = 60.0
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from c2cserve.cli.doctor_checks import Diagnosis, Level, diagnose
-from c2cserve.cli.output import console, print_json, show_bytes
+from c2cserve.serving.machine_checks import Diagnosis, Level, diagnose
+from c2cserve.terminal.output import console, print_json, show_bytes
 
 if TYPE_CHECKING:
     from rich.table import Table

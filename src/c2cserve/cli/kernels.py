@@ -10,7 +10,11 @@ from typing import Annotated
 import typer
 
 from c2cserve.cli.kernels_explain import explain
-from c2cserve.cli.output import (
+from c2cserve.kernels.gpu.aot import compiler, flash_modules
+from c2cserve.kernels.gpu.aot.compiler import BuildError, default_folder
+from c2cserve.kernels.gpu.aot.flash_modules import MODULES, installed
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
+from c2cserve.terminal.output import (
     CliError,
     console,
     print_json,
@@ -18,10 +22,6 @@ from c2cserve.cli.output import (
     show_bytes,
     show_seconds,
 )
-from c2cserve.kernels.gpu import compiler, flash_modules
-from c2cserve.kernels.gpu.compiler import BuildError, default_folder
-from c2cserve.kernels.gpu.flash_modules import MODULES, installed
-from c2cserve.kernels.gpu.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
 
 app = typer.Typer(
     help="Build, list, check and explain the GPU kernels.",
@@ -159,7 +159,7 @@ def _fill_triton_cache() -> str:
 
     if not torch.cuda.is_available():
         return "Triton's kernels: not compiled, no GPU here; a slice's first start does it"
-    from c2cserve.kernels.gpu.warm import COMMON, warm
+    from c2cserve.kernels.gpu.aot.warm import COMMON, warm
 
     began_s = time.monotonic()
     with torch.no_grad():

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from c2cserve.cli.output import CliError, console, print_json, show_bytes, show_seconds
+from c2cserve.terminal.output import CliError, console, print_json, show_bytes, show_seconds
 
 if TYPE_CHECKING:
-    from c2cserve.kernels.gpu.choose import Choice, Estimate
-    from c2cserve.kernels.gpu.cost import Question
-    from c2cserve.kernels.gpu.profile import Profile
+    from c2cserve.kernels.gpu.gemm.choice.choose import Choice, Estimate
+    from c2cserve.kernels.gpu.gemm.choice.cost import Question
+    from c2cserve.kernels.gpu.gemm.choice.profile import Profile
 
 
 def explain(
@@ -35,9 +35,9 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Every dataflow for O[M,N] = X[M,K] W[N,K]^T by predicted time, the pick, and why."""
-    from c2cserve.kernels.gpu.choose import Chooser, NothingFits, describe
-    from c2cserve.kernels.gpu.cost import Question
-    from c2cserve.kernels.gpu.profile import ProfileError
+    from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, NothingFits, describe
+    from c2cserve.kernels.gpu.gemm.choice.cost import Question
+    from c2cserve.kernels.gpu.gemm.choice.profile import ProfileError
 
     try:
         measured, source = _profile(profile, assume)
@@ -59,8 +59,8 @@ def explain(
 
 def _profile(path: Path | None, assume: Literal["h200", "h100"] | None) -> tuple["Profile", str]:
     """The profile to decide by, and what to say of it."""
-    from c2cserve.kernels.gpu.assumed import assumed_h100, assumed_h200
-    from c2cserve.kernels.gpu.profile import ProfileMissing, load_profile
+    from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h100, assumed_h200
+    from c2cserve.kernels.gpu.gemm.choice.profile import ProfileMissing, load_profile
 
     if assume is not None:
         if path is not None:
@@ -91,7 +91,7 @@ def _show(
 ) -> None:
     from rich.table import Table
 
-    from c2cserve.kernels.gpu.choose import describe_tiles
+    from c2cserve.kernels.gpu.gemm.choice.choose import describe_tiles
 
     table = Table()
     for head in ("pick", "dataflow", "tiles"):

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
-from c2cserve.cli.client import ask
-from c2cserve.cli.output import CliError, console, print_json
+from c2cserve.bench.client import ask
 from c2cserve.server.access.keyfile import (
     KeyRecord,
     KeysFile,
@@ -22,6 +21,7 @@ from c2cserve.server.access.keyfile import (
 from c2cserve.server.access.secret import make_key
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.access.usage_log import sum_lines
+from c2cserve.terminal.output import CliError, console, print_json
 
 if TYPE_CHECKING:
     from c2cserve.server.access.gate import Gate

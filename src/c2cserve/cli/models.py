@@ -9,9 +9,10 @@ from urllib.parse import quote
 import msgspec
 import typer
 
-from c2cserve.cli.client import Unanswered, ask
-from c2cserve.cli.output import CliError, console, print_json, progress_console, show_bytes
+from c2cserve.bench.admin import decode, find_model
+from c2cserve.bench.client import Unanswered, ask
 from c2cserve.core.model import ModelState, ModelStatus
+from c2cserve.terminal.output import CliError, console, print_json, progress_console, show_bytes
 
 T = TypeVar("T")
 
@@ -136,18 +137,6 @@ def reload(
     path = f"/admin/models/{quote(name)}/reload"
     text = ask(url, path, key=key, method="POST", timeout_s=_LONG_S)
     _loaded(url, key, decode(text, ModelStatus), wait=wait, as_json=as_json)
-
-
-def find_model(url: str, key: str | None, name: str) -> ModelStatus:
-    return decode(ask(url, f"/admin/models/{quote(name)}", key=key), ModelStatus)
-
-
-def decode(text: str, kind: type[T]) -> T:
-    """An answer of the admin API. Raises `CliError` when it is not one."""
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except msgspec.DecodeError as error:
-        raise CliError(f"the server is not a c2cserve of this version: {error}") from error
 
 
 def show_state(model: ModelStatus) -> str:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from c2cserve.cli import simulate as options
-from c2cserve.cli.output import CliError, console, progress_console
+from c2cserve.terminal.output import CliError, console, progress_console
 
 if TYPE_CHECKING:
-    from c2cserve.sim.plan import Plan, Progress
+    from c2cserve.sim.planning.plan import Plan, Progress
     from c2cserve.sim.run import Scenario
 
 _LINE_EVERY_S = 5.0
@@ -58,8 +58,8 @@ def plan(
     plots: Plots = None,
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
-    from c2cserve.sim.hardware import SliceSettings
     from c2cserve.sim.run import Scenario
+    from c2cserve.sim.world.hardware import SliceSettings
 
     with options.mistakes():
         workload = options.workload_settings(
@@ -74,14 +74,14 @@ def plan(
         if plots is not None:
             _plot(found, attainment, plots)
         if options.write(out, {"asked": attainment, **found.as_json()}):
-            from c2cserve.cli.plan_show import show
+            from c2cserve.sim.planning.show import show
 
             show(scenario, found, attainment)
 
 
 def _search(scenario: "Scenario", attainment: float, most: int) -> "Plan":
-    from c2cserve.cli.catalog_shapes import find_models
-    from c2cserve.sim.plan import Planner
+    from c2cserve.serving.catalog_shapes import find_models
+    from c2cserve.sim.planning.plan import Planner
 
     machines = scenario.hardware.split(",")
     models = find_models(scenario.catalog)
@@ -133,7 +133,7 @@ def _progress_lines() -> "Progress":
 
 
 def _plot(found: "Plan", attainment: float, folder: Path) -> None:
-    from c2cserve.cli.plan_show import figures
+    from c2cserve.sim.planning.show import figures
 
     try:
         from c2cserve.sim.studies.plot import save

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from c2cserve.cli.output import CliError, console, progress_console, show_seconds
+from c2cserve.terminal.output import CliError, console, progress_console, show_seconds
 
 if TYPE_CHECKING:
-    from c2cserve.kernels.gpu.profile import Profile
-    from c2cserve.kernels.gpu.survey import Bench
+    from c2cserve.kernels.gpu.gemm.choice.profile import Profile
+    from c2cserve.profiling.survey import Bench
 
 _UNTIL_S, _QUICK_UNTIL_S = 160.0, 45.0
 """After the command began. What has begun then ends in a second or two."""
@@ -35,9 +35,9 @@ def profile(
     Nothing else should run on it meanwhile. A measurement that fails, or hangs, is left out and
     named at the end.
     """
-    from c2cserve.cli.profile_process import ProcessBench
-    from c2cserve.kernels.gpu.profile import save_profile
-    from c2cserve.kernels.gpu.survey import Lost, Refused, survey
+    from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
+    from c2cserve.profiling.measuring_process import ProcessBench
+    from c2cserve.profiling.survey import Lost, Refused, survey
 
     began_s = time.monotonic()
     until_s = began_s + (_QUICK_UNTIL_S if quick else _UNTIL_S)
@@ -66,8 +66,8 @@ def _open_bench() -> "Bench":
         why = "it is built without CUDA" if torch.version.cuda is None else "no driver, or no GPU"
         raise CliError(f"there is no GPU to measure: torch {torch.__version__} sees none ({why})")
     try:
-        from c2cserve.cli.profile_gpu import GpuBench
-        from c2cserve.kernels.gpu.repository import KernelMissingError
+        from c2cserve.kernels.gpu.aot.repository import KernelMissingError
+        from c2cserve.profiling.gpu_bench import GpuBench
     except ModuleNotFoundError as error:
         raise CliError(f"{error}: pip install 'c2cserve[gpu]'") from error
     try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from c2cserve.cli.output import CliError, console, print_json
+from c2cserve.terminal.output import CliError, console, print_json
 
 if TYPE_CHECKING:
     from c2cserve.runtime.replay import Difference, ReplayResult

@@ -19,29 +19,18 @@ from c2cserve.catalog.file import Catalog, load_catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.cli import serve_options as opt
 from c2cserve.cli.access_options import AccessOptions, read_tls
-from c2cserve.cli.gpu_ready import CPUS_INSTEAD, obstacles, usable_gpus
-from c2cserve.cli.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.cli.keys import open_gate
-from c2cserve.cli.model_host import CatalogHost
-from c2cserve.cli.option_groups import grouped
-from c2cserve.cli.output import CliError, CliErrors
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Gpu, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import ANY_GPUS, NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
-from c2cserve.policy.admission import BURST_S, AdmissionSettings
-from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.cluster.admission import BURST_S, AdmissionSettings
+from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.gateway import Refused
-from c2cserve.runtime.live.controller import Loop
-from c2cserve.runtime.live.directory import BrokenModel
-from c2cserve.runtime.live.fleet import Fleet, FleetSettings
-from c2cserve.runtime.live.gateway import LiveGateway
-from c2cserve.runtime.live.host import HostedModel
-from c2cserve.runtime.live.logs import LogFormat, setup_logging
-from c2cserve.runtime.live.workers import first_config
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.connections import connections_within, raise_file_limit
@@ -53,6 +42,17 @@ from c2cserve.server.settings import (
     TextSettings,
 )
 from c2cserve.server.tls import Tls, TlsError
+from c2cserve.serving.controller.controller import Loop
+from c2cserve.serving.controller.directory import BrokenModel
+from c2cserve.serving.controller.fleet import Fleet, FleetSettings
+from c2cserve.serving.controller.gateway import LiveGateway
+from c2cserve.serving.controller.host import HostedModel
+from c2cserve.serving.controller.model_host import CatalogHost
+from c2cserve.serving.controller.workers import first_config
+from c2cserve.serving.key_secrecy import choose_admin_key, exposures, hide_keys
+from c2cserve.serving.logs import LogFormat, setup_logging
+from c2cserve.terminal.option_groups import grouped
+from c2cserve.terminal.output import CliError, CliErrors
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from c2cserve.core.machine import ProfileChoice
-from c2cserve.runtime.live.logs import LogFormat
+from c2cserve.serving.logs import LogFormat
 
 _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from c2cserve.cli.output import CliError, console, print_json
+from c2cserve.terminal.output import CliError, console, print_json
 
 if TYPE_CHECKING:
     from c2cserve.sim.run import Scenario
@@ -77,9 +77,9 @@ def simulate(
     quick: Quick = False,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
-    from c2cserve.sim.faults import parse_fault
-    from c2cserve.sim.hardware import SliceSettings
     from c2cserve.sim.run import Scenario
+    from c2cserve.sim.world.faults import parse_fault
+    from c2cserve.sim.world.hardware import SliceSettings
 
     with mistakes():
         if study:
@@ -140,9 +140,9 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _scenario(scenario: "Scenario", out: Path | None) -> None:
-    from c2cserve.cli.catalog_shapes import find_models
-    from c2cserve.cli.simulate_show import show
+    from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.run import simulate as run
+    from c2cserve.sim.show import show
 
     result = run(scenario, find_models(scenario.catalog))
     if write(out, result.as_json()):
@@ -152,7 +152,7 @@ def _scenario(scenario: "Scenario", out: Path | None) -> None:
 def _study(
     name: str, trace: str, seed: int, quick: bool, out: Path | None, plots: Path | None
 ) -> None:
-    from c2cserve.cli.simulate_show import show_studies, show_study
+    from c2cserve.sim.show import show_studies, show_study
     from c2cserve.sim.studies.registry import STUDIES, StudyOptions, run
 
     if name == "list":

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from c2cserve.cli.client import Unanswered, ask
-from c2cserve.cli.models import LOCAL, KeyOption, UrlOption, decode, show_state
-from c2cserve.cli.output import console, show_bytes, show_seconds
-from c2cserve.cli.scrape import Histogram, Scrape, scrape
+from c2cserve.bench.admin import decode
+from c2cserve.bench.client import Unanswered, ask
+from c2cserve.bench.scrape import Histogram, Scrape, scrape
+from c2cserve.cli.models import LOCAL, KeyOption, UrlOption, show_state
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
+from c2cserve.terminal.output import console, show_bytes, show_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

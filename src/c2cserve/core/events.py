@@ -118,7 +118,7 @@ class PoolState:
 @value
 class StepTimes:
     """What a slice measured lately for a model: seconds for one decode step, and per prefill
-    token. Feeds `policy.estimate`."""
+    token. Feeds `policy.slice.estimate`."""
 
     slice_id: str
     model: str

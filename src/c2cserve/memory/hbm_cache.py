@@ -6,7 +6,7 @@
 KV always wins, at once and without waiting: a step says up to where its KV may lie, and what is
 kept below goes, in no time, because nothing has to be written back. Work that still reads it is
 enqueued before whatever writes there next. What stays is decided elsewhere (`Keeper`, in the
-product `policy.residency`).
+product `policy.weights.hbm_residency`).
 """
 
 from bisect import bisect_right, insort
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 
 _ALIGNMENT = 256
 
@@ -70,7 +70,7 @@ class _Place:
 
 
 class HbmCache:
-    """`kernels.gpu.linear.Kept`. One per lane; not thread-safe, as a lane is not."""
+    """`kernels.gpu.gemm.linear.Kept`. One per lane; not thread-safe, as a lane is not."""
 
     def __init__(self, arena: Tensor, keeper: Keeper, homes: Homes | None = None) -> None:
         """`arena`: uint8, shared with KV, whose part is `kv_end` bytes from its front. `homes`:

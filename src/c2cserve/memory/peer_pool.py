@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.places import Places
 
 log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class Turn(Protocol):
 
 
 class Lender(Protocol):
-    """Decides what is copied: in the product `policy.lending.Lending`."""
+    """Decides what is copied: in the product `policy.weights.lending.Lending`."""
 
     def add(self, model: str, sizes: Mapping[Hashable, int]) -> None: ...
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from c2cserve.core.machine import SliceKind
-from c2cserve.policy.rotation import RotationSettings
+from c2cserve.policy.slice.rotation import RotationSettings
 
 Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
-"""`c2cserve`: `policy.placement`. `slinfer`: `policy.consolidation`. `limits`: instances take a
-fixed number of requests (`policy.limits`). `scatter`: any slice with a free place, drawn by a hash
-(`policy.limits`)."""
+"""`c2cserve`: `policy.cluster.placement`. `slinfer`: `policy.baselines.slinfer.consolidation`.
+`limits`: instances take a fixed number of requests (`policy.baselines.serverlessllm`). `scatter`:
+any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`)."""
 
 Turn = Literal["headroom", "arrival"]
 """Which model and which of its requests run next on a slice: least headroom first, or first come
@@ -72,7 +72,7 @@ class Preset:
     with loading all of them."""
     keeps: bool = False
     """Weights are loaded and kept after all where the link has no room for one stream more
-    (`policy.placement`)."""
+    (`policy.cluster.placement`)."""
 
     # ---- read by the world
     parts: int = 1

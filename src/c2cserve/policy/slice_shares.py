@@ -1,9 +1,9 @@
 """Fair shares of a slice's time among tenants (ours).
 
-Between slices fairness counts work (`policy.fairness`); on a slice, a request waits for steps. A
-tenant is *greedy* while it has more requests here than the tenants have on average. Its requests
-then go behind those of the others, and only so many of them have a part in a step that it does not
-take much longer for the others than it would without them:
+Between slices fairness counts work (`policy.cluster.fairness`); on a slice, a request waits for
+steps. A tenant is *greedy* while it has more requests here than the tenants have on average. Its
+requests then go behind those of the others, and only so many of them have a part in a step that it
+does not take much longer for the others than it would without them:
 
     step time with greedy requests <= 1.5 * step time without them
     greedy requests alone: once after three such steps, for as long as the shortest of these
@@ -16,7 +16,7 @@ the slice, a tenant is never greedy.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from c2cserve.policy.batching import ActiveModel, Seq
+from c2cserve.policy.slice.batching import ActiveModel, Seq
 
 Line = tuple[list[Seq], list[Seq]]
 Candidate = tuple[float, int, str]

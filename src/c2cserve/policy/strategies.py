@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.consolidation import Placer
-from c2cserve.policy.limits import place_by_limits, scatter
-from c2cserve.policy.load import Placement, SliceLoad, expected_kv_bytes
-from c2cserve.policy.placement import Value, place
+from c2cserve.policy.baselines.serverlessllm import place_by_limits, scatter
+from c2cserve.policy.baselines.slinfer.consolidation import Placer
+from c2cserve.policy.cluster.placement import Value, place
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad, expected_kv_bytes
 from c2cserve.policy.presets import Preset
 
 

@@ -1,1 +1,1 @@
-"""The driver: ports, the only loop, the record and its replay, and the live processes."""
+"""The driver: ports, the only loop, the record and its replay."""

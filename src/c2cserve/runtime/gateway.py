@@ -1,4 +1,4 @@
-"""What the HTTP server needs of everything behind it. Implemented by `runtime.live`, and by small
+"""What the HTTP server needs of everything behind it. Implemented by `serving`, and by small
 fakes in the server's tests."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from c2cserve.core.machine import Slice
-from c2cserve.policy.admission import AdmissionSettings
-from c2cserve.policy.cluster import ClusterPolicy
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.cluster.policy import ClusterPolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.record import VERSION
 from c2cserve.runtime.wire import WireError, plain, untagged
 

@@ -32,8 +32,8 @@ from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Preparer, model_of
 from c2cserve.server.settings import ServerSettings
-from c2cserve.server.text_messages import Api
-from c2cserve.server.text_pool import TextPool
+from c2cserve.server.text.messages import Api
+from c2cserve.server.text.pool import TextPool
 from c2cserve.server.tls import Tls
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.runtime.gateway import Gateway, Refused
-from c2cserve.server.detokenize import Detokenizer, StopStrings
 from c2cserve.server.errors import ApiError
 from c2cserve.server.prepare import Prepared
-from c2cserve.server.vocabulary import TokenizerError
+from c2cserve.server.text.detokenize import Detokenizer, StopStrings
+from c2cserve.server.text.vocabulary import TokenizerError
 
 
 @dataclass(frozen=True, slots=True)

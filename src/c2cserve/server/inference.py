@@ -16,8 +16,8 @@ from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.gate import Lease
 from c2cserve.server.choices import Choice, Piece
+from c2cserve.server.disconnect import EventStream, unless_gone
 from c2cserve.server.errors import ApiError
-from c2cserve.server.leaving import EventStream, unless_gone
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.shapes import (
@@ -29,7 +29,7 @@ from c2cserve.server.shapes import (
     token_offsets,
     usage,
 )
-from c2cserve.server.text_messages import Asked
+from c2cserve.server.text.messages import Asked
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()

@@ -16,7 +16,7 @@ from c2cserve.server.access.metrics import KeyMetrics
 from c2cserve.server.choices import Choice
 from c2cserve.server.connections import Connections
 from c2cserve.server.slice_metrics import slice_metrics
-from c2cserve.server.text_pool import TextPool
+from c2cserve.server.text.pool import TextPool
 
 _LATENCY = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,

@@ -16,9 +16,9 @@ from c2cserve.runtime.gateway import Gateway, ModelFiles
 from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text_messages import Api, Asked, Target, TokenizedPrompt, Work
-from c2cserve.server.text_pool import TextPool
-from c2cserve.server.vocabulary import Vocabulary
+from c2cserve.server.text.messages import Api, Asked, Target, TokenizedPrompt, Work
+from c2cserve.server.text.pool import TextPool
+from c2cserve.server.text.vocabulary import Vocabulary
 
 _JOBS_AT_ONCE = 32
 """Made before others get their turn on the event loop."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from c2cserve.core.request import TokenLogprob
 from c2cserve.server.choices import Choice, Piece
-from c2cserve.server.detokenize import Detokenizer
-from c2cserve.server.vocabulary import Vocabulary
+from c2cserve.server.text.detokenize import Detokenizer
+from c2cserve.server.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from c2cserve.sim.jobs import Job
+from c2cserve.sim.world.jobs import Job
 
 if TYPE_CHECKING:
-    from c2cserve.sim.world import Simulation
+    from c2cserve.sim.world.simulation import Simulation
 
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
 

@@ -4,15 +4,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import PRESETS
-from c2cserve.sim.faults import Fault
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.jobs import SimRequest, SloRule
 from c2cserve.sim.report import Report, report
-from c2cserve.sim.shapes import SimModel, catalogue, interleaved
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.faults import Fault
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.jobs import SimRequest, SloRule
+from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 
 @dataclass(frozen=True, slots=True)

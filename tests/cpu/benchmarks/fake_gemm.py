@@ -10,13 +10,13 @@ import gemm_table
 import pytest
 from gemm_cases import Case, LinkHome
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.cost import modelled
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.rates import Rates
-from c2cserve.kernels.gpu.traffic import Tiles, Traffic, grouped_traffic, traffic
-from c2cserve.kernels.gpu.weight import OperandError
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic, traffic
+from c2cserve.kernels.gpu.gemm.weight import OperandError
 
 RATES = Rates(assumed_h200())
 CHOOSER = Chooser(assumed_h200())

@@ -13,12 +13,13 @@ from torch import Tensor
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.weight import Home, OperandError, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import Home, OperandError, WeightHandle
 from c2cserve.kernels.layer import Layer
 
 
 class PlainMultiply:
-    """`kernels.gpu.linear.Linear`'s contract on the host, rounded once; `refuses` an expert's."""
+    """`kernels.gpu.gemm.linear.Linear`'s contract on the host, rounded once; `refuses` an
+    expert's."""
 
     def __init__(self, *, refuses_experts: bool = False) -> None:
         self._refuses = refuses_experts

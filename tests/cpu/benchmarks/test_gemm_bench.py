@@ -39,7 +39,7 @@ from gemm_summary import (
 )
 from gemm_table import paper_shape, table
 
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 ROOT = Path(__file__).parents[3]
 O_PROJ = next(one for one in LINEARS if (one.model, one.name) == ("Llama-3-8B", "o"))

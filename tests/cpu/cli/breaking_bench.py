@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from c2cserve.cli.output import CliError
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import AnyDataflow
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.terminal.output import CliError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from fake_bench import FakeBench

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
-from c2cserve.cli.bench_phases import PHASES, Phases, phase_table, phases_of
-from c2cserve.cli.scrape import Histogram, Scrape, _Sample
+from c2cserve.bench.phases import PHASES, Phases, phase_table, phases_of
+from c2cserve.bench.scrape import Histogram, Scrape, _Sample
 
 INF = float("inf")
 

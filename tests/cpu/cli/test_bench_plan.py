@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.cli.bench_plan import (
+from c2cserve.bench.plan import (
     Caps,
     TraceOptions,
     dataset_lengths,
@@ -20,9 +20,9 @@ from c2cserve.cli.bench_plan import (
     poisson,
     trace,
 )
-from c2cserve.cli.bench_prompts import Options, Prompts, Style
-from c2cserve.cli.bench_report import percentile
-from c2cserve.cli.output import CliError
+from c2cserve.bench.prompts import Options, Prompts, Style
+from c2cserve.bench.report import percentile
+from c2cserve.terminal.output import CliError
 
 
 def draws(text: str, count: int = 4000) -> list[int]:
@@ -124,7 +124,7 @@ def test_caps() -> None:
 
 
 def test_prompts_share_no_prefix_and_repeat_by_seed() -> None:
-    from c2cserve.cli.bench_plan import Shape
+    from c2cserve.bench.plan import Shape
 
     shapes = [Shape("m", 32, 1)] * 200
     style = {"m": Style(ids=True)}

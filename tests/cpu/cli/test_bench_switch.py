@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from fake_openai import fake_openai
 
-from c2cserve.cli.bench_switch import plan_sequence
+from c2cserve.bench.scrape import Histogram
+from c2cserve.bench.switch import plan_sequence
 from c2cserve.cli.main import app
-from c2cserve.cli.scrape import Histogram
 
 
 def bench(tmp_path: Path, *args: str) -> dict[str, Any]:

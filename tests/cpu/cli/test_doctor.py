@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from c2cserve.cli import doctor_checks as checks
-from c2cserve.cli.doctor_checks import Finding, Level
 from c2cserve.cli.main import app
 from c2cserve.core.machine import Gpu, Machine, NumaNode
+from c2cserve.serving import machine_checks as checks
+from c2cserve.serving.machine_checks import Finding, Level
 
 GIB = 1 << 30
 MACHINE = Machine(

@@ -5,14 +5,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from c2cserve.cli import gpu_ready, serve
-from c2cserve.cli.output import CliError
+from c2cserve.cli import serve
 from c2cserve.core.machine import Gpu
 from c2cserve.devices.gpus import GpuProblem
-from c2cserve.kernels.gpu import compiler
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.profile import save_profile
-from c2cserve.kernels.gpu.variants import VARIANTS
+from c2cserve.engine.gpu import requirements as gpu_ready
+from c2cserve.kernels.gpu.aot import compiler
+from c2cserve.kernels.gpu.aot.variants import VARIANTS
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
+from c2cserve.terminal.output import CliError
 
 H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
 

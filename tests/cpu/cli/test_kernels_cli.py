@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from c2cserve.cli.main import app
-from c2cserve.kernels.gpu import compiler, flash_modules
-from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind
-from c2cserve.kernels.gpu.variants import SHARED_BYTES, VARIANTS
-from c2cserve.kernels.gpu.warm import COMMON, Sizes
+from c2cserve.kernels.gpu.aot import compiler, flash_modules
+from c2cserve.kernels.gpu.aot.flash_modules import MODULES, FlashKind
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS
+from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes
 
 FakeNvcc = Callable[..., Path]
 
@@ -65,7 +65,7 @@ def test_build_fills_tritons_cache_where_a_gpu_is(
     warmed: list[Sizes] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr("c2cserve.kernels.gpu.warm.warm", lambda sizes, _: warmed.append(sizes))
+    monkeypatch.setattr("c2cserve.kernels.gpu.aot.warm.warm", lambda sizes, _: warmed.append(sizes))
     assert run("build") == 0
     assert warmed == COMMON
     assert f"for {len(COMMON)} sizes" in capsys.readouterr().out

@@ -11,11 +11,11 @@ from typer.testing import CliRunner, Result
 
 from c2cserve.cli import kernels_explain
 from c2cserve.cli.kernels_explain import explain
-from c2cserve.cli.output import CliError
 from c2cserve.devices.gpus import GpuProblem
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.profile import Point, save_profile
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.profile import Point, save_profile
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.terminal.output import CliError
 
 PAPER = ("2048", "16384", "4096", "--home", "peer")
 POINT = Point("prefetch", Tiles(), 2048, 16384, 4096, "bfloat16", "peer", 132, 390e-6)

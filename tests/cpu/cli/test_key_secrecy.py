@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.cli.key_secrecy import choose_admin_key, exposures, read_key
-from c2cserve.cli.output import CliError
 from c2cserve.runtime.environment import child_environment
 from c2cserve.server.settings import AccessSettings, ServerSettings
+from c2cserve.serving.key_secrecy import choose_admin_key, exposures, read_key
+from c2cserve.terminal.output import CliError
 
 WIDE = ServerSettings(access=AccessSettings(loopback_only=False))
 
@@ -42,7 +42,7 @@ def test_children_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 HIDES = """
 import sys
-from c2cserve.cli.key_secrecy import hide_keys
+from c2cserve.serving.key_secrecy import hide_keys
 hide_keys()
 print(open("/proc/self/cmdline").read().split("\\0")[2:-1], sys.argv[1:], flush=True)
 """

@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from c2cserve.cli.option_groups import grouped
+from c2cserve.terminal.option_groups import grouped
 
 
 @dataclass(frozen=True, slots=True)

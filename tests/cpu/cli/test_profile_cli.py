@@ -11,13 +11,13 @@ import torch
 
 from c2cserve.cli import profile as command
 from c2cserve.cli.main import app
-from c2cserve.cli.output import CliError
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.profile import Point, load_profile
-from c2cserve.kernels.gpu.repository import KernelMissingError
-from c2cserve.kernels.gpu.survey import Refused
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import VARIANTS
+from c2cserve.kernels.gpu.aot.repository import KernelMissingError
+from c2cserve.kernels.gpu.aot.variants import VARIANTS
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.profile import Point, load_profile
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.profiling.survey import Refused
+from c2cserve.terminal.output import CliError
 
 POINT = Point("prefetch", Tiles(), 64, 4096, 4096, "bfloat16", "peer", 132, 1e-4)
 MEASURED = msgspec.structs.replace(
@@ -50,7 +50,7 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
 
     monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(command, "_open_bench", object)
-    monkeypatch.setattr("c2cserve.kernels.gpu.survey.survey", survey)
+    monkeypatch.setattr("c2cserve.profiling.survey.survey", survey)
     return asked
 
 
@@ -108,7 +108,7 @@ def test_what_fails_is_one_line(
     def survey(*args: object, **how: object) -> None:
         raise error
 
-    monkeypatch.setattr("c2cserve.kernels.gpu.survey.survey", survey)
+    monkeypatch.setattr("c2cserve.profiling.survey.survey", survey)
     assert run() == 1
     assert says in capsys.readouterr().err
     assert not (tmp_path / "home" / "profile.json").exists()
@@ -121,13 +121,13 @@ def test_kernels_that_are_not_built_are_named(
         raise KernelMissingError(VARIANTS[0], tmp_path)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("c2cserve.cli.profile_gpu.GpuBench", bench)
+    monkeypatch.setattr("c2cserve.profiling.gpu_bench.GpuBench", bench)
     with pytest.raises(CliError, match=r"is not in .* run `c2cserve kernels build --folder"):
         command._open_bench()
 
 
 def test_the_gpu_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setitem(__import__("sys").modules, "c2cserve.cli.profile_gpu", None)
+    monkeypatch.setitem(__import__("sys").modules, "c2cserve.profiling.gpu_bench", None)
     with pytest.raises(CliError, match=r"pip install 'c2cserve\[gpu\]'"):
         command._open_bench()

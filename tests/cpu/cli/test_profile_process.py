@@ -5,12 +5,12 @@ import multiprocessing
 import pytest
 from breaking_bench import Make, breaking, dead, doomed, refuses_all, refusing, without_gpu
 
-from c2cserve.cli.output import CliError
-from c2cserve.cli.profile_process import Limits, ProcessBench
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import Profile, decode_profile, encode_profile
-from c2cserve.kernels.gpu.survey import Bench, Failed, Refused, survey
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, decode_profile, encode_profile
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.profiling.measuring_process import Limits, ProcessBench
+from c2cserve.profiling.survey import Bench, Failed, Refused, survey
+from c2cserve.terminal.output import CliError
 
 LIMITS = Limits(start_s=60.0, answer_s=1.0)
 

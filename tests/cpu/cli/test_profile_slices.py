@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from c2cserve.cli.profile_slices import while_busy
+from c2cserve.profiling.concurrent_slices import while_busy
 
 
 @dataclass

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.cli import tokenizer_probe
-from c2cserve.cli.tokenizer_probe import TokenizerProbe
-from c2cserve.server.tokenizer import TokenizerError
+from c2cserve.server.text.tokenizer import TokenizerError
+from c2cserve.serving.controller import tokenizer_probe
+from c2cserve.serving.controller.tokenizer_probe import TokenizerProbe
 
 GOOD = Path(__file__).parents[3] / "examples" / "specialists" / "sorter-llama"
 

@@ -13,21 +13,21 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from c2cserve.cli.worker_house import lodge, open_house
 from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.runtime.live.channel import Channel as WorkerChannel
-from c2cserve.runtime.live.messages import WorkerConfig
-from c2cserve.runtime.live.status_page import StatusPage
+from c2cserve.serving.ipc.channel import Channel as WorkerChannel
+from c2cserve.serving.ipc.messages import WorkerConfig
+from c2cserve.serving.ipc.status_page import StatusPage
+from c2cserve.serving.worker.shared_gpu_process import lodge, open_house
 
 _NAMES = count()
 LODGER = """
 import socket, sys
-from c2cserve.cli.worker_house import lodge
+from c2cserve.serving.worker.shared_gpu_process import lodge
 print(lodge(sys.argv[1], b"killed", socket.socket(fileno=int(sys.argv[2]))), flush=True)
 """
 HOUSE = """
 import os, sys, time
-from c2cserve.cli.worker_house import open_house
+from c2cserve.serving.worker.shared_gpu_process import open_house
 def serve(config, channel):
     channel.sendall(b"in")
     time.sleep(60)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from c2cserve.engine.gpu.bell import Bell
+from c2cserve.engine.gpu.completion_notifier import Bell
 
 
 class Event:

@@ -20,7 +20,7 @@ from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.layers import GpuLayer
 from c2cserve.engine.gpu.tables import Rope, matrices
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import TokenRows
 
 pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="tests/gpu has the like on real ones")

@@ -21,7 +21,7 @@ from c2cserve.engine.gpu.sampling import Sampler
 from c2cserve.engine.models.layout import EMBED
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.elementwise import silu_mul
-from c2cserve.kernels.gpu.weight import OperandError, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.ops import Drawn, RowSampling
 
 pytestmark = pytest.mark.skipif(

@@ -8,7 +8,7 @@ import torch
 
 from c2cserve.engine.gpu.setup import GpuParts
 from c2cserve.kernels.gpu.driver import CudaError
-from c2cserve.kernels.gpu.weight import OperandError
+from c2cserve.kernels.gpu.gemm.weight import OperandError
 
 
 class Stream:

@@ -6,9 +6,9 @@ from typing import Any, cast
 import torch
 
 from c2cserve.engine.gpu.setup import GpuParts
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.hbm_cache import HbmCache
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
 
 SIZE = 1 << 12
 

@@ -18,7 +18,7 @@ from c2cserve.engine.gpu.tables import (
     vectors,
 )
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import Experts, KvLayout, LayerShape, LayerWeights, Mlp
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.rotation import Copier, Copy, HostKv, copies_at_once
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 
 MAX_NEW = 12
 SHARED = [17, 23, 42, 5] * 8

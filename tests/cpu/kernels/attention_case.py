@@ -7,9 +7,9 @@ from interpreted import DEVICE
 from torch import Tensor
 from triton_case import close, noise
 
-from c2cserve.kernels.gpu.attention import Arrivals, attend
-from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.rope import rope_store
+from c2cserve.kernels.gpu.attention.flash import Flash
+from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
+from c2cserve.kernels.gpu.attention.rope import rope_store
 from c2cserve.kernels.layer import (
     BLOCK_TOKENS,
     KvLayout,

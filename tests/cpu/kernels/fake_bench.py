@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.cost import Question, modelled
-from c2cserve.kernels.gpu.profile import AnyDataflow, LinkHome, MachineFacts
-from c2cserve.kernels.gpu.rates import Rates
-from c2cserve.kernels.gpu.survey import Refused
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, LinkHome, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.profiling.survey import Refused
 
 H200 = assumed_h200()
 RATES = Rates(H200)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import msgspec
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.candidates import Candidate, candidates
-from c2cserve.kernels.gpu.choose import Chooser, Estimate
-from c2cserve.kernels.gpu.cost import Question, modelled
-from c2cserve.kernels.gpu.profile import HOMES, Point, Profile
-from c2cserve.kernels.gpu.rates import Rates
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.candidates import Candidate, candidates
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import HOMES, Point, Profile
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
 
 H200 = assumed_h200()
 RATES = Rates(H200)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from c2cserve.engine.gpu import setup
-from c2cserve.kernels.gpu.assumed import assumed_h100, assumed_h200, assumed_profile
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import Profile, decode_profile, encode_profile
-from c2cserve.kernels.gpu.rates import Rates
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h100, assumed_h200, assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, decode_profile, encode_profile
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 GB = 10**9

@@ -23,11 +23,11 @@ from gemm_questions import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.candidates import candidates
-from c2cserve.kernels.gpu.choose import Chooser, describe
-from c2cserve.kernels.gpu.cost import Question, modelled
-from c2cserve.kernels.gpu.profile import Point
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, describe
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import Point
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 # What was measured
 

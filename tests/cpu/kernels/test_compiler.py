@@ -11,10 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.kernels.gpu import compiler
-from c2cserve.kernels.gpu.compiler import BuildError, Report, build, check, clean, key, parse_report
-from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.variants import VARIANTS, Source, Variant
+from c2cserve.kernels.gpu.aot import compiler
+from c2cserve.kernels.gpu.aot.compiler import (
+    BuildError,
+    Report,
+    build,
+    check,
+    clean,
+    key,
+    parse_report,
+)
+from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
+from c2cserve.kernels.gpu.aot.variants import VARIANTS, Source, Variant
 
 FakeNvcc = Callable[..., Path]
 
@@ -27,8 +35,8 @@ WHOLE = b"half of a kernel"
 BUILDER = """
 import sys
 from pathlib import Path
-from c2cserve.kernels.gpu.compiler import build
-from c2cserve.kernels.gpu.variants import VARIANTS
+from c2cserve.kernels.gpu.aot.compiler import build
+from c2cserve.kernels.gpu.aot.variants import VARIANTS
 build(VARIANTS[: int(sys.argv[2])], Path(sys.argv[1]), force=True)
 """
 

@@ -19,12 +19,12 @@ from gemm_questions import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.candidates import Candidate, candidates, covers
-from c2cserve.kernels.gpu.choose import Chooser, NothingFits
-from c2cserve.kernels.gpu.cost import Question, floor_s, modelled
-from c2cserve.kernels.gpu.profile import Profile, ProfileMismatch
-from c2cserve.kernels.gpu.rates import Rates
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.choice.candidates import Candidate, candidates, covers
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, NothingFits
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, floor_s, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileMismatch
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 
 def faster_links(times: float) -> Profile:

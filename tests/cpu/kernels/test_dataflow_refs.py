@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from c2cserve.kernels.gpu.ref import REFERENCES, Memory, asym, direct, hybrid, split
-from c2cserve.kernels.gpu.ref_grouped import grouped_direct
-from c2cserve.kernels.gpu.traffic import (
+from c2cserve.kernels.gpu.gemm.ref import REFERENCES, Memory, asym, direct, hybrid, split
+from c2cserve.kernels.gpu.gemm.ref_grouped import grouped_direct
+from c2cserve.kernels.gpu.gemm.traffic import (
     Dataflow,
     Tiles,
     Traffic,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from c2cserve.kernels.gpu.experts import combine, gather, route
+from c2cserve.kernels.gpu.gemm.experts import combine, gather, route
 
 
 def by_hand(x: Tensor, logits: Tensor, w: Tensor, top_k: int, *, renormalize: bool) -> Tensor:

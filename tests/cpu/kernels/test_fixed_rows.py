@@ -5,7 +5,7 @@ import torch
 from interpreted import DEVICE
 from triton_case import noise
 
-from c2cserve.kernels.gpu.fixed_rows import FixedRows
+from c2cserve.kernels.gpu.graph_inputs import FixedRows
 from c2cserve.kernels.layer import TokenRows
 
 

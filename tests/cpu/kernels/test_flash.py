@@ -10,11 +10,11 @@ from attention_case import ARRIVALS, Case, layer_of, layout
 from flash_stand_in import LateGpu
 from interpreted import DEVICE
 
-from c2cserve.kernels.gpu import flash as flash_module
-from c2cserve.kernels.gpu.attention import attend
-from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.flash_modules import FlashKind
-from c2cserve.kernels.gpu.flash_pages import paged, pages_of
+from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
+from c2cserve.kernels.gpu.attention import flash as flash_module
+from c2cserve.kernels.gpu.attention.flash import Flash
+from c2cserve.kernels.gpu.attention.flash_pages import paged, pages_of
+from c2cserve.kernels.gpu.attention.paged import attend
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 
 pytestmark = pytest.mark.skipif(

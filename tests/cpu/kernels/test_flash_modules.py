@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from c2cserve.kernels.gpu import flash_modules
-from c2cserve.kernels.gpu.compiler import BuildError
-from c2cserve.kernels.gpu.flash_library import FlashInfer
-from c2cserve.kernels.gpu.flash_modules import MODULES, FlashKind
+from c2cserve.kernels.gpu.aot import flash_modules
+from c2cserve.kernels.gpu.aot.compiler import BuildError
+from c2cserve.kernels.gpu.aot.flash_modules import MODULES, FlashKind
+from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 
 KIND = MODULES[0]
 CPU = torch.device("cpu")
@@ -157,8 +157,8 @@ def library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def pinned(count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32)
 
-    monkeypatch.setattr("c2cserve.kernels.gpu.flash._pinned", pinned)
-    monkeypatch.setattr("c2cserve.kernels.gpu.flash_library.installed", lambda: "0.7.2")
+    monkeypatch.setattr("c2cserve.kernels.gpu.attention.flash._pinned", pinned)
+    monkeypatch.setattr("c2cserve.kernels.gpu.attention.flash_library.installed", lambda: "0.7.2")
     monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
 
     def offer(folder: Path, *names: str) -> None:
@@ -225,7 +225,7 @@ def test_without_it_the_log_says_so(
     def refuse(name: str) -> Any:
         raise fault
 
-    monkeypatch.setattr("c2cserve.kernels.gpu.flash_library.import_module", refuse)
+    monkeypatch.setattr("c2cserve.kernels.gpu.attention.flash_library.import_module", refuse)
     found = FlashInfer(CPU, tmp_path)
     found.load(KIND, 8, 2)
     assert found.flash.kinds == set()

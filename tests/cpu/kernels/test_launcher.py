@@ -7,8 +7,8 @@ import pytest
 from interpreted import DEVICE
 
 from c2cserve.kernels.gpu import launcher as launcher_module
-from c2cserve.kernels.gpu.early import EARLY
 from c2cserve.kernels.gpu.launcher import Launcher
+from c2cserve.kernels.gpu.programmatic_launch import EARLY
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from c2cserve.kernels.gpu.operands import OutputParams, check, check_boxes, output, parameters
-from c2cserve.kernels.gpu.weight import OperandError, WeightHandle, weight_of
+from c2cserve.kernels.gpu.gemm.operands import OutputParams, check, check_boxes, output, parameters
+from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, weight_of
 
 M, N, K = 6, 24, 16
 BF16, FP16 = torch.bfloat16, torch.float16

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.profile import (
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.profile import (
     DATAFLOWS,
     DTYPES,
     HOMES,
@@ -33,7 +33,7 @@ from c2cserve.kernels.gpu.profile import (
     profile_path,
     save_profile,
 )
-from c2cserve.kernels.gpu.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 POINT = Point("direct", Tiles(bx=16), 8, 4096, 4096, "bfloat16", "peer", 132, 1e-4)
 

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 from fake_bench import H200, RATES, FakeBench
 
-from c2cserve.kernels.gpu.choose import Chooser
-from c2cserve.kernels.gpu.cost import Question, modelled
-from c2cserve.kernels.gpu.profile import (
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import (
     AnyDataflow,
     Profile,
     load_profile,
     save_profile,
 )
-from c2cserve.kernels.gpu.rates import Rates
-from c2cserve.kernels.gpu.survey import (
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.profiling.survey import (
     MATMUL_ROWS,
     PUBLISHED,
     READ_CTAS,
@@ -28,7 +29,6 @@ from c2cserve.kernels.gpu.survey import (
     plan,
     survey,
 )
-from c2cserve.kernels.gpu.traffic import Tiles
 
 FOREVER_S = 1e6
 FULL_S, QUICK_S = 150.0, 40.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.traffic import Dataflow, Tiles, panels, sym_columns, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles, panels, sym_columns, traffic
 
 
 @pytest.mark.parametrize(

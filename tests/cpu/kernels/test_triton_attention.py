@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from interpreted import DEVICE
 from triton.runtime import interpreter
 
-from c2cserve.kernels.gpu.attention import PIECE_TOKENS, Arrivals
+from c2cserve.kernels.gpu.attention.paged import PIECE_TOKENS, Arrivals
 
 
 @pytest.mark.parametrize("dim", [24, 64, 80, 96, 128, 256])

@@ -32,11 +32,11 @@ JITFunction.run = compile_only
 made = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **facts: made.append(facts["repr"])
 from c2cserve.kernels.gpu import elementwise
-from c2cserve.kernels.gpu.attention import Arrivals, attend
-from c2cserve.kernels.gpu.draw import draw
-from c2cserve.kernels.gpu.fixed_rows import FixedRows
-from c2cserve.kernels.gpu.greedy import greedy
-from c2cserve.kernels.gpu.warm import Sizes, warm
+from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
+from c2cserve.kernels.gpu.sampling.sample import draw
+from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.sampling.greedy import greedy
+from c2cserve.kernels.gpu.aot.warm import Sizes, warm
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 dim, cpu, dtype = int(sys.argv[1]), torch.device("cpu"), torch.bfloat16
 warm(Sizes(hidden=4096, inner=12288, heads=32, kv_heads=8, head_dim=dim, vocab=151936,

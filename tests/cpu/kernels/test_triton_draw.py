@@ -6,8 +6,8 @@ from interpreted import DEVICE
 from triton_case import noise
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.draw import asked_of, draw
-from c2cserve.kernels.gpu.greedy import greedy_of
+from c2cserve.kernels.gpu.sampling.greedy import greedy_of
+from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
 from c2cserve.kernels.ops import RowSampling
 
 WAYS = [

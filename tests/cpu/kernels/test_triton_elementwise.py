@@ -5,7 +5,8 @@ import torch
 from interpreted import DEVICE
 from triton_case import DTYPES, close, noise
 
-from c2cserve.kernels.gpu import elementwise, experts
+from c2cserve.kernels.gpu import elementwise
+from c2cserve.kernels.gpu.gemm import experts
 from c2cserve.kernels.ref import RefOps
 
 REF = RefOps()

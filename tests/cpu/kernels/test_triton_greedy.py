@@ -6,7 +6,7 @@ from interpreted import DEVICE
 from triton_case import noise
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.ops import RowSampling
 
 GREEDY = RowSampling(seed=0, position=0, temperature=0.0, top_logprobs=0)

@@ -9,14 +9,14 @@ from gemm_questions import questions
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.assumed import assumed_h200
-from c2cserve.kernels.gpu.candidates import candidates
-from c2cserve.kernels.gpu.choose import ROWS_STREAMED, Chooser
-from c2cserve.kernels.gpu.compiler import SOURCES
-from c2cserve.kernels.gpu.cost import Question
-from c2cserve.kernels.gpu.profile import AnyDataflow, Dtype
-from c2cserve.kernels.gpu.traffic import Tiles
-from c2cserve.kernels.gpu.variants import SHARED_BYTES, VARIANTS, Source, Variant
+from c2cserve.kernels.gpu.aot.compiler import SOURCES
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS, Source, Variant
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
+from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, Dtype
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 BY_SOURCE: dict[Source, list[Variant]] = defaultdict(list)
 for one in VARIANTS:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from c2cserve.runtime.live.snapshot import BusyShares
-from c2cserve.runtime.live.status_page import Field
+from c2cserve.serving.controller.snapshot import BusyShares
+from c2cserve.serving.ipc.status_page import Field
 
 
 def slot(pid: int, busy_s: float, started_s: float = 0.0) -> Any:

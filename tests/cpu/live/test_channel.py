@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.runtime.live.channel import Channel
+from c2cserve.serving.ipc.channel import Channel
 
 Pair = tuple[Channel, Channel]
 
@@ -115,7 +115,7 @@ def test_what_is_kept_is_drained(pair: Pair, somebody_reads: bool) -> None:
 def test_what_was_sent_outlives_its_sender() -> None:
     mine, its = socket.socketpair()
     script = (
-        "import os, signal, socket; from c2cserve.runtime.live.channel import Channel;"
+        "import os, signal, socket; from c2cserve.serving.ipc.channel import Channel;"
         "end = Channel(socket.fromfd(0, socket.AF_UNIX, socket.SOCK_STREAM));"
         "end.next(); end.send(b'token'); os.kill(os.getpid(), signal.SIGKILL)"
     )

@@ -11,19 +11,19 @@ from c2cserve.core.actions import ClusterAction, Dispatch, Load
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec, ModelState
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
-from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused
-from c2cserve.runtime.live import controller as controllers
-from c2cserve.runtime.live import messages as msg
-from c2cserve.runtime.live.books import retell
-from c2cserve.runtime.live.controller import Controller
-from c2cserve.runtime.live.directory import Directory, ModelRecord
-from c2cserve.runtime.live.fleet import Fleet
-from c2cserve.runtime.live.host import HostedModel, ModelHost
-from c2cserve.runtime.live.hosting import Hosting
-from c2cserve.runtime.live.jobs import JobTable, LiveJob
-from c2cserve.runtime.live.world import World
 from c2cserve.runtime.record import no_record
+from c2cserve.serving.controller import controller as controllers
+from c2cserve.serving.controller.books import retell
+from c2cserve.serving.controller.controller import Controller
+from c2cserve.serving.controller.directory import Directory, ModelRecord
+from c2cserve.serving.controller.fleet import Fleet
+from c2cserve.serving.controller.host import HostedModel, ModelHost
+from c2cserve.serving.controller.hosting import Hosting
+from c2cserve.serving.controller.jobs import JobTable, LiveJob
+from c2cserve.serving.controller.world import World
+from c2cserve.serving.ipc import messages as msg
 
 
 class Breaking:

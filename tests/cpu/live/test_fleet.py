@@ -16,13 +16,13 @@ from typing import cast
 import pytest
 
 from c2cserve.core.machine import Slice
-from c2cserve.runtime.live import fleet as fleets
-from c2cserve.runtime.live.channel import Channel
-from c2cserve.runtime.live.fleet import Fleet, FleetDown, FleetSettings
-from c2cserve.runtime.live.messages import Quit
-from c2cserve.runtime.live.reserve import Reserve
-from c2cserve.runtime.live.status_page import Field, StatusPage
-from c2cserve.runtime.live.workers import Spawned, Worker, first_config, spawn
+from c2cserve.serving.controller import fleet as fleets
+from c2cserve.serving.controller.fleet import Fleet, FleetDown, FleetSettings
+from c2cserve.serving.controller.reserve import Reserve
+from c2cserve.serving.controller.workers import Spawned, Worker, first_config, spawn
+from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.messages import Quit
+from c2cserve.serving.ipc.status_page import Field, StatusPage
 
 
 class SlowToDie:

@@ -1,7 +1,7 @@
 """Refusing in an overload before anything is done for a request."""
 
 from c2cserve.core.actions import Backlog
-from c2cserve.runtime.live.overload import FrontDoor
+from c2cserve.serving.controller.overload import FrontDoor
 
 NONE = Backlog()
 LONG = Backlog(100.0, (("A", 80),))

@@ -13,7 +13,7 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling, Timing
 from c2cserve.runtime.gateway import Refused
-from c2cserve.runtime.live.jobs import JobTable, LiveJob
+from c2cserve.serving.controller.jobs import JobTable, LiveJob
 
 TIMING = Timing("cpu0", False, 0.0, 0.0, 0.0, 0.0)
 

@@ -9,9 +9,9 @@ import pytest
 from c2cserve.core.events import ClusterEvent, ModelAdded, ModelRemoving
 from c2cserve.core.model import ModelSpec, ModelState, version_id
 from c2cserve.runtime.gateway import ModelFiles, Refused
-from c2cserve.runtime.live.changes import ModelChanges
-from c2cserve.runtime.live.directory import Directory, ModelRecord
-from c2cserve.runtime.live.host import HostedModel
+from c2cserve.serving.controller.changes import ModelChanges
+from c2cserve.serving.controller.directory import Directory, ModelRecord
+from c2cserve.serving.controller.host import HostedModel
 
 SIZE = 10
 

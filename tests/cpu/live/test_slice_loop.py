@@ -25,11 +25,11 @@ from c2cserve.core.events import (
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import Step
-from c2cserve.runtime.live import messages as msg
-from c2cserve.runtime.live.channel import Channel
-from c2cserve.runtime.live.slice_engine import PausedKv, Usage, WeightUse
-from c2cserve.runtime.live.slice_world import SliceWorld
-from c2cserve.runtime.live.status_page import Field, StatusPage
+from c2cserve.serving.ipc import messages as msg
+from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.worker.slice_engine import PausedKv, Usage, WeightUse
+from c2cserve.serving.worker.slice_world import SliceWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.peer_pool import Borrower, Lendable, PeerPool
 from c2cserve.memory.places import Places
-from c2cserve.policy.lending import Lending
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
+from c2cserve.policy.weights.lending import Lending
 
 PIECE = 4096
 

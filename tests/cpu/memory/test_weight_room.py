@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.hbm_cache import HbmCache
-from c2cserve.policy.residency import Residency
+from c2cserve.policy.weights.hbm_residency import Residency
 
 ARENA = 64 << 10
 ROW = 512

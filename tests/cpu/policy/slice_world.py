@@ -31,7 +31,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
 from c2cserve.core.step import Step
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 
 Tick = tuple[float, list[SliceEvent], list[SliceAction]]
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.policy.alpha import VARIANTS, AlphaControl, AlphaSettings, GemmSample, latency_budgets
+from c2cserve.policy.baselines.c2cserve.alpha import (
+    VARIANTS,
+    AlphaControl,
+    AlphaSettings,
+    GemmSample,
+    latency_budgets,
+)
 
 STEPS = 400
 """Samples within which alpha has to have settled: at most 32 steps of 1/32, and their settling."""

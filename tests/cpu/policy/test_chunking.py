@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.chunking import ChunkCost, Gemm, hbm_demand, smallest_chunk
+from c2cserve.policy.baselines.c2cserve.chunking import ChunkCost, Gemm, hbm_demand, smallest_chunk
 
 SIZES = (128, 256, 512, 1024, 2048, 4096)
 

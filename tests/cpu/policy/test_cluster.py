@@ -12,7 +12,7 @@ from c2cserve.core.events import (
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 
 
 def spec(name: str, size: int = 10, **more: object) -> ModelSpec:

@@ -36,8 +36,8 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.admission import AdmissionSettings
-from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.cluster.policy import ClusterPolicy
 
 
 class Hand:

@@ -2,7 +2,7 @@ from random import Random
 
 import pytest
 
-from c2cserve.policy.estimate import StepTime, allowed_step_s
+from c2cserve.policy.slice.estimate import StepTime, allowed_step_s
 
 
 def learned(a: float = 0.01, b: float = 0.001, c: float = 0.0005, noise: float = 0.0) -> StepTime:

@@ -9,9 +9,9 @@ from test_cluster import slice_, spec
 
 from c2cserve.core.events import Arrived, Finished
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.admission import AdmissionSettings
-from c2cserve.policy.fairness import OUTPUT_WORK, FairShares
-from c2cserve.policy.queue import WaitingQueue
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.cluster.fairness import OUTPUT_WORK, FairShares
+from c2cserve.policy.cluster.queue import WaitingQueue
 
 _LARGEST = 100 + OUTPUT_WORK * 50
 """Work of the largest request that is drawn here."""

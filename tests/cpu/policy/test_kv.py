@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.policy.kv import KvArena
+from c2cserve.policy.slice.kv import KvArena
 
 SLAB = 1024
 

@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.policy.lending import Lending
+from c2cserve.policy.weights.lending import Lending
 
 
 def drain(policy: Lending, now: float) -> list[Hashable]:

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.limits import limit, place_by_limits, scatter
-from c2cserve.policy.load import Placement, SliceLoad
+from c2cserve.policy.baselines.serverlessllm import limit, place_by_limits, scatter
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 from c2cserve.policy.presets import Limit
 
 LIMITS = (Limit(10, 1, 3), Limit(20, 0, 2))

@@ -3,7 +3,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.memory import MemoryBooks, lowered, raised, required_bytes
+from c2cserve.policy.baselines.slinfer.memory import MemoryBooks, lowered, raised, required_bytes
 
 SIZES = st.integers(0, 10**6)
 MARKS = st.floats(0.0, 1.0)

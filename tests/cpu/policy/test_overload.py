@@ -9,7 +9,7 @@ from test_cluster_rules import Hand, dispatched, rejects
 
 from c2cserve.core.actions import Backlog, Reject, Withdraw
 from c2cserve.core.events import Arrived, Finished, FirstToken
-from c2cserve.policy.admission import AdmissionSettings, Standing, turns_before
+from c2cserve.policy.cluster.admission import AdmissionSettings, Standing, turns_before
 
 _SERVICE_S = 0.05
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.link_budget import link_demand
-from c2cserve.policy.load import Placement, SliceLoad
-from c2cserve.policy.placement import SHIFT_TOKENS, place
-from c2cserve.policy.quantify import StepTable
+from c2cserve.policy.cluster.placement import SHIFT_TOKENS, place
+from c2cserve.policy.cluster.quantify import StepTable
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.simulated.link_budget import link_demand
 
 SPECS = [ModelSpec(f"m{i}", 10 << i, 2, 16, 4096) for i in range(6)]
 TABLE = StepTable(((1, 0.001), (4096, 0.1)), ((512, 1, 0.01), (512, 64, 0.05)))

@@ -13,8 +13,8 @@ from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.admission import AdmissionSettings
-from c2cserve.policy.cluster import ClusterPolicy
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.presets import PRESETS, Preset
 
 PREFILL = ((1, 0.001), (1000, 0.1))

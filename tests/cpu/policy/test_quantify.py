@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.quantify import UNKNOWN, Learned, Line, StepTable
+from c2cserve.policy.cluster.quantify import UNKNOWN, Learned, Line, StepTable
 
 BATCHES = [1, 2, 4, 8, 16]
 LENGTHS = [512, 1024, 2048]

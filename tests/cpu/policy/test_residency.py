@@ -5,7 +5,7 @@ from collections.abc import Hashable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from c2cserve.policy.residency import HALF_LIFE_S, MARGIN, Residency
+from c2cserve.policy.weights.hbm_residency import HALF_LIFE_S, MARGIN, Residency
 
 MODELS = st.sampled_from("abcd")
 USES = st.lists(

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.rotation import (
+from c2cserve.policy.slice.rotation import (
     EagerCopies,
     KvState,
     Rotation,

@@ -1,8 +1,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.policy.quantify import Learned, StepTable
-from c2cserve.policy.shadow import OVERESTIMATE, Prompt, Shadow, in_time, round_fits
+from c2cserve.policy.baselines.slinfer.shadow import (
+    OVERESTIMATE,
+    Prompt,
+    Shadow,
+    in_time,
+    round_fits,
+)
+from c2cserve.policy.cluster.quantify import Learned, StepTable
 
 TIMES = StepTable([(1, 0.01), (1001, 1.01)], [(512, 1, 0.05), (512, 10, 0.14)])
 """A prompt token is a millisecond; a decode step 40 ms and 10 ms per sequence."""

@@ -19,7 +19,7 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.request import Slo
 from c2cserve.core.step import Step
-from c2cserve.policy.slice import SlicePolicy
+from c2cserve.policy.slice.policy import SlicePolicy
 
 SLOS = [Slo(0.1, 0.01), Slo(1.0, 0.1), Slo(8.0, 1.0)]
 

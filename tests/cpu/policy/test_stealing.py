@@ -23,7 +23,7 @@ from c2cserve.core.events import (
     SliceUp,
     StepTimes,
 )
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 
 
 class QueueingWorld(ClusterTestWorld):

@@ -23,7 +23,7 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import Request
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 
 BACK_S = 0.2
 

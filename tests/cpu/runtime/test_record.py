@@ -11,7 +11,7 @@ from test_cluster import random_world
 from test_slice import SLOS, world_of
 
 from c2cserve.core.events import Draining
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.runtime.replay import RecordError, replay
 

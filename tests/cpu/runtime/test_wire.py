@@ -11,8 +11,8 @@ from c2cserve.core.actions import Reject
 from c2cserve.core.events import Submitted
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import Delta, Job, Request, Slo
-from c2cserve.runtime.live import messages as msg
 from c2cserve.runtime.wire import TYPES, WireError, plain, tagged, untagged
+from c2cserve.serving.ipc import messages as msg
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 WORD = st.integers(0, 2**64 - 1)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.server.detokenize import Detokenizer, StopStrings
-from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.text.detokenize import Detokenizer, StopStrings
+from c2cserve.server.text.tokenizer import Tokenizer
 
 TEXTS = [
     "the quick brown fox",

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_detokenize import continuation, pieces, stream
 
-from c2cserve.server.detokenize import Detokenizer, StopStrings
-from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.text.detokenize import Detokenizer, StopStrings
+from c2cserve.server.text.tokenizer import Tokenizer
 
 VOCAB = 300
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from served import BYTE, Served
 
-from c2cserve.server.leaving import unless_gone
+from c2cserve.server.disconnect import unless_gone
 
 pytestmark = pytest.mark.alone
 

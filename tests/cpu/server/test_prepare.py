@@ -6,7 +6,7 @@ from pathlib import Path
 
 from served import BYTE, Served
 
-from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.text.tokenizer import Tokenizer
 
 
 def test_ids_of_any_size_are_checked(served: Served) -> None:

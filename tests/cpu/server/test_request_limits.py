@@ -12,11 +12,11 @@ from fake_gateway import model_files
 from served import BYTE, Served, make_gateway
 from small_tokenizers import byte_level
 
-from c2cserve.runtime.live.logs import JsonFormatter, TextFormatter
 from c2cserve.server.settings import RequestLimits, ServerSettings, TextSettings
-from c2cserve.server.templates import ChatTemplate
-from c2cserve.server.tokenizer import Tokenizer
-from c2cserve.server.vocabulary import TokenizerError
+from c2cserve.server.text.templates import ChatTemplate
+from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.serving.logs import JsonFormatter, TextFormatter
 
 LIMITS = RequestLimits(
     choices=4, messages=3, stops=2, logit_bias=3, prompt_chars=400, prompt_tokens=60

@@ -9,7 +9,7 @@ import pytest
 from served import BYTE, Served
 from transformers import PreTrainedTokenizerFast
 
-from c2cserve.server.tokenizer import Tokenizer
+from c2cserve.server.text.tokenizer import Tokenizer
 
 CHAT = [
     {"role": "system", "content": "be <brief> & kind"},

@@ -17,10 +17,10 @@ from small_tokenizers import sentencepiece_like
 from c2cserve.core.model import version_id
 from c2cserve.core.request import Job
 from c2cserve.runtime.gateway import ModelFiles, Refused, Superseded
-from c2cserve.server import text_pool
 from c2cserve.server.settings import RequestLimits, ServerSettings, TextSettings
-from c2cserve.server.text_messages import FromText, Open, Target, ToText, Work
-from c2cserve.server.text_pool import TextPool
+from c2cserve.server.text import pool as text_pool
+from c2cserve.server.text.messages import FromText, Open, Target, ToText, Work
+from c2cserve.server.text.pool import TextPool
 
 numbers = itertools.count(2)
 """Of versions: none is known to a server from an earlier test."""

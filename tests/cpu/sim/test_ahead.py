@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from c2cserve.core.request import Slo
-from c2cserve.sim.bursts import Burst
-from c2cserve.sim.hardware import build
-from c2cserve.sim.jobs import SimRequest
-from c2cserve.sim.shapes import catalogue
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.bursts import Burst
+from c2cserve.sim.world.hardware import build
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 
 def ends(
@@ -36,7 +36,8 @@ def test_clients_see_the_same(models: int, gap_s: float) -> None:
     assert single.keys() == ahead.keys()
     for name, (ttft_s, last_s) in single.items():
         assert ahead[name][0] == pytest.approx(ttft_s, abs=0.05)
-        # Whose requests are finished first is looked at once in a plan (`policy.shifts`).
+        # Whose requests are finished first is looked at once in a plan
+        # (`policy.simulated.weight_swapping`).
         assert ahead[name][1] == pytest.approx(last_s, rel=0.03, abs=0.3)
 
 

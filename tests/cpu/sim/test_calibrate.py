@@ -8,14 +8,14 @@ import pytest
 
 from c2cserve.cli.main import app
 from c2cserve.runtime.record import Record
-from c2cserve.sim import world
-from c2cserve.sim.calibrate import CalibrationError, calibrate, observe, spread
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.jobs import Job, SimRequest
+from c2cserve.sim.planning.calibrate import CalibrationError, calibrate, observe, spread
 from c2cserve.sim.run import Scenario, prepare
-from c2cserve.sim.shapes import catalogue
 from c2cserve.sim.workload.build import WorkloadSettings
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world import simulation as world
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.jobs import Job, SimRequest
+from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 MODEL = "llama-3.2-3b"
 PROMPTS = (16, 24, 32, 48, 64, 96, 128, 192)

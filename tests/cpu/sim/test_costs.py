@@ -3,10 +3,10 @@
 import pytest
 
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.sim.costs import Costs
-from c2cserve.sim.hardware import build
-from c2cserve.sim.shapes import SimModel, shape_of
-from c2cserve.sim.tables import Tables, interpolate, read_tables
+from c2cserve.sim.world.costs import Costs
+from c2cserve.sim.world.hardware import build
+from c2cserve.sim.world.shapes import SimModel, shape_of
+from c2cserve.sim.world.tables import Tables, interpolate, read_tables
 
 GPU = build("h200-x1").lanes[0]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.sim.links import Flow, Network, SharedLink, fair_rates, shared_rates
-from c2cserve.sim.timeline import Timeline
+from c2cserve.sim.world.links import Flow, Network, SharedLink, fair_rates, shared_rates
+from c2cserve.sim.world.timeline import Timeline
 
 
 def run(timeline: Timeline) -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from c2cserve.cli.catalog_shapes import find_models
 from c2cserve.cli.main import app
-from c2cserve.sim.hardware import SliceSettings, build
-from c2cserve.sim.plan import Plan, Planner, grown
-from c2cserve.sim.relief import RELIEFS
+from c2cserve.serving.catalog_shapes import find_models
+from c2cserve.sim.planning.bottleneck import RELIEFS
+from c2cserve.sim.planning.plan import Plan, Planner, grown
 from c2cserve.sim.run import Scenario
-from c2cserve.sim.shapes import catalogue
 from c2cserve.sim.workload.build import WorkloadSettings
 from c2cserve.sim.workload.growing import GrowingLoad
+from c2cserve.sim.world.hardware import SliceSettings, build
+from c2cserve.sim.world.shapes import catalogue
 
 SPECIALISTS = Path(__file__).parents[3] / "examples" / "specialists" / "catalog.toml"
 STEADY = "synthetic:rate=16,duration=40,sources=16,zipf=0,prompt=300,output=40"

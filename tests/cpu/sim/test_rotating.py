@@ -1,5 +1,5 @@
 """KV rotates in simulated worlds, whose books assert that no block is read, written or held by two
-(`sim.checks`): everybody ends, in any mix of room, lengths and cancelled slices."""
+(`sim.world.checks`): everybody ends, in any mix of room, lengths and cancelled slices."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import C2CSERVE, FCFS, SUPERINFER, Preset
-from c2cserve.policy.rotation import RotationSettings
-from c2cserve.sim.faults import Fault, parse_fault
-from c2cserve.sim.hardware import SliceSettings, build
-from c2cserve.sim.jobs import SimRequest
+from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import report
-from c2cserve.sim.shapes import catalogue
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.faults import Fault, parse_fault
+from c2cserve.sim.world.hardware import SliceSettings, build
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 BLOCK = 28 * 8 * 128 * 2 * 2 * 16
 """Of Llama-3.2-3B, bytes."""

@@ -1,8 +1,8 @@
 """The studies of streaming weights say what the paper says, as far as it is in the model."""
 
-from c2cserve.sim.hardware import build
 from c2cserve.sim.studies import c2cserve, interference
 from c2cserve.sim.studies.hybrid import GemmShape
+from c2cserve.sim.world.hardware import build
 
 
 def test_the_cost_model_gives_figure_4s_bytes_and_times() -> None:

@@ -8,8 +8,6 @@ from statistics import mean, stdev
 
 import pytest
 
-from c2cserve.sim.jobs import SimRequest
-from c2cserve.sim.shapes import catalogue, interleaved
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.workload.catalogue import (
     LENGTHS,
@@ -20,6 +18,8 @@ from c2cserve.sim.workload.catalogue import (
 )
 from c2cserve.sim.workload.rates import draw
 from c2cserve.sim.workload.rows import TraceError, read
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue, interleaved
 
 LENGTH_COLUMNS = ("mean", "p50", "p90", "p99")
 MODELS = interleaved(catalogue("llama-2-7b*6,llama-2-13b*2"))

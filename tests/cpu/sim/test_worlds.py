@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 from worlds import check_end, world
 
 from c2cserve.policy.presets import PRESETS
-from c2cserve.sim.faults import SliceFault
-from c2cserve.sim.hardware import SliceSettings
-from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.report import report
 from c2cserve.sim.run import Scenario, prepare
-from c2cserve.sim.shapes import catalogue
 from c2cserve.sim.workload.build import WorkloadSettings, workload
+from c2cserve.sim.world.faults import SliceFault
+from c2cserve.sim.world.hardware import SliceSettings
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue
 
 
 @pytest.mark.parametrize("seed", range(50))

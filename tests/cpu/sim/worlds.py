@@ -4,11 +4,11 @@ from random import Random
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.presets import PRESETS
-from c2cserve.sim.faults import Fault, LinkFault, SliceFault
-from c2cserve.sim.hardware import SliceSettings, build
-from c2cserve.sim.jobs import SimRequest
-from c2cserve.sim.shapes import SimModel, catalogue, interleaved
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.faults import Fault, LinkFault, SliceFault
+from c2cserve.sim.world.hardware import SliceSettings, build
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 MACHINES = ("a100x4+xeon6462cx4", "h200-x1", "h200-x2:green2", "gh200:mig7", "gh200:mig3")
 SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-2-7b", "llama-3.1-8b")

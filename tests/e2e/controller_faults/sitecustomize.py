@@ -24,9 +24,9 @@ def _faults(kind: str) -> list[int]:
 
 
 def _break(modules: dict[str, Any]) -> None:
-    workers = modules["c2cserve.runtime.live.workers"]
-    table = modules["c2cserve.runtime.live.jobs"].JobTable
-    policy = modules["c2cserve.policy.cluster"].ClusterPolicy
+    workers = modules["c2cserve.serving.controller.workers"]
+    table = modules["c2cserve.serving.controller.jobs"].JobTable
+    policy = modules["c2cserve.policy.cluster.policy"].ClusterPolicy
     encode, receive = workers.encode, table.receive
     apply, decide = policy.apply, policy.decide
 

@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from c2cserve.kernels.gpu.measure import no_collection
+from c2cserve.kernels.gpu.gemm.measure import no_collection
 
 _Result = TypeVar("_Result")
 

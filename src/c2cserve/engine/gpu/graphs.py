@@ -33,9 +33,9 @@ from c2cserve.engine.gpu.tables import (
     architecture,
     can_be_seated,
 )
-from c2cserve.kernels.gpu.choose import ROWS_STREAMED
-from c2cserve.kernels.gpu.fixed_rows import FixedRows
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.kernels.gpu.graph_inputs import FixedRows
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 
 log = logging.getLogger(__name__)

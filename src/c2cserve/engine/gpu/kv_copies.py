@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from c2cserve.engine.gpu.bell import Bell
+from c2cserve.engine.gpu.completion_notifier import Bell
 from c2cserve.engine.rotation import Copy
 from c2cserve.kernels.gpu.driver import copy_async, new_stream
 from c2cserve.memory.pinning import PinnedRegion

@@ -15,16 +15,16 @@ from c2cserve.engine.gpu.graphs import Cached, DecodeGraphs
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
 from c2cserve.engine.gpu.sampling import HostSampler, Marked, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
-from c2cserve.kernels.gpu.attention import Arrivals, attend
-from c2cserve.kernels.gpu.experts import Routing, by_expert, choose, gather
-from c2cserve.kernels.gpu.flash import Flash
-from c2cserve.kernels.gpu.weight import WeightHandle
+from c2cserve.kernels.gpu.attention.flash import Flash
+from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
+from c2cserve.kernels.gpu.gemm.experts import Routing, by_expert, choose, gather
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 from c2cserve.kernels.ops import Draw, RowSampling
 
 
 class Multiply(Protocol):
-    """What GEMMs are left to: `kernels.gpu.linear.Linear`."""
+    """What GEMMs are left to: `kernels.gpu.gemm.linear.Linear`."""
 
     def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor: ...
 
@@ -38,7 +38,7 @@ class GpuOps:
     what `sample` returns.
 
     What a kernel can not check it trusts: slots and block tables are the policy's. Raises as
-    `kernels.gpu.linear.Linear` does.
+    `kernels.gpu.gemm.linear.Linear` does.
     """
 
     def __init__(

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.draw import asked_of, draw
-from c2cserve.kernels.gpu.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
 from c2cserve.kernels.ops import Draw, Drawn, RowSampling
 
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Draw]

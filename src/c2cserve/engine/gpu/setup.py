@@ -15,25 +15,25 @@ from c2cserve.core.machine import ProfileChoice
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
-from c2cserve.engine.gpu.bell import Bell
+from c2cserve.engine.gpu.completion_notifier import Bell
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.kernels.gpu.assumed import assumed_profile
-from c2cserve.kernels.gpu.choose import Chooser
+from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
+from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
+from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, warm
+from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 from c2cserve.kernels.gpu.driver import CudaError
-from c2cserve.kernels.gpu.experts import by_expert, choose
-from c2cserve.kernels.gpu.flash_library import FlashInfer
-from c2cserve.kernels.gpu.flash_modules import FlashKind
-from c2cserve.kernels.gpu.lane import Lane
-from c2cserve.kernels.gpu.linear import Linear
-from c2cserve.kernels.gpu.profile import Profile, ProfileError, load_profile
-from c2cserve.kernels.gpu.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.warm import COMMON, Sizes, warm
-from c2cserve.kernels.gpu.weight import Dtype
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.gemm.weight import Dtype
+from c2cserve.kernels.gpu.launch_context import Lane
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array

@@ -1,1 +1,1 @@
-"""GEMM dataflows for weights that live in host, peer or local GPU memory."""
+"""Kernels of GPUs: GEMMs over weights in any memory, attention, sampling, and their builds."""

@@ -3,7 +3,7 @@
 Activations are 16-bit and contiguous, vectors (norm weights) float32, sums float32;
 every result is rounded once. A row's result depends on nothing but the row. Sizes that change from
 step to step are not specialised on, so that once a model is warm nothing is compiled
-(`kernels.gpu.warm`).
+(`kernels.gpu.aot.warm`).
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.early import EARLY, after_others
 from c2cserve.kernels.gpu.launcher import Launcher
+from c2cserve.kernels.gpu.programmatic_launch import EARLY, after_others
 
 _COLUMNS = 1024
 """A program's share of a row where a row needs no sum."""

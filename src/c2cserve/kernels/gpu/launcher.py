@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from c2cserve.kernels.gpu.early import EARLY
+from c2cserve.kernels.gpu.programmatic_launch import EARLY
 
 _ALIGNMENT = 16
 

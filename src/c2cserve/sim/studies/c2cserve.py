@@ -10,18 +10,18 @@ GEMMs and no weights kept in HBM, and as ours, with what is left of HBM as a cac
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import C2CSERVE, SERVERLESSLLM, Preset
-from c2cserve.sim.hardware import SliceSettings, build
-from c2cserve.sim.jobs import SimRequest
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule
-from c2cserve.sim.shapes import catalogue, interleaved, shape_of
 from c2cserve.sim.studies import interference
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.hardware import SliceSettings, build
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import catalogue, interleaved, shape_of
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 Part = tuple[list[Figure], list[Finding]]
 

@@ -16,7 +16,7 @@ move.
 
 from dataclasses import dataclass
 
-from c2cserve.sim.hardware import Lane
+from c2cserve.sim.world.hardware import Lane
 
 ALONE_BYTES_PER_S = 327e9
 """What one instance draws of the link at most: 5.37 GB in 16.4 ms."""

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from c2cserve.policy.alpha import AlphaControl, GemmSample
-from c2cserve.sim.hardware import Lane, SimMachine, build
-from c2cserve.sim.links import Network
-from c2cserve.sim.shapes import Shape, shape_of
+from c2cserve.policy.baselines.c2cserve.alpha import AlphaControl, GemmSample
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.hybrid import ALONE_BYTES_PER_S, GemmShape
-from c2cserve.sim.timeline import Timeline
+from c2cserve.sim.world.hardware import Lane, SimMachine, build
+from c2cserve.sim.world.links import Network
+from c2cserve.sim.world.shapes import Shape, shape_of
+from c2cserve.sim.world.timeline import Timeline
 
 _PASSES_S = 60.0
 """Virtual time that throughput is measured over."""

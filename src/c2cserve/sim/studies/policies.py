@@ -7,16 +7,16 @@ the other studies say. Prompts of 300 and answers of 150 tokens on average unles
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import C2CSERVE, FCFS, SLINFER, SUPERINFER, Preset
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule
-from c2cserve.sim.shapes import catalogue, interleaved
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.shapes import catalogue, interleaved
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import GPU_ONLY, PRESETS, SLINFER, Preset
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.jobs import Job
 from c2cserve.sim.report import report
 from c2cserve.sim.run import slo_rule
-from c2cserve.sim.shapes import catalogue
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 HARDWARE = "a100x4+xeon6462cx4"
 SIZES = {"3B": "llama-3.2-3b", "7B": "llama-2-7b", "13B": "llama-2-13b"}

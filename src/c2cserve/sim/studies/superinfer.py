@@ -10,17 +10,17 @@ for "without DuplexKV" the 10 GB/s that the paper measures for copies of 64 KB s
 
 from dataclasses import dataclass, replace
 
-from c2cserve.policy.admission import AdmissionSettings
+from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.presets import FCFS, SUPERINFER, Preset
-from c2cserve.policy.rotation import RotationSettings
-from c2cserve.sim.hardware import SimMachine, SliceSettings, build
+from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule
-from c2cserve.sim.shapes import catalogue, shape_of
 from c2cserve.sim.studies.figure import Figure, Points
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world import Settings, Simulation
+from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
+from c2cserve.sim.world.shapes import catalogue, shape_of
+from c2cserve.sim.world.simulation import Settings, Simulation
 
 _HARDWARE = "gh200-144"
 _HOST_BYTES = 400_000_000_000

@@ -6,12 +6,12 @@ from math import isfinite
 from random import Random
 
 from c2cserve.core.request import BLOCK_TOKENS
-from c2cserve.sim.jobs import SimRequest
-from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.workload.catalogue import find_lengths, find_path, find_rows
 from c2cserve.sim.workload.rates import draw, has_rates
 from c2cserve.sim.workload.rows import Row
 from c2cserve.sim.workload.synthetic import synthetic
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import SimModel
 
 _SHARED_SEED = 1 << 62
 _RATES_S = 3600.0

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from c2cserve.sim.jobs import SimRequest
-from c2cserve.sim.shapes import SimModel
 from c2cserve.sim.workload.build import WorkloadSettings, by_source, workload
+from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.shapes import SimModel
 
 _SHIFT = 0.381966
 """Of the trace's length, by which each copy of its sources is later than the one before; by the

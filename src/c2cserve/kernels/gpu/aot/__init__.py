@@ -1,0 +1,1 @@
+"""Kernels built ahead of time: variants, compiler, repository."""

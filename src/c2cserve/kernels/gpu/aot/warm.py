@@ -1,0 +1,99 @@
+"""Every Triton kernel, run once with a model's sizes, so that serving compiles nothing.
+
+Triton keeps what it compiled on disk, under the hash of all that went into it; a second start finds
+it there. Sizes that change from step to step (tokens, sequences, contexts, layers) make no new
+variant, and models whose sizes are alike (all are multiples of 16) share theirs.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from c2cserve.kernels.gpu import elementwise
+from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, Dtype
+from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.sampling.greedy import greedy
+from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
+from c2cserve.kernels.ops import RowSampling
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What kernels are specialised on."""
+
+    hidden: int
+    inner: int
+    """Of the MLP, or of one expert."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype: Dtype
+    qk_norm: bool = False
+    top_k: int = 0
+    """Experts of a token; 0 for a dense model."""
+
+
+COMMON = [
+    Sizes(hidden, 4 * hidden, 32, 8, head_dim, 128256, "bfloat16", qk_norm=norm, top_k=2)
+    for hidden in (1024, 2048, 4096, 8192)
+    for head_dim, norm in ((64, False), (128, False), (128, True))
+]
+"""Of most models; the rest of what a model needs is compiled when it is attached."""
+
+
+def warm(sizes: Sizes, device: torch.device) -> None:
+    """Compile, or load, and run all kernels such a model needs."""
+    dtype = TORCH_DTYPES[sizes.dtype]
+
+    def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    x, weight = zeros(3, sizes.hidden), zeros(sizes.hidden, dtype=torch.float32)
+    elementwise.rms_norm(x, weight, 1e-5)
+    elementwise.add_rms_norm(x, x.clone(), weight, 1e-5)
+    elementwise.silu_mul(zeros(3, 2 * sizes.inner))
+    elementwise.embed(x, integers(0, 2), device)
+    if sizes.top_k:
+        places = zeros(1, sizes.top_k, dtype=torch.int64)
+        elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
+    greedy(zeros(2, sizes.vocab))
+    draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
+    elementwise.chained(integers(3, -1), integers(3))
+    one = TokenRows(
+        integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
+        zeros(1, dtype=torch.int64),
+    )  # fmt: skip
+    FixedRows.make(2, sizes.hidden, 32, dtype, device).settle(x[:1], one)
+    _warm_attention(sizes, device)
+
+
+def _warm_attention(sizes: Sizes, device: torch.device) -> None:
+    """One sequence of two new tokens and one of one: all of its kernels."""
+    dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
+    kv = KvLayout(1, sizes.kv_heads, dim, sizes.dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def integers(*values: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    nothing = zeros(0)
+    norms = (zeros(dim), zeros(dim)) if sizes.qk_norm else None
+    mlp = Mlp(nothing, None, nothing, None)
+    weights = LayerWeights(nothing, nothing, None, norms, nothing, None, nothing, mlp, window=0)
+    layer = Layer(0, weights, LayerShape(kv, sizes.hidden, sizes.heads, 1e-5, 1.0))
+    rows = TokenRows(
+        positions=integers(0, 1, 0), q_start=integers(0, 2, 3), context_len=integers(2, 1),
+        block_table=integers(0, 0, dtype=torch.int64)[:, None],
+        slots=integers(0, 1, 2, dtype=torch.int64),
+    )  # fmt: skip
+    qkv = zeros(3, (sizes.heads + 2 * sizes.kv_heads) * dim, dtype=dtype)
+    rope = zeros(4, dim // 2), zeros(4, dim // 2)
+    attend(qkv, layer, rows, rope, zeros(kv.block_bytes, dtype=torch.uint8), Arrivals(device))

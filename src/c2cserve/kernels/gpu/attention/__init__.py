@@ -1,0 +1,1 @@
+"""Attention over the paged KV arena, in Triton and by FlashInfer."""

@@ -1,0 +1,149 @@
+"""Norms of heads, rotation, and keys and values on their way into the cache, in Triton.
+
+Tokens that come in numbers are turned where they lie, by a kernel of their own. A sequence's only
+new token is turned by the attention that reads it (`kernels.gpu.attention.paged`), with the same
+bits: products are fused and squares summed as it is written here, whatever the shape of a tile.
+"""
+
+# Device code is Triton's language, with its own types and its constants in capitals.
+# pyright: basic, reportCallIssue=false
+# ruff: noqa: N803
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from c2cserve.kernels.gpu.launcher import Launcher
+from c2cserve.kernels.gpu.programmatic_launch import after_others
+from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
+
+_HEADS = 8
+"""A program's share of a token's heads."""
+
+
+# ---- device code --------------------------------------------------------------------------------
+
+
+@triton.jit
+def squares(x):
+    """Sums over the rows of x [R, N]. In float64, so that the order of a sum, which is another in
+    every shape of tile, is lost when it is rounded to float32."""
+    wide = x.to(tl.float64)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def inverse_rms(sums, eps, DIM: tl.constexpr):
+    """Of heads of DIM elements, of `squares`."""
+    return tl.rsqrt(sums.to(tl.float32) / DIM + eps)[:, None]
+
+
+@triton.jit
+def turned(
+    heads, inside, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads at addresses [R, 1], normed and rotated: float32 [R, PAD]. cos and sin [1, PAD], alike
+    for both halves of a head."""
+    at = tl.arange(0, PAD)[None, :]
+    other = (at + DIM // 2) % DIM
+    mine = tl.load(heads + at, inside, 0.0).to(tl.float32)
+    theirs = tl.load(heads + other, inside, 0.0).to(tl.float32)
+    if NORM:
+        scale = inverse_rms(squares(mine), eps, DIM)
+        mine = mine * scale * tl.load(norm + at, at < DIM, 0.0)
+        theirs = theirs * scale * tl.load(norm + other, at < DIM, 0.0)
+    return tl.fma(mine, cos, tl.where(at < DIM // 2, -theirs, theirs) * sin)
+
+
+@triton.jit
+def _comes_alone(q_start, seqs, token):
+    """Whether a token is the only new one of its sequence, the last that does not begin later."""
+    seq, past = seqs * 0, seqs
+    while past - seq > 1:
+        middle = (seq + past) // 2
+        if tl.load(q_start + middle) <= token:
+            seq = middle
+        else:
+            past = middle
+    return tl.load(q_start + seq + 1) - tl.load(q_start + seq) == 1
+
+
+@triton.jit(do_not_specialize=["seqs", "heads", "kv_heads", "layer"])
+def _rope_store_kernel(
+    qkv, positions, cos, sin, q_norm, k_norm, arena, slots, q_start, eps, seqs, heads, kv_heads,
+    layer, width, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
+    if _comes_alone(q_start, seqs, tl.program_id(0)):
+        return
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    at = tl.arange(0, HALF_PAD)[None, :]
+    is_turned = head < heads + kv_heads
+    inside = (head < heads + 2 * kv_heads) & (at < HALF)
+    first = qkv + token * width + head * DIM + at
+    a = tl.load(first, inside, 0.0).to(tl.float32)
+    b = tl.load(first + HALF, inside, 0.0).to(tl.float32)
+    if NORM:
+        is_query, half = head < heads, at < HALF
+        scale = inverse_rms(squares(a) + squares(b), eps, DIM)
+        low = tl.where(is_query, tl.load(q_norm + at, half), tl.load(k_norm + at, half))
+        high = tl.where(
+            is_query, tl.load(q_norm + HALF + at, half), tl.load(k_norm + HALF + at, half)
+        )
+        a = tl.where(is_turned, a * scale * low, a)
+        b = tl.where(is_turned, b * scale * high, b)
+    angle = tl.load(positions + token).to(tl.int64) * HALF + at
+    c = tl.where(is_turned, tl.load(cos + angle, at < HALF, 0.0), 1.0)
+    s = tl.where(is_turned, tl.load(sin + angle, at < HALF, 0.0), 0.0)
+    low = tl.fma(a, c, -b * s).to(qkv.dtype.element_ty)
+    high = tl.fma(b, c, a * s).to(qkv.dtype.element_ty)
+    tl.store(first, low, inside & is_turned)
+    tl.store(first + HALF, high, inside & is_turned)
+    slot = tl.load(slots + token)
+    block, place = slot // TOKENS // 2, slot % TOKENS
+    # Planes of a block: [layer][k, v][kv head], so v's heads follow k's as they do in qkv.
+    plane = layer * 2 * kv_heads + head - heads
+    kept = arena + tl.multiple_of(block, 8) + ((plane * TOKENS + place) * DIM + at)
+    tl.store(kept, low, inside & (head >= heads))
+    tl.store(kept + HALF, high, inside & (head >= heads))
+
+
+# ---- launcher -----------------------------------------------------------------------------------
+
+
+def rope_store(
+    qkv: Tensor, layer: Layer, rows: TokenRows, rope: tuple[Tensor, Tensor], arena: Tensor
+) -> None:
+    """Norm (if the layer does) and rotate q and k of qkv [T, (Hq + 2 Hkv) D] in place, and write k
+    and v into the arena: of all tokens but those that are their sequence's only new one. In a
+    block, keys and values lie alike: [16, head_dim]."""
+    kv, norms = layer.shape.kv, layer.weights.qk_norms
+    dim, tokens = kv.head_dim, len(qkv)
+    heads = qkv.shape[1] // dim - 2 * kv.kv_heads
+    q_norm, k_norm = norms or rope
+    if tokens:
+        width = qkv.shape[1]
+        grid = tokens, -(-(heads + 2 * kv.kv_heads) // _HEADS), 1
+        tensors = (
+            qkv, rows.positions, *rope, q_norm, k_norm, arena.view(qkv.dtype), rows.slots,
+            rows.q_start,
+        )  # fmt: skip
+        numbers = (
+            layer.shape.eps, len(rows.context_len), heads, kv.kv_heads, layer.index, width
+        )  # fmt: skip
+        _launch(grid, tensors, numbers, (qkv.dtype, width, dim, norms is not None))
+
+
+def _constants(_dtype: torch.dtype, _width: int, dim: int, norm: bool) -> dict[str, Any]:
+    return {
+        "DIM": dim, "HALF": dim // 2, "HALF_PAD": triton.next_power_of_2(dim // 2), "NORM": norm,
+        "HEADS": _HEADS, "TOKENS": BLOCK_TOKENS, "num_warps": 2,
+    }  # fmt: skip
+
+
+_launch = Launcher(_rope_store_kernel, _constants)

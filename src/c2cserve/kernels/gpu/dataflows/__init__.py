@@ -1,1 +1,0 @@
-"""One launcher per dataflow: each computes out[M, N] = x[M, K] W[N, K]^T (+ bias) on a lane."""

@@ -1,0 +1,1 @@
+"""GEMMs over weights in host, peer or local memory: operands and launches."""

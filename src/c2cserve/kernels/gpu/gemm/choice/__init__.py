@@ -1,0 +1,1 @@
+"""Which dataflow a GEMM takes: profile, cost model, candidates."""

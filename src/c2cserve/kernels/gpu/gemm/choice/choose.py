@@ -1,0 +1,299 @@
+"""Picks a dataflow by measurement, with a printable cost model between the measured points."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Literal
+
+from c2cserve.kernels.gpu.aot.variants import BX_SPLIT
+from c2cserve.kernels.gpu.gemm.choice.candidates import WHOLE_ROWS, candidates
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, Terms, floor_s, modelled
+from c2cserve.kernels.gpu.gemm.choice.profile import (
+    TILE_FIELDS,
+    AnyDataflow,
+    Dtype,
+    Home,
+    Point,
+    Profile,
+    TileValues,
+    tile_values,
+)
+from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+
+_NEAREST = 8
+"""Points a correction is made of. The next one's distance is where their weights reach 0, so a
+prediction does not jump when one point takes another's place."""
+_CACHED = 4096
+"""Questions whose answer is kept: the linears of many models times the row counts of their steps.
+"""
+
+_NEAR = 1.03
+"""Predictions this close are the same for all we know: the first of `candidates` is taken then."""
+
+Basis = Literal["measured", "interpolated", "modelled"]
+"""This very question was measured; points of this dataflow and these tiles on such a slice were;
+neither, and the model is corrected by what is nearest or not at all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What one dataflow with certain tiles is believed to take."""
+
+    dataflow: AnyDataflow
+    tiles: Tiles
+    predicted_s: float
+    terms: Terms
+    basis: Basis
+    tried: bool
+    """The profile has measured this dataflow from this home."""
+
+    @property
+    def factor(self) -> float:
+        """What measured points make of the model."""
+        return self.predicted_s / self.terms.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The pick for one question."""
+
+    dataflow: AnyDataflow
+    tiles: Tiles
+    predicted_s: float
+    floor_s: float
+    terms: Terms
+    basis: Basis
+    next_best: Estimate | None
+    """The best of another dataflow."""
+
+    @property
+    def why(self) -> str:
+        """One sentence."""
+        ratio = self.predicted_s / self.floor_s
+        said = (
+            f"{describe(self.dataflow, self.tiles)} is {self.basis} at {_shown(self.predicted_s)}, "
+            f"{ratio:.2f}x the floor, bound by {self.terms.bound} ({_parts(self.terms)})"
+        )
+        if self.next_best is None:
+            return f"{said}; nothing else fits."
+        other = self.next_best
+        return (
+            f"{said}; the next best, {describe(other.dataflow, other.tiles)}, is {other.basis} at "
+            f"{_shown(other.predicted_s)}, bound by {other.terms.bound} ({_parts(other.terms)})."
+        )
+
+
+ROWS_STREAMED = max(BX_SPLIT)
+"""Up to so many rows a slice multiplies with kernels that stream W themselves."""
+_ROWS_ASKED = 16
+_WHOLE = Tiles(panel_rows=WHOLE_ROWS, panel_growth=1)
+
+
+class NothingFits(ValueError):
+    """No dataflow can compute this; the message says why."""
+
+
+class Chooser:
+    """One profile's answers. Not bound to a GPU: pure arithmetic, a fraction of a millisecond for
+    a new question, a dictionary look-up for one that was asked before."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._rates = Rates(profile)
+        self._corrections = _Corrections(self._rates, profile.points)
+        self._cached_pick = lru_cache(_CACHED)(self._pick)
+
+    def pick(self, question: Question) -> Choice:
+        """The fastest of what this machine has measured. Raises `NothingFits`, and
+        `ProfileMismatch` for a home the profile does not know."""
+        return self._cached_pick(question)
+
+    def serving(self, question: Question) -> tuple[AnyDataflow, Tiles]:
+        """What a slice launches: the fastest of those whose answers do not depend on where W is.
+
+        Up to `ROWS_STREAMED` rows what streams W itself, as picked for few rows and W in HBM, so
+        that a row's sums do not depend on the other rows either; else cuBLAS, out of HBM or behind
+        a copy engine. Raises as `pick`.
+        """
+        q = question
+        if q.experts:
+            return "grouped", self.pick(replace(q, by_map=True)).tiles
+        if q.m > ROWS_STREAMED or q.k % 8:
+            return ("resident", Tiles()) if q.home == "hbm" else ("prefetch", _WHOLE)
+        few = Question(_ROWS_ASKED, q.n, q.k, q.dtype, "hbm", q.sms, by_map=True)
+        choice = self.pick(few)
+        bx = next(bx for bx in BX_SPLIT if bx >= q.m)
+        return choice.dataflow, Tiles(bx=bx, cluster=choice.tiles.cluster)
+
+    def estimates(self, question: Question) -> list[Estimate]:
+        """Every candidate, fastest first; among equals the simplest first."""
+        found = [
+            self._corrections.estimate(question, dataflow, tiles)
+            for dataflow, tiles in candidates(question)
+        ]
+        return sorted(found, key=lambda estimate: estimate.predicted_s)
+
+    def link_bytes_per_s(self, home: Home) -> float:
+        """Of the copy engines from there, all slices together. Raises `ProfileMismatch`."""
+        return self._rates.engine_bytes_per_s(home, 1)
+
+    def floor_s(self, question: Question) -> float:
+        return floor_s(self._rates, question)
+
+    def _pick(self, question: Question) -> Choice:
+        found = self.estimates(question)
+        if not found:
+            raise NothingFits(f"K = {question.k} is not a multiple of 8, which streaming needs")
+        # What was never run here is compared, not trusted: its model has nothing to correct it.
+        trusted = [estimate for estimate in found if estimate.tried] or found
+        near = [one for one in trusted if one.predicted_s <= _NEAR * trusted[0].predicted_s]
+        order = {candidate: i for i, candidate in enumerate(candidates(question))}
+        best = min(near, key=lambda one: order[one.dataflow, one.tiles])
+        others = (other for other in trusted if other.dataflow != best.dataflow)
+        return Choice(
+            best.dataflow,
+            best.tiles,
+            best.predicted_s,
+            self.floor_s(question),
+            best.terms,
+            best.basis,
+            next(others, None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What is not the size of the GEMM: a correction is first sought under the same."""
+
+    sms: int
+    neighbours: int
+    dtype: Dtype
+    experts: int
+    top_k: int
+
+    def apart(self, other: "_Context") -> float:
+        return (
+            abs(math.log2(self.sms / other.sms))
+            + abs(math.log2((1 + self.neighbours) / (1 + other.neighbours)))
+            + abs(math.log2((1 + self.experts) / (1 + other.experts)))
+            + abs(math.log2((1 + self.top_k) / (1 + other.top_k)))
+            + 0.25 * (self.dtype != other.dtype)
+        )
+
+
+_Place = tuple[float, float, float]
+"""log2 of m, n and k."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """Measured points of one kind: where, and log2 of measured over modelled there."""
+
+    places: list[_Place] = field(default_factory=list[_Place])
+    corrections: list[float] = field(default_factory=list[float])
+
+
+_Series = dict[_Context, _Known]
+
+
+class _Corrections:
+    """What measured points say of the model, by dataflow, home, tiles and context."""
+
+    def __init__(self, rates: Rates, points: Iterable[Point]) -> None:
+        self._rates = rates
+        self._measured_s: dict[tuple[Question, AnyDataflow, TileValues], float] = {}
+        self._series: dict[tuple[AnyDataflow, Home], dict[TileValues, _Series]] = {}
+        for point in points:
+            question, values = _question(point), tile_values(point.dataflow, point.tiles)
+            modelled_s = modelled(rates, question, point.dataflow, point.tiles).seconds
+            self._measured_s[question, point.dataflow, values] = point.seconds
+            by_tiles = self._series.setdefault((point.dataflow, point.home), {})
+            series = by_tiles.setdefault(values, {})
+            known = series.setdefault(_context(question), _Known())
+            known.places.append(_place(question))
+            known.corrections.append(math.log2(point.seconds / modelled_s))
+
+    def estimate(self, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Estimate:
+        question = replace(question, by_map=False)  # the same kernels take the same time
+        terms = modelled(self._rates, question, dataflow, tiles)
+        values = tile_values(dataflow, tiles)
+        by_tiles = self._series.get((dataflow, question.home))
+        if by_tiles is None:
+            return Estimate(dataflow, tiles, terms.seconds, terms, "modelled", tried=False)
+        measured_s = self._measured_s.get((question, dataflow, values))
+        if measured_s is not None:
+            return Estimate(dataflow, tiles, measured_s, terms, "measured", tried=True)
+        context = _context(question)
+        series = by_tiles.get(values)
+        basis: Basis = "interpolated" if series and context in series else "modelled"
+        if series is None:
+            # Tiles that were never run are believed to err as those most like them do.
+            series = by_tiles[min(by_tiles, key=lambda other: _apart(values, other))]
+        known = series.get(context) or series[min(series, key=context.apart)]
+        predicted_s = terms.seconds * 2.0 ** _interpolated(known, _place(question))
+        return Estimate(dataflow, tiles, predicted_s, terms, basis, tried=True)
+
+
+def _interpolated(known: _Known, place: _Place) -> float:
+    """Log2 of the correction at `place`: inverse squared distance over the nearest points, with
+    weights that fall to 0 at the first point left out (Franke and Little)."""
+    apart = [math.dist(where, place) for where in known.places]
+    reach = sorted(apart)[: _NEAREST + 1][-1]
+    pairs = zip(apart, known.corrections, strict=True)
+    nearest = sorted(pair for pair in pairs if pair[0] <= reach)[: _NEAREST + 1]
+    if nearest[0][0] == 0.0:
+        return nearest[0][1]
+    outside = 1.0 / nearest.pop()[0] if len(nearest) > _NEAREST else 0.0
+    weights = [(1.0 / distance - outside) ** 2 for distance, _ in nearest]
+    total = math.fsum(weights)
+    if total == 0.0:
+        return math.fsum(correction for _, correction in nearest) / len(nearest)
+    pairs = zip(weights, nearest, strict=True)
+    return math.fsum(weight * correction for weight, (_, correction) in pairs) / total
+
+
+def _question(point: Point) -> Question:
+    return Question(
+        point.m, point.n, point.k, point.dtype, point.home, point.sms, point.experts, point.top_k,
+        point.neighbours,
+    )  # fmt: skip
+
+
+def _place(question: Question) -> _Place:
+    return math.log2(question.m), math.log2(question.n), math.log2(question.k)
+
+
+def _context(q: Question) -> _Context:
+    return _Context(q.sms, q.neighbours, q.dtype, q.experts, q.top_k)
+
+
+def _apart(values: TileValues, others: TileValues) -> float:
+    pairs = zip(values, others, strict=True)
+    return math.fsum(abs(math.log2((1 + one) / (1 + other))) for one, other in pairs)
+
+
+def describe(dataflow: AnyDataflow, tiles: Tiles) -> str:
+    """`direct (bx 256, cluster 8)`."""
+    said = describe_tiles(dataflow, tiles)
+    return f"{dataflow} ({said})" if said else dataflow
+
+
+def describe_tiles(dataflow: AnyDataflow, tiles: Tiles) -> str:
+    """The tiles this dataflow reads: `bx 256, cluster 8`; empty for none."""
+    if dataflow == "prefetch" and tiles.panel_rows >= WHOLE_ROWS:
+        return "whole"
+    names = (name.replace("_", " ") for name in TILE_FIELDS[dataflow])
+    values = tile_values(dataflow, tiles)
+    return ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
+
+
+def _parts(terms: Terms) -> str:
+    return (
+        f"link {_shown(terms.link_s)}, compute {_shown(terms.compute_s)}, "
+        f"HBM {_shown(terms.hbm_s)}, fixed {_shown(terms.overhead_s)}"
+    )
+
+
+def _shown(seconds: float) -> str:
+    return f"{seconds * 1e6:.0f} us" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,1 @@
+"""One launcher per dataflow: each computes out[M, N] = x[M, K] W[N, K]^T (+ bias)."""

@@ -1,0 +1,182 @@
+"""The linear layer of a lane: which dataflow, and its launch.
+
+An answer must not depend on where a weight happens to be: a model that is in HBM by now has to say
+what it said while it streamed. So where a weight is decides how its bytes come, and only its shape
+and the number of rows what multiplies them:
+
+- up to 64 rows our own kernels, which read W at its home or in HBM alike. Which of them, and how
+  they share K, was measured for the shape (weights in HBM, where it matters most); sums are the
+  same for any number of rows, so decoding does not depend on its batch either;
+- more rows cuBLAS, out of HBM: W is there, or is brought by a copy engine, the next one's copy
+  beside this one's multiplication. From host and peer that is within a few percent of the best
+  dataflow there is (docs/kernels.md).
+"""
+
+from collections import Counter
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from c2cserve.kernels.gpu.elementwise import silu_mul
+from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, grouped, split
+from c2cserve.kernels.gpu.gemm.dataflows.staged import bring, prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
+from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, local_weight
+from c2cserve.kernels.gpu.launch_context import Lane
+
+
+class Kept(Protocol):
+    """Weights that stay in HBM; `memory.hbm_cache` in the product."""
+
+    def find(self, w: WeightHandle) -> WeightHandle | None:
+        """W in HBM, if it is there."""
+        ...
+
+    def source(self, w: WeightHandle) -> WeightHandle:
+        """Where W is to be read if it is not: its home, or a copy in a neighbour's memory."""
+        ...
+
+    def place(self, w: WeightHandle) -> WeightHandle | None:
+        """Where W is to be brought, to stay; None: it only passes by."""
+        ...
+
+
+class Linear:
+    """out = x W^T (+ bias), W wherever it is. One per lane."""
+
+    def __init__(self, lane: Lane, chooser: Chooser, kept: Kept | None = None) -> None:
+        self.lane = lane
+        self._chooser = chooser
+        self._kept = kept
+        self.neighbours = 0
+        """Other slices that stream over the same link now. Each holds to an equal share of it."""
+        self.launched: Counter[str] = Counter()
+        """By dataflow, for `/metrics`."""
+
+    def __call__(
+        self, x: Tensor, w: WeightHandle, bias: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """x [M, K], rows possibly strided -> out [M, N] of x's dtype. With no rows nothing is
+        launched. Raises `OperandError`, `KernelMissingError`, `CudaError`, `ProfileMismatch`."""
+        rows = x.shape[0]
+        if rows > ROWS_STREAMED and w.transposed is not None and out is None:
+            # What most layers of most long steps are: nothing is looked up, and torch allocates.
+            self.launched["resident"] += 1
+            return _multiplied(x, w.transposed, bias)
+        if out is None:
+            out = torch.empty(rows, w.n, dtype=x.dtype, device=x.device)
+        if rows == 0:
+            return out
+        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        if dataflow in ("direct", "split"):
+            self._launch(dataflow, tiles, x, self._nearest(w), bias, out)
+            return out
+        near = self._find(w)
+        if near.home == "hbm":
+            self._launch("resident", tiles, x, near, bias, out)
+            return out
+        place = None if self._kept is None else self._kept.place(w)
+        kept = None if place is None else local_weight(place)
+        self.launched["prefetch"] += 1
+        prefetch(self.lane, x, w, bias, out, tiles, kept)
+        return out
+
+    def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
+        """`silu_mul(self(x, w, bias))`, bit for bit: W's first half of rows is the gate; x [M, K]
+        -> [M, N / 2]. Up to 64 rows it is one launch, that of the GEMM. Raises as `__call__`."""
+        rows = x.shape[0]
+        out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
+        if rows == 0:
+            return out
+        dataflow, tiles = self._chooser.serving(self._question(rows, w, 0))
+        if dataflow not in ("direct", "split"):
+            return silu_mul(self(x, w, bias))
+        w = self._nearest(w)
+        self._share_link(w)
+        self.launched[dataflow] += 1
+        flow = direct if dataflow == "direct" else split
+        flow(self.lane, x, w, bias, out, tiles, gated=True)
+        return out
+
+    def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
+        """x [M top_k, K] sorted by expert, `offsets` int32 [experts + 1] on the GPU
+        -> [M top_k, N]. Raises as `__call__`."""
+        out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
+        if x.shape[0]:
+            # Few rows choose few experts: to keep all of them would cost more than it saves.
+            most = x.shape[0] >= w.experts
+            w = self._nearest(w) if most else self._find(w)
+            self._share_link(w)
+            _, tiles = self._chooser.serving(self._question(-(-x.shape[0] // top_k), w, top_k))
+            self.launched["grouped"] += 1
+            grouped(self.lane, x, w, offsets, out, tiles)
+        return out
+
+    def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
+        return Question(rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k)
+
+    def _launch(
+        self, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+        bias: Tensor | None, out: Tensor,
+    ) -> None:  # fmt: skip
+        self._share_link(w)
+        self.launched[dataflow] += 1
+        launch(self.lane, dataflow, tiles, x, w, bias, out)
+
+    def _find(self, w: WeightHandle) -> WeightHandle:
+        """Where W is to be read."""
+        if self._kept is None or w.home == "hbm" or w.map_pointer:
+            return w
+        return self._kept.find(w) or self._kept.source(w)
+
+    def _nearest(self, w: WeightHandle) -> WeightHandle:
+        """The same; what is to stay is brought first: by copy engine, as fast as any."""
+        found = self._find(w)
+        if self._kept is None or found.home == "hbm" or w.map_pointer:
+            return found
+        place = self._kept.place(w)
+        if place is None:
+            return found
+        bring(self.lane, found, local_weight(place))
+        return place
+
+    def _share_link(self, w: WeightHandle) -> None:
+        if w.home != "hbm":
+            alone = self.neighbours == 0
+            whole = 0.0 if alone else self._chooser.link_bytes_per_s(w.home)
+            self.lane.limit_link(whole / (1 + self.neighbours))
+
+
+def launch(
+    lane: Lane, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+    bias: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """One dataflow by name. Raises as its launcher, and `OperandError` for `grouped`, whose rows
+    need offsets."""
+    match dataflow:
+        case "resident":
+            resident(x, local_weight(w), bias, out)
+        case "prefetch":
+            prefetch(lane, x, w, bias, out, tiles)
+        case "direct":
+            direct(lane, x, w, bias, out, tiles)
+        case "split":
+            split(lane, x, w, bias, out, tiles)
+        case "tee":
+            tee(lane, x, w, bias, out, tiles)
+        case "ring":
+            ring(lane, x, w, bias, out, tiles)
+        case "sym" | "asym" | "hybrid":
+            hybrid(lane, x, w, bias, out, tiles)
+        case "grouped":
+            raise OperandError("experts' rows come with offsets: Linear.experts")
+
+
+def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
+    """`resident` into new memory."""
+    return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)

@@ -1,0 +1,140 @@
+"""Timing of GEMMs whose weights are far away, so that runs compare.
+
+A measurement is a chain: the same GEMM over several different weights, one after another in one
+CUDA graph, replayed; its time is the chain's over its length. So it is in a model, launches cost
+what they cost there, and no weight is in a cache because it was just read.
+"""
+
+import gc
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from c2cserve.kernels.gpu import driver
+from c2cserve.kernels.gpu.aot.variants import Dtype
+from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, Home, WeightHandle
+from c2cserve.kernels.gpu.launch_context import Lane
+
+Step = Callable[[], object]
+"""A launch, or several."""
+
+_CHAIN_MAX = 16
+_REPLAYS_MIN = 5
+_ALIGNMENT = 1 << 20
+
+
+class WeightStore:
+    """A buffer at a home, full of random 16-bit numbers; any weight is a piece of it."""
+
+    def __init__(self, home: Home, size: int, dtype: Dtype, device: int, peer: int = 1) -> None:
+        self.home: Home = home
+        self.dtype: Dtype = dtype
+        where = {"host": "cpu", "hbm": f"cuda:{device}", "peer": f"cuda:{peer}"}[home]
+        count = size // ITEM_BYTES
+        self._buffer = torch.empty(
+            count, dtype=TORCH_DTYPES[dtype], device=where, pin_memory=home == "host"
+        )
+        some = torch.randn(min(count, 64 << 20), device=f"cuda:{device}") / 8
+        for start in range(0, count, some.numel()):
+            piece = self._buffer[start : start + some.numel()]
+            piece.copy_(some[: piece.numel()])
+        if home == "peer":
+            driver.enable_peer(device, peer)
+        torch.cuda.synchronize(device)
+
+    def weights(self, shape: tuple[int, ...]) -> list[WeightHandle]:
+        """Different weights of a shape: as many as a chain has, or as there is room for."""
+        size = ITEM_BYTES
+        for extent in shape:
+            size *= extent
+        stride = -(-size // _ALIGNMENT) * _ALIGNMENT
+        count = min(_CHAIN_MAX, self._buffer.numel() * ITEM_BYTES // stride)
+        if count < 1:
+            raise ValueError(f"a weight of {size} bytes is larger than the store")
+        base = self._buffer.data_ptr()
+        return [
+            WeightHandle(base + i * stride, shape, self.dtype, self.home, self._buffer)
+            for i in range(count)
+        ]
+
+    def tensors(self, shape: tuple[int, ...]) -> list[Tensor]:
+        """The same weights as tensors, for torch."""
+        numbers = 1
+        for extent in shape:
+            numbers *= extent
+        base = self._buffer.data_ptr()
+        return [
+            self._buffer[(w.pointer - base) // ITEM_BYTES :][:numbers].view(shape)
+            for w in self.weights(shape)
+        ]
+
+
+def capture(
+    lane: Lane, stream: torch.cuda.Stream, steps: Sequence[Step], *, warm: int = 3
+) -> torch.cuda.CUDAGraph:
+    """Steps in a row as a graph, on the SMs of `stream`. The first `warm` run before: memory for
+    slots is taken, cuBLAS chooses. The graph knows addresses: operands must live as long as it."""
+    with torch.cuda.stream(stream):
+        for step in steps[:warm]:
+            step()
+        torch.cuda.synchronize(lane.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream), no_collection():
+            lane.begin_capture()
+            for step in steps:
+                step()
+            lane.end_capture()
+    return graph
+
+
+@contextmanager
+def no_collection() -> Generator[None]:
+    """An old graph that is collected during a capture makes it invalid."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def chain_s(lane: Lane, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:
+    """Seconds of one step, when all run after another: the median over replays of their graph."""
+    current = torch.cuda.current_stream(lane.device)
+    stream = torch.cuda.Stream(lane.device) if current.cuda_stream == 0 else current
+    stream.wait_stream(current)
+    graph = capture(lane, stream, steps)
+    with torch.cuda.stream(stream):
+        _replay_s(graph, stream)
+        times: list[float] = []
+        while len(times) < _REPLAYS_MIN or (sum(times) < at_least_s and len(times) < 200):
+            times.append(_replay_s(graph, stream))
+    return median(times) / len(steps)
+
+
+def _replay_s(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record(stream)
+    graph.replay()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def copy_bytes_per_s(target: Tensor, source: Tensor, *, repeats: int = 5) -> float:
+    """What a copy engine moves between two buffers of one size."""
+    stream = torch.cuda.current_stream()
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record(stream)
+        size = source.numel() * source.element_size()
+        driver.copy_async(target.data_ptr(), source.data_ptr(), size, stream.cuda_stream)
+        end.record(stream)
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return source.numel() * source.element_size() / median(times[1:])

@@ -1,0 +1,109 @@
+"""What launchers check before they launch, and the parameter structs of the device code."""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, OperandError, WeightHandle
+
+_ALIGNMENT = 16
+_ROWS_MAX = 2**31 - 1
+
+
+class OutputParams(ctypes.Structure):
+    """`Output` of pipeline.cuh."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("bias", ctypes.c_uint64),
+        ("stride", ctypes.c_int64),
+        ("columns", ctypes.c_int32),
+    )
+
+
+class FeedParams(ctypes.Structure):
+    """`Feed` of pipeline.cuh: addresses in GPU memory, or 0."""
+
+    _fields_ = (("map", ctypes.c_uint64), ("ns_per_byte", ctypes.c_uint64))
+
+
+def check(
+    x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, *, grouped: bool = False,
+    gated: bool = False,
+) -> None:  # fmt: skip
+    """What every dataflow needs: x [M, K], out [M, N] ([M, N / 2] if `gated`), rows possibly
+    strided, bias [N], all of W's dtype and on one GPU; W [experts, N, K] if and only if `grouped`.
+    Raises `OperandError`."""
+    dtype, n = TORCH_DTYPES[w.dtype], w.n
+    columns = n // 2 if gated else n
+    if gated and n % 2:
+        raise OperandError(f"W is {list(w.shape)}: a gate and what it gates are as many rows")
+    if bool(w.experts) != grouped:
+        wanted = "[experts, N, K] here" if grouped else "[N, K]: experts' rows need offsets"
+        raise OperandError(f"W is {list(w.shape)}, not {wanted}")
+    if x.dim() != 2 or x.shape[1] != w.k:
+        raise OperandError(f"x is {list(x.shape)}: W {list(w.shape)} needs [M, {w.k}]")
+    if out.shape != (x.shape[0], columns):
+        raise OperandError(f"out is {list(out.shape)}, not [{x.shape[0]}, {columns}]")
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        raise OperandError(f"bias is {list(bias.shape)}, not a contiguous [{n}]")
+    for name, tensor in (("x", x), ("out", out), ("bias", bias)):
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype:
+            raise OperandError(f"{name} is {tensor.dtype}, W is {dtype}")
+        if tensor.device.type != "cuda" or tensor.device != x.device:
+            raise OperandError(f"{name} is on {tensor.device}, x on {x.device}: one GPU, please")
+        if tensor.stride(-1) != 1:
+            raise OperandError(f"{name}'s last dimension has stride {tensor.stride(-1)}, not 1")
+    if out.shape[0] > 1 and out.stride(0) < columns:
+        raise OperandError(
+            f"out's rows of {columns} elements overlap: they are {out.stride(0)} apart"
+        )
+    if max(x.shape[0], w.rows) > _ROWS_MAX:
+        raise OperandError(f"{max(x.shape[0], w.rows)} rows are too many for 32-bit coordinates")
+
+
+def check_boxes(x: Tensor, w: WeightHandle) -> None:
+    """What the tensor copy engine needs besides: rows that begin at multiples of 16 bytes.
+    Raises `OperandError`."""
+    if w.k % 8:
+        raise OperandError(f"K = {w.k} is not a multiple of 8: use `prefetch` or `resident`")
+    if w.pointer % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
+        raise OperandError("W and x must start at multiples of 16 bytes")
+    if x.shape[0] > 1 and x.stride(0) % 8:
+        raise OperandError(f"x's rows are {x.stride(0)} elements apart, not a multiple of 8")
+
+
+def output(out: Tensor, bias: Tensor | None) -> OutputParams:
+    return OutputParams(
+        out.data_ptr(), 0 if bias is None else bias.data_ptr(), out.stride(0), out.shape[1]
+    )
+
+
+def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Structure:
+    """A kernel's parameter struct: tensor maps (128 bytes), `Output`, `Feed`, pointers (names that
+    end in `_ptr`, 8 bytes) and ints (4 bytes), laid out as C++ does."""
+    layout = tuple((name, _c_type(name, value)) for name, value in fields.items())
+    values = {
+        name: layout_type.from_buffer_copy(value) if isinstance(value, bytes) else value
+        for (name, layout_type), value in zip(layout, fields.values(), strict=True)
+    }
+    return _struct(layout)(**values)
+
+
+def _c_type(name: str, value: bytes | int | OutputParams | FeedParams) -> Any:
+    if isinstance(value, bytes):
+        return ctypes.c_byte * len(value)
+    if isinstance(value, ctypes.Structure):
+        return type(value)
+    return ctypes.c_uint64 if name.endswith("_ptr") else ctypes.c_int32
+
+
+@cache
+def _struct(layout: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
+    # Tensor maps align the C++ struct to 64 bytes, so the driver reads up to 64 more.
+    padded = (*layout, ("padding", ctypes.c_byte * 64))
+    return type("Parameters", (ctypes.Structure,), {"_fields_": padded})

@@ -1,0 +1,1 @@
+"""C2CServe's dataflows as published, to be compared with."""

@@ -1,0 +1,1 @@
+"""Tokens sampled on the GPU."""

@@ -1,0 +1,86 @@
+"""The likeliest token of each row, on the GPU: all that greedy decoding reads of its logits."""
+
+# Device code is Triton's language, with its own types and its constants in capitals.
+# pyright: basic, reportCallIssue=false
+# ruff: noqa: N803
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from c2cserve.kernels.gpu.programmatic_launch import EARLY, after_others
+
+_COLUMNS = 4096
+"""A program's part of a row: one program alone would take longer than a layer's GEMMs."""
+_MERGED = 64
+"""Parts put together at once."""
+
+
+@triton.jit
+def _part_kernel(
+    logits, tops, totals, bests, vocab, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    value = tl.load(logits + row * vocab + at, inside, 0.0).to(tl.float32)
+    strange = tl.sum((value - value != 0.0).to(tl.int32), 0)
+    value = tl.where(inside, value, float("-inf"))
+    top, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+    kept = row * tl.num_programs(1) + part
+    tl.store(tops + kept, top)
+    tl.store(totals + kept, tl.sum(tl.exp(value - top), 0))
+    tl.store(bests + kept, tl.where(strange > 0, -1, part * BLOCK + place))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def _whole_kernel(
+    tops, totals, bests, found, rows, parts, MERGED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_others(EARLY)
+    row = tl.program_id(0).to(tl.int64)
+    top = float("-inf")
+    total = 0.0
+    best = 0
+    strange = 0
+    for start in range(0, parts, MERGED):
+        at = start + tl.arange(0, MERGED)
+        inside = at < parts
+        some = tl.load(tops + row * parts + at, inside, float("-inf"))
+        ids = tl.load(bests + row * parts + at, inside, 0)
+        strange += tl.sum((ids < 0).to(tl.int32), 0)
+        here, place = tl.max(some, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.sum(tl.where(at == start + place, ids, 0), 0)
+        best = tl.where(here > top, chosen, best)
+        top_new = tl.maximum(top, here)
+        more = tl.load(totals + row * parts + at, inside, 0.0)
+        total = total * tl.exp(top - top_new) + tl.sum(more * tl.exp(some - top_new), 0)
+        top = top_new
+    tl.store(found + row, tl.where(strange > 0, -1, best))
+    tl.store(found + rows + row, (-tl.log(total)).to(tl.int32, bitcast=True))
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """int32 [2, R] of logits [R, V] (contiguous, any float type), to be read back in one copy: the
+    id of each row's largest value (the lowest of equal ones; -1 where the row holds a NaN or an
+    infinity), and the bits of its log-probability, a float32 (`greedy_of`)."""
+    (rows, vocab), device = logits.shape, logits.device
+    found = torch.empty((2, rows), dtype=torch.int32, device=device)
+    if rows:
+        parts = -(-vocab // _COLUMNS)
+        tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=device)
+        bests = torch.empty((rows, parts), dtype=torch.int32, device=device)
+        _part_kernel[(rows, parts)](
+            logits.contiguous(), tops, totals, bests, vocab, BLOCK=_COLUMNS, num_warps=8, **EARLY
+        )
+        _whole_kernel[(rows,)](
+            tops, totals, bests, found, rows, parts, MERGED=_MERGED, num_warps=2, **EARLY
+        )
+    return found
+
+
+def greedy_of(found: Tensor) -> tuple[list[int], list[float]]:
+    """Ids and log-probabilities out of what `greedy` found, once it is on the host."""
+    return found[0].tolist(), found[1].view(torch.float32).tolist()

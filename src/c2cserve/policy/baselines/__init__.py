@@ -1,0 +1,1 @@
+"""Published systems to compare with, in the code that serves."""

@@ -1,0 +1,1 @@
+"""C2CServe as published: chunk sizes, and alpha of hybrid GEMMs."""

@@ -1,0 +1,1 @@
+"""SLINFER: placing by shadow validation, KV memory sized in advance."""

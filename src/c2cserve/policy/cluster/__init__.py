@@ -1,0 +1,1 @@
+"""The slow loop: queue, admission, placement, instances, slice load, pool residency."""

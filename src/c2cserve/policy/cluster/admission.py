@@ -1,0 +1,241 @@
+"""Which requests are refused, and when to ask again (ours).
+
+A burst waits, an overload is refused. When requests that can still be in time have waited without
+a break for `burst_s`, more is asked than can be done. Then a newcomer whose first token would come
+late is refused on arrival, and so is what waits and is late. Else a late request does no harm,
+because requests that can be in time go before it (`policy.cluster.queue`). It waits for a quiet
+moment, until its patience ends.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from c2cserve.core.actions import Backlog, Reject
+from c2cserve.core.request import Request
+from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.queue import WaitingQueue
+from c2cserve.policy.cluster.slice_load import SliceLoad
+
+BURST_S = 0.25
+IN_TIME_SHARE = 0.5
+"""In an overload a newcomer is taken if it is expected to wait for at most so much of its TTFT
+target. The rest is for its prompt, and for what delays it unseen on a busy machine."""
+_WEIGHT = 0.3
+_WINDOW_S = 0.5
+_RECHECK_S = 0.25
+"""How often all waiting requests are looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionSettings:
+    max_waiting: int = 1024
+    """Requests queued at the controller; one more is refused with 429."""
+    patience: float = 20.0
+    """A request is refused when it has waited, or is sure to wait, so many times its TTFT target:
+    its client has given up by then. 0: never."""
+    no_slice_grace_s: float = 30.0
+    """How long requests wait while no slice is up (one is being restarted), before 503."""
+    foresee: bool = True
+    """Refuse as soon as the expected wait is too long; else only once a request waited so long."""
+    burst_s: float = BURST_S
+    """How long requests that can be in time may wait without a break before that is an overload, in
+    which nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Requests finished per second lately while others waited: what the machine can do. (What it
+    does while nobody waits says how much is asked of it, not how much it can take.)"""
+
+    per_s: float = 0.0
+    _finished: int = 0
+    _since_s: float | None = None
+
+    def finished(self) -> None:
+        self._finished += 1
+
+    def look(self, now: float, *, saturated: bool) -> None:
+        """`saturated`: requests wait that could run if there was room."""
+        if not saturated:
+            self._since_s = None
+            return
+        if self._since_s is None:
+            self._finished, self._since_s = 0, now
+        elapsed = now - self._since_s
+        if elapsed >= _WINDOW_S and self._finished:
+            rate = self._finished / elapsed
+            self.per_s = rate if self.per_s == 0.0 else self.per_s + _WEIGHT * (rate - self.per_s)
+            self._finished, self._since_s = 0, now
+
+    def wait_s(self, ahead: int) -> float:
+        """Expected wait behind so many requests; 0 while nothing is known."""
+        return ahead / self.per_s if self.per_s > 0.0 else 0.0
+
+
+class Standing:
+    """Tells a queue that stands from a burst that passes."""
+
+    def __init__(self, burst_s: float) -> None:
+        self._burst_s = burst_s
+        self._since_s: float | None = None
+        self.is_long = False
+        """Something has waited without a break for longer than a burst."""
+
+    def note(self, *, waiting: bool, now: float) -> bool:
+        """Whether something waits now; returns `is_long`."""
+        if not waiting:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now
+        self.is_long = self._since_s is not None and now - self._since_s >= self._burst_s
+        return self.is_long
+
+
+def refusal(
+    request: Request, ahead: int, throughput: Throughput, patience: float, now: float,
+    *, foresee: bool = True,
+) -> tuple[str, float] | None:  # fmt: skip
+    """Why a waiting request must be refused, and when to try again; None if it may wait on for
+    `patience` times its TTFT target."""
+    waited_s = now - request.arrival_s
+    expected_s = waited_s + throughput.wait_s(ahead) * foresee
+    if expected_s <= patience * request.slo.ttft_s:
+        return None
+    reason = (
+        f"the first token is due within {request.slo.ttft_s:g} s; after waiting {waited_s:.1f} s "
+        f"with {ahead} requests ahead it would take {expected_s:.1f} s"
+    )
+    return reason, max(1.0, throughput.wait_s(ahead))
+
+
+class Admission:
+    """Looks at requests that could not be placed, and tells which of them to refuse."""
+
+    def __init__(
+        self, settings: AdmissionSettings, queue: WaitingQueue, models: Mapping[str, ModelBook]
+    ) -> None:
+        self._settings = settings
+        self._queue = queue
+        self._models = models
+        self.throughput = Throughput()
+        self._standing = Standing(settings.burst_s)
+        """Of requests that can be in time: they wait for places, so more is asked than can be done.
+        """
+        self._no_slice_since_s: float | None = None
+        self.recheck_s = 0.0
+        self._told = Backlog()
+
+    def begin(self, now: float) -> None:
+        """Before newcomers are looked at: note which of the others have become late."""
+        if self._settings.patience > 0.0:  # else late requests would wait for ever
+            self._queue.age(now)
+        if not self._queue.punctual(self._usable, displaced=False):
+            self._standing.note(waiting=False, now=now)
+
+    def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
+        """Refuse newcomers that could not be placed, and look at all others once in a while. Each
+        one that is yielded must leave the queue before the next. `slices`: at least one is up."""
+        yield from self._too_many(arrived)
+        since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
+        self._no_slice_since_s = None if slices else since_s
+        everybody = now >= self.recheck_s
+        self.recheck_s = now + _RECHECK_S if everybody else self.recheck_s
+        punctual = self._queue.punctual(self._usable)
+        fresh = self._queue.punctual(self._usable, displaced=False)
+        self._standing.note(waiting=bool(fresh), now=now)
+        if not self._queue:
+            return
+        new = {request.id for request in arrived}
+        waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
+        ahead = Counter[str]() if everybody else punctual
+        for request in waiting:
+            strict: float | None = None
+            if self._standing.is_long and self._queue.late(request.id):
+                strict = 1.0
+            elif self._standing.is_long and request.id in new:
+                strict = IN_TIME_SHARE
+            before = turns_before(request.tenant, ahead)
+            reject = self._look(request, before, now, strict)
+            if reject is not None:
+                yield reject
+            elif everybody and self._usable(request.model):
+                ahead[request.tenant] += 1
+
+    def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
+        """Requests on slices that are late before their first token, once in a while in an
+        overload: what they take there, requests that can still be in time could have."""
+        if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
+            return []
+        late = [
+            job.request for load in loads for one in load.busy() for job in one.jobs.values()
+            if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
+        ]  # fmt: skip
+        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
+        return [
+            Reject(
+                one.id, 429, f"the first token was due within {one.slo.ttft_s:g} s, and "
+                f"{now - one.arrival_s:.1f} s have passed", retry_s, "overload",
+            )
+            for one in late
+        ]  # fmt: skip
+
+    def backlog(self) -> Backlog | None:
+        """What has to be told so that newcomers can be refused before anything is done for them;
+        None if nothing has changed."""
+        told = Backlog()
+        if self._standing.is_long and self.throughput.per_s > 0.0:
+            waiting = self._queue.punctual(self._usable)
+            told = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
+        if told == self._told:
+            return None
+        self._told = told
+        return told
+
+    def _too_many(self, arrived: Sequence[Request]) -> Iterator[Reject]:
+        most = self._settings.max_waiting
+        for request in arrived:
+            if len(self._queue) <= most:
+                return
+            if request.id in self._queue:
+                last, why = self._queue.excess(request), f"{most} requests are waiting already"
+                retry_s = max(1.0, self.throughput.wait_s(most))
+                yield Reject(last.id, 429, why, retry_s, "queue_full")
+
+    def _look(
+        self, request: Request, ahead: int, now: float, strict: float | None
+    ) -> Reject | None:
+        """`strict`: the patience with it in an overload."""
+        down_s = 0.0 if self._no_slice_since_s is None else now - self._no_slice_since_s
+        if down_s > self._settings.no_slice_grace_s:
+            return Reject(request.id, 503, f"no slice has been up for {down_s:.0f} s", 5.0)
+        if self.never_refused(request):
+            return None
+        # A model that is loading waits for its weights, not for those ahead.
+        usable, patience = self._usable(request.model), self._settings.patience
+        overload = strict is not None and usable
+        if strict is not None and usable:
+            patience = min(strict, patience)
+        foresee = self._settings.foresee
+        why = refusal(request, ahead * usable, self.throughput, patience, now, foresee=foresee)
+        limit = "overload" if overload else "patience"
+        return None if why is None else Reject(request.id, 429, *why, limit)
+
+    def may_be_late(self, request: Request) -> bool:
+        """Whether it waits although it is late, so that it might as well be served."""
+        late = self._queue.late(request.id) and self._settings.patience > 1.0
+        return late or self.never_refused(request)
+
+    def never_refused(self, request: Request) -> bool:
+        """Whether a waiting request is kept however late it is."""
+        return self._settings.patience <= 0.0 or self._queue.displaced(request.id)
+
+    def _usable(self, model: str) -> bool:
+        return self._models[model].usable
+
+
+def turns_before(tenant: str, waiting: Mapping[str, int]) -> int:
+    """Requests that are served before the tenant's next one: all that wait, or fewer if it has few
+    of them, because tenants take turns."""
+    tenants = len(waiting) + (tenant not in waiting)
+    return min(sum(waiting.values()), (waiting.get(tenant, 0) + 1) * tenants - 1)

@@ -1,0 +1,400 @@
+"""The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from math import inf
+
+from c2cserve.core import actions as act
+from c2cserve.core import events as ev
+from c2cserve.core.model import name_of
+from c2cserve.core.request import Request
+from c2cserve.policy.baselines.slinfer.consolidation import Placer
+from c2cserve.policy.cluster import pool_residency as residence
+from c2cserve.policy.cluster.admission import Admission, AdmissionSettings
+from c2cserve.policy.cluster.failing import Failing
+from c2cserve.policy.cluster.fairness import FairShares
+from c2cserve.policy.cluster.instances import Instances
+from c2cserve.policy.cluster.placement import active_if_full, place_owed
+from c2cserve.policy.cluster.pool_residency import ModelBook
+from c2cserve.policy.cluster.queue import WaitingQueue
+from c2cserve.policy.cluster.relocation import Relocation
+from c2cserve.policy.cluster.slice_load import Outputs, Placement, SliceLoad
+from c2cserve.policy.cluster.suspects import Suspects
+from c2cserve.policy.presets import C2CSERVE, Preset
+from c2cserve.policy.strategies import place_by_preset
+
+
+class ClusterPolicy:
+    """`runtime.ports.Policy[ClusterEvent, ClusterAction]`."""
+
+    def __init__(
+        self, settings: AdmissionSettings | None = None, preset: Preset = C2CSERVE
+    ) -> None:
+        settings = settings or AdmissionSettings()
+        if preset.patience is not None:
+            settings = replace(settings, patience=preset.patience, foresee=False, burst_s=inf)
+        self._preset = preset
+        self._budget_bytes: int | None = None
+        self._models: dict[str, ModelBook] = {}
+        self._outside: dict[str, ModelBook] = {}
+        """Those that are not in the pool."""
+        self._shares = FairShares()
+        self._queue = WaitingQueue(self._shares)
+        self._admission = Admission(settings, self._queue, self._models)
+        self._actions: list[act.ClusterAction] = []
+        self._outputs = Outputs()
+        self._placer = Placer(preset, self._outputs.mean)
+        self._instances = Instances(preset, self._placer, self._actions)
+        self._slices = self._instances.slices
+        self._where = self._instances.where
+        self._failing = Failing(self._instances)
+        self._relocation = Relocation(
+            Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
+            self._failing, self._send_to, on=preset.placing == "c2cserve",
+        )  # fmt: skip
+        self._arrived: list[Request] = []
+        self._failed: list[str] = []
+        self._broken: set[str] = set()
+        """Models whose last load failed."""
+        self._removing: list[str] = []
+        self._draining = False
+        self._pool_changed = self._room_changed = True
+        """Whether a load, a dispatch may be possible now that was not before."""
+        self._relieved: dict[str, None] = {}
+        """Slices that requests have left, in that order: only they have more room."""
+
+    @property
+    def done(self) -> bool:
+        busy = self._where or self._instances.recalled or self._queue or self._arrived
+        return self._draining and not (busy or self._relocation.held)
+
+    @property
+    def wakeup(self) -> float | None:
+        idle_s = 0.0 if self._pool_changed else self._instances.wakeup
+        recheck_s = self._admission.recheck_s if self._queue else None
+        times = idle_s, self._relocation.wakeup, recheck_s
+        return min((one for one in times if one is not None), default=None)
+
+    # ---- events ---------------------------------------------------------------------------------
+
+    def apply(self, event: ev.ClusterEvent) -> None:
+        match event:
+            case ev.Arrived(request):
+                self._arrived.append(request)
+            case ev.Cancelled(request_id):
+                self._cancelled(request_id)
+            case ev.FirstToken(request_id, after_s) | ev.Progressed(request_id, after_s):
+                self._instances.first_token(request_id, after_s)
+                self._relocation.tokens(event)
+            case ev.Finished():
+                self._admission.throughput.finished()
+                self._finished(event)
+            case ev.SliceUp(slice_):
+                self._instances.slice_up(slice_)
+                self._room_changed = True
+            case ev.SliceLost(slice_id, displaced):
+                self._slice_lost(slice_id, displaced)
+            case ev.Draining():
+                self._draining = True
+            case ev.StepTimes() | ev.Profiled() | ev.InstanceReady() | ev.KvResized():
+                self._instances.apply(event)
+                self._room_changed |= not isinstance(event, ev.StepTimes)
+            case ev.Recalled(request) | ev.Returned(request):
+                self._relocation.returned(event)
+                if self._left(request.id) is not None:
+                    self._wait(request, displaced=True)
+                    self._room_changed = True
+            case ev.InstanceFailed(slice_id, _, reason):
+                if slice_id in self._slices and self._failing.failed(event):
+                    self._relocation.excuse(slice_id)
+                    self._actions.append(act.Replace(slice_id, reason))
+            case ev.InstanceRecovered(slice_id, name):
+                self._room_changed |= self._failing.works(name, slice_id)
+            case _:
+                self._apply_model(event)
+
+    def _apply_model(self, event: ev.ClusterEvent) -> None:
+        self._pool_changed = self._room_changed = True
+        match event:
+            case ev.PoolState(budget_bytes):
+                self._budget_bytes = budget_bytes
+            case ev.ModelAdded(spec, replaces, in_pool):
+                book = self._models[spec.id] = ModelBook(spec, replaces, in_pool)
+                self._outside |= {} if in_pool else {spec.id: book}
+            case ev.ModelUsable(name):
+                self._models[name].usable = True
+            case ev.ModelLoaded(name):
+                self._models[name].arrived()
+                self._broken.discard(name)
+            case ev.ModelFailed(name, reason):
+                self._models[name].error = reason
+                self._failed.append(name)
+            case ev.ModelRemoving(name) if not self._models[name].removing:
+                self._models[name].removing = True
+                self._removing.append(name)
+            case _:
+                pass
+
+    def _wait(self, request: Request, *, displaced: bool = False) -> None:
+        self._shares.entered(request)
+        self._queue.push(request, displaced=displaced)
+
+    def _cancelled(self, request_id: str) -> None:
+        if request_id in self._where:
+            self._instances.undispatch(request_id)
+        if self._leave_queue(request_id):
+            self._pool_changed = True
+        elif self._left(request_id) is None:
+            self._arrived = [r for r in self._arrived if r.id != request_id]
+
+    def _finished(self, event: ev.Finished) -> None:
+        if not event.failed and event.request_id in self._where:
+            self._room_changed |= self._failing.works(*self._where[event.request_id])
+        self._relocation.ended(event.request_id)
+        if (model := self._left(event.request_id)) is not None:
+            self._outputs.learn(model, event.output_len)
+        self._shares.ended(event.request_id, event.output_len)
+
+    def _left(self, request_id: str) -> str | None:
+        """It is on no slice any more, nor on its way from one; the model it was of."""
+        if request_id in self._where:
+            self._relieved[self._where[request_id][1]] = None
+        name = self._instances.left(request_id)
+        if name is not None:
+            self._models[name].running -= 1
+            self._pool_changed |= not self._models[name].running
+        return name
+
+    def _slice_lost(self, slice_id: str, displaced: Sequence[Request]) -> None:
+        self._failing.slice_lost(slice_id)
+        displaced, refused = self._relocation.slice_lost(slice_id, displaced)
+        for request, why in refused:
+            self._reject(request, 500, why, 1.0)
+        for name in self._instances.slice_lost(slice_id):
+            self._models[name].running -= 1
+        for request in displaced:
+            self._wait(request, displaced=True)
+        self._room_changed = self._pool_changed = True
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> Sequence[act.ClusterAction]:
+        self._room_changed |= self._instances.settle(now)
+        self._admission.begin(now)
+        arrived, self._arrived = self._arrived, []
+        for request in arrived:
+            self._admit(request)
+        self._back_off(now)
+        self._fail(now)
+        if self._pool_changed or now >= self._admission.recheck_s:
+            self._load(now)
+        self._room_changed |= self._relocation.direct(now)
+        self._dispatch(now, arrived)
+        self._dispatch_owed(now)
+        self._refuse(now, arrived)
+        self._forget()
+        self._actions += self._relocation.recalls(now)
+        usable = any(self._models[m].usable for m in self._queue.models())
+        self._admission.throughput.look(now, saturated=usable and bool(self._slices))
+        actions, self._actions[:] = [*self._actions], []
+        return actions
+
+    def _admit(self, request: Request) -> None:
+        model = self._models.get(request.model)
+        if self._draining:
+            self._reject(request, 503, "the server is shutting down", 5.0)
+        elif model is None or model.removing:
+            why = f"the model {name_of(request.model)!r} does not exist"
+            self._reject(request, 404, why, 1.0)
+        else:
+            self._pool_changed |= not model.in_pool
+            self._wait(request)
+
+    def _reject(self, request: Request, status: int, reason: str, retry_after_s: float) -> None:
+        self._leave_queue(request.id)
+        self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
+
+    def _leave_queue(self, request_id: str) -> bool:
+        """A request is refused or cancelled. False if it did not wait."""
+        held = self._relocation.ended(request_id)
+        self._shares.ended(request_id)
+        return self._queue.remove(request_id) is not None or held
+
+    def _fail(self, now: float) -> None:
+        """End what was asked of models that can not be loaded, and be slow to try again."""
+        for model in (self._models[name] for name in self._failed):
+            name = model.spec.id
+            if model.in_pool:  # else another slice could not use it either
+                model.failed(now)
+            for request_id in [r for r, (m, _) in self._where.items() if m == name]:
+                self._instances.undispatch(request_id)
+                self._actions.append(act.Reject(request_id, 503, model.unloadable, 5.0))
+                self._left(request_id)
+                self._leave_queue(request_id)
+            self._leave_pool(model)
+            self._broken.add(name)
+        self._failed.clear()
+        for name in sorted(self._broken & self._queue.models()) if self._broken else ():
+            model = self._models[name]
+            if model.retry_s is not None and not model.in_pool and now < model.retry_s:
+                for request in self._queue.of(name):
+                    self._reject(request, 503, model.unloadable, model.retry_s - now)
+
+    def _back_off(self, now: float) -> None:
+        """Keep models that fail away from slices, and end what can only wait for them."""
+        self._room_changed |= self._failing.settle(now)
+        for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
+            for request in self._queue.of(name):
+                self._reject(request, 503, why, retry_s)
+
+    def _load(self, now: float) -> None:
+        """Bring in what is asked for, evicting what is not used; then what there is room for."""
+        self._pool_changed = False
+        if self._budget_bytes is None:
+            return
+        models = self._models.values()
+        # Also of requests that waited already: a model may have been pinned since.
+        absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
+        for name, why in residence.impossible(absent, models, self._budget_bytes):
+            for request in self._queue.of(name):
+                self._reject(request, 503, why, 60.0)
+        loads = residence.asked_loads(
+            self._models, self._outside, self._queue, self._budget_bytes, now
+        )
+        for model, victims in loads:
+            for victim in victims:
+                self._leave_pool(victim)
+                self._actions.append(act.Evict(victim.spec.id))
+            self._start_load(model)
+        if not self._draining:
+            outside = self._outside.values()
+            for model in residence.unasked_loads(outside, models, self._budget_bytes):
+                self._start_load(model)
+
+    def _start_load(self, model: ModelBook) -> None:
+        model.in_pool = True
+        del self._outside[model.spec.id]
+        self._actions.append(act.Load(model.spec.id))
+
+    def _leave_pool(self, model: ModelBook) -> None:
+        """Take it from every slice and out of the pool's books."""
+        name = model.spec.id
+        for load in self._slices.values():
+            self._instances.deactivate(load, name)
+        model.in_pool = model.usable = model.loaded = False
+        self._outside[name] = model
+
+    def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
+        """Place what can be placed, most urgent first."""
+        relieved, self._relieved = self._relieved, {}
+        if not self._queue:
+            self._room_changed = False
+            return
+        names, fresh = set(self._queue.models()), {request.id for request in arrived}
+        anywhere = self._room_changed or self._preset.placing != "c2cserve"
+        if not self._room_changed and not relieved:
+            names = {request.model for request in arrived}  # the others could not be placed before
+        self._room_changed = False
+        if not names:
+            return
+        loads, welcome = self._open()
+        heads = [
+            (turn, name) for name in (names if welcome is None else names & welcome)
+            if (turn := self._queue.turn(name)) and self._models[name].usable
+        ]  # fmt: skip
+        heapify(heads)
+        while heads and loads:
+            before, name = heappop(heads)
+            head, turn = self._queue.head(name), self._queue.turn(name)
+            if turn is not None and turn > before:  # its tenant got a place meanwhile
+                heappush(heads, (turn, name))
+                continue
+            if head is None or (welcome is not None and name not in welcome):
+                continue
+            choice = loads
+            if not anywhere and head[1].id not in fresh:
+                choice = [load for load in loads if load.slice.id in relieved]
+            if self._failing:
+                choice = [load for load in choice if self._failing.open(load, name, now)]
+            placement = self._place(head[1], choice, now)
+            if placement is not None:
+                self._send(head[1], placement, now)
+                if (turn := self._queue.turn(name)) is not None:
+                    heappush(heads, (turn, name))
+                if heads:
+                    loads, welcome = self._open()
+
+    def _dispatch_owed(self, now: float) -> None:
+        """Place requests of tenants that have less than their share of slices full of others."""
+        fair = self._shares.tenants > 1 and self._preset.placing == "c2cserve"
+        for name in sorted(self._queue.models()) if fair else ():
+            model = self._models[name]
+            while model.usable and (head := self._queue.head(name)) is not None:
+                loads = [
+                    load for load in self._slices.values()
+                    if load.owes(head[1].tenant) and not self._relocation.closed(load)
+                ]  # fmt: skip
+                if self._failing:
+                    loads = [load for load in loads if self._failing.open(load, name, now)]
+                placement = place_owed(head[1], model.spec, loads, self._value, now)
+                if placement is None:
+                    break
+                self._send(head[1], placement, now)
+
+    def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
+        """Slices that take more requests, and of which models only."""
+        loads = [
+            one for one in self._slices.values()
+            if one.requests < one.most_requests and not self._relocation.closed(one)
+        ]  # fmt: skip
+        return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
+
+    def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
+        spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
+        return place_by_preset(
+            self._preset, self._placer, request, spec, loads, self._value, now, late=late
+        )
+
+    def _value(self, name: str) -> tuple[float, ...]:
+        """What it costs to let the model leave a slice (it has no requests there), lowest first."""
+        return self._queue.count(name) > 0, *self._models[name].value
+
+    def _send_to(self, request: Request, load: SliceLoad, now: float) -> bool:
+        """To this slice, if it can go there now."""
+        placement = self._place(request, [load], now)
+        if placement is not None:
+            self._send(request, placement, now)
+        return placement is not None
+
+    def _send(self, request: Request, placement: Placement, now: float) -> None:
+        model = self._models[request.model]
+        displaced = self._queue.displaced(request.id)
+        self._queue.remove(request.id)
+        self._shares.dispatched(request, self._outputs.mean(model.spec.id))
+        self._instances.send(request, model.spec, placement, displaced=displaced)
+        model.running += 1
+        model.last_used_s = now
+
+    def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
+        for reject in self._admission.hopeless(now, self._slices.values()):
+            self._instances.undispatch(reject.request_id)
+            self._left(reject.request_id)
+            self._leave_queue(reject.request_id)
+            self._actions.append(reject)
+        for reject in self._admission.refused(now, arrived, slices=bool(self._slices)):
+            self._leave_queue(reject.request_id)
+            self._actions.append(reject)
+        if (backlog := self._admission.backlog()) is not None:
+            self._actions.append(backlog)
+
+    def _forget(self) -> None:
+        for name in self._removing[:]:
+            if not self._models[name].running and not self._queue.count(name):
+                self._removing.remove(name)
+                self._broken.discard(name)
+                self._failing.forget(name)
+                self._leave_pool(self._models.pop(name))
+                del self._outside[name]
+                self._actions.append(act.Forget(name))
+                self._pool_changed = True

@@ -1,0 +1,175 @@
+"""Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from c2cserve.core.backoff import back_off_s
+from c2cserve.core.model import ModelSpec
+from c2cserve.policy.cluster.queue import Urgency, WaitingQueue
+
+_RETRY_FIRST_S = 5.0
+_RETRY_MOST_S = 60.0
+_UNASKED_LOADS_MAX = 2
+"""Loads at a time that no request waits for: one that is asked for must not queue behind many."""
+
+
+@dataclass(slots=True, eq=False)
+class ModelBook:
+    """What the controller's policy keeps of a catalogue model."""
+
+    spec: ModelSpec
+    replaces: str = ""
+    """The version whose place it takes once it is loaded."""
+    in_pool: bool = False
+    """Loading or loaded: its memory is taken."""
+    usable: bool = False
+    loaded: bool = False
+    removing: bool = False
+    running: int = 0
+    """Requests dispatched."""
+    last_used_s: float = float("-inf")
+    failures: int = 0
+    """Loads failed in a row."""
+    retry_s: float | None = None
+    """When the next load may be tried, after a failure."""
+    error: str = ""
+
+    @property
+    def wanted(self) -> bool:
+        """To be loaded although no request waits for it: it is to replace another version."""
+        fresh = not self.in_pool and not self.failures and not self.removing
+        return bool(self.replaces) and fresh
+
+    @property
+    def warm_until_s(self) -> float:
+        """What least-recently-used goes by."""
+        return self.last_used_s + self.spec.keep_warm_s
+
+    @property
+    def value(self) -> tuple[float, ...]:
+        """What it costs to let it leave a slice, as far as the model goes; lowest first."""
+        return self.spec.pinned, self.spec.priority, self.warm_until_s
+
+    @property
+    def unloadable(self) -> str:
+        """Why its requests fail after a load that did."""
+        return f"{self.spec.name} can not be loaded: {self.error}"
+
+    def arrived(self) -> None:
+        """All of it is in the pool."""
+        self.loaded = True
+        self.failures, self.retry_s = 0, None
+
+    def failed(self, now: float) -> None:
+        """Back off: a file that is broken now is likely to be broken in a second."""
+        self.retry_s = now + back_off_s(self.failures, _RETRY_FIRST_S, _RETRY_MOST_S)
+        self.failures += 1
+
+    def may_load(self, now: float) -> bool:
+        return not self.in_pool and (self.retry_s is None or now >= self.retry_s)
+
+
+def used_bytes(models: Iterable[ModelBook]) -> int:
+    return sum(model.spec.weight_bytes for model in models if model.in_pool)
+
+
+def impossible(
+    absent: Iterable[ModelBook], models: Iterable[ModelBook], budget_bytes: int
+) -> Iterator[tuple[str, str]]:
+    """Which of these can never enter the pool beside the pinned models, and why."""
+    specs = [model.spec for model in absent]
+    # Of two versions of a pinned model only one stays.
+    pinned = [m.spec for m in models if m.spec.pinned and not (m.removing or m.wanted)]
+    for spec in specs:
+        others = sum(one.weight_bytes for one in pinned if one.name != spec.name)
+        if spec.weight_bytes + others > budget_bytes:
+            beside = f" and pinned models keep {others}" if others else ""
+            yield spec.id, (f"{spec.name} takes {spec.weight_bytes} bytes of host memory; "
+                            f"the pool's budget is {budget_bytes}{beside}")  # fmt: skip
+
+
+def unwaited(
+    wanted: Iterable[ModelBook], waiting: Collection[str], now: float
+) -> Iterator[tuple[Urgency, str]]:
+    """The `wanted` models without requests, before all that have some. They count as used now:
+    what is about to answer must not be evicted for not having answered yet."""
+    for model in wanted:
+        if model.spec.id not in waiting:
+            model.last_used_s = now
+            yield (False, float("-inf"), ""), model.spec.id
+
+
+def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:
+    """Who may leave the pool, least recently used first: nobody pinned, in use (with requests
+    running or in `waiting`) or still loading."""
+    unused = [
+        m for m in models
+        if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
+    ]  # fmt: skip
+    return sorted(unused, key=lambda m: (m.warm_until_s, m.spec.id))
+
+
+def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | None:
+    """Whom of the `evictable` to evict for so many bytes, nobody in vain. None: not enough."""
+    if sum(model.spec.weight_bytes for model in unused) < lacking:
+        return None
+    victims: list[ModelBook] = []
+    for model in unused:
+        if lacking > 0:
+            victims.append(model)
+            lacking -= model.spec.weight_bytes
+    for model in reversed(victims[:]):
+        if lacking + model.spec.weight_bytes <= 0:
+            victims.remove(model)
+            lacking += model.spec.weight_bytes
+    return victims
+
+
+def asked_loads(
+    models: Mapping[str, ModelBook],
+    outside: Mapping[str, ModelBook],
+    queue: WaitingQueue,
+    budget_bytes: int,
+    now: float,
+) -> Iterator[tuple[ModelBook, list[ModelBook]]]:
+    """Yield which models that requests in `queue` or newer versions need can be loaded, the most
+    urgent first, and which others are evicted for each. `outside`: those not in the pool."""
+    waiting = queue.models()
+    asked = [
+        (head[0], name) for name in waiting
+        if models[name].may_load(now) and (head := queue.head(name))
+    ]  # fmt: skip
+    wanted = [model for model in outside.values() if model.wanted]
+    asked += unwaited(wanted, waiting, now)
+    if not asked:
+        return
+    unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)})
+    free = budget_bytes - used_bytes(models.values())
+    for _, name in sorted(asked):
+        victims = evictions(unused, models[name].spec.weight_bytes - free)
+        if victims is None:
+            continue
+        for victim in victims:
+            unused.remove(victim)
+        free += sum(victim.spec.weight_bytes for victim in victims)
+        free -= models[name].spec.weight_bytes
+        yield models[name], victims
+
+
+def unasked_loads(
+    outside: Iterable[ModelBook], models: Collection[ModelBook], budget_bytes: int
+) -> list[ModelBook]:
+    """What to load although nobody asks, while there is room: pinned, then by priority. `outside`:
+    those of the models that are not in the pool."""
+    cold = [m for m in outside if not m.removing and not m.failures]
+    if not cold:
+        return []
+    loading = sum(model.in_pool and not model.loaded for model in models)
+    room = budget_bytes - used_bytes(models)
+    cold = [m for m in cold if m.spec.weight_bytes <= room]
+    chosen: list[ModelBook] = []
+    for model in sorted(cold, key=lambda m: (not m.spec.pinned, -m.spec.priority, m.spec.id)):
+        if loading + len(chosen) < _UNASKED_LOADS_MAX and model.spec.weight_bytes <= room:
+            chosen.append(model)
+            room -= model.spec.weight_bytes
+    return chosen

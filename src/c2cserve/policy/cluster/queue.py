@@ -1,0 +1,179 @@
+"""Requests that wait at the controller: whose turn it is, and which one is too many.
+
+Requests of each model wait in lines, one for each tenant. In a line go first those that a fault has
+displaced (their clients may have seen tokens already), then those that can still be in time, then
+the late ones; each by when the first token is due. So a late request never delays one that can be
+in time. Between lines the tenant decides that was served least (`policy.cluster.fairness`).
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Callable, Iterator, KeysView
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf
+
+from c2cserve.core.request import Request
+from c2cserve.policy.cluster.fairness import FairShares
+from c2cserve.policy.headroom import due_s
+
+DISPLACED, FRESH, LATE = range(3)
+
+Urgency = tuple[int, float, str]
+"""Smallest first: class, when the first token is due (with priority), id."""
+
+Turn = tuple[bool, float, Urgency]
+"""Smallest first: not displaced, work done for the tenant, urgency."""
+
+Entry = tuple[Urgency, Request]
+
+
+@dataclass(slots=True, eq=False)
+class _Lines:
+    """Of one model: a sorted line for each tenant that has requests waiting."""
+
+    of_tenant: dict[str, list[Entry]] = field(default_factory=dict[str, list[Entry]])
+    count: int = 0
+
+
+class WaitingQueue:
+    def __init__(self, shares: FairShares | None = None) -> None:
+        self._shares = shares or FairShares()
+        self._by_model: dict[str, _Lines] = {}
+        self._entries: dict[str, Entry] = {}
+        self._aging: list[tuple[float, str]] = []
+        """When the first tokens of fresh requests are due; a heap."""
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._entries
+
+    def __iter__(self) -> Iterator[Request]:
+        """Most urgent first, whatever their tenants."""
+        return (request for _, request in sorted(self._entries.values(), key=_urgency))
+
+    def models(self) -> KeysView[str]:
+        """Those with waiting requests, as of any moment."""
+        return self._by_model.keys()
+
+    def count(self, model: str) -> int:
+        lines = self._by_model.get(model)
+        return 0 if lines is None else lines.count
+
+    def head(self, model: str) -> Entry | None:
+        """The request of the model that is placed next."""
+        turn = self._first(model)
+        return None if turn is None else self._entries[turn[2][2]]
+
+    def turn(self, model: str) -> Turn | None:
+        """Orders models by their heads."""
+        return self._first(model)
+
+    def _first(self, model: str) -> Turn | None:
+        lines = self._by_model.get(model)
+        if lines is None:
+            return None
+        served = self._shares.served
+        return min(
+            (line[0][0][0] != DISPLACED, served(tenant), line[0][0])
+            for tenant, line in lines.of_tenant.items()
+        )
+
+    def of(self, model: str) -> list[Request]:
+        """Most urgent first, whatever their tenants."""
+        lines = self._by_model.get(model)
+        if lines is None:
+            return []
+        entries = [entry for line in lines.of_tenant.values() for entry in line]
+        return [request for _, request in sorted(entries, key=_urgency)]
+
+    def displaced(self, request_id: str) -> bool:
+        return self._entries[request_id][0][0] == DISPLACED
+
+    def late(self, request_id: str) -> bool:
+        return self._entries[request_id][0][0] == LATE
+
+    def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> Counter[str]:
+        """Requests of each tenant that are not late, of models that are usable. `displaced`: with
+        those."""
+        counts = Counter[str]()
+        for model, lines in self._by_model.items():
+            if usable(model):
+                for tenant, line in lines.of_tenant.items():
+                    first = 0 if displaced else _before(line, FRESH)
+                    if (last := _before(line, LATE)) > first:
+                        counts[tenant] += last - first
+        return counts
+
+    def push(self, request: Request, *, displaced: bool = False) -> None:
+        kind = DISPLACED if displaced else FRESH
+        self._insert(((kind, due_s(request, 0), request.id), request))
+        if not displaced:
+            heappush(self._aging, (request.first_token_due_s, request.id))
+
+    def age(self, now: float) -> None:
+        """Requests whose first token is overdue go behind those that can still be in time."""
+        while self._aging and self._aging[0][0] < now:
+            _, request_id = heappop(self._aging)
+            entry = self._entries.get(request_id)
+            if entry is not None and entry[0][0] == FRESH:
+                self.remove(request_id)
+                urgency, request = entry
+                self._insert(((LATE, *urgency[1:]), request))
+
+    def _insert(self, entry: Entry) -> None:
+        _, request = entry
+        self._entries[request.id] = entry
+        lines = self._by_model.setdefault(request.model, _Lines())
+        lines.count += 1
+        insort(lines.of_tenant.setdefault(request.tenant, []), entry, key=_urgency)
+
+    def remove(self, request_id: str) -> Request | None:
+        entry = self._entries.pop(request_id, None)
+        if entry is None:
+            return None
+        urgency, request = entry
+        lines = self._by_model[request.model]
+        line = lines.of_tenant[request.tenant]
+        del line[bisect_left(line, urgency, key=_urgency)]
+        lines.count -= 1
+        if not line:
+            del lines.of_tenant[request.tenant]
+        if not lines.count:
+            del self._by_model[request.model]
+        return request
+
+    def excess(self, newcomer: Request) -> Request:
+        """The request to refuse when `newcomer` is one too many: the least urgent one of the tenant
+        that has most waiting, of its model that has most; so that neither one busy tenant nor one
+        busy model can fill the queue for all. Ties are the newcomer's."""
+        tenants: dict[str, int] = {}
+        for lines in self._by_model.values():
+            for tenant, line in lines.of_tenant.items():
+                tenants[tenant] = tenants.get(tenant, 0) + len(line)
+        tenant = _most(tenants, newcomer.tenant)
+        models = {
+            model: len(lines.of_tenant[tenant])
+            for model, lines in self._by_model.items()
+            if tenant in lines.of_tenant
+        }
+        model = _most(models, newcomer.model)
+        last = self._by_model[model].of_tenant[tenant][-1][1]
+        return newcomer if self.displaced(last.id) else last
+
+
+def _before(line: list[Entry], kind: int) -> int:
+    """How many of a line come before all of the class."""
+    return bisect_left(line, (kind, -inf, ""), key=_urgency)
+
+
+def _urgency(entry: Entry) -> Urgency:
+    return entry[0]
+
+
+def _most(counts: dict[str, int], own: str) -> str:
+    """The name with the highest count; of several the own one, if it is among them."""
+    longest = max(counts, key=lambda name: (counts[name], name))
+    return longest if counts[longest] > counts.get(own, 0) else own

@@ -1,0 +1,293 @@
+"""What the controller's policies keep of a slice: its instances, their requests, and what is
+believed about their speed."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from math import ceil
+
+from c2cserve.core.actions import Activate, ClusterAction, ResizeKv
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.value import value
+from c2cserve.policy.baselines.slinfer.memory import MemoryBooks
+from c2cserve.policy.cluster.quantify import UNKNOWN, Times
+from c2cserve.policy.simulated.link_budget import link_demand
+
+_NEVER_S = float("inf")
+_OUTPUT_WEIGHT = 0.05
+_OUTPUT_UNKNOWN = 256.0
+"""Tokens expected of a model's first requests."""
+_WITH_PROMPTS = 1.6
+"""How much longer a round takes on a busy slice than its decodes, for the prompts in between.
+(Chosen in simulation: with 1, SLINFER takes on 17 points more than CPUs can do in time.)"""
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A request dispatched to an instance."""
+
+    request: Request
+    kv_bytes: float = 0.0
+    """What it is expected to take of the slice's memory in the end."""
+    first_s: float | None = None
+    """When it got its first token here."""
+    displaced: bool = False
+    """It was on a slice before: it is not refused any more."""
+
+    @property
+    def due_s(self) -> float:
+        """Of the first token it gets here (equation 1 of SLINFER with those sent before)."""
+        request = self.request
+        return request.first_token_due_s + request.slo.tpot_s * request.sent
+
+    def out(self, now: float, round_s: float) -> int:
+        """Tokens out here, by the time a round of all instances takes: the controller is not told
+        of each token."""
+        if self.first_s is None:
+            return 0
+        since = 1.0 + (now - self.first_s) / max(_WITH_PROMPTS * round_s, 1e-3)
+        return int(min(since, self.request.max_new_tokens))
+
+
+@dataclass(slots=True, eq=False)
+class Instance:
+    """A model active on a slice."""
+
+    spec: ModelSpec
+    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    pending_tokens: int = 0
+    """Of prompts still to be computed."""
+    prompt_tokens: int = 0
+    """Of all its requests."""
+    tpot_s: float = _NEVER_S
+    """The strictest of its requests' targets since it was last empty."""
+    times: Times = UNKNOWN
+    ready: bool = True
+    """Its weights need not be loaded first, or they are."""
+    streams: bool = False
+    """Its weights cross the slice's link with each step, and so take none of its memory."""
+    kv_bytes: int = 0
+    """Memory it has for KV, where that is sized in advance."""
+    shrinking: int = 0
+    """Bytes it is giving back; it has, when it is told of being resized to `shrunk_to`."""
+    shrunk_to: int = 0
+    held: list[ClusterAction] | None = None
+    """It waits for memory to be started: what is to be done then."""
+    used: int = 0
+    """Requests it ever had. Tells one idle time from the next."""
+    _cost: tuple[float, float, int] | None = None
+
+    def changed(self) -> None:
+        self._cost = None
+
+    def cost(self) -> tuple[float, float, int]:
+        """What it adds to its slice's `Work`: seconds of prompts and of a decode step, and bytes
+        per second of the link; kept until something changes."""
+        if self._cost is None:
+            link = self.link_bytes_per_s() if self.streams else 0
+            self._cost = self.times.prefill_s(self.pending_tokens), self.decode_s(), link
+        return self._cost
+
+    def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
+        """A decode step with so many more requests."""
+        batch = len(self.jobs) + more
+        tokens = self.prompt_tokens + more_tokens
+        return self.times.decode_s(batch, tokens / batch) if batch else 0.0
+
+    def link_bytes_per_s(self) -> int:
+        """What a stream of its weights needs of a link, for one decode step in each TPOT."""
+        return link_demand(ceil(self.spec.step_bytes(len(self.jobs))), self.tpot_s)
+
+
+@value
+class Work:
+    """What there is to do on a slice."""
+
+    pending_s: float
+    """Of prompts."""
+    round_s: float
+    """One decode step of every instance."""
+    tpot_s: float
+    """The strictest target."""
+    link_bytes_per_s: int
+    """What those whose weights stream need of the link to keep their pace."""
+
+
+@dataclass(slots=True, eq=False)
+class SliceLoad:
+    slice: Slice
+    active: dict[str, Instance] = field(default_factory=dict[str, Instance])
+    requests: int = 0
+    tenants: Counter[str] = field(default_factory=Counter[str])
+    """Requests of each tenant that has some here."""
+    unused: int = 0
+    """Active models without requests."""
+    profiled: dict[str, Times] = field(default_factory=dict[str, Times])
+    weight_bytes: int = 0
+    """Of its active models, but for those whose weights stream."""
+    kv_bytes: float = 0.0
+    """Expected of all its requests."""
+    keeps: bool = False
+    """For each model it is chosen whether its weights stream or are kept
+    (`policy.cluster.placement`)."""
+    memory: MemoryBooks[Activate | ResizeKv] | None = None
+    """Where every instance has weights and KV of its own."""
+    most_requests: int = field(init=False)
+    """What waits at the controller can still go to any slice, so this one gets no more than keeps
+    it busy."""
+    _work: Work | None = None
+
+    def __post_init__(self) -> None:
+        self.most_requests = 2 * self.slice.max_batch
+
+    @property
+    def instance_limit(self) -> int:
+        """A full batch and what follows at once; the rest of the slice is for other models."""
+        return self.slice.max_batch + self.slice.max_batch // 4
+
+    def owes(self, tenant: str) -> bool:
+        """Whether the tenant has less than its share of this slice, and others have some of it: its
+        request need not wait for theirs to end, because the slice serves it first
+        (`policy.slice_shares`)."""
+        own = self.tenants.get(tenant, 0)
+        tenants = len(self.tenants) + (own == 0)
+        return tenants > 1 and (own + 1) * tenants <= self.most_requests
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.slice.kind == "cpu"
+
+    def busy(self) -> Iterator[Instance]:
+        return (one for one in self.active.values() if one.jobs)
+
+    def work(self) -> "Work":
+        """Of everybody; kept until something changes."""
+        if self._work is None:
+            pending_s, round_s, tpot_s, link = 0.0, 0.0, _NEVER_S, 0
+            for one in self.active.values():
+                if one.jobs:
+                    cost = one.cost()
+                    pending_s += cost[0]
+                    round_s += self.stream_s(one.spec, cost[1]) if one.streams else cost[1]
+                    link += cost[2]
+                    if one.tpot_s < tpot_s:
+                        tpot_s = one.tpot_s
+            self._work = Work(pending_s, round_s, tpot_s, link)
+        return self._work
+
+    def stream_s(self, spec: ModelSpec, decode_s: float) -> float:
+        """A decode step for which the weights come over the slice's share of its link."""
+        return max(decode_s, spec.step_bytes(1) / self.slice.link_bytes_per_s)
+
+    def round_s(self) -> float:
+        """One decode step of every instance."""
+        return self.work().round_s
+
+    def times(self, model: str) -> Times:
+        if model in self.active:
+            return self.active[model].times
+        return self.profiled.get(model, UNKNOWN)
+
+    def activate(self, spec: ModelSpec, *, ready: bool = True, streams: bool = False) -> Instance:
+        times = self.profiled.get(spec.id, UNKNOWN)
+        instance = Instance(spec, times=times, ready=ready, streams=streams)
+        self.active[spec.id] = instance
+        self.unused += 1
+        self.weight_bytes += 0 if streams else spec.weight_bytes
+        return instance
+
+    def deactivate(self, model: str) -> bool:
+        """A model without requests; False if it is not active here."""
+        if model not in self.active:
+            return False
+        instance = self.active.pop(model)
+        assert not instance.jobs
+        self.unused -= 1
+        self.weight_bytes -= 0 if instance.streams else instance.spec.weight_bytes
+        return True
+
+    def believe(self, model: str, times: Times) -> None:
+        self._work = None
+        self.profiled[model] = times
+        if model in self.active:
+            self.active[model].times = times
+            self.active[model].changed()
+
+    def add(self, request: Request, kv_bytes: float = 0.0, *, displaced: bool = False) -> None:
+        self._work = None
+        instance = self.active[request.model]
+        instance.changed()
+        self.unused -= not instance.jobs
+        instance.jobs[request.id] = Job(request, kv_bytes, displaced=displaced)
+        self.kv_bytes += kv_bytes
+        instance.used += 1
+        instance.pending_tokens += request.prompt_len
+        instance.prompt_tokens += request.prompt_len
+        instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
+        self.requests += 1
+        self.tenants[request.tenant] += 1
+
+    def first_token(self, model: str, request_id: str, ttft_s: float) -> None:
+        instance = self.active[model]
+        job = instance.jobs[request_id]
+        if job.first_s is None:
+            self._work = None
+            instance.changed()
+            instance.pending_tokens -= job.request.prompt_len
+            job.first_s = job.request.arrival_s + ttft_s
+
+    def remove(self, model: str, request_id: str) -> None:
+        self.first_token(model, request_id, 0.0)
+        instance = self.active[model]
+        self._work = None
+        instance.changed()
+        job = instance.jobs.pop(request_id)
+        instance.prompt_tokens -= job.request.prompt_len
+        self.kv_bytes = self.kv_bytes - job.kv_bytes if self.requests > 1 else 0.0
+        self.requests -= 1
+        self.tenants[job.request.tenant] -= 1
+        if not self.tenants[job.request.tenant]:
+            del self.tenants[job.request.tenant]
+        if not instance.jobs:
+            instance.tpot_s = _NEVER_S
+            self.unused += 1
+
+
+class Outputs:
+    """How long a model's answers were lately, tokens."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def learn(self, model: str, tokens: int) -> None:
+        mean = self.mean(model) if model in self._means else float(tokens)
+        self._means[model] = mean + _OUTPUT_WEIGHT * (tokens - mean)
+
+    def mean(self, model: str) -> float:
+        return self._means.get(model, _OUTPUT_UNKNOWN)
+
+
+def expected_kv_bytes(request: Request, spec: ModelSpec, mean_output: float) -> float:
+    """Of the request at its end, if its answer is as long as its model's are on average."""
+    tokens = request.prompt_len + min(mean_output, request.max_new_tokens)
+    return tokens * kv_token_bytes(spec)
+
+
+def kv_token_bytes(spec: ModelSpec) -> float:
+    return spec.kv_block_bytes / BLOCK_TOKENS
+
+
+@value
+class Placement:
+    slice_id: str
+    activate: bool = False
+    keep: bool = False
+    """The instance's weights are loaded and kept, in place of streaming."""
+    deactivate: tuple[str, ...] = ()
+    """Models without requests that leave the slice for it."""
+    preempt: str | None = None
+    """A model whose requests are recalled, and which leaves the slice for it."""
+    kv_bytes: int = 0
+    """What the instance's KV memory is raised to, where that is sized in advance."""

@@ -1,0 +1,122 @@
+"""Work stealing: an idle slice takes requests that would be late where they wait. Ours.
+
+A request has *begun* on its slice when it has memory there. The controller is not told of that, so
+it asks the slice (`actions.Recall`), which keeps what has begun. A request is recalled at most
+`_RECALLS_MAX` times, and asked for once on each slice, so it cannot go back and forth.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from c2cserve.core.actions import Recall
+from c2cserve.core.request import Request
+from c2cserve.policy.baselines.slinfer.shadow import OVERESTIMATE
+from c2cserve.policy.cluster.slice_load import Job, SliceLoad
+
+_RECALLS_MAX = 2
+
+MayTake = Callable[[SliceLoad, str], bool]
+"""Whether a slice may get requests of a model now."""
+
+
+class Stealing:
+    def __init__(self, slices: Mapping[str, SliceLoad]) -> None:
+        self._slices = slices
+        self._asked: dict[str, str] = {}
+        """Request that its slice was asked for -> the slice that shall take it; empty: its slice
+        has kept it."""
+        self._back: list[tuple[Request, str]] = []
+        """The same of requests that have come back."""
+        self._recalls: Counter[str] = Counter()
+        """Requests -> how many times they were asked for."""
+        self.wakeup: float | None = None
+        """When the next request that waits beside an idle slice becomes late."""
+
+    def left(self, request: Request, *, back: bool) -> None:
+        """The request is not on its slice any more; `back`: because it was asked for."""
+        target = self._asked.pop(request.id, "")
+        if back and target:
+            self._back.append((request, target))
+
+    def begun(self, request_id: str) -> None:
+        """The request has tokens of the slice that it is on."""
+        if request_id in self._asked:
+            self._asked[request_id] = ""
+
+    def ended(self, request_id: str) -> None:
+        self._recalls.pop(request_id, None)
+        self._asked.pop(request_id, None)
+
+    def placed(self) -> Iterator[tuple[SliceLoad, Request]]:
+        """Yield requests that have come back, and the slice that each was recalled for."""
+        back, self._back = self._back, []
+        for request, slice_id in back:
+            if slice_id in self._slices:
+                yield self._slices[slice_id], request
+
+    def recalls(self, now: float, may_take: MayTake) -> list[Recall]:
+        """Ask for requests: for each idle slice, half of the requests of the slice that has most
+        late ones, or fewer if fewer are late; the most urgent first."""
+        self.wakeup = None
+        busy = set(self._asked.values())
+        idle = [
+            load for load in self._slices.values()
+            if not load.requests and load.slice.id not in busy
+        ]  # fmt: skip
+        if not idle:
+            return []
+        actions: list[Recall] = []
+        sources = [load for load in self._slices.values() if load.requests > 1]
+        late = {load.slice.id: self._late(load, now) for load in sources}
+        for target in sorted(idle, key=lambda one: one.slice.id):
+            wanted = [
+                (sum(may_take(target, job.request.model) for job in late[load.slice.id]), load)
+                for load in sources
+            ]  # fmt: skip
+            count, source = max(
+                wanted, key=lambda one: (one[0], one[1].slice.id), default=(0, target)
+            )
+            if count:
+                most = min(-(-source.requests // 2), target.slice.max_batch)
+                actions += self._ask(source, target, late[source.slice.id], most, may_take)
+        return actions
+
+    def _ask(
+        self, source: SliceLoad, target: SliceLoad, late: list[Job], most: int, may_take: MayTake
+    ) -> Iterator[Recall]:
+        taken = [job for job in late if may_take(target, job.request.model)][:most]
+        for job in taken:
+            late.remove(job)
+            self._asked[job.request.id] = target.slice.id
+            self._recalls[job.request.id] += 1
+            yield Recall(job.request.id, source.slice.id, unstarted=True)
+
+    def _late(self, load: SliceLoad, now: float) -> list[Job]:
+        """Requests without a first token on a busy slice that are late, or will be by what is
+        believed of times, and that have others before them."""
+        waiting = sorted(
+            (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
+            for instance in load.active.values() if instance.pending_tokens
+            for job in instance.jobs.values() if job.first_s is None
+        )  # fmt: skip
+        late: list[Job] = []
+        round_s = load.round_s()
+        before_s = 0.0
+        for due_s, request_id, prefill_s, job in waiting:
+            first_s = OVERESTIMATE * (before_s + prefill_s + round_s)
+            missed = now >= due_s
+            misses = before_s > 0.0 and now + first_s > due_s and first_s < float("inf")
+            before_s += prefill_s
+            if request_id in self._asked or self._recalls[request_id] >= _RECALLS_MAX:
+                continue
+            if missed or misses or self._lacks_place(load, job):
+                late.append(job)
+            elif self.wakeup is None or due_s < self.wakeup:
+                self.wakeup = due_s
+        return late
+
+    @staticmethod
+    def _lacks_place(load: SliceLoad, job: Job) -> bool:
+        """Whether other requests of its model fill the largest batch of the slice."""
+        jobs = load.active[job.request.model].jobs.values()
+        return sum(one.first_s is not None for one in jobs) >= load.slice.max_batch

@@ -1,0 +1,1 @@
+"""The fast loop: the slice policy, batching, step times, KV arena, KV rotation."""

@@ -1,0 +1,281 @@
+"""A slice's requests, and the step that is made of one model's: all decodes plus prefill chunks."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from c2cserve.core.request import Request
+from c2cserve.core.step import SeqStep, Step
+from c2cserve.policy.baselines.c2cserve.chunking import ChunkCost, smallest_chunk
+from c2cserve.policy.headroom import due_s
+from c2cserve.policy.presets import Chunks
+from c2cserve.policy.slice.estimate import StepTime, allowed_step_s
+
+
+@dataclass(slots=True, eq=False)
+class Seq:
+    """A request on this slice. `issued` tokens are computed or in flight, `computed` confirmed."""
+
+    request: Request
+    model: "ActiveModel"
+    chained: bool
+    """`events.Submitted.chained`."""
+    length: int
+    """Known tokens: prompt and drawn."""
+    due_s: float
+    """When the next token that no step is drawing yet is late."""
+    drawing: int = 0
+    """Tokens that steps in flight will draw."""
+    computed: int = 0
+    issued: int = 0
+    flights: int = 0
+    """Steps in flight that it has a part in."""
+    moves: int = 0
+    """Moves of its KV under way."""
+    paused: bool = False
+    """Its KV is in host memory, or on its way there or back (`policy.slice.kv_rotation`)."""
+    since_s: float = 0.0
+    """When it began to run or was paused, whichever was later. Only where KV is rotated."""
+    blocks: list[int] = field(default_factory=list[int])
+    told: int = 0
+    """Blocks that the executor has been told of; none before the first step since (re)start."""
+    started: bool = False
+    withdrawn: bool = False
+    failures: int = 0
+    """Failed steps that it had a part in."""
+    alone_until: int = 0
+    """The length up to which it runs alone after a failed step."""
+    stopping: bool = False
+    """It leaves what it holds once nothing has it in hand: a step of it failed, or its model was
+    given up."""
+    at_fault: str = ""
+    """Why its step failed again, alone."""
+    ended: bool = False
+    """The executor has forgotten it. What is withdrawn or ended while in flight holds its blocks
+    until it has landed."""
+
+    @property
+    def busy(self) -> bool:
+        """Its blocks are being read or written."""
+        return self.flights > 0 or self.moves > 0
+
+    @property
+    def suspect(self) -> bool:
+        """A step that it had a part in failed, and it has not run long enough since."""
+        return self.length < self.alone_until
+
+    @property
+    def expected(self) -> int:
+        """Its length once the steps in flight are done."""
+        return self.length + self.drawing
+
+    def issue(self, tokens: int) -> SeqStep:
+        """Its share of the next step."""
+        request, start, told, has = self.request, self.issued, self.told, len(self.blocks)
+        self.issued = end = start + tokens
+        self.flights += 1
+        emits = end == self.length + self.drawing
+        if emits:
+            self.drawing += 1
+            self.due_s += request.slo.tpot_s
+        if told == has:
+            return SeqStep(request.id, start, tokens, (), told == 0, emits)
+        self.told = has
+        return SeqStep(request.id, start, tokens, tuple(self.blocks[told:]), told == 0, emits)
+
+    def land(self, part: SeqStep, drawn: int, times: int) -> None:
+        """A step that it had `part` in is done, run so many times, and drew so many tokens for
+        it. (While it runs more than once, nothing else is planned.)"""
+        self.computed = part.start + part.tokens * times
+        if part.emits:
+            self.drawing -= 1
+        if times != 1:
+            self.issued += part.tokens * (times - 1)
+            if part.emits:
+                self.due_s += self.request.slo.tpot_s * (times - 1)
+        self.length += drawn
+
+    def fail(self, part: SeqStep) -> None:
+        """A step that it had `part` in failed, and drew nothing."""
+        if part.emits:
+            self.drawing -= 1
+
+    def restart(self) -> None:
+        """Its KV is gone; its tokens are not."""
+        self.blocks = []
+        self.computed = self.issued = self.told = 0
+        self.started = self.paused = self.stopping = False
+
+
+@dataclass(slots=True, eq=False)
+class ActiveModel:
+    """A model from `Activated` to `Deactivated`, and on until its last step and request are gone.
+    `key` names its part of the arena: a model that comes back has a new one, because its weights
+    may be others by then and what was cached must not be found."""
+
+    name: str
+    key: str
+    block_bytes: int
+    time: StepTime
+    rank: "Callable[[Seq], float]"
+    """Orders its requests, first come or least headroom first."""
+    seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
+    suspects: bool = False
+    """Some of them may be (`policy.slice.faults`)."""
+    given_up: bool = False
+    last_step: int = 0
+    started: int = 0
+    ttft_s: float = float("inf")
+    tpot_s: float = float("inf")
+    """The strictest of its requests' targets since it last had none."""
+
+    def add(self, request: Request, chained: bool) -> Seq:
+        if not self.seqs:
+            self.ttft_s = self.tpot_s = float("inf")
+        self.ttft_s = min(self.ttft_s, request.slo.ttft_s)
+        self.tpot_s = min(self.tpot_s, request.slo.tpot_s)
+        seq = Seq(request, self, chained, request.prompt_len, due_s(request, request.sent))
+        self.seqs[request.id] = seq
+        return seq
+
+    def first(self) -> float:
+        """Rank of the request that should go first."""
+        return min(map(self.rank, self.seqs.values()))
+
+    def most_urgent_due_s(self) -> float:
+        return min(map(BY_HEADROOM, self.seqs.values()))
+
+    def line_up(self, now: float) -> tuple[list[Seq], list[Seq]]:
+        """Its requests by rank: those that are ready for their next single token, be it that a
+        step in flight draws the one before, and those with more tokens to be computed, started
+        ones first. Of those that wait, the ones whose first token is late go last. A request whose
+        last token is being drawn, or that is paused, is in neither."""
+        decodes: list[Seq] = []
+        started: list[Seq] = []
+        waiting: list[Seq] = []
+        late: list[Seq] = []
+        for seq in sorted(self.seqs.values(), key=self.rank):
+            if seq.paused or seq.stopping:
+                continue
+            expected = seq.length + seq.drawing
+            if not seq.started:
+                (late if self._yields(seq, now) else waiting).append(seq)
+            elif seq.issued < expected - 1:
+                started.append(seq)
+            elif expected < seq.request.prompt_len + seq.request.max_new_tokens:
+                decodes.append(seq)
+        return decodes, started + waiting + late
+
+    def _yields(self, seq: Seq, now: float) -> bool:
+        """Its first token is late: those that can be in time go first. But not for ever."""
+        if self.rank is not BY_HEADROOM or seq.request.sent or seq.length > seq.request.prompt_len:
+            return False
+        slo = seq.request.slo
+        return 0.0 < now - seq.request.first_token_due_s <= _YIELDS * slo.ttft_s
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step from its launch to its `events.StepDone`."""
+
+    step: Step
+    model: ActiveModel
+    seqs: list[Seq]
+    """In the step's order: the decodes first."""
+    decodes: int
+    prefill_tokens: int
+    expected_s: float
+    """How long it will take, 0 if nobody knows."""
+    since_s: float | None = None
+    """When all steps before it were done."""
+    parked: bool = False
+
+    @property
+    def holds_up(self) -> bool:
+        """Whether the model's next step can not be planned before this one is done."""
+        parts = zip(self.step.seqs, self.seqs, strict=True)
+        return self.parked or any(part.emits and not seq.chained for part, seq in parts)
+
+
+_YIELDS = 10.0
+"""A late request yields for so many times its TTFT target."""
+BY_HEADROOM = attrgetter("due_s")
+BY_ARRIVAL = attrgetter("request.arrival_s")
+_CHUNK_MIN = 16
+
+
+def prefill_budget(
+    chunks: Chunks,
+    models: Iterable[ActiveModel],
+    model: ActiveModel,
+    first: Seq,
+    now: float,
+    decodes: int,
+    most: int,
+) -> int:
+    """Prefill tokens that go into a step of `model` beside so many decodes; `first`: the most
+    urgent of its prompts. `most`: what the slice takes."""
+    if chunks == "headroom":
+        return chunk_tokens(model.time, decodes, models, now, most)
+    if chunks == "smallest":
+        return smallest_chunk_tokens(model.time, decodes, first, now, most)
+    return most if chunks == "fixed" else min(most, first.expected - first.issued)
+
+
+def chunk_tokens(
+    time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
+) -> int:
+    """Prefill tokens that may go into a step beside so many decodes, so that no model that runs on
+    the slice makes its clients wait for it; and since nothing can start before a step ends, a
+    newcomer like those who are there would still have half of its time for the first token."""
+    allowed_s = float("inf")
+    for model in models:
+        if not model.seqs:
+            continue
+        allowed_s = min(allowed_s, model.ttft_s / 2)
+        if model.started:
+            headroom_s = model.most_urgent_due_s() - now
+            allowed_s = min(allowed_s, allowed_step_s(headroom_s, model.tpot_s))
+    return time.chunk(decodes, allowed_s, min(_CHUNK_MIN, most), most)
+
+
+def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s: float) -> int:
+    """Prefill tokens that a step may still take on: it holds `parts`, the decodes first, and may
+    take `limit_s`. One that would hold nothing else gets some in any case."""
+    taken = sum(part.tokens for part in parts[decodes:])
+    least = 0 if parts else _CHUNK_MIN
+    return max(least, time.chunk(decodes, limit_s, least, 1 << 30) - taken)
+
+
+def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, most: int) -> int:
+    """C2CServe section 6.3 with what steps were measured to take: the smallest chunk by which the
+    request has its first token in time; the largest if there is none, or nothing is known. (What
+    its HBM permits is in the measured times.)"""
+    if time.prefill_token_s <= 0.0:
+        return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
+    profile = [
+        ChunkCost(size, time.step_s(decodes, size), 0.0, time.prefill_token_s * size)
+        for size in (most >> power for power in range(most.bit_length()))
+        if size >= _CHUNK_MIN
+    ]
+    left_s = max(0.0, seq.request.first_token_due_s - now)
+    tokens = seq.expected - seq.issued
+    return smallest_chunk(profile, tokens, left_s, float("inf")) or most
+
+
+def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
+    """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
+    the same model if there is one, because a block of another model seldom empties a slab. Never
+    one that is more urgent than `seq`, so that two never preempt each other in turn, and never one
+    that has just come back and not run since."""
+    rank = seq.model.rank
+    candidates = [
+        other for other in everybody
+        if other.started and other.told and not other.busy and not other.paused
+        and rank(other) >= rank(seq) and other is not seq
+    ]  # fmt: skip
+    return max(
+        candidates,
+        key=lambda other: (other.model is seq.model, rank(other), other.request.id),
+        default=None,
+    )

@@ -1,0 +1,193 @@
+"""What requests hold of a slice: blocks from their start to their end, and which make room."""
+
+from c2cserve.core.actions import Drop, SliceAction, Truncate
+from c2cserve.core.machine import Slice
+from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.step import SeqStep
+from c2cserve.policy.presets import Preset
+from c2cserve.policy.simulated.weight_swapping import Shifts
+from c2cserve.policy.slice.batching import ActiveModel, Seq, to_preempt
+from c2cserve.policy.slice.in_flight import Flights
+from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.slice.kv_rotation import Rotary
+from c2cserve.policy.slice_shares import SliceShares
+
+
+class SliceMemory:
+    """The part of `policy.slice` that starts, preempts and ends requests."""
+
+    def __init__(self, slice_: Slice, preset: Preset) -> None:
+        self._slice = slice_
+        # On GPUs what KV leaves of the arena is a cache of weights.
+        cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
+        self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
+        rotation = preset.rotation if slice_.host_kv_bytes else None
+        self._rotary = None if rotation is None else Rotary(self.arena, slice_, rotation)
+        self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
+        self._leaving: list[ActiveModel] = []
+        self._seqs: dict[str, Seq] = {}
+        self._shares = SliceShares()
+        self._flights = Flights()
+        self._first_in_line: Seq | None = None
+        """The most urgent request that waits for memory."""
+        self._now = 0.0
+        self._short_of_room = False
+        """A running request found no block for its next token."""
+        self._actions: list[SliceAction] = []
+        self.running = 0
+        """Requests that have started (and so hold KV, here or on the host)."""
+        self.cached_tokens = 0
+        self.preemptions = 0
+
+    # ---- from its start to its end --------------------------------------------------------------
+
+    def _admit(self, seq: Seq) -> bool:
+        """Start a request: blocks for all tokens known of it, reusing what of its prefix is cached
+        (never its last token: that one draws the next). One block for each running request stays
+        free, so that they can go on for a while; and nobody overtakes a more urgent request that
+        waits for memory, however little he needs himself."""
+        model = seq.model
+        needed = -(-seq.length // BLOCK_TOKENS)
+        if needed > self._shifts.capacity(model):
+            self._truncate(seq)
+            return False
+        if self._rotary is not None:
+            if seq.request.id not in self._rotary.welcome:
+                return False
+            if self.arena.available(model.key) < needed:
+                return False
+        elif not self._may_start(seq, needed):
+            return False
+        reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
+        seq.blocks = self.arena.match(model.key, reusable)
+        seq.computed = seq.issued = len(seq.blocks) * BLOCK_TOKENS
+        rest = self.arena.allocate(model.key, needed - len(seq.blocks))
+        assert rest is not None, "room was promised"
+        seq.blocks += rest
+        seq.started = True
+        model.started += 1
+        self.running += 1
+        self.cached_tokens += seq.issued
+        return True
+
+    def _may_start(self, seq: Seq, needed: int) -> bool:
+        model, first, rank = seq.model, self._first_in_line, seq.model.rank
+        modest = bool(self._shares.greedy) and not self._shares.is_greedy(seq)
+        if model.started == self._slice.max_batch and not (modest and self._displace(model)):
+            return False
+        if first is not None and rank(first) < rank(seq) and self._could_run(first.model):
+            in_front = modest and self._shares.is_greedy(first)
+            if not in_front:
+                return False
+        while self.arena.available(model.key) < needed + self.running and (
+            self._make_way(model) or (modest and self._displace(model))
+        ):
+            pass
+        if self.arena.available(model.key) < needed + self.running:
+            if first is None or rank(seq) < rank(first):
+                self._first_in_line = seq
+            return False
+        if first is seq:
+            self._first_in_line = None
+        return True
+
+    def _displace(self, model: ActiveModel) -> bool:
+        """Preempt the request of a greedy tenant with most headroom, of the model itself, for one
+        of another tenant. False: there is none that could be."""
+        candidates = [
+            seq for seq in model.seqs.values()
+            if seq.started and not seq.busy and not seq.paused and self._shares.is_greedy(seq)
+        ]  # fmt: skip
+        if not candidates:
+            return False
+        return self._put_aside(max(candidates, key=lambda seq: (seq.due_s, seq.request.id)))
+
+    def _could_run(self, model: ActiveModel) -> bool:
+        return self._shifts.computes(model.name) and not self._flights.parked(model)
+
+    def _seal(self, seq: Seq, part: SeqStep) -> None:
+        """What the step filled of its prompt's blocks can be reused from now on."""
+        hashes = seq.request.prefix_hashes
+        end = min((part.start + part.tokens) // BLOCK_TOKENS, len(hashes))
+        for index in range(part.start // BLOCK_TOKENS, end):
+            self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
+
+    def _leave(self, seq: Seq) -> None:
+        """No more steps of it; its memory goes at once, or when nothing writes to it any more."""
+        if self._first_in_line is seq:
+            self._first_in_line = None
+        del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
+        self._shares.left(seq.request.tenant, self._now)
+        if not seq.busy:
+            self._forget(seq)
+            self._retire(seq.model)
+
+    def _forget(self, seq: Seq) -> None:
+        if seq.withdrawn and not seq.ended:
+            self._actions.append(Drop(seq.request.id))
+        self._stop(seq)
+
+    def _stop(self, seq: Seq) -> None:
+        """Take its memory away."""
+        if self._rotary is not None:
+            self._rotary.forget(seq)
+        if seq.started:
+            seq.model.started -= 1
+            self.running -= 1
+            self.arena.release(seq.model.key, seq.blocks)
+            seq.restart()
+
+    def _retire(self, model: ActiveModel) -> None:
+        """A deactivated model's memory goes with its last request and step."""
+        moving = self._rotary is not None and self._rotary.moving(model)
+        if model in self._leaving and not model.seqs and not self._flights.of(model) and not moving:
+            self._leaving.remove(model)
+            self.arena.remove_model(model.key)
+
+    # ---- room -----------------------------------------------------------------------------------
+
+    def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
+        """Whether decodes of a model with a step in flight need more blocks than there are. They
+        wait then until it has landed: nobody could be preempted for them before."""
+        needed = sum(seq.issued == len(seq.blocks) * BLOCK_TOKENS for seq in decodes)
+        short = needed > 0 and self.arena.available(model.key) < needed
+        self._short_of_room |= short
+        return short
+
+    def _make_room(self, seq: Seq) -> bool:
+        """One more block, for the next token, preempting others if need be."""
+        while (block := self.arena.allocate(seq.model.key, 1)) is None:
+            if self._make_way(seq.model):
+                continue
+            victim = to_preempt(seq, self._seqs.values())
+            if victim is None and len(seq.blocks) >= self._shifts.capacity(seq.model):
+                self._truncate(seq)
+                return False
+            if victim is None or not self._put_aside(victim):
+                self._short_of_room = True
+                return False  # the others are more urgent, or in flight: it waits for them
+        seq.blocks += block
+        return True
+
+    def _make_way(self, model: ActiveModel) -> bool:
+        """Other models' weights go for its KV. False: there are none that can."""
+        gone = self._shifts.make_way(model, self._flights.models(), self._now)
+        self._actions += gone
+        return bool(gone)
+
+    def _put_aside(self, victim: Seq) -> bool:
+        """Preempt it. False: what it held is free only when it has been moved."""
+        self.preemptions += 1
+        held = len(victim.blocks)
+        move = None if self._rotary is None else self._rotary.pause(victim, self._now)
+        if move is None:
+            self._stop(victim)
+            self._actions.append(Drop(victim.request.id, requeued=True))
+            return True
+        self._actions.append(move)
+        return len(move.blocks) < held
+
+    def _truncate(self, seq: Seq) -> None:
+        """Not even the whole arena would hold its next token."""
+        self._actions.append(Truncate(seq.request.id))
+        self._leave(seq)

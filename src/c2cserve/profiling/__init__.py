@@ -1,0 +1,1 @@
+"""What `c2cserve profile` measures of a machine."""

@@ -1,0 +1,398 @@
+"""What `c2cserve profile` measures of a machine, in what order, and where it stops.
+
+First the rates of links, memory and cuBLAS; then dataflows, part by part, what tells most first.
+Each part is planned by what was measured before it: candidates that are not worth their time by the
+corrected model are left out. When the time is up the rest is cut, and the profile says so. How
+anything is measured is the `Bench`'s affair: nothing here touches a GPU.
+"""
+
+import datetime
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate, describe
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import (
+    AnyDataflow,
+    HbmRate,
+    Home,
+    LinkHome,
+    LinkRates,
+    MachineFacts,
+    MatmulRate,
+    Point,
+    Profile,
+    ReadRate,
+)
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
+
+SLICE_SMS, SLICES = 16, 7
+"""The smallest slices there are, as many as a GPU is cut into (by MIG, too)."""
+LARGE_SLICE_SMS = 64
+
+Linear = tuple[int, int]
+"""n and k: W [n, k]."""
+Experts = tuple[int, int, int, int]
+"""n, k, experts, top_k."""
+
+READ_CTAS = (1, 2, 4, 8, 16, 32, 64)
+"""And all SMs there are."""
+_READ_K = 4096
+_READ_BYTES = 64 << 20
+_READ_CHAIN = 4
+_READ_M = 16
+MATMUL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
+MATMUL: Linear = (16384, 4096)
+_FLOPS_PER_S = 700e12
+_HBM_BYTES_PER_S = 4e12
+"""Of the largest GPUs there are: to guess how long a GEMM takes before any was run."""
+
+ROWS = (1, 16, 64, 256, 1024, 4096)
+ROWS_BETWEEN = (4, 128, 512, 2048, 10240)
+ROWS_DECODED = (1, 16, 32, 64)
+ROWS_SOME = (16, 512, 2048)
+LINEARS: tuple[Linear, ...] = ((4096, 4096), (28672, 4096))
+"""Small and large: two linears of an 8B model (Llama-3)."""
+LINEARS_MORE: tuple[Linear, ...] = (
+    (4096, 14336), (10240, 8192), (2048, 2048), (6144, 4096), (8192, 28672), (57344, 8192),
+)  # fmt: skip
+"""The rest of them, those of a 70B model, and of a small one."""
+EXPERTS: tuple[Experts, ...] = ((1536, 2048, 128, 8), (2048, 768, 128, 8))
+"""Of a 30B mixture (Qwen3)."""
+PUBLISHED: frozenset[AnyDataflow] = frozenset({"sym", "asym", "hybrid"})
+"""C2CServe's own, to compare with: rarely the pick, and slow where rows are many."""
+
+_CHAIN_S = 0.025
+_CHAIN_MIN, _CHAIN_MAX = 4, 16
+_SETUP_S = 0.05
+"""Of a measurement: launching, graph capture, and runs that are too short to be one."""
+_RUNS = 5
+"""How often the chain runs: once to warm up, once unmeasured, and three times that count."""
+_COST_MAX_S = 1.5
+"""What takes longer tells too little for its time."""
+
+
+T = TypeVar("T")
+
+
+class Refused(Exception):
+    """This machine can not run this; says why."""
+
+
+class Failed(Refused):
+    """The measurement broke what measured it, which was replaced. The next one may be asked for."""
+
+
+class Lost(Exception):
+    """Nothing can be measured any more; says why."""
+
+
+class Bench(Protocol):
+    """A machine to measure. Every measurement may raise `Refused` or `Lost`."""
+
+    @property
+    def facts(self) -> MachineFacts: ...
+
+    @property
+    def homes(self) -> Sequence[LinkHome]:
+        """Where weights can be besides its own memory."""
+        ...
+
+    @property
+    def sms(self) -> Sequence[int]:
+        """Of the whole GPU, then of the slices it can be cut into, the largest first."""
+        ...
+
+    @property
+    def slices(self) -> int:
+        """How many of the smallest slices there are at once."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What it can not measure, and why."""
+        ...
+
+    def copies(self, home: LinkHome) -> tuple[float, float, float]:
+        """Bytes per second of the copy engines: to the GPU, from it, both at once in sum."""
+        ...
+
+    def write_bytes_per_s(self, sms: int) -> float:
+        """Into HBM."""
+        ...
+
+    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+        """Of one GEMM in a chain of so many, on as many SMs as the question says, while as many
+        other slices as it says read from the same home."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some questions that belong together, and how promising a candidate must be."""
+
+    name: str
+    sms: int
+    rows: Sequence[int]
+    linears: Sequence[Linear] = ()
+    experts: Sequence[Experts] = ()
+    neighbours: int = 0
+    within: float = 1.5
+    """Of the best prediction: what is believed to take longer is left out."""
+    tiles_each: int = 2
+    """Of a dataflow, the best; all of them differ little where the link binds."""
+    published: bool = False
+    """Only the published dataflows, or only all others."""
+    by_map: bool = False
+    """Of weights in HBM, by what can be replayed with others in their place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One measurement to come."""
+
+    question: Question
+    dataflow: AnyDataflow
+    tiles: Tiles
+    expected_s: float
+    """Of one GEMM."""
+
+    @property
+    def chain(self) -> int:
+        return chain_length(self.expected_s, self.dataflow)
+
+    @property
+    def cost_s(self) -> float:
+        """Of measuring it. Neighbours must be brought up first."""
+        runs = 2 * _RUNS if self.question.neighbours else _RUNS
+        return _SETUP_S + runs * self.chain * self.expected_s
+
+
+def chain_length(expected_s: float, dataflow: AnyDataflow) -> int:
+    """GEMMs in a row. Enough that the first and the last, which overlap with nothing, do not count
+    for much; the published dataflows overlap with nothing anyway."""
+    least = 2 if dataflow in PUBLISHED else _CHAIN_MIN
+    return max(least, min(_CHAIN_MAX, round(_CHAIN_S / expected_s)))
+
+
+def survey(
+    bench: Bench,
+    *,
+    commit: str,
+    until_s: float,
+    clock: Callable[[], float],
+    tell: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """Measure until `until_s` by the clock. `tell` hears what is being measured now.
+
+    The rates are measured in any case: a few seconds. A measurement that fails is left out, and
+    `Profile.cut` says so; when the bench is `Lost` on the way, what was measured before is the
+    profile. Raises `Refused`, or `Lost`, if there is no rate of any link, of HBM, or of cuBLAS.
+    """
+    cut = list(bench.notes)
+    profile = _rates(bench, commit, cut, tell)
+    points: list[Point] = []
+    for part in parts(bench):
+        tasks, left = plan(part, tuple(profile.links), Chooser(profile)), 0
+        for number, task in enumerate(tasks, 1):
+            if task.cost_s > _COST_MAX_S or clock() + task.cost_s > until_s:
+                left += 1
+                continue
+            tell(f"{part.name}: {number} of {len(tasks)}")
+            try:
+                points.append(_measured(bench, task))
+            except Refused as error:
+                cut.append(f"{_named(task, error)}: {error}")
+            except Lost as error:
+                cut.append(f"{_named(task, error)}, and all after it: {error}")
+                return _with(profile, points, cut)
+        if left:
+            cut.append(f"{part.name}: {left} of {len(tasks)} measurements, for lack of time")
+        profile = _with(profile, points, cut)
+    return profile
+
+
+def _with(profile: Profile, points: Sequence[Point], cut: Sequence[str]) -> Profile:
+    return msgspec.structs.replace(profile, points=tuple(points), cut=tuple(dict.fromkeys(cut)))
+
+
+def _named(task: Task, error: Exception) -> str:
+    """What was not measured. A dataflow is refused whatever its shape, and said so once; but each
+    measurement that broke something is named."""
+    q = task.question
+    what = describe(task.dataflow, task.tiles)
+    if isinstance(error, Failed | Lost):
+        experts = f", {q.top_k} of {q.experts} experts" if q.experts else ""
+        beside = f" beside {q.neighbours} others" if q.neighbours else ""
+        what = f"{what} of M {q.m}, N {q.n}, K {q.k}{experts}, W at {q.home}{beside}"
+    return f"{what} on {q.sms} SMs"
+
+
+def parts(bench: Bench) -> Iterator[Part]:
+    """Widely at first, while the model is not corrected by much; what serving asks for most before
+    what it asks for now and then."""
+    whole, smallest = bench.sms[0], bench.sms[-1]
+    sliced, crowd = smallest < whole, bench.slices - 1
+    yield Part("whole GPU", whole, ROWS, LINEARS, within=3.0, tiles_each=99)
+    linears = (*LINEARS, *LINEARS_MORE)
+    yield Part("weights in HBM", whole, ROWS_DECODED, linears, tiles_each=99, by_map=True)
+    yield Part("published dataflows", whole, ROWS_SOME, LINEARS[:1], published=True)
+    if sliced:
+        yield Part("a slice", smallest, ROWS, LINEARS, within=2.0, tiles_each=3)
+    if crowd > 0:
+        name = f"a slice and {crowd} neighbours"
+        yield Part(name, smallest, ROWS_SOME, LINEARS[:1], neighbours=crowd)
+    yield Part("experts", whole, ROWS, experts=EXPERTS)
+    yield Part("rows in between", whole, ROWS_BETWEEN, LINEARS)
+    yield Part("more linears", whole, ROWS, LINEARS_MORE, within=1.3)
+    for sms in bench.sms[1:-1]:
+        yield Part(f"a slice of {sms} SMs", sms, ROWS, LINEARS)
+    if crowd > 1:
+        yield Part("a slice and a neighbour", smallest, ROWS_SOME, LINEARS[:1], neighbours=1)
+    if sliced:
+        yield Part("experts on a slice", smallest, ROWS, experts=EXPERTS)
+        yield Part("more linears on a slice", smallest, ROWS, LINEARS_MORE, within=1.3)
+    yield Part("more linears, rows in between", whole, ROWS_BETWEEN, LINEARS_MORE, within=1.3)
+
+
+def plan(part: Part, homes: Sequence[LinkHome], chooser: Chooser) -> list[Task]:
+    """The best candidate of every question first, then the second best of each, and so on: what is
+    cut is what matters least."""
+    ranked: list[tuple[int, Task]] = []
+    for question in _questions(part, homes):
+        worth = _worth_measuring(part, chooser.estimates(question))
+        ranked += [
+            (rank, Task(question, one.dataflow, one.tiles, one.predicted_s))
+            for rank, one in enumerate(worth)
+        ]
+    return [task for _, task in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _questions(part: Part, homes: Sequence[LinkHome]) -> Iterator[Question]:
+    shapes = [(n, k, 0, 0) for n, k in part.linears] + list(part.experts)
+    where: Sequence[Home] = ("hbm",) if part.by_map else homes
+    for (n, k, experts, top_k), m, home in product(shapes, part.rows, where):
+        yield Question(
+            m, n, k, "bfloat16", home, part.sms, experts, top_k, part.neighbours, part.by_map
+        )  # fmt: skip
+
+
+def _worth_measuring(part: Part, estimates: Sequence[Estimate]) -> list[Estimate]:
+    """Fastest first, but every dataflow's best before any dataflow's second."""
+    mine = [one for one in estimates if (one.dataflow in PUBLISHED) == part.published]
+    before: Counter[AnyDataflow] = Counter()
+    ranked: list[tuple[int, Estimate]] = []
+    for one in mine:
+        near = part.published or one.predicted_s <= part.within * mine[0].predicted_s
+        if near and before[one.dataflow] < part.tiles_each:
+            ranked.append((before[one.dataflow], one))
+            before[one.dataflow] += 1
+    return [one for _, one in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def _measured(bench: Bench, task: Task) -> Point:
+    q = task.question
+    return Point(
+        task.dataflow, task.tiles, q.m, q.n, q.k, q.dtype, q.home, q.sms,
+        bench.seconds(q, task.dataflow, task.tiles, task.chain), q.neighbours, q.experts, q.top_k,
+    )  # fmt: skip
+
+
+def _tried(what: str, cut: list[str], measure: Callable[[], T]) -> T | None:
+    """None, and a line for the profile, where it can not be measured."""
+    try:
+        return measure()
+    except Refused as error:
+        cut.append(f"{what}: {error}")
+        return None
+
+
+def _there(rates: Iterable[T | None]) -> tuple[T, ...]:
+    return tuple(rate for rate in rates if rate is not None)
+
+
+def _rates(bench: Bench, commit: str, cut: list[str], tell: Callable[[str], None]) -> Profile:
+    """Raises `Refused` if one of them is missing altogether: dataflows are compared by them."""
+    links: dict[LinkHome, LinkRates] = {}
+    for home in bench.homes:
+        tell(f"link to {home}")
+        link = _link_rates(bench, home, cut)
+        if link is not None:
+            links[home] = link
+    tell("HBM")
+    hbm = _there(
+        _tried(f"HBM by {sms} SMs", cut, partial(_hbm_rate, bench, sms)) for sms in bench.sms
+    )
+    matmul_flops: list[MatmulRate] = []
+    for sms in bench.sms:
+        tell(f"cuBLAS on {sms} SMs")
+        matmul_flops += _there(
+            _tried(f"cuBLAS, M {m}, on {sms} SMs", cut, partial(_matmul_rate, bench, m, sms))
+            for m in MATMUL_ROWS
+        )
+    if not (links and hbm and matmul_flops):
+        raise Refused(cut[-1])
+    return Profile(
+        machine=bench.facts,
+        date=datetime.datetime.now(datetime.UTC),
+        commit=commit,
+        links=links,
+        hbm=hbm,
+        matmul_flops=tuple(matmul_flops),
+    )
+
+
+def _link_rates(bench: Bench, home: LinkHome, cut: list[str]) -> LinkRates | None:
+    copies = _tried(f"copies to and from {home}", cut, lambda: bench.copies(home))
+    if copies is None:
+        return None
+    whole, smallest = bench.sms[0], bench.sms[-1]
+
+    def rate(ctas: int, slices: int) -> ReadRate:
+        return ReadRate(ctas, slices, _read_bytes_per_s(bench, home, ctas, slices - 1))
+
+    alone = _there(
+        _tried(f"{ctas} CTAs that read from {home}", cut, partial(rate, ctas, 1))
+        for ctas in [ctas for ctas in READ_CTAS if ctas < whole] + [whole]
+    )
+    if not alone:
+        return None
+    shared = _there(
+        _tried(
+            f"{slices} slices that read from {home} at once", cut, partial(rate, smallest, slices)
+        )
+        for slices in range(2, bench.slices + 1)
+    )
+    return LinkRates(*copies, (*alone, *shared))
+
+
+def _hbm_rate(bench: Bench, sms: int) -> HbmRate:
+    return HbmRate(sms, _read_bytes_per_s(bench, "hbm", sms), bench.write_bytes_per_s(sms))
+
+
+def _matmul_rate(bench: Bench, m: int, sms: int) -> MatmulRate:
+    return MatmulRate(m, sms, _flops_per_s(bench, m, sms))
+
+
+def _read_bytes_per_s(bench: Bench, home: Home, ctas: int, neighbours: int = 0) -> float:
+    """By a GEMM of few rows, which does little but read W: as many tiles for each CTA."""
+    tiles_each = max(1, round(_READ_BYTES / (ctas * BW * _READ_K * 2)))
+    n = ctas * BW * tiles_each
+    question = Question(_READ_M, n, _READ_K, "bfloat16", home, ctas, neighbours=neighbours)
+    seconds = bench.seconds(question, "direct", Tiles(bx=_READ_M), _READ_CHAIN)
+    return n * _READ_K * 2 / seconds
+
+
+def _flops_per_s(bench: Bench, m: int, sms: int) -> float:
+    n, k = MATMUL
+    question = Question(m, n, k, "bfloat16", "hbm", sms)
+    share = sms / bench.sms[0]
+    guess_s = max(2.0 * m * n * k / (share * _FLOPS_PER_S), 2.0 * n * k / _HBM_BYTES_PER_S)
+    seconds = bench.seconds(question, "resident", Tiles(), chain_length(guess_s, "resident"))
+    return 2.0 * m * n * k / seconds

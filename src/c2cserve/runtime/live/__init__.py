@@ -1,1 +1,0 @@
-"""Real processes: the controller's loop beside the HTTP server, workers on channels."""

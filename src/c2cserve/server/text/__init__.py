@@ -1,0 +1,1 @@
+"""Text processes: tokenizers, templates, and the text of growing outputs."""

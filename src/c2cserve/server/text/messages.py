@@ -1,0 +1,109 @@
+"""What the server and its text processes say to each other: frames of MessagePack."""
+
+from typing import Literal
+
+import msgspec
+
+from c2cserve.core.request import Sampling
+from c2cserve.runtime.gateway import ModelFiles
+from c2cserve.server.settings import RequestLimits
+from c2cserve.server.text.vocabulary import VocabularyFacts
+
+FRAME_HEAD_BYTES = 4
+"""The length of the message behind it, little-endian."""
+
+Api = Literal["completions", "chat"]
+
+
+class Open(msgspec.Struct, tag=True):
+    """Load the tokenizer of a model's version. Answered by `Opened`."""
+
+    version: str
+    path: str
+    facts: bool
+    """Send back what the server must know of the vocabulary."""
+    drop: list[str]
+    """Versions whose tokenizers are forgotten first."""
+
+
+class Target(msgspec.Struct, frozen=True):
+    """The version of a model that a request is for, as far as its text needs it."""
+
+    version: str
+    max_context: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, files: ModelFiles) -> "Target":
+        return cls(files.key, files.max_context, files.vocab_size, files.eos_token_ids)
+
+
+class Work(msgspec.Struct, tag=True):
+    """Validate a request's body, render and tokenize it. Answered by `Done`."""
+
+    api: Api
+    body: bytes
+    target: Target | None
+    """A version that was opened; None: validate only."""
+    limits: RequestLimits
+    cache_salt: bytes = b""
+    """Of the cache group that the request's key belongs to (server/cache_salts.py)."""
+
+
+class Opened(msgspec.Struct, tag=True):
+    facts: VocabularyFacts | None
+
+
+class Asked(msgspec.Struct):
+    """A checked request without its prompts."""
+
+    model: str
+    """As the request names it."""
+    chat: bool
+    n: int
+    stream: bool
+    include_usage: bool
+    echo: bool
+    stops: tuple[str, ...]
+    priority: int | None
+    sampling: Sampling
+
+
+class TokenizedPrompt(msgspec.Struct):
+    tokens: bytes
+    """32 bits each."""
+    hashes: bytes
+    """64 bits each, one per full block."""
+    text: str
+    """For `echo`; empty for chats."""
+    max_new_tokens: int
+
+
+class Done(msgspec.Struct, tag=True):
+    asked: Asked
+    prompts: list[TokenizedPrompt]
+
+
+class Failed(msgspec.Struct, tag=True):
+    """`Open` or `Work` failed, as the client is told."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    broken: bool = False
+    """The process can not be trusted any more: a library of it broke."""
+
+
+ToText = Open | Work
+FromText = Opened | Done | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+decode_to_text = msgspec.msgpack.Decoder(ToText).decode
+decode_from_text = msgspec.msgpack.Decoder(FromText).decode
+
+
+def frame(message: ToText | FromText) -> bytes:
+    data = _encoder.encode(message)
+    return len(data).to_bytes(FRAME_HEAD_BYTES, "little") + data

@@ -1,0 +1,100 @@
+"""A text process: validates, renders and tokenizes for the server, one request at a time.
+
+Standard input is its socket. It may take for ever, run out of memory or crash: the server kills it,
+starts another, and one request has failed.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from c2cserve.server.errors import ApiError, unservable
+from c2cserve.server.text.messages import (
+    FRAME_HEAD_BYTES,
+    Failed,
+    FromText,
+    Open,
+    Opened,
+    ToText,
+    Work,
+    decode_to_text,
+    frame,
+)
+from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.server.text.work import do_work
+
+_PR_SET_PDEATHSIG = 1
+
+
+class _Texts:
+    """The tokenizers of this process, and what is done with them."""
+
+    def __init__(self) -> None:
+        self._tokenizers: dict[str, Tokenizer] = {}
+        """By version of a model."""
+
+    def answer(self, message: ToText) -> FromText:
+        try:
+            return self._open(message) if isinstance(message, Open) else self._work(message)
+        except ApiError as error:
+            return Failed(error.status, error.message, error.param, error.code)
+        except MemoryError:
+            return Failed(400, "the request takes more memory than one may", broken=True)
+        except RecursionError:
+            return Failed(400, "the request is nested too deeply")
+
+    def _open(self, message: Open) -> Opened:
+        for version in message.drop:
+            self._tokenizers.pop(version, None)
+        try:
+            tokenizer = Tokenizer(Path(message.path), message.version)
+        except TokenizerError as error:
+            raise unservable(message.version, str(error)) from error
+        self._tokenizers[message.version] = tokenizer
+        return Opened(tokenizer.facts() if message.facts else None)
+
+    def _work(self, message: Work) -> FromText:
+        target = message.target
+        return do_work(message, None if target is None else self._tokenizers[target.version])
+
+
+def _receive(end: socket.socket, size: int) -> bytes | None:
+    data = bytearray(size)
+    view, have = memoryview(data), 0
+    while have < size:
+        got = end.recv_into(view[have:])
+        if not got:
+            return None
+        have += got
+    return bytes(data)
+
+
+def _settle(memory_bytes: int) -> None:
+    """Die with the server, leave signals to it, and take no more memory than it allows."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(memory_bytes: int) -> None:
+    _settle(memory_bytes)
+    end = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    texts = _Texts()
+    with end:
+        while (head := _receive(end, FRAME_HEAD_BYTES)) is not None:
+            data = _receive(end, int.from_bytes(head, "little"))
+            if data is None:
+                return
+            answer = texts.answer(decode_to_text(data))
+            end.sendall(frame(answer))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,127 @@
+"""Chat templates: rendered by Jinja in a sandbox, with the conventions checkpoint authors write
+them for.
+
+The sandbox bounds what a template can reach, not how long it runs: it is rendered where it can be
+killed (server/text/process.py).
+"""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+from jinja2.ext import loopcontrols
+
+from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read_text
+from c2cserve.server.text.vocabulary import TokenizerError
+
+_WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
+"""What reading templates that assume too much raises."""
+
+
+class ChatTemplate:
+    """A model's template, with the special tokens it may name."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises TokenizerError and FileProblem."""
+        config = read_object(directory / "tokenizer_config.json", CONFIG_BYTES_MAX) or {}
+        self._specials = _special_tokens(config)
+        self._template = _templates(directory, config).get("default")
+
+    def render(
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
+    ) -> str:
+        """The chat as the model's template writes it. Raises TokenizerError: there is no template,
+        it refuses the chat or fails (with its line), or writes more than `chars_max` characters."""
+        if self._template is None:
+            raise TokenizerError("the model has no chat template; use /v1/completions")
+        known = {"messages": messages, "add_generation_prompt": True, **self._specials}
+        parts: list[str] = []
+        size = 0
+        try:
+            for part in self._template.generate({**extra, **known}):
+                parts.append(part)
+                size += len(part)
+                if chars_max is not None and size > chars_max:
+                    raise TokenizerError(
+                        f"the model's chat template makes more than {chars_max} characters of this"
+                        " chat, the server's limit (--max-prompt-chars)"
+                    )
+        except TokenizerError:
+            raise
+        except Exception as error:  # a template calls methods of anything it is given
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+            raise TokenizerError(
+                f"the model's chat template refuses this chat{_line(error)}: {kind}{error}"
+            ) from error
+        return "".join(parts)
+
+
+def _line(error: BaseException) -> str:
+    """Where in the template it happened: Jinja gives tracebacks the template's own lines."""
+    where, trace = "", error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == "<template>":
+            where = f" (line {trace.tb_lineno})"
+        trace = trace.tb_next
+    return where
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    names = ("bos_token", "eos_token", "pad_token", "unk_token")
+    found: dict[str, str] = {}
+    for name in names:
+        value = config.get(name)
+        value = value.get("content") if isinstance(value, dict) else value
+        if isinstance(value, str):
+            found[name] = value
+    return found
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks what a model is trained on; for rendering it is nothing."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's way of declaring tags
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Template]:
+    """chat_template.jinja if there is one, else what tokenizer_config.json says."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+    )
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(value: object, ensure_ascii: bool = False, **form: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **form)
+
+    def strftime_now(form: str) -> str:
+        return datetime.now().astimezone().strftime(form)
+
+    environment.filters["tojson"] = tojson
+    functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    environment.globals.update(functions)
+    written: Any = config.get("chat_template")
+    own = read_text(directory / "chat_template.jinja", CONFIG_BYTES_MAX)
+    if own is not None:
+        written = own
+    named = written if isinstance(written, list) else [{"name": "default", "template": written}]
+    try:
+        return {
+            one["name"]: environment.from_string(one["template"])
+            for one in named
+            if one["template"]
+        }
+    except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
+        what = one_line(error)
+        raise TokenizerError(f"{directory}: the chat template can not be read: {what}") from error

@@ -1,0 +1,148 @@
+"""A model's tokenizer and chat template, without the model's framework."""
+
+import hashlib
+import json
+from array import array
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, read_text
+from c2cserve.server.text.templates import ChatTemplate
+from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary, VocabularyFacts, refusal
+
+_NORMALIZED = 3
+"""Times that a normal form (NFC) makes a text shorter, at most: bytes of UTF-8."""
+
+
+class Tokenizer(Vocabulary):
+    """A vocabulary that can read as well. Thread-safe."""
+
+    def __init__(self, directory: Path, model: str = "") -> None:
+        """`model` salts the prefix hashes. Raises TokenizerError."""
+        path = directory / "tokenizer.json"
+        try:
+            text = read_text(path, TOKENIZER_BYTES_MAX)
+            self._template = ChatTemplate(directory)
+        except FileProblem as problem:
+            raise TokenizerError(str(problem)) from problem
+        if text is None:
+            raise TokenizerError(
+                f"{path}: no such file; save the tokenizer in the fast format "
+                "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+            )
+        try:
+            self._fast: Any = FastTokenizer.from_str(text)
+            # A prompt is never cut nor filled up in silence, whatever the file was saved with.
+            self._fast.no_truncation()
+            self._fast.no_padding()
+        except BaseException as error:
+            raise refusal(error, str(path)) from error
+        self._salt = hashlib.blake2b(model.encode(), digest_size=16).digest()
+        super().__init__(self.facts())
+        self._decoder = self._fast
+        self.token_bytes_max = self._token_bytes_max()
+
+    def facts(self) -> VocabularyFacts:
+        """What the server must know of it to show its tokens."""
+        vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
+        added: dict[int, Any] = self._fast.get_added_tokens_decoder()
+        kind, strips = _decoder_kind(_state(self._fast.decoder))
+        return VocabularyFacts(
+            kind, strips, {number: piece for piece, number in vocab.items()},
+            [number for number, one in added.items() if one.special],
+            self._decoder_only(vocab) if kind == "other" else "",
+        )  # fmt: skip
+
+    def _decoder_only(self, vocab: dict[str, int]) -> str:
+        """The merges are what takes a tokenizer long to load, and decoding needs none."""
+        words = FastTokenizer(WordLevel(vocab, next(iter(vocab), "")))
+        words.decoder = self._fast.decoder
+        for token in self._fast.get_added_tokens_decoder().values():
+            (words.add_special_tokens if token.special else words.add_tokens)([token])
+        return words.to_str()
+
+    def _token_bytes_max(self) -> int | None:
+        """Bytes of text that one token stands for at most; None where there is no such bound (some
+        tokenizers write any run of unknown characters, or of spaces, as one token)."""
+        normalizers = _steps(self._fast.normalizer, "normalizers")
+        readers = _steps(self._fast.pre_tokenizer, "pretokenizers")
+        spelled = {
+            "bytes": any(one["type"] == "ByteLevel" for one in readers),
+            "pieces": bool(getattr(self._fast.model, "byte_fallback", False)),
+        }.get(self.kind, False)
+        added = self._fast.get_added_tokens_decoder().values()
+        if (
+            not spelled
+            or not all(map(_grows, normalizers))
+            or any(one.lstrip or one.rstrip for one in added)
+        ):
+            return None
+        normalized = any(one["type"] == "NFC" for one in normalizers)
+        longest = max((len(self._spelled(token)) for token in self._pieces), default=1)
+        return longest * (_NORMALIZED if normalized else 1)
+
+    # ---- text to tokens -------------------------------------------------------------------------
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """`special`: add what the tokenizer adds around a text (BOS). Raises TokenizerError."""
+        try:
+            # As a batch of one: it keeps no offsets, and takes a third of the time.
+            (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
+        except BaseException as error:
+            raise refusal(error, "the tokenizer cannot take this text") from error
+        return encoding.ids
+
+    def render(
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
+    ) -> str:
+        """The chat as the model's template writes it. Raises TokenizerError."""
+        return self._template.render(messages, extra, chars_max)
+
+    def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
+        """Return a chained 64-bit hash per full block. Hashes are equal for equal prefixes of the
+        same model and `salt` (server/cache_salts.py), and for nothing else."""
+        data = array("I", tokens).tobytes()
+        size, digest = BLOCK_TOKENS * 4, hashlib.blake2b(self._salt + salt, digest_size=16).digest()
+        hashes: list[int] = []
+        for start in range(0, len(data) - size + 1, size):
+            digest = hashlib.blake2b(digest + data[start : start + size], digest_size=16).digest()
+            hashes.append(int.from_bytes(digest[:8], "little"))
+        return tuple(hashes)
+
+
+def _state(part: Any) -> dict[str, Any]:
+    """A part of a tokenizer as its file writes it."""
+    return json.loads(part.__getstate__()) if part else {}
+
+
+def _steps(part: Any, name: str) -> list[dict[str, Any]]:
+    """The same as a list, whether it is one step, a sequence or nothing."""
+    found = _state(part)
+    if found.get("type") == "Sequence":
+        return list(found.get(name) or ())
+    return [found] if found else []
+
+
+def _grows(normalizer: dict[str, Any]) -> bool:
+    """The step never makes a text shorter, or (NFC) by a known factor at most."""
+    if normalizer["type"] != "Replace":
+        return normalizer["type"] in ("NFC", "Prepend")
+    pattern = normalizer["pattern"].get("String")
+    return pattern is not None and len(normalizer["content"].encode()) >= len(pattern.encode())
+
+
+def _decoder_kind(decoder: dict[str, Any]) -> tuple[str, bool]:
+    """`bytes`, `pieces` or `other`, and whether the first space of a text is not shown."""
+    if decoder.get("type") == "ByteLevel":
+        return "bytes", False
+    steps: list[dict[str, Any]] = decoder.get("decoders", [])
+    replace = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    pieces = [replace, {"type": "ByteFallback"}, {"type": "Fuse"}]
+    if steps in (pieces, [*pieces, strip]):
+        return "pieces", strip in steps
+    return "other", False

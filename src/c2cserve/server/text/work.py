@@ -1,0 +1,268 @@
+"""From a request's body to what an engine needs: checked, rendered, tokenized, within limits.
+
+Pure functions of a body and a tokenizer. Their cost grows with what a client sends and with what a
+checkpoint's author wrote, so they run in processes that can be killed (server/text/process.py).
+"""
+
+import random
+from array import array
+from typing import Any
+
+from pydantic import ValidationError
+
+from c2cserve.core.model import name_of
+from c2cserve.core.request import Sampling
+from c2cserve.server.cache_salts import request_salt
+from c2cserve.server.errors import ApiError, of_validation
+from c2cserve.server.fields import ChatBody, Common, CompletionBody
+from c2cserve.server.settings import RequestLimits
+from c2cserve.server.text.messages import Asked, Done, Target, TokenizedPrompt, Work
+from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.vocabulary import TokenizerError
+
+_COMPLETION_TOKENS = 16
+"""OpenAI's default for /v1/completions."""
+_GREEDY_BELOW = 1e-5
+"""Temperatures that single precision can not divide by: the likeliest token is drawn, as it would
+be anyway."""
+_TOP_P_MIN = 1e-9
+"""Below the share of any likeliest token, and far from zero in single precision."""
+
+
+def do_work(work: Work, tokenizer: Tokenizer | None) -> Done:
+    """Without a tokenizer, the body is validated and there are no prompts. Raises ApiError."""
+    body = _validated(work)
+    texts = _texts(body)
+    _check_counts(body, len(texts), work.limits)
+    if work.target is None or tokenizer is None:
+        return Done(_asked(body, Sampling(seed=0)), [])
+    sampling = _sampling(body, work.target)
+    salt = request_salt(work.cache_salt, body.cache_salt)
+    reader = _Reader(tokenizer, work.target, body, work.limits, salt)
+    try:
+        return Done(_asked(body, sampling), [reader.read(text) for text in texts])
+    except TokenizerError as error:
+        raise ApiError(400, str(error), param=_prompt_field(body)) from error
+
+
+def _validated(work: Work) -> CompletionBody | ChatBody:
+    kind = CompletionBody if work.api == "completions" else ChatBody
+    try:
+        return kind.model_validate_json(work.body)
+    except ValidationError as error:
+        raise of_validation(error) from error
+
+
+def _prompt_field(body: Common) -> str:
+    return "messages" if isinstance(body, ChatBody) else "prompt"
+
+
+def _texts(body: CompletionBody | ChatBody) -> list[Any]:
+    """The prompts, each a text or token ids; of a chat, its messages are the only one."""
+    if isinstance(body, ChatBody):
+        return [body.messages]
+    given: Any = body.prompt
+    several = isinstance(given, list) and not isinstance(given[0], int)
+    return list(given) if several else [given]
+
+
+# ---- limits -------------------------------------------------------------------------------------
+
+
+def _check_counts(body: CompletionBody | ChatBody, prompts: int, limits: RequestLimits) -> None:
+    """Everything that can be counted before it is tokenized."""
+    choices = prompts * (body.n or 1)
+    within("n", f"{prompts} prompts x n are {choices} choices", choices, limits.choices, "choices")
+    stops = len(body.stops)
+    within("stop", f"stop has {stops} strings", stops, limits.stops, "stops")
+    for field in ("logit_bias", "stop_token_ids"):
+        count = len(getattr(body, field) or ())
+        within(field, f"{field} has {count} entries", count, limits.logit_bias, "logit-bias")
+    if isinstance(body, ChatBody):
+        count = len(body.messages)
+        within("messages", f"there are {count} messages", count, limits.messages, "messages")
+        chars = sum(message.chars for message in body.messages)
+    else:
+        chars = sum(len(one) for one in _texts(body) if isinstance(one, str))
+    field = _prompt_field(body)
+    within(
+        field, f"{field} has {chars} characters", chars, limits.prompt_chars, "prompt-chars"
+    )  # fmt: skip
+
+
+def within(param: str, what: str, count: int, limit: int, option: str) -> None:
+    """Raises ApiError (400), which names the field, the limit and the option that sets it."""
+    if count > limit:
+        raise ApiError(
+            400, f"{what}; this server's limit is {limit} (--max-{option})", param=param,
+            code="limit_exceeded",
+        )  # fmt: skip
+
+
+# ---- prompts ------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Tokenizes the prompts of one request."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, target: Target, body: CompletionBody | ChatBody,
+        limits: RequestLimits, salt: bytes,
+    ) -> None:  # fmt: skip
+        """`salt`: of the prefix hashes."""
+        self._salt = salt
+        self._tokenizer = tokenizer
+        self._target = target
+        self._body = body
+        self._limits = limits
+        self._field = _prompt_field(body)
+        self._tokens = 0
+        """Of all choices so far."""
+
+    def read(self, given: Any) -> TokenizedPrompt:
+        body, text = self._body, ""
+        tokens: list[int]
+        if isinstance(body, ChatBody):
+            tokens = self._encode(self._render(body), special=False)
+        elif isinstance(given, str):
+            tokens, text = self._encode(given, special=True), given
+        else:
+            tokens = given
+        max_new_tokens = self._max_new_tokens(len(tokens))
+        self._count(len(tokens))
+        if isinstance(given, list) and not isinstance(body, ChatBody):
+            text = self._checked(tokens)
+        echo = isinstance(body, CompletionBody) and bool(body.echo)
+        scored = echo and body.logprobs is not None
+        # Every position's logits are wanted then: nothing may come from the cache.
+        hashes = () if scored else self._tokenizer.prefix_hashes(tokens, self._salt)
+        return TokenizedPrompt(
+            array("I", tokens).tobytes(), array("Q", hashes).tobytes(), text if echo else "",
+            max_new_tokens,
+        )  # fmt: skip
+
+    def _checked(self, tokens: list[int]) -> str:
+        """Given token ids as text, for `echo`. Raises ApiError for ids that there are not."""
+        vocab_size = self._target.vocab_size
+        if max(tokens) >= vocab_size:
+            raise ApiError(
+                400, f"token id {max(tokens)} is not in the vocabulary of {vocab_size}",
+                param="prompt",
+            )  # fmt: skip
+        return self._tokenizer.decode(tokens) if getattr(self._body, "echo", None) else ""
+
+    def _render(self, body: ChatBody) -> str:
+        messages = [message.plain() for message in body.messages]
+        extra = body.chat_template_kwargs or {}
+        return self._tokenizer.render(messages, extra, self._limits.prompt_chars)
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        """A text that can not fit whatever its tokens are is refused unread."""
+        longest, room = self._tokenizer.token_bytes_max, self._target.max_context
+        size = len(text) if longest is None else len(text.encode())
+        if longest is not None and size > longest * room:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {room} tokens, and none of its tokens "
+                f"stands for more than {longest} bytes. However, the text has {size} bytes. "
+                "Please reduce the length of the prompt.",
+                param=self._field, code="context_length_exceeded",
+            )  # fmt: skip
+        tokens = self._tokenizer.encode(text, special=special)
+        self._check_vocabulary(tokens)
+        return tokens
+
+    def _check_vocabulary(self, tokens: list[int]) -> None:
+        """A tokenizer may know tokens that the model has no embedding of. Raises ApiError."""
+        if tokens and (largest := max(tokens)) >= self._target.vocab_size:
+            raise ApiError(
+                400,
+                f"the tokenizer of {name_of(self._target.version)!r} made token id {largest} of "
+                f"this text, and the model's vocabulary is {self._target.vocab_size}",
+                param=self._field,
+            )
+
+    def _count(self, tokens: int) -> None:
+        """Raises ApiError when all choices so far have more tokens than one request may."""
+        self._tokens += tokens * (self._body.n or 1)
+        within(
+            self._field, f"the prompts of all choices have {self._tokens} tokens", self._tokens,
+            self._limits.prompt_tokens, "prompt-tokens",
+        )  # fmt: skip
+
+    def _max_new_tokens(self, count: int) -> int:
+        """Tokens to draw after `count` of the prompt. Raises ApiError: they do not fit."""
+        if count == 0:
+            raise ApiError(400, "the prompt has no tokens", param=self._field)
+        body, room = self._body, self._target.max_context - count
+        wanted = body.max_tokens
+        if isinstance(body, ChatBody):
+            wanted = wanted or body.max_completion_tokens or max(1, room)
+        wanted = wanted or _COMPLETION_TOKENS
+        if wanted > room:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self._target.max_context} tokens. "
+                f"However, you requested {count + wanted} tokens ({count} in the prompt, {wanted} "
+                "in the completion). Please reduce the length of the prompt or completion.",
+                param=self._field, code="context_length_exceeded",
+            )  # fmt: skip
+        if (body.min_tokens or 0) > wanted:
+            raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens")
+        return wanted
+
+
+# ---- everything else ----------------------------------------------------------------------------
+
+
+def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
+    options = body.stream_options
+    return Asked(
+        model=body.model,
+        chat=isinstance(body, ChatBody),
+        n=body.n or 1,
+        stream=bool(body.stream),
+        include_usage=options is not None and options.include_usage,
+        echo=isinstance(body, CompletionBody) and bool(body.echo),
+        stops=body.stops,
+        priority=body.priority,
+        sampling=sampling,
+    )
+
+
+def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
+    """Within what single precision and 32-bit integers hold: an engine needs no checks."""
+    bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
+    for field, tokens in (
+        ("logit_bias", [token for token, _ in bias]),
+        ("stop_token_ids", body.stop_token_ids or []),
+    ):
+        for token in tokens:
+            if not 0 <= token < target.vocab_size:
+                raise ApiError(
+                    400, f"token id {token} is not in the vocabulary of {target.vocab_size}",
+                    param=field,
+                )  # fmt: skip
+    if isinstance(body, ChatBody):
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        prompt_logprobs = None
+    else:
+        logprobs = body.logprobs
+        prompt_logprobs = logprobs if body.echo else None
+    eos = () if body.ignore_eos else target.eos_token_ids
+    temperature = 1.0 if body.temperature is None else body.temperature
+    return Sampling(
+        seed=random.getrandbits(63) if body.seed is None else body.seed % 2**64,
+        temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
+        top_p=1.0 if body.top_p is None else max(_TOP_P_MIN, body.top_p),
+        top_k=min(max(0, body.top_k or 0), target.vocab_size),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=body.repetition_penalty or 1.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=bias,
+        stop_token_ids=tuple(dict.fromkeys((*eos, *(body.stop_token_ids or ())))),
+        min_tokens=body.min_tokens or 0,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )

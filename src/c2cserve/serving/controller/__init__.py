@@ -1,0 +1,1 @@
+"""The controller's side: catalogue, pool, workers and requests in flight."""

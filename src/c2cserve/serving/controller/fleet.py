@@ -1,0 +1,249 @@
+"""All worker processes of a server: kept running, one per slice.
+
+A worker that dies or hangs is replaced at once; one that keeps dying is replaced with growing
+delays, for ever: once a slice has been up, nothing that happens to workers ends the server. What
+the controller must know of it comes out of `reap`.
+"""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from c2cserve.core.backoff import back_off_s
+from c2cserve.core.machine import Slice
+from c2cserve.serving.controller.reserve import Reserve
+from c2cserve.serving.controller.workers import Spawner, Worker, next_config
+from c2cserve.serving.ipc.messages import Quit, WorkerConfig
+
+log = logging.getLogger(__name__)
+
+_END_POLL_S = 0.01
+_BACK_OFF_FIRST_S = 2.0
+_SPARE_RETRY_S = 5.0
+_PAUSE_S = 2.0
+"""Workers are looked at several times a second. If not, the server itself did not run."""
+_SOUND_S = 10.0
+"""A worker that was up for so long did start."""
+_START_FDS = 8
+"""File descriptors that starting a worker takes at most, for the moment;"""
+_WORKER_FDS = 4
+"""and those that it keeps: its channel, its pidfd, its stat file, the mapping of its page."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    beat_timeout_s: float = 5.0
+    """A worker silent for longer is hung (it beats every half second, also while it computes)."""
+    step_timeout_s: float = 300.0
+    """A single step that takes longer is hung."""
+    stall_timeout_s: float = 60.0
+    """A slice that has had requests for longer without a step being done is in trouble."""
+    start_timeout_s: float = 120.0
+    start_tries: int = 3
+    """Failed starts in a row after which the server gives up, if no slice has ever been up."""
+    backoff_max_s: float = 30.0
+
+
+class FleetDown(Exception):
+    """No worker can be started, and none ever was."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why no slice is up, and in how many seconds the next start is due (0: one starts now)."""
+
+    reason: str
+    retry_s: float
+
+
+@dataclass(slots=True)
+class Slot:
+    """A slice and its current worker, if one runs."""
+
+    config: WorkerConfig
+    worker: Worker | None = None
+    leaving: Worker | None = None
+    """The one before, killed but not gone: what it holds of its device is not free yet."""
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    failures: int = 0
+    """Incarnations in a row that died before they were up for ten seconds, or could not start."""
+    reason: str = ""
+    """Why the last one ended."""
+
+    @property
+    def backs_off(self) -> bool:
+        """Its workers fail again and again, and none is up."""
+        return self.failures > 1 and not (self.worker is not None and self.worker.up)
+
+    @property
+    def slice(self) -> Slice:
+        return self.config.slice
+
+    @property
+    def restarts(self) -> int:
+        """Incarnations after the first (`config` is the next one's)."""
+        return max(0, self.config.epoch - 2)
+
+    @property
+    def state(self) -> str:
+        if self.worker is None:
+            return "lost"
+        return "up" if self.worker.up else "starting"
+
+
+class Fleet:
+    """Used by the controller's thread alone, except for reading slots."""
+
+    def __init__(
+        self, configs: Sequence[WorkerConfig], prefix: Path, settings: FleetSettings
+    ) -> None:
+        self._prefix = prefix
+        self.settings = settings
+        self.slots = {config.slice.id: Slot(config) for config in configs}
+        self._spawner = Spawner()
+        self._excused: set[str] = set()
+        """Slices whose worker died of a request."""
+        self._spare_due_s = 0.0
+        self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
+        self._ever_up = False
+        self._reaped_s = self._watching_since_s = 0.0
+
+    @property
+    def up(self) -> list[Worker]:
+        return [w for slot in self.slots.values() if (w := slot.worker) is not None and w.up]
+
+    def worker(self, slice_id: str) -> Worker | None:
+        """The slice's worker if it can take messages."""
+        worker = self.slots[slice_id].worker
+        return worker if worker is not None and worker.up else None
+
+    def outage(self, now: float) -> Outage | None:
+        """None while a slice is up, or may come up without delay. Callable from any thread."""
+        slots = list(self.slots.values())
+        if not all(slot.backs_off for slot in slots):
+            return None
+        starts = [0.0 if one.worker or one.leaving else one.restart_at_s - now for one in slots]
+        reasons = sorted({f"slice {slot.slice.id}: {slot.reason}" for slot in slots})
+        return Outage(f"no slice is up ({'; '.join(reasons)})", max(0.0, min(starts)))
+
+    def start_due(self, now: float) -> None:
+        """(Re)start every slice without a worker whose delay has passed, once the last one is gone;
+        keep a spare process once all are up. Waits for nobody. Raises `FleetDown` when nothing can
+        be started, and nothing ever could."""
+        for slot in self.slots.values():
+            if slot.leaving is not None and slot.leaving.exit_code is not None:
+                slot.leaving.close()
+                slot.leaving = None
+            if slot.worker or slot.leaving or now < slot.restart_at_s:
+                continue
+            try:
+                with self._reserve.lent():
+                    slot.worker = self._start(slot.config)
+            except OSError as error:
+                # No descriptors, processes or shared memory now: that is not for ever.
+                self._failed(slot, f"cannot be started: {error}", now)
+                continue
+            slot.config = next_config(slot.config)
+            slot.started_s = now
+        if now >= self._spare_due_s and all(slot.state == "up" for slot in self.slots.values()):
+            self._keep_spare(now)
+
+    def _start(self, config: WorkerConfig) -> Worker:
+        """Raises OSError."""
+        spawned = self._spawner.take()
+        try:
+            return Worker(config, self._prefix, spawned)
+        except OSError:
+            spawned.end()
+            raise
+
+    def _keep_spare(self, now: float) -> None:
+        try:
+            self._spawner.keep_spare()
+            self._spare_due_s = 0.0
+        except OSError as error:
+            if not self._spare_due_s:
+                log.error("no spare worker process for now: %s", error)
+            self._spare_due_s = now + _SPARE_RETRY_S
+
+    def _failed(self, slot: Slot, reason: str, now: float) -> None:
+        """Another incarnation in a row has. Raises `FleetDown`."""
+        if reason != slot.reason:
+            log.error("worker of slice %s: %s", slot.slice.id, reason)
+        slot.failures += 1
+        slot.reason = reason
+        if slot.failures >= self.settings.start_tries and not self._ever_up:
+            raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
+        delay_s = 0.0
+        if slot.failures > 1:
+            most_s = self.settings.backoff_max_s
+            delay_s = back_off_s(slot.failures - 2, _BACK_OFF_FIRST_S, most_s)
+        slot.restart_at_s = now + delay_s
+
+    def excuse(self, slice_id: str) -> None:
+        """The worker that `reap` has just yielded died with a request that others died with before:
+        its successor starts without delay. There are few such deaths
+        (`policy.cluster.suspects`)."""
+        self._excused.add(slice_id)
+
+    def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
+        """Workers found dead, hung or failed to start, with the reason; the caller takes what each
+        still said. Raises `FleetDown` when nothing can be started, and nothing ever could."""
+        self._ever_up |= bool(self.up)
+        if now - self._reaped_s > _PAUSE_S:  # the whole machine may have been stopped meanwhile
+            self._watching_since_s = now
+        self._reaped_s = now
+        for slot in self.slots.values():
+            worker = slot.worker
+            if worker is None or (reason := self._verdict(slot, worker, now)) is None:
+                continue
+            worker.kill()
+            log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
+            yield worker, reason
+            slot.worker, slot.leaving = None, worker
+            excused = slot.slice.id in self._excused
+            self._excused.discard(slot.slice.id)
+            sound = worker.up and now - slot.started_s > _SOUND_S
+            if sound or excused:
+                slot.failures = 0 if sound else slot.failures
+                slot.reason, slot.restart_at_s = reason, now
+            else:
+                slot.reason = reason  # logged above
+                self._failed(slot, reason, now)
+
+    def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
+        if (code := worker.exit_code) is not None:
+            return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
+        if worker.ending:
+            return "killed, and not gone yet"
+        if not worker.up and now - slot.started_s > self.settings.start_timeout_s:
+            return f"not up after {self.settings.start_timeout_s:.0f} s"
+        limits = self.settings.beat_timeout_s, self.settings.step_timeout_s
+        return worker.hung(now, now - self._watching_since_s, *limits)
+
+    def close(self, grace_s: float) -> None:
+        """End all workers and reap them. Workers that are up are told to quit, all at the same
+        time, and get `grace_s`; the others have nothing to finish and are killed at once."""
+        began_s = time.monotonic()
+        workers = [w for slot in self.slots.values() if (w := slot.worker) is not None]
+        for worker in workers:
+            if worker.up:
+                worker.send(Quit())
+            else:
+                worker.kill()
+        self._spawner.close()
+        self._reserve.close()
+        while any(w.exit_code is None for w in workers) and time.monotonic() - began_s < grace_s:
+            time.sleep(_END_POLL_S)
+        # Each is killed before any is waited for: a driver takes its time with every process.
+        for worker in workers:
+            worker.kill()
+        for slot in self.slots.values():
+            for worker in (slot.worker, slot.leaving):
+                if worker is not None:
+                    worker.close()
+            slot.worker = slot.leaving = None
+        log.info("all workers ended within %.2f s", time.monotonic() - began_s)

@@ -1,0 +1,251 @@
+"""The HTTP server's side of the live controller: asyncio in front, the controller's thread behind.
+
+Deltas cross from the thread to the event loop in batches, one wake-up per batch.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+
+from c2cserve.core.events import Cancelled, ClusterEvent, Draining
+from c2cserve.core.model import ModelStatus
+from c2cserve.core.request import Delta, Job
+from c2cserve.policy.cluster.admission import BURST_S
+from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
+from c2cserve.serving.controller.changes import ModelChanges
+from c2cserve.serving.controller.controller import Controller, Loop
+from c2cserve.serving.controller.directory import BrokenModel, Directory
+from c2cserve.serving.controller.fleet import Fleet
+from c2cserve.serving.controller.host import HostedModel, ModelHost
+from c2cserve.serving.controller.jobs import JobTable, LiveJob
+from c2cserve.serving.controller.overload import FrontDoor
+from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
+from c2cserve.serving.controller.world import World
+
+_GRACE_S = 2.0
+"""Of workers that were told to quit: a step that is under way ends first."""
+_LOOK_S = 1.0
+"""How often slices are looked at, for how busy they are."""
+_STALLED_S = 5.0
+"""A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
+
+
+class _Stream:
+    """One request's output on its way to the event loop."""
+
+    __slots__ = ("_items", "_waiter")
+
+    def __init__(self) -> None:
+        self._items: deque[Delta | Refused] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Delta | Refused) -> None:
+        """On the event loop."""
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Delta | Refused:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._items.popleft()
+
+
+class LiveGateway:
+    """`runtime.gateway.Gateway` over a fleet of workers. Made on the event loop it serves."""
+
+    def __init__(
+        self,
+        instance: str,
+        make_loop: Callable[[int], Loop],
+        fleet: Fleet,
+        host: ModelHost,
+        on_end: Callable[[str | None], None],
+        burst_s: float = BURST_S,
+    ) -> None:
+        """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
+        has ended: with None after a drain, else with the reason it could not go on. The workers end
+        from then on; `join` waits for them."""
+        self._instance = instance
+        self._loop = asyncio.get_running_loop()
+        self._fleet = fleet
+        self._host = host
+        self._on_end = on_end
+        self._directory = Directory()
+        self._jobs = JobTable()
+        self._outbox: list[tuple[_Stream, Delta | Refused]] = []
+        self._started_s = time.time()
+        self._draining = False
+        self._door = FrontDoor(burst_s)
+        self._busy = BusyShares()
+        self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._controller = Controller(self._world, make_loop)
+        self._changes = ModelChanges(
+            host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
+            lambda: {worker.slice.id for worker in fleet.up},
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._control, name="controller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        self._look()
+
+    def _look(self) -> None:
+        self._busy.look(list(self._fleet.slots.values()), time.monotonic())
+        self._loop.call_later(_LOOK_S, self._look)
+
+    # ---- the controller's thread --------------------------------------------------------------
+
+    def post(self, event: ClusterEvent) -> None:
+        """For the model host's listener, from any thread."""
+        self._world.post(event)
+
+    def _control(self) -> None:
+        reason = self._controller.run()
+        # The event loop ends its connections while the workers end.
+        self._loop.call_soon_threadsafe(self._ended, reason)
+        self._world.close(grace_s=_GRACE_S)
+
+    def _flush(self) -> None:
+        if self._outbox:
+            batch, self._outbox = self._outbox, []
+            self._loop.call_soon_threadsafe(self._hand_out, batch)
+
+    def _forgotten(self, model: str) -> None:
+        self._loop.call_soon_threadsafe(self._changes.forgotten, model)
+
+    # ---- the event loop -----------------------------------------------------------------------
+
+    @staticmethod
+    def _hand_out(batch: list[tuple[_Stream, Delta | Refused]]) -> None:
+        for stream, item in batch:
+            stream.put(item)
+
+    def _ended(self, reason: str | None) -> None:
+        self._draining = True
+        for live in self._jobs.clear():
+            live.sink(Refused(503, reason or "the server is shutting down"))
+        self._flush()
+        self._changes.end()
+        self._on_end(reason)
+
+    def resolve(self, name: str) -> ModelFiles | None:
+        model = self._directory.find(name)
+        if isinstance(model, BrokenModel):
+            raise Refused(503, f"the model {model.name!r} can not be served: {model.error}")
+        return None if model is None else model.hosted.files
+
+    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+        now = time.monotonic()
+        return self._door.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
+
+    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+        record = self._directory.version(job.request.model)
+        if record is None or record.superseded:
+            raise Superseded
+        if record.draining:
+            raise Refused(404, f"the model {record.name!r} does not exist")
+        if self._draining:
+            raise Refused(503, "the server is shutting down", retry_after_s=5.0)
+        outage = self._fleet.outage(time.monotonic())
+        if outage is not None and outage.retry_s > 0.0:
+            raise Refused(503, outage.reason, outage.retry_s)
+        self._door.prepared()
+        request = job.request
+        waited_s = time.monotonic() - request.arrival_s
+        late = self._door.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
+        if late is not None:
+            raise late
+        stream = _Stream()
+        request_id = job.request.id
+        self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
+        ended = False
+        try:
+            while not ended:
+                item = await stream.get()
+                if isinstance(item, Refused):
+                    ended = True
+                    raise item
+                ended = item.finish is not None
+                yield item
+        finally:
+            if not ended:
+                self.cancel(request_id)
+
+    def cancel(self, request_id: str) -> None:
+        self._world.post(Cancelled(request_id))
+
+    def snapshot(self) -> Snapshot:
+        return take_snapshot(
+            instance=self._instance,
+            started_s=self._started_s,
+            draining=self._draining,
+            slots=list(self._fleet.slots.values()),
+            directory=self._directory,
+            jobs=self._jobs,
+            host=self._host,
+            counters=self._world.counters,
+            busy=self._busy,
+            stall_timeout_s=self._fleet.settings.stall_timeout_s,
+            refused_early=self._door.refused,
+        )
+
+    @property
+    def ready(self) -> bool:
+        sound = any(one.state == "up" and not one.trouble for one in self.snapshot().slices)
+        return not self._draining and sound
+
+    @property
+    def healthy(self) -> bool:
+        alive = self._thread.is_alive()
+        turning = alive and time.monotonic() - self._world.last_tick_s < _STALLED_S
+        if not turning or self._fleet.outage(time.monotonic()) is not None:
+            return False
+        up = [one for one in self.snapshot().slices if one.state == "up"]
+        return not (up and all(one.trouble for one in up))
+
+    def models(self) -> Sequence[ModelStatus]:
+        return self.snapshot().models
+
+    def _status(self, model: str) -> ModelStatus:
+        return next(status for status in self.models() if status.id == model)
+
+    def add_hosted(self, hosted: HostedModel) -> None:
+        """Raises `Refused` (409) when a name is taken."""
+        self._changes.add_hosted(hosted)
+
+    def add_broken(self, broken: BrokenModel) -> None:
+        """A model that is `failed` from the start. Raises `Refused` (409) when a name is taken."""
+        self._directory.add(broken)
+
+    async def add_model(self, entry: dict[str, object]) -> ModelStatus:
+        return self._status((await self._changes.add(entry)).spec.name)
+
+    async def remove_model(self, name: str) -> None:
+        await self._changes.remove(name)
+
+    async def reload_model(self, name: str) -> ModelStatus:
+        return self._status((await self._changes.reload(name)).name)
+
+    # ---- shutting down ------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse what is new, finish what is there; `on_end` follows."""
+        self._draining = True
+        self._world.post(Draining())
+
+    def abort(self, reason: str) -> None:
+        """End now; what is in flight is refused."""
+        self._draining = True
+        self._world.abort(reason)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    def join(self) -> None:
+        """Wait until all workers are gone. Blocks for as long as the last one takes to die."""
+        self._thread.join()

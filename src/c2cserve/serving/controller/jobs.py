@@ -1,0 +1,234 @@
+"""The controller's record of every request in flight: what was asked, what was sent.
+
+It is the one place that knows which tokens a client already has, and so what a lost slice's
+requests continue from.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from c2cserve.core.events import (
+    PROGRESS_TOKENS,
+    Cancelled,
+    ClusterEvent,
+    Finished,
+    FirstToken,
+    Progressed,
+    Recalled,
+    Returned,
+)
+from c2cserve.core.request import Delta, FinishReason, Job, Request
+from c2cserve.runtime.gateway import Refused
+
+Sink = Callable[["Delta | Refused"], None]
+"""Takes one request's output, in order; called on the controller's thread, must not block."""
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class LiveJob:
+    job: Job
+    sink: Sink
+    slice_id: str | None = None
+    output: list[int] = field(default_factory=list[int])
+    prompt_reported: bool = False
+    deaths: int = 0
+    """Slices it was on that were lost, since it last made progress."""
+    recalled: bool = False
+    """Its slice has been asked to give it back (`core.actions.Recall`)."""
+    moved: bool = False
+    """It began anew on another slice, or on the same one."""
+    lost_slice: str = ""
+    """The one that it was on before it began anew."""
+
+    @property
+    def request(self) -> Request:
+        return self.job.request
+
+    @property
+    def untold(self) -> bool:
+        """Nothing of its output was sent."""
+        return not self.output and not self.request.sent
+
+    def remaining(self) -> Job:
+        """What is left to do, as of the last token received: the prompt grows by the output."""
+        if not self.output:
+            return self.job
+        request = replace(
+            self.request,
+            prompt_len=self.request.prompt_len + len(self.output),
+            max_new_tokens=self.request.max_new_tokens - len(self.output),
+            sent=self.request.sent + len(self.output),
+        )
+        return replace(self.job, request=request, tokens=self.job.tokens + tuple(self.output))
+
+    def begin_anew(self) -> Request:
+        """It is on no slice any more: it goes on from what its client has."""
+        self.job = self.remaining()
+        self.output.clear()
+        self.lost_slice, self.slice_id = self.slice_id or self.lost_slice, None
+        self.moved, self.recalled = True, False
+        return self.request
+
+
+class JobTable:
+    """Requests from arrival to their last delta. Used by the controller's thread alone, but for
+    `counts` and `of_tenants`."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[str, LiveJob] = {}
+        self.resumed = 0
+        self.blamed = 0
+        """Requests that failed because handling them raised here."""
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(self, job: LiveJob) -> None:
+        self._jobs[job.request.id] = job
+
+    def get(self, request_id: str) -> LiveJob | None:
+        return self._jobs.get(request_id)
+
+    def drop(self, request_id: str) -> LiveJob | None:
+        return self._jobs.pop(request_id, None)
+
+    def live(self) -> list[LiveJob]:
+        """All of them, oldest first."""
+        return list(self._jobs.values())
+
+    def clear(self) -> list[LiveJob]:
+        """Forget all of them; returns what was in flight."""
+        jobs = list(self._jobs.values())
+        self._jobs.clear()
+        return jobs
+
+    def receive(self, delta: Delta, now: float) -> list[ClusterEvent]:
+        """Hand a worker's delta to its client; return what the policy must hear of it. Deltas of
+        requests that ended meanwhile (cancelled) are dropped."""
+        live = self._jobs.get(delta.request_id)
+        if live is None:
+            return []
+        events: list[ClusterEvent] = []
+        if delta.tokens and live.untold:
+            events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
+        if live.moved:
+            delta = self._without_repeats(live, delta)
+        # What can fail comes before: a token is noted exactly if its client gets it.
+        before = len(live.output)
+        live.output.extend(delta.tokens)
+        if live.moved and before < PROGRESS_TOKENS <= len(live.output):
+            live.deaths = 0
+            events.append(Progressed(delta.request_id, now - live.request.arrival_s))
+        live.prompt_reported = True
+        live.sink(delta)
+        if delta.finish is not None:
+            del self._jobs[delta.request_id]
+            failed = delta.finish is FinishReason.ERROR
+            output_len = live.request.sent + len(live.output)
+            events.append(Finished(delta.request_id, output_len, failed))
+        return events
+
+    def fail(self, request_id: str, reason: str) -> list[ClusterEvent]:
+        """End a request that cannot go on: its client gets an error. Return what the policy must
+        hear, nothing if the request has ended already."""
+        live = self._jobs.pop(request_id, None)
+        if live is None:
+            return []
+        live.sink(Delta(request_id, finish=FinishReason.ERROR, error=reason))
+        return [Cancelled(request_id)]
+
+    def blame(self, request_id: str, fault: Exception) -> list[ClusterEvent]:
+        """End the one request whose handling raised `fault`, as `fail` does."""
+        self.blamed += 1
+        return self.fail(request_id, f"{type(fault).__name__}: {fault}")
+
+    @staticmethod
+    def _without_repeats(live: LiveJob, delta: Delta) -> Delta:
+        """A resumed request reports its prompt, cache use and timing again: the client has them."""
+        if not live.prompt_reported:
+            return delta
+        return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
+
+    def give_back(self, request_id: str, slice_id: str) -> Recalled | Returned | None:
+        """A slice returned the request: return what the policy must hear, None if the request has
+        ended meanwhile."""
+        live = self._jobs.get(request_id)
+        if live is None or live.slice_id != slice_id:
+            return None
+        if live.recalled:
+            return Recalled(live.begin_anew())
+        log.warning("request %s: slice %s gave it back; it continues elsewhere",
+                    request_id, slice_id, extra={"job": request_id})  # fmt: skip
+        return Returned(live.begin_anew())
+
+    def suspected(self, slice_id: str) -> bool:
+        """Whether the slice has a request that lost two slices without progress between: the
+        policy has isolated it (`policy.cluster.suspects`)."""
+        return any(live.deaths > 1 for live in self._on(slice_id))
+
+    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
+        """The slice is gone: return its requests, which continue from what the clients have, and
+        what the policy must hear of those that cannot. Which of them is to blame for a worker's
+        death is the policy's to say (`policy.cluster.suspects`)."""
+        displaced: list[Request] = []
+        failed: list[ClusterEvent] = []
+        for live in self._on(slice_id):
+            request_id = live.request.id
+            try:
+                displaced.append(live.begin_anew())
+            except Exception as fault:
+                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                failed += self.blame(request_id, fault)
+            else:
+                live.deaths += 1
+        self.resumed += len(displaced)
+        return tuple(displaced), failed
+
+    def withdraw_all(self) -> list[str]:
+        """No slice has any of them any more: all that were on one begin anew. Return their ids.
+        None of them is blamed for that."""
+        moved: list[str] = []
+        for live in self.live():
+            if live.slice_id is None:
+                continue
+            try:
+                live.begin_anew()
+            except Exception as fault:
+                request_id = live.request.id
+                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                self.blame(request_id, fault)
+            else:
+                moved.append(live.request.id)
+        return moved
+
+    def _on(self, slice_id: str) -> list[LiveJob]:
+        return [live for live in self._jobs.values() if live.slice_id == slice_id]
+
+    def of_tenants(self) -> list[int]:
+        """Requests of each tenant that has some. Callable from any thread."""
+        return list(Counter(live.request.tenant for live in list(self._jobs.values())).values())
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Per model: requests dispatched, requests waiting. Callable from any thread."""
+        counts: dict[str, tuple[int, int]] = {}
+        for live in list(self._jobs.values()):
+            running, waiting = counts.get(live.request.model, (0, 0))
+            if live.slice_id is None:
+                counts[live.request.model] = (running, waiting + 1)
+            else:
+                counts[live.request.model] = (running + 1, waiting)
+        return counts
+
+
+def log_moved(request_ids: Sequence[str], why: str) -> None:
+    """Log which requests a fault has hit that was not their own."""
+    if request_ids:
+        log.warning(
+            "%s; requests that continue from what their clients have: %s",
+            why, ", ".join(request_ids), extra={"jobs": list(request_ids)},
+        )  # fmt: skip

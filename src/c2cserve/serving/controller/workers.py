@@ -1,0 +1,255 @@
+"""One worker process: started, listened to, watched, killed."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from c2cserve.core.machine import Slice
+from c2cserve.runtime.environment import child_environment
+from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.messages import (
+    Attach,
+    Detach,
+    Reset,
+    ToController,
+    ToWorker,
+    WorkerConfig,
+    decode_to_controller,
+    encode,
+)
+from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.logs import LogFormat
+
+# The kernels bring their own thread pool; a library that spins up another one per worker would
+# fight it for the slice's cores.
+_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+_EXITING = 0x4
+"""PF_EXITING among a process's flags, the seventh field behind its name in /proc/PID/stat."""
+_STAT_BYTES = 4096
+
+
+class Garbled(Exception):
+    """A worker said something that is no message. Nothing that it says after that is heard."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A worker process and our end of its channel: it has the other as its standard input.
+
+    All descriptors that watching the process takes are opened with it. To find it dead later takes
+    none, so a shortage of descriptors cannot be taken for its death."""
+
+    process: "subprocess.Popen[bytes]"
+    channel: Channel
+    pidfd: int
+    stat_fd: int
+    """Of /proc/PID/stat."""
+
+    @classmethod
+    def watch(cls, process: "subprocess.Popen[bytes]", channel: Channel) -> "Spawned":
+        """Raises OSError, having opened nothing."""
+        pidfd = os.pidfd_open(process.pid)
+        try:
+            stat_fd = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(pidfd)
+            raise
+        return cls(process, channel, pidfd, stat_fd)
+
+    @property
+    def ending(self) -> bool:
+        """Killed and on its way out. With a GPU's driver taking its memory apart that takes
+        seconds, in which its channel stays open and its pidfd is silent."""
+        try:
+            stat = os.pread(self.stat_fd, _STAT_BYTES, 0)
+        except ProcessLookupError:
+            return True
+        return bool(int(stat.rpartition(b")")[2].split()[6]) & _EXITING)
+
+    def end(self) -> None:
+        """Kill it if need be, and reap it."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.channel.close()
+        os.close(self.pidfd)
+        os.close(self.stat_fd)
+
+
+def spawn() -> Spawned:
+    """Start a worker process. Raises OSError, leaving nothing behind."""
+    with contextlib.ExitStack() as undo:
+        mine, its = socket.socketpair()
+        undo.callback(mine.close)
+        with its:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "c2cserve.cli.main", "worker"],
+                stdin=its.fileno(),
+                env=child_environment(**_ONE_THREAD),
+                process_group=0,  # a terminal's ctrl-C is for the server, which drains first
+            )
+        undo.callback(process.wait)
+        undo.callback(process.kill)
+        spawned = Spawned.watch(process, Channel(mine))
+        undo.pop_all()
+    return spawned
+
+
+class Spawner:
+    """Starts worker processes, and keeps one in reserve.
+
+    A fresh process spends seconds importing its array library. The spare one has done that and
+    waits for its configuration: a lost worker is replaced within milliseconds.
+    """
+
+    def __init__(self) -> None:
+        self._spare: Spawned | None = None
+
+    def take(self) -> Spawned:
+        """The spare process if it is alive, else a new one. Raises OSError."""
+        self.keep_spare()
+        spare, self._spare = self._spare, None
+        assert spare is not None
+        return spare
+
+    def keep_spare(self) -> None:
+        """Raises OSError."""
+        if self._spare is not None and self._spare.process.poll() is not None:
+            self._spare.end()
+            self._spare = None
+        if self._spare is None:
+            self._spare = spawn()
+
+    def close(self) -> None:
+        if self._spare is not None:
+            self._spare.end()
+
+
+class Worker:
+    """An incarnation (`epoch`) of a slice's worker process.
+
+    Status pages lie beside the pool's segments under the instance's name, so that whatever removes
+    a dead run's segments removes them too.
+    """
+
+    def __init__(self, template: WorkerConfig, prefix: Path, spawned: Spawned) -> None:
+        """Raises OSError if there is no room for its page; `spawned` is not used then."""
+        self.slice: Slice = template.slice
+        self.epoch = template.epoch
+        self.page = StatusPage(Path(f"{prefix}.{self.slice.id}.{self.epoch}.status"), create=True)
+        self.up = False
+        self.attached: list[str] = []
+        """Models in the order of their `Attach` messages."""
+        self.segments: dict[str, str] = {}
+        """Those it has been told to attach and not to detach, and their segments."""
+        self.resetting = 0
+        """Number of the last `Reset` while its `ResetDone` is to come, else 0."""
+        self._said: deque[bytes] = deque()
+        self._garbled = False
+        self._spawned = spawned
+        self.channel = spawned.channel
+        self.pidfd = spawned.pidfd
+        config = msgspec.structs.replace(template, status_path=str(self.page.path))
+        self.channel.send(msgspec.json.encode(config))
+
+    @property
+    def pid(self) -> int:
+        return self._spawned.process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._spawned.process.poll()
+
+    @property
+    def ending(self) -> bool:
+        """Killed and on its way out."""
+        return self._spawned.ending
+
+    def send(self, message: ToWorker) -> None:
+        """Never blocks, and never fails for what the worker does: what a dead one does not get is
+        placed again. A message that cannot be encoded raises, and nothing of it is sent."""
+        self.channel.send(encode(message))
+
+    def attach(self, message: Attach) -> None:
+        """Once for each segment of a model, however often it is called."""
+        model = message.spec.id
+        if self.segments.get(model) != message.segment:
+            self.send(message)
+            self.attached.append(model)
+            self.segments[model] = message.segment
+
+    def detach(self, model: str) -> None:
+        if self.segments.pop(model, None) is not None:
+            self.send(Detach(model))
+
+    def reset(self, number: int) -> None:
+        """Have all its requests withdrawn and all its models deactivated."""
+        self.resetting = number
+        self.send(Reset(number))
+
+    def receive(self) -> Iterator[ToController]:
+        """Each message once: those that the caller has not come to yet are kept for the next call.
+        Raises `Garbled`."""
+        self._said.extend(self.channel.receive())
+        while self._said and not self._garbled:
+            try:
+                message = decode_to_controller(self._said.popleft())
+            except msgspec.MsgspecError as error:
+                self._garbled = True
+                raise Garbled(str(error)) from error
+            yield message
+
+    def hung(
+        self, now: float, watched_s: float, beat_timeout_s: float, step_timeout_s: float
+    ) -> str | None:
+        """Why this worker must be considered hung, or None. `watched_s`: for how long it has been
+        watched without a pause; no silence counts for longer."""
+        if not self.up:
+            return None
+        silent_s = min(watched_s, now - self.page[Field.BEAT_S])
+        if silent_s > beat_timeout_s:
+            return f"no sign of life for {silent_s:.1f} s"
+        if (stalled_s := min(watched_s, self.stalled_s(now))) > step_timeout_s:
+            return f"it has had requests for {stalled_s:.1f} s, and no step was done"
+        started = self.page[Field.STEP_STARTED_S]
+        if started and min(watched_s, now - started) > step_timeout_s:
+            return f"one step has been running for {now - started:.1f} s"
+        return None
+
+    def stalled_s(self, now: float) -> float:
+        """How long the slice has had requests without a step being done (or waiting for weights).
+        Failed steps do not count as done."""
+        page = self.page
+        busy = page[Field.RUNNING] or page[Field.WAITING]
+        return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
+
+    def kill(self) -> None:
+        if self.exit_code is None:
+            self._spawned.process.send_signal(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Reap the process (killing it if need be) and remove its page."""
+        self._spawned.end()
+        self.page.remove()
+
+
+def first_config(
+    slice_: Slice, log_level: str, log_format: LogFormat, record: str | None
+) -> WorkerConfig:
+    """The template of a slice's first incarnation; `next_config` makes the following ones."""
+    return WorkerConfig(slice_, 1, "", log_level, log_format, record)
+
+
+def next_config(config: WorkerConfig) -> WorkerConfig:
+    return msgspec.structs.replace(config, epoch=config.epoch + 1)

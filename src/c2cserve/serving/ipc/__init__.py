@@ -1,0 +1,1 @@
+"""What controller and workers share: channel, messages, status page."""

@@ -1,0 +1,176 @@
+"""What the controller and a worker say to each other: msgpack over one channel per worker.
+
+Tagged msgspec structs, decoded strictly; the payload types are core's own.
+"""
+
+import msgspec
+
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Delta, Job
+from c2cserve.serving.logs import LogFormat
+
+
+class WorkerConfig(msgspec.Struct, frozen=True):
+    """Everything a worker is told when it is started."""
+
+    slice: Slice
+    epoch: int
+    """Counts the incarnations of this slice's worker, from 1."""
+    status_path: str
+    log_level: str
+    log_format: LogFormat
+    record_path: str | None = None
+
+
+# ---- controller -> worker ---------------------------------------------------------------------
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """A model came into the pool: map its segment, build everything small about it."""
+
+    spec: ModelSpec
+    segment: str
+    config: dict[str, object]
+    """The checkpoint's config.json."""
+    dtype: str
+
+
+class Detach(msgspec.Struct, frozen=True, tag=True):
+    """The model leaves the pool: unmap it. None of its requests is here any more."""
+
+    model: str
+
+
+class Switch(msgspec.Struct, frozen=True, tag=True):
+    """The controller activates (or deactivates) an attached model on this slice."""
+
+    model: str
+    active: bool
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    job: Job
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    request_id: str
+
+
+class Recall(msgspec.Struct, frozen=True, tag=True):
+    """Give the request back (`Returned`) if it has no memory here yet; else keep it, and say
+    nothing."""
+
+    request_id: str
+
+
+class Reset(msgspec.Struct, frozen=True, tag=True):
+    """The controller's loop has started anew: withdraw all requests, deactivate all models, keep
+    what is attached, and answer `ResetDone` when no step can draw for those requests any more.
+    Messages behind this one wait until then."""
+
+    number: int
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Nothing is left to do: exit."""
+
+
+ToWorker = Attach | Detach | Switch | Submit | Withdraw | Recall | Reset | Quit
+
+# ---- worker -> controller ---------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    epoch: int
+    isa: str
+
+
+class Output(msgspec.Struct, frozen=True, tag=True):
+    """All that one step drew."""
+
+    deltas: tuple[Delta, ...]
+
+
+class Measured(msgspec.Struct, frozen=True, tag=True):
+    """Lately measured step times of a model on this slice, for the controller's estimates."""
+
+    model: str
+    decode_step_s: float
+    prefill_token_s: float
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """This worker could not attach the model. `segment` is the one of `Attach`: the model may have
+    been evicted since, or loaded again into another one."""
+
+    model: str
+    segment: str
+    reason: str
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """This worker has mapped the model's `segment` and can run it."""
+
+    model: str
+    segment: str
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """`core.actions.GiveUp`: every request of the model fails on this slice."""
+
+    model: str
+    reason: str
+    others_work: bool
+
+
+class Recovered(msgspec.Struct, frozen=True, tag=True):
+    """A model that was given up here works again."""
+
+    model: str
+
+
+class Returned(msgspec.Struct, frozen=True, tag=True):
+    """The request is not here any more: place it again. All that it drew was said before."""
+
+    request_id: str
+
+
+class ResetDone(msgspec.Struct, frozen=True, tag=True):
+    """The `Reset` of this number is done. What was said of requests before is void."""
+
+    number: int
+
+
+ToController = (
+    Hello | Output | Measured | Unusable | Attached | Failed | Recovered | Returned | ResetDone
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_controller: msgspec.msgpack.Decoder[ToController] = msgspec.msgpack.Decoder(ToController)
+
+
+def encode(message: ToWorker | ToController) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    return _to_worker.decode(data)
+
+
+def submitted_id(data: bytes) -> str | None:
+    """Return the request's id if this looks like a `Submit`, although it does not decode."""
+    try:
+        loose = msgspec.msgpack.decode(data)
+    except msgspec.MsgspecError:
+        return None
+    match loose:
+        case {"type": "Submit", "job": {"request": {"id": str(request_id)}}}:
+            return request_id
+        case _:
+            return None
+
+
+def decode_to_controller(data: bytes) -> ToController:
+    return _to_controller.decode(data)

@@ -1,0 +1,250 @@
+"""The checks behind `c2cserve doctor`: each finds one thing and, if it is wrong, says how to fix
+it."""
+
+import os
+import platform
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from c2cserve import __version__
+from c2cserve.core.machine import Gpu, Machine, Slice
+from c2cserve.devices.discover import discover
+from c2cserve.devices.gpus import GpuProblem, find_nvml
+from c2cserve.devices.links import measure_host_read
+from c2cserve.devices.plan import SliceWishes, plan_all
+from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.terminal.output import show_bytes
+
+_LIBRARIES = (
+    "torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "fastapi", "uvicorn",
+    "msgspec", "numpy",
+)  # fmt: skip
+_FILES_MIN = 4096
+"""Every connection is one; every worker maps two per model."""
+_MAPS_MIN = 65530
+_KERNEL_MIN = (5, 14)
+_SHM_MIN_BYTES = 256 << 20
+_UNUSED_UNITS = {"avx512_bf16": "AVX-512's bf16 instructions", "amx_tile": "AMX tiles"}
+"""Flags of units that multiply bf16 numbers and that no kernel uses (docs/cpu_kernels.md)."""
+_SHM_SHARE_MIN = 0.25
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARN = "warn"
+    """Serving works, but not as it could."""
+    FAIL = "fail"
+    """Serving does not work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    level: Level
+    topic: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    version: str
+    machine: Machine
+    findings: tuple[Finding, ...]
+    slices: tuple[Slice, ...]
+    pool_bytes: int
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.level is Level.FAIL for finding in self.findings)
+
+
+def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
+    """Look at this machine; takes about a second."""
+    machine = discover(shm=pool_dir)
+    findings: list[Finding] = []
+    try:
+        machine = replace(machine, gpus=usable_gpus())
+    except GpuProblem as problem:
+        findings.append(Finding(Level.WARN, "GPUs", f"the driver fails: {problem}", "nvidia-smi"))
+    machine = replace(machine, links=(measure_host_read(machine),))
+    slices, plan = check_slices(machine)
+    checks = (
+        check_system(), check_cpu(machine), check_kernels(), check_memory(machine),
+        check_shared_memory(machine, pool_dir), plan, check_gpus(machine), check_limits(),
+        check_port(host, port), check_libraries(),
+    )  # fmt: skip
+    findings += [finding for check in checks for finding in check]
+    return Diagnosis(__version__, machine, tuple(findings), slices, plan_pool_bytes(machine))
+
+
+def check_system() -> Iterator[Finding]:
+    release = platform.release()
+    numbers = tuple(int(part) for part in release.split("-")[0].split(".")[:2] if part.isdigit())
+    text = f"c2cserve {__version__}, Python {platform.python_version()}, Linux {release}"
+    if numbers < _KERNEL_MIN:
+        wanted = ".".join(map(str, _KERNEL_MIN))
+        yield Finding(Level.WARN, "system", text, f"Linux {wanted} or newer maps weights faster")
+    else:
+        yield Finding(Level.OK, "system", text)
+
+
+def check_cpu(machine: Machine) -> Iterator[Finding]:
+    threads, cores, nodes = len(machine.cpus), len(machine.cores), len(machine.numa)
+    text = f"{machine.cpu_name}: {cores} cores, {threads} threads, {nodes} NUMA node(s)"
+    if machine.cpu_quota is not None:
+        text += f", of which a cgroup allows {machine.cpu_quota:g} CPUs of time"
+    if machine.cpu_quota is not None and machine.cpu_quota < 1:
+        yield Finding(Level.WARN, "CPU", text, "raise the container's CPU limit to at least 1")
+    else:
+        yield Finding(Level.OK, "CPU", text)
+    sets = ", ".join(machine.isa) or "none that c2cserve has kernels for"
+    yield Finding(Level.OK, "instructions", sets)
+    for link in machine.links:
+        rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
+        text = f"{rate} read by all cores; a dense model decodes at most so many of its own sizes/s"
+        yield Finding(Level.OK, "memory link", text)
+
+
+def check_kernels() -> Iterator[Finding]:
+    from c2cserve.kernels import native
+    from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
+
+    try:
+        isa = chosen_isa()
+        load_library(isa)
+    except (KernelsMissing, ValueError, OSError) as error:
+        fix = "python -m c2cserve.kernels.build (needs a C++17 compiler)"
+        yield Finding(Level.FAIL, "kernels", str(error), fix)
+        return
+    asked = bool(os.environ.get("C2CSERVE_CPU_ISA"))
+    best = f"the best of {', '.join(native.ISAS)} that this CPU has"
+    text = f"{isa}, {'as asked for' if asked else best}"
+    flags = native.cpu_flags()
+    unused = [name for flag, name in _UNUSED_UNITS.items() if flag in flags]
+    if unused:
+        text += f"; {' and '.join(unused)} are not used: prompts could be faster"
+    yield Finding(Level.OK, "kernels", text)
+
+
+def check_memory(machine: Machine) -> Iterator[Finding]:
+    available = show_bytes(machine.memory_available_bytes)
+    text = f"{available} available of {show_bytes(machine.memory_bytes)}"
+    if machine.memory_available_bytes < 1 << 30:
+        yield Finding(Level.WARN, "memory", text, "free some: weights and KV caches live there")
+    else:
+        yield Finding(Level.OK, "memory", text)
+
+
+def check_shared_memory(machine: Machine, pool_dir: Path) -> Iterator[Finding]:
+    topic = "shared memory"
+    if machine.shm_bytes == 0:
+        fix = "mount a tmpfs there, or name another with --pool-dir"
+        yield Finding(Level.FAIL, topic, f"{pool_dir} does not exist", fix)
+        return
+    if not os.access(pool_dir, os.W_OK):
+        yield Finding(Level.FAIL, topic, f"{pool_dir} is not writable", f"chmod 1777 {pool_dir}")
+        return
+    text = f"{show_bytes(machine.shm_free_bytes)} free of {show_bytes(machine.shm_bytes)}"
+    text += f" at {pool_dir}"
+    small = machine.shm_free_bytes < _SHM_SHARE_MIN * machine.memory_available_bytes
+    fix = (
+        "the weights of all models in the pool must fit: docker run --shm-size,"
+        f" or mount -o remount,size=90% {pool_dir}"
+    )
+    if machine.shm_free_bytes < _SHM_MIN_BYTES:
+        yield Finding(Level.FAIL, topic, text, fix)
+    elif small:
+        yield Finding(Level.WARN, topic, text, fix)
+    else:
+        yield Finding(Level.OK, topic, text)
+
+
+def check_slices(machine: Machine) -> tuple[tuple[Slice, ...], tuple[Finding, ...]]:
+    try:
+        slices = plan_all(machine, SliceWishes())
+    except SlicePlanError as error:
+        return (), (Finding(Level.FAIL, "slices", str(error)),)
+    sizes = sorted({len(one.cpus) for one in slices})
+    cores = " or ".join(map(str, sizes))
+    text = (
+        f"{len(slices)} of {cores} core(s): about one per 8 cores, at least two,"
+        " none across NUMA nodes, one thread of each core"
+    )
+    if machine.gpus:
+        text = f"{len(slices)}: one per GPU or MIG instance; serve --slices adds CPU slices"
+    return slices, (Finding(Level.OK, "slices", text),)
+
+
+def check_gpus(machine: Machine) -> Iterator[Finding]:
+    if not machine.gpus:
+        hidden = Path("/proc/driver/nvidia/version").exists() and find_nvml() is None
+        if hidden:
+            fix = "pip install 'c2cserve[gpu]'"
+            yield Finding(Level.WARN, "GPUs", "a driver is there, its Python binding is not", fix)
+        else:
+            yield Finding(Level.OK, "GPUs", "none; CPU slices serve")
+    for gpu in machine.gpus:
+        kind = "MIG instance" if gpu.mig else "GPU"
+        text = f"{kind} of {gpu.id}: {gpu.name}, {show_bytes(gpu.memory_bytes)}"
+        text += f" ({show_bytes(gpu.memory_free_bytes)} free), {gpu.sms} SMs"
+        if not gpu.mig and len(machine.gpus) > 1:
+            text += f"; reads the memory of {_readable(machine, gpu)}"
+        yield Finding(Level.OK, "GPUs", text)
+    if any(gpu.readable for gpu in machine.gpus):
+        text = "one without slices can lend its memory: serve --gpu-slices whole@0 --gpu-peer-bytes"
+        yield Finding(Level.OK, "peer memory", text)
+    for obstacle in obstacles(machine.gpus) if machine.gpus else ():
+        fix = f"{obstacle.fix}; or {CPUS_INSTEAD}"
+        yield Finding(Level.FAIL, "GPU slices", obstacle.text, fix)
+
+
+def _readable(machine: Machine, gpu: Gpu) -> str:
+    """Which of the server's own GPUs, by their numbers."""
+    numbers = [f"GPU {other.id}" for other in machine.gpus if other.uuid in gpu.readable]
+    return ", ".join(numbers) or "no other GPU"
+
+
+def check_limits() -> Iterator[Finding]:
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    shown = "unlimited" if locked == resource.RLIM_INFINITY else show_bytes(locked)
+    text = f"{files} open files, {shown} locked memory"
+    if 0 <= files < _FILES_MIN:
+        yield Finding(Level.WARN, "limits", text, "ulimit -n 65536: every client takes one")
+    else:
+        yield Finding(Level.OK, "limits", text)
+    maps = int(Path("/proc/sys/vm/max_map_count").read_text())
+    if maps < _MAPS_MIN:
+        fix = f"sysctl vm.max_map_count={_MAPS_MIN}"
+        yield Finding(Level.WARN, "limits", f"{maps} memory maps per process", fix)
+
+
+def check_port(host: str, port: int) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            fix = "end what listens there, or serve with another --port"
+            yield Finding(Level.WARN, "port", f"{host}:{port}: {reason}", fix)
+            return
+    yield Finding(Level.OK, "port", f"{host}:{port} is free")
+
+
+def check_libraries() -> Iterator[Finding]:
+    found: list[str] = []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            fix = "pip install c2cserve again, with its dependencies"
+            yield Finding(Level.FAIL, "libraries", f"{name} is not installed", fix)
+    yield Finding(Level.OK, "libraries", ", ".join(found))

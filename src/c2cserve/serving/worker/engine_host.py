@@ -1,0 +1,319 @@
+"""The worker's engine half. Importing this module imports torch; the server never does."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from c2cserve.core.actions import Move, RunStep, SliceAction
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Job
+from c2cserve.core.step import Step
+from c2cserve.engine.cpu.arena import make_arena
+from c2cserve.engine.executor import Executor
+from c2cserve.engine.models.config import ModelConfig, parse_config
+from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
+from c2cserve.engine.weights import Weights
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.memory.segment import Segment
+from c2cserve.policy.weights.hbm_residency import Residency
+from c2cserve.policy.weights.lending import Lending
+from c2cserve.serving.worker.slice_engine import PausedKv, WeightUse
+from c2cserve.serving.worker.slice_world import SliceWorld
+
+if TYPE_CHECKING:
+    from c2cserve.devices.partitions import Partition
+    from c2cserve.engine.gpu.segments import PinnedSegments
+    from c2cserve.engine.gpu.setup import GpuParts
+    from c2cserve.memory.peer_pool import PeerPool
+
+_SAMPLER_THREADS = 4
+"""Of a GPU slice, for rows that its GPU does not draw itself."""
+
+
+class _Backend(Protocol):
+    """What one kind of slice has in place of the other's."""
+
+    executor: Executor
+    isa: str
+    host_kv: HostKv
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where vectors are kept; None for the host."""
+        ...
+
+    def warm(self, config: ModelConfig) -> None: ...
+
+    def open(self, model: str, path: Path) -> Segment: ...
+
+    def close(self, model: str, path: Path) -> None: ...
+
+    def begin(self, step: Step) -> None:
+        """It is about to be submitted."""
+        ...
+
+    def polled(self) -> None: ...
+
+    def make_room(self, kv_end_bytes: int | None) -> None:
+        """KV is about to come back, somewhere below."""
+        ...
+
+    @property
+    def weights(self) -> WeightUse: ...
+
+
+class _CpuBackend:
+    """Weights are near: a mapping is all, and it goes with the last tensor in it."""
+
+    device: torch.device | None = None
+    weights = WeightUse()
+
+    def __init__(self, slice_: Slice, world: SliceWorld) -> None:
+        ops = CpuOps(len(slice_.cpus), slice_.cpus)
+        arena = make_arena(slice_.kv_bytes)
+        self.isa = ops.isa
+        self.host_kv = HostKv(0, no_copies)
+        if slice_.host_kv_bytes:
+            copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
+            self.host_kv = HostKv(slice_.host_kv_bytes, copier)
+        self.executor = Executor(
+            slice_.id, ops, arena, world.emit, world.deliver, time.monotonic, host_kv=self.host_kv
+        )
+
+    def warm(self, config: ModelConfig) -> None:
+        pass
+
+    def open(self, model: str, path: Path) -> Segment:
+        return Segment.open(path)
+
+    def close(self, model: str, path: Path) -> None:
+        pass
+
+    def begin(self, step: Step) -> None:
+        pass
+
+    def polled(self) -> None:
+        pass
+
+    def make_room(self, kv_end_bytes: int | None) -> None:
+        pass
+
+
+class _GpuBackend:
+    """Weights are mapped and registered once in the process; what is used stays near."""
+
+    def __init__(
+        self, slice_: Slice, share: GpuShare, world: SliceWorld, shared: "SharedGpu"
+    ) -> None:
+        """The calling thread becomes the slice's. Raises `NoEngine`."""
+        sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
+        self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
+        self._id = slice_.id
+        self._shared = shared
+        self._names: dict[str, str] = {}
+        """Of models' segments."""
+        self.device = gpu.device
+        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
+        self.executor = Executor(
+            slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
+            place=gpu.place, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
+        )  # fmt: skip
+        self.host_kv = gpu.host_kv
+
+    def warm(self, config: ModelConfig) -> None:
+        self._gpu.warm(config)
+
+    def open(self, model: str, path: Path) -> Segment:
+        segment = self._shared.segments.open(path)
+        self._names[model] = path.name
+        self._look()  # an older view may take the segment's addresses for another's
+        if self._gpu.cache is not None:
+            self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
+        return segment
+
+    def close(self, model: str, path: Path) -> None:
+        self._gpu.finish()
+        if self._gpu.cache is not None:
+            self._gpu.cache.forget(model)
+        del self._names[model]
+        self._shared.segments.close(path)
+
+    def begin(self, step: Step) -> None:
+        streaming = self._shared.streaming
+        streaming.add(self._id)
+        self._gpu.linear.neighbours = len(streaming) - 1
+        peers = self._gpu.peers
+        if peers is not None and step.model in self._names:
+            peers.look()
+            peers.pool.used(self._names[step.model])
+        if self._gpu.cache is not None:
+            self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
+
+    def polled(self) -> None:
+        self._look()
+        if not self.executor.computing:
+            self._shared.streaming.discard(self._id)
+
+    def make_room(self, kv_end_bytes: int | None) -> None:
+        if self._gpu.cache is not None:
+            self._gpu.cache.make_room(kv_end_bytes)
+
+    def _look(self) -> None:
+        if self._gpu.peers is not None:
+            self._gpu.peers.look()
+
+    @property
+    def weights(self) -> WeightUse:
+        cache, graphs = self._gpu.cache, self._gpu.ops.graphs
+        flash = self._gpu.flashinfer.flash
+        steps = WeightUse(
+            graph_steps=0 if graphs is None else graphs.replays,
+            graph_captures=0 if graphs is None else graphs.captures,
+            graph_capture_failures=0 if graphs is None else graphs.failures,
+            graphs_dropped=0 if graphs is None else graphs.dropped,
+            flash_steps=flash.steps,
+            flash_missed_steps=flash.missed,
+        )
+        if cache is None:
+            return steps
+        counts, peers = cache.counts, self._gpu.peers
+        return replace(
+            steps, kept_bytes=cache.bytes, hit_bytes=counts.hit_bytes,
+            streamed_bytes=counts.streamed_bytes, peer_bytes=counts.peer_bytes,
+            lent_bytes=0 if peers is None else peers.pool.bytes,
+        )  # fmt: skip
+
+
+class NoEngine(Exception):
+    """The slice can not compute here; the message is one line that says why and what helps."""
+
+
+class WorkerEngine:
+    """`serving.worker.slice_world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
+
+    def __init__(
+        self, slice_: Slice, world: SliceWorld, *, shared: "SharedGpu | None" = None
+    ) -> None:
+        """`shared`: of the slices of one GPU that this process computes for."""
+        torch.set_num_threads(1)  # the kernels have threads of their own
+        torch.set_grad_enabled(False)
+        share = slice_.gpu
+        self._backend: _Backend
+        if share is None:
+            self._backend = _CpuBackend(slice_, world)
+        else:
+            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
+        self._executor = self._backend.executor
+        self._paths: dict[str, Path] = {}
+        self.isa = self._backend.isa
+
+    def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
+        parsed = parse_config(config, dtype)
+        self._backend.warm(parsed)
+        path = Path(segment)
+        weights = Weights(self._backend.open(spec.id, path))
+        self._paths[spec.id] = path
+        decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
+        self._executor.attach(spec.id, decoder)
+
+    def detach(self, model: str) -> None:
+        self._executor.detach(model)
+        path = self._paths.pop(model, None)
+        if path is not None:
+            self._backend.close(model, path)
+
+    def add(self, job: Job) -> bool:
+        return self._executor.add(job)
+
+    def submit(self, action: SliceAction) -> None:
+        if isinstance(action, RunStep):
+            self._backend.begin(action.step)
+        elif isinstance(action, Move) and action.direction == "in":
+            self._backend.make_room(action.kv_end_bytes)
+        self._executor.submit(action)
+
+    def poll(self) -> None:
+        self._executor.poll()
+        self._backend.polled()
+
+    @property
+    def parked(self) -> bool:
+        return self._executor.parked
+
+    @property
+    def weights(self) -> WeightUse:
+        return self._backend.weights
+
+    @property
+    def renewals(self) -> int:
+        return self._executor.renewals
+
+    @property
+    def paused_kv(self) -> PausedKv:
+        host = self._backend.host_kv
+        return PausedKv(host.used_bytes, host.counts.out_bytes, host.counts.in_bytes)
+
+
+class SharedGpu:
+    """What a process does once for a GPU, however many slices it has there. Thread-safe."""
+
+    def __init__(self, share: GpuShare) -> None:
+        self._share = share
+        self._lock = threading.Lock()
+        self._device: int | None = None
+        self._partitions: list[Partition] = []
+        self._segments: PinnedSegments | None = None
+        self._peers: PeerPool | None = None
+        self.streaming: set[str] = set()
+        """Slices that have steps under way: they share the link."""
+
+    @property
+    def segments(self) -> "PinnedSegments":
+        assert self._segments is not None, "nobody has opened the GPU"
+        return self._segments
+
+    def open(
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, ring: Callable[[], None]
+    ) -> "GpuParts":
+        """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
+        # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
+        from c2cserve.devices.binding import BindingError, bind
+        from c2cserve.devices.partitions import PartitionError, split_sms
+        from c2cserve.engine.gpu.segments import PinnedSegments
+        from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
+
+        with self._lock:
+            try:
+                if self._device is None:
+                    self._device = bind(self._share)
+                    self._peers = self._borrow(self._device)
+                    self._segments = PinnedSegments(peers=self._peers)
+                if share.parts and not self._partitions:
+                    self._partitions = split_sms(self._device, share.sms, share.parts)
+                partition = self._partitions[share.part] if share.parts else None
+                return open_gpu(
+                    self._device, slice_.kv_bytes, sampler.sample, partition=partition,
+                    profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
+                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
+                )  # fmt: skip
+            except (BindingError, PartitionError, *SETUP_ERRORS) as error:
+                raise NoEngine(str(error)) from error
+
+    def _borrow(self, device: int) -> "PeerPool | None":
+        """Memory of the GPUs that lend some; None where none does."""
+        from c2cserve.devices.binding import find_device
+        from c2cserve.engine.gpu.peers import open_peers
+
+        share = self._share
+        if not share.lenders:
+            return None
+        lenders = [find_device(uuid) for uuid in share.lenders]
+        lending = Lending(share.lent_bytes * len(lenders))
+        return open_peers(device, lenders, share.lent_bytes, lending)

@@ -1,0 +1,328 @@
+"""A worker's world when it is real: the controller's messages, the engine, the clock.
+
+`SliceWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
+runs inline in `submit`, or is launched there and its end rung by the engine, which wakes `wait`; a
+thread of its own only keeps the status page's clock going.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
+from c2cserve.core.events import (
+    Activated,
+    Deactivated,
+    RecallAsked,
+    SliceEvent,
+    StepDone,
+    StepFailed,
+    StepParked,
+    Submitted,
+    Withdrawn,
+)
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Delta, FinishReason, Job
+from c2cserve.serving.ipc import messages as msg
+from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.worker.slice_engine import SliceEngine, Usage
+
+log = logging.getLogger(__name__)
+
+_BEAT_S = 0.5
+_PARKED_POLL_S = 0.001
+"""How soon a parked step notices that its weights have arrived."""
+
+
+class Quitting(Exception):
+    """The controller said `Quit`, or is gone."""
+
+
+class SliceWorld:
+    def __init__(
+        self,
+        channel: Channel,
+        page: StatusPage,
+        usage: Callable[[], Usage],
+        measured: Callable[[], Sequence[msg.Measured]],
+    ) -> None:
+        """`usage` is read after every tick; `measured` about once a second."""
+        self._channel = channel
+        self._page = page
+        self._usage = usage
+        self._measured = measured
+        self._engine: SliceEngine | None = None
+        self._specs: dict[str, ModelSpec] = {}
+        self._attach_order: dict[str, int] = {}
+        self._attaches = 0
+        self._events: list[SliceEvent] = []
+        self._messages: deque[bytes] = deque()
+        """What came while a reset was under way, to be taken when it is done."""
+        self._held: set[str] = set()
+        """Requests that were taken and have not ended, as far as is known here."""
+        self._active: set[str] = set()
+        self._resetting: int | None = None
+        self._last_model = ""
+        self._under_way: set[int] = set()
+        """Steps that are not parked."""
+        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._reported_s = 0.0
+        self._stop = threading.Event()
+        self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
+
+    def start(self, engine: SliceEngine, isa: str, epoch: int) -> None:
+        self._engine = engine
+        self._beat_once()
+        self._page[Field.PROGRESS_S] = time.monotonic()
+        self._beating.start()
+        self._channel.send(msg.encode(msg.Hello(epoch, isa)))
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._beating.join()
+
+    def _beat(self) -> None:
+        while not self._stop.wait(_BEAT_S):
+            self._beat_once()
+
+    def _beat_once(self) -> None:
+        self._page[Field.BEAT_S] = time.monotonic()
+
+    @property
+    def engine(self) -> SliceEngine:
+        assert self._engine is not None
+        return self._engine
+
+    # ---- what the engine reports ----------------------------------------------------------------
+
+    def emit(self, event: SliceEvent) -> None:
+        self._events.append(event)
+        if isinstance(event, StepDone | StepFailed | StepParked):
+            now = time.monotonic()
+            self._under_way.discard(event.step_id)
+            self._page[Field.STEP_STARTED_S] = now if self._under_way else 0.0
+            if isinstance(event, StepDone):
+                self._page.add(Field.BUSY_S, event.compute_s)
+                self._page.add(Field.STEPS, 1.0)
+                self._page[Field.PROGRESS_S] = now
+            elif isinstance(event, StepFailed):
+                self._page.add(Field.STEP_FAILURES, 1.0)
+
+    def ring(self) -> None:
+        """The engine has something to be polled. Callable from any thread."""
+        os.eventfd_write(self._doorbell, 1)
+
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
+        self._held -= {delta.request_id for delta in deltas if delta.finish is not None}
+        self._channel.send(msg.encode(msg.Output(tuple(deltas))))
+
+    # ---- Source ---------------------------------------------------------------------------------
+
+    def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
+        self._report()
+        page = self._page
+        while True:
+            self._take_messages()
+            self.engine.poll()
+            self._end_reset()
+            now = time.monotonic()
+            if self.engine.parked or not (page[Field.RUNNING] or page[Field.WAITING]):
+                page[Field.PROGRESS_S] = now
+            if self._events or (until is not None and now >= until):
+                events, self._events = self._events, []
+                return now, events
+            timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
+            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._doorbell)
+            with contextlib.suppress(BlockingIOError):  # nobody rang
+                os.eventfd_read(self._doorbell)
+
+    def _take_messages(self) -> None:
+        self._messages.extend(self._channel.receive())
+        while self._messages and self._resetting is None:
+            self._take(self._decode(self._messages.popleft()))
+        if self._channel.closed:
+            raise Quitting
+
+    def _decode(self, data: bytes) -> msg.ToWorker | None:
+        """None: a request that does not decode, which has failed. Raises for other messages."""
+        try:
+            return msg.decode_to_worker(data)
+        except msgspec.MsgspecError as fault:
+            request_id = msg.submitted_id(data)
+            if request_id is None:
+                raise
+            self._refuse(request_id, fault)
+            return None
+
+    def _take(self, message: msg.ToWorker | None) -> None:
+        match message:
+            case msg.Submit(job):
+                self._add(job)
+            case msg.Withdraw(request_id):
+                self._held.discard(request_id)
+                self.emit(Withdrawn(request_id))
+            case msg.Recall(request_id):
+                self.emit(RecallAsked(request_id))
+            case msg.Switch(model, active):
+                self._switch(model, active)
+            case msg.Attach():
+                self._attach(message)
+            case msg.Detach(model):
+                self._detach(model)
+            case msg.Reset(number):
+                self._reset(number)
+            case msg.Quit():
+                raise Quitting
+            case None:
+                pass
+
+    def _add(self, job: Job) -> None:
+        request = job.request
+        self._page.add(Field.PROMPT_TOKENS, request.prompt_len - request.sent)
+        try:
+            if request.model not in self._active:
+                raise RuntimeError(f"{request.model} is not active on this slice")
+            chained = self.engine.add(job)
+        except Exception as fault:
+            # What is wrong with one request must not end the others on this slice.
+            log.exception("request %s can not be taken", request.id)
+            self._refuse(request.id, fault)
+        else:
+            self._held.add(request.id)
+            self.emit(Submitted(request, chained))
+
+    def _refuse(self, request_id: str, fault: Exception) -> None:
+        reason = f"{type(fault).__name__}: {fault}"
+        self.deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+
+    def _switch(self, model: str, active: bool) -> None:
+        """Of a model that is not attached nothing becomes active: its requests fail one by one."""
+        if active and model in self._specs:
+            self._active.add(model)
+            self.emit(Activated(self._specs[model]))
+        elif not active and model in self._active:
+            self._active.discard(model)
+            self.emit(Deactivated(model))
+
+    # ---- beginning anew -------------------------------------------------------------------------
+
+    def _reset(self, number: int) -> None:
+        """Withdraw and deactivate all that there is. Messages wait until that is done: they may be
+        of the same requests and models."""
+        log.warning("the controller's loop started anew: %d requests end here", len(self._held))
+        self._resetting = number
+        for request_id in sorted(self._held):
+            self.emit(Withdrawn(request_id))
+        for model in sorted(self._active):
+            self.emit(Deactivated(model))
+        self._held.clear()
+        self._active.clear()
+
+    def _end_reset(self) -> None:
+        """A reset is done when the policy was told of all withdrawals and holds no request, not
+        even one in a step under way: nothing more is drawn for them, nor said of them."""
+        if self._resetting is None or self._events:
+            return
+        usage = self._usage()
+        if not usage.running and not usage.waiting and not self._under_way:
+            self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
+            self._resetting = None
+            self._take_messages()
+
+    # ---- models ---------------------------------------------------------------------------------
+
+    def _attach(self, message: msg.Attach) -> None:
+        model = message.spec.id
+        self._specs[model] = message.spec
+        self._attach_order[model] = self._attaches
+        self._attaches += 1
+        try:
+            self.engine.attach(message.spec, message.segment, message.config, message.dtype)
+        except Exception as fault:
+            # A model that cannot be used here must not end the slice, which has others.
+            if isinstance(fault, FileNotFoundError):  # evicted, as a rule: the controller knows
+                log.info("attach of %s: %s is gone", model, message.segment)
+            else:
+                log.exception("attach of %s failed", model)
+            self._channel.send(msg.encode(msg.Unusable(model, message.segment, str(fault))))
+        else:
+            self._channel.send(msg.encode(msg.Attached(model, message.segment)))
+
+    def _detach(self, model: str) -> None:
+        self._switch(model, active=False)
+        self._specs.pop(model, None)
+        try:
+            self.engine.detach(model)
+        except Exception:
+            # Its memory may stay taken here; the slice has other models.
+            log.exception("detach of %s failed", model)
+
+    def _report(self) -> None:
+        usage = self._usage()
+        page = self._page
+        page[Field.RUNNING] = usage.running
+        page[Field.WAITING] = usage.waiting
+        page[Field.KV_USED_BYTES] = usage.kv_used_bytes
+        page[Field.CACHED_TOKENS] = usage.cached_tokens
+        page[Field.PREEMPTIONS] = usage.preemptions
+        page[Field.STEP_RETRIES] = usage.retries
+        page[Field.RETRIES_FAILED] = usage.retries_failed
+        page[Field.PARTS_REBUILT] = self.engine.renewals
+        weights = self.engine.weights
+        page[Field.WEIGHTS_KEPT_BYTES] = weights.kept_bytes
+        page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
+        page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
+        page[Field.GRAPH_STEPS] = weights.graph_steps
+        page[Field.GRAPH_CAPTURES] = weights.graph_captures
+        page[Field.GRAPH_CAPTURE_FAILURES] = weights.graph_capture_failures
+        page[Field.GRAPHS_DROPPED] = weights.graphs_dropped
+        page[Field.FLASH_STEPS] = weights.flash_steps
+        page[Field.FLASH_MISSED_STEPS] = weights.flash_missed_steps
+        page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
+        page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
+        kv = self.engine.paused_kv
+        page[Field.KV_HOST_BYTES] = kv.host_bytes
+        page[Field.KV_OUT_BYTES] = kv.out_bytes
+        page[Field.KV_IN_BYTES] = kv.in_bytes
+        now = time.monotonic()
+        if now - self._reported_s > 1.0:
+            self._reported_s = now
+            for measured in self._measured():
+                self._channel.send(msg.encode(measured))
+
+    # ---- Executor -------------------------------------------------------------------------------
+
+    def submit(self, action: SliceAction) -> None:
+        match action:
+            case RunStep():
+                self._run(action)
+            case GiveUp(model, reason, others_work):
+                self._channel.send(msg.encode(msg.Failed(model, reason, others_work)))
+            case Recover(model):
+                self._channel.send(msg.encode(msg.Recovered(model)))
+            case Return(request_id):
+                self.engine.submit(action)
+                self._held.discard(request_id)
+                self._channel.send(msg.encode(msg.Returned(request_id)))
+            case _:
+                self.engine.submit(action)
+
+    def _run(self, action: RunStep) -> None:
+        page = self._page
+        model = action.step.model
+        if model != self._last_model:
+            page.add(Field.SWITCHES, 1.0 if self._last_model else 0.0)
+            self._last_model = model
+            page[Field.LAST_MODEL] = self._attach_order[model]
+        if not self._under_way:
+            page[Field.STEP_STARTED_S] = time.monotonic()
+        self._under_way.add(action.step.id)
+        self.engine.submit(action)

@@ -1,0 +1,1 @@
+"""Questions asked of simulations: how many models fit, which machine, what binds."""

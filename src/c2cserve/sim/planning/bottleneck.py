@@ -1,0 +1,89 @@
+"""What a machine would be with more of one thing: how it is found out what binds."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from c2cserve.sim.world.hardware import Lane, SimMachine
+from c2cserve.sim.world.shapes import SimModel
+from c2cserve.sim.world.tables import StepTable, Tables
+
+
+def _link(machine: SimMachine, factor: float) -> SimMachine:
+    links = tuple(
+        (name, rate if name.endswith(".compute") else rate * factor) for name, rate in machine.links
+    )
+
+    def faster(lane: Lane) -> Lane:
+        rate = lane.slice.link_bytes_per_s * factor
+        return replace(lane, slice=replace(lane.slice, link_bytes_per_s=rate))
+
+    return replace(machine, links=links, lanes=tuple(map(faster, machine.lanes)))
+
+
+def _bandwidth(machine: SimMachine, factor: float) -> SimMachine:
+    machine = _tables(machine, lambda table: replace(table, decode=_less(table.decode, factor)))
+    lanes = (replace(one, hbm_bytes_per_s=one.hbm_bytes_per_s * factor) for one in machine.lanes)
+    return replace(machine, lanes=tuple(lanes))
+
+
+def _less(
+    decode: Sequence[tuple[float, Sequence[tuple[float, float]]]], factor: float
+) -> Sequence[tuple[float, Sequence[tuple[float, float]]]]:
+    return [(length, [(x, y / factor) for x, y in points]) for length, points in decode]
+
+
+def _compute(machine: SimMachine, factor: float) -> SimMachine:
+    machine = _tables(
+        machine, lambda table: replace(table, prefill=[(x, y / factor) for x, y in table.prefill])
+    )
+    lanes = (replace(lane, flops=lane.flops * factor) for lane in machine.lanes)
+    return replace(machine, lanes=tuple(lanes))
+
+
+def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> SimMachine:
+    steps = {
+        model: {device: _fresh(change(table)) for device, table in devices.items()}
+        for model, devices in machine.hardware.tables.steps.items()
+    }
+    return replace(machine, hardware=replace(machine.hardware, tables=Tables(steps)))
+
+
+def _fresh(table: StepTable) -> StepTable:
+    """Without the answers that are kept."""
+    return StepTable(table.prefill, table.decode, table.base_s)
+
+
+def _capacity(machine: SimMachine, factor: float) -> SimMachine:
+    def larger(lane: Lane) -> Lane:
+        slab = lane.slice.slab_bytes
+        kv_bytes = int(lane.slice.kv_bytes * factor) // slab * slab
+        hbm_bytes = int(lane.slice.hbm_bytes * factor)
+        return replace(lane, slice=replace(lane.slice, kv_bytes=kv_bytes, hbm_bytes=hbm_bytes))
+
+    return replace(machine, lanes=tuple(map(larger, machine.lanes)))
+
+
+def _pool(machine: SimMachine, factor: float) -> SimMachine:
+    pool_bytes = int(machine.hardware.pool_bytes * factor)
+    return replace(machine, hardware=replace(machine.hardware, pool_bytes=pool_bytes))
+
+
+RELIEFS: Mapping[str, Callable[[SimMachine, float], SimMachine]] = {
+    "link": _link,
+    "compute": _compute,
+    "HBM bandwidth": _bandwidth,
+    "HBM": _capacity,
+    "host memory": _pool,
+}
+"""What may bind -> the machine with so many times of it. On CPUs HBM is the host's memory. Of a
+measured table, prefills are compute and decodes are bandwidth."""
+
+
+def could_bind(machine: SimMachine, models: Sequence[SimModel]) -> list[str]:
+    """Of `RELIEFS`, those that there is something of which more could be had."""
+    streams = any(lane.h2d for lane in machine.lanes)
+    weights = sum(model.spec.weight_bytes for model in models)
+    left_out = {"link"} if not streams else set[str]()
+    if weights <= machine.hardware.pool_bytes:
+        left_out.add("host memory")
+    return [name for name in RELIEFS if name not in left_out]

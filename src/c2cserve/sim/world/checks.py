@@ -1,0 +1,169 @@
+"""What must hold whatever a policy decides; asserted at every step that is given to a slice."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from c2cserve.core.actions import Move
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.step import SeqStep
+from c2cserve.sim.world.jobs import Job
+
+
+@dataclass(slots=True, eq=False)
+class SeqState:
+    """A request as its slice's executor knows it."""
+
+    job: Job
+    spec: ModelSpec
+    length: int
+    """Known tokens: prompt and drawn."""
+    drawn: int = 0
+    """Tokens drawn on this slice."""
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    leaving: list[int] = field(default_factory=list[int])
+    """Blocks whose KV is on its way to the host."""
+    coming: list[int] = field(default_factory=list[int])
+    """Blocks whose KV is on its way, or has come, from the host, to be told by a fresh step."""
+    on_host: int = 0
+    """Tokens whose KV is in host memory, while the request is rotated out."""
+    moving: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class BlockBook:
+    """Who holds which block of a slice's arena. Blocks are conserved: each lies in the arena, in
+    slabs that hold one model's blocks only, and has one holder unless it is a shared prefix."""
+
+    slice: Slice
+    held: set[int] = field(default_factory=set[int])
+    """Blocks that a sequence holds, by offset."""
+    sharers: dict[int, int] = field(default_factory=dict[int, int])
+    """Of blocks with several holders: how many beside the first."""
+    slabs: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
+    """First slab of a block -> model, held blocks that begin in it."""
+    held_bytes: int = 0
+    weight_bytes: int = 0
+    """Of weights that are kept in the slice's memory as a whole."""
+
+    def weigh(self, weight_bytes: int) -> None:
+        """Weights come or go."""
+        self.weight_bytes = weight_bytes
+        self._check_memory()
+
+    def _check_memory(self) -> None:
+        assert self.held_bytes <= self.slice.kv_bytes, "more KV than memory"
+        room = self.slice.hbm_bytes
+        assert not room or self.held_bytes + self.weight_bytes <= room, "more than the memory holds"
+
+    def begin(self, seq: SeqState, part: SeqStep, times: int) -> None:
+        """A step is about to compute `part` of the sequence, so many times."""
+        shared = 0
+        if part.fresh and seq.coming:
+            assert not seq.moving, f"{part.request_id}: runs while its KV is on its way"
+            assert part.start == seq.on_host, f"{part.request_id}: it did not stop here"
+            self._give(seq, seq.coming)
+            seq.computed, seq.coming, seq.on_host = part.start, [], 0
+        elif part.fresh:
+            self.release(seq)
+            seq.computed = part.start
+            assert part.start % BLOCK_TOKENS == 0, "a prefix ends inside a block"
+            shared = part.start // BLOCK_TOKENS
+        if part.new_blocks:
+            self._claim(seq, part.new_blocks, shared)
+            seq.blocks += part.new_blocks
+        end = part.start + part.tokens * times
+        name = part.request_id
+        assert part.tokens >= 1, f"{name}: nothing to compute"
+        assert end <= len(seq.blocks) * BLOCK_TOKENS, f"{name}: no block for its KV"
+
+    def _claim(self, seq: SeqState, offsets: Sequence[int], shared: int) -> None:
+        """The first `shared` of them may have holders already."""
+        if shared:
+            prefix = self.held.intersection(offsets[:shared])
+            for offset in prefix:
+                self.sharers[offset] = self.sharers.get(offset, 0) + 1
+            offsets = [offset for offset in offsets if offset not in prefix]
+        if not offsets:
+            return
+        size, model, held = seq.spec.kv_block_bytes, seq.spec.id, self.held
+        last = self.slice.kv_bytes - size
+        assert 0 <= min(offsets) <= max(offsets) <= last, "a block lies outside of the arena"
+        before = len(held)
+        held.update(offsets)
+        assert len(held) == before + len(offsets), "a block has two owners"
+        self.held_bytes += size * len(offsets)
+        for slab, count in self._by_slab(offsets):
+            owner, blocks = self.slabs.get(slab, (model, 0))
+            assert owner == model, "a slab holds blocks of two models"
+            self.slabs[slab] = (model, blocks + count)
+        self._check_memory()
+
+    def _give(self, seq: SeqState, offsets: Sequence[int]) -> None:
+        if self.sharers:
+            offsets = [offset for offset in offsets if not self._has_sharer(offset)]
+        if not offsets:
+            return
+        held, before = self.held, len(self.held)
+        held.difference_update(offsets)
+        assert len(held) == before - len(offsets), "a block is given back that nobody holds"
+        self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
+        for slab, count in self._by_slab(offsets):
+            model, blocks = self.slabs[slab]
+            if blocks == count:
+                del self.slabs[slab]
+            else:
+                self.slabs[slab] = (model, blocks - count)
+
+    def _has_sharer(self, offset: int) -> bool:
+        """Another sequence holds it too: one fewer from now on."""
+        more = self.sharers.get(offset)
+        if more is None:
+            return False
+        if more == 1:
+            del self.sharers[offset]
+        else:
+            self.sharers[offset] = more - 1
+        return True
+
+    def _by_slab(self, offsets: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """How many of the blocks begin in which slab."""
+        slab_bytes = self.slice.slab_bytes
+        slab = offsets[0] // slab_bytes
+        if min(offsets) // slab_bytes == slab == max(offsets) // slab_bytes:
+            return ((slab, len(offsets)),)
+        return Counter([offset // slab_bytes for offset in offsets]).items()
+
+    def release(self, seq: SeqState) -> None:
+        """Its KV is gone, on the host too."""
+        self._give(seq, seq.blocks)
+        self._give(seq, seq.coming)
+        seq.blocks, seq.coming = [], []
+        seq.computed = seq.on_host = 0
+
+    def move(self, seq: SeqState, move: Move) -> None:
+        """A move begins: what leaves is held until it has arrived, what follows it is free."""
+        name = move.request_id
+        assert not seq.moving, f"{name}: two moves at a time"
+        seq.moving = True
+        blocks = list(move.blocks)
+        if move.direction == "in":
+            assert seq.on_host, f"{name}: nothing of it is on the host"
+            assert not seq.blocks, f"{name}: it is still here"
+            self._claim(seq, blocks, 0)
+            seq.coming = blocks
+            return
+        assert blocks == seq.blocks[move.first : move.first + len(blocks)], f"{name}: not its KV"
+        if move.direction == "out":
+            seq.leaving = blocks
+            seq.on_host = seq.computed
+            self._give(seq, [offset for offset in seq.blocks if offset not in set(blocks)])
+            seq.blocks = []
+
+    def moved(self, seq: SeqState) -> None:
+        """Its move has arrived."""
+        self._give(seq, seq.leaving)
+        seq.leaving, seq.moving = [], False

@@ -1,0 +1,46 @@
+"""One direction's copy engine of a slice: what is asked for while it copies goes together in its
+next copy, as SuperInfer's engine does it (section 4.3.2, one batched copy per direction)."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from c2cserve.sim.world.links import Network
+from c2cserve.sim.world.timeline import Timeline
+
+Job = tuple[float, Callable[[], None]]
+"""Bytes, and whom to tell."""
+
+
+class CopyEngine:
+    def __init__(self, timeline: Timeline, network: Network, route: Sequence[str]) -> None:
+        """`route`: the links it copies over; none: the slice has the host's own memory."""
+        self._timeline = timeline
+        self._network = network
+        self._route = route
+        self._urgent: list[Job] = []
+        self._others: list[Job] = []
+        self._busy = False
+
+    def submit(self, size: float, urgent: bool, done: Callable[[], None]) -> None:
+        """Copy `size` bytes, then call `done`. What is urgent goes before what is not."""
+        (self._urgent if urgent else self._others).append((size, done))
+        if not self._busy:
+            self._busy = True  # with the rest of what is asked for in this moment
+            self._timeline.at(self._timeline.now, self._start)
+
+    def _start(self) -> None:
+        batch, rest = self._urgent or self._others, self._others if self._urgent else []
+        self._urgent, self._others = [], rest
+        self._busy = bool(batch)
+        size = sum(size for size, _ in batch)
+        if not batch:
+            return
+        if size and self._route:
+            self._network.start(self._route, size, inf, lambda: self._done(batch))
+        else:
+            self._done(batch)
+
+    def _done(self, batch: list[Job]) -> None:
+        for _, done in batch:
+            done()
+        self._start()

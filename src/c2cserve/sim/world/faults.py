@@ -1,0 +1,71 @@
+"""What goes wrong in a simulation, and when."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from c2cserve.sim.world.links import Network
+from c2cserve.sim.world.timeline import Timeline
+
+
+class Faulty(Protocol):
+    """What faults need of a simulation."""
+
+    @property
+    def timeline(self) -> Timeline: ...
+
+    @property
+    def network(self) -> Network: ...
+
+    def lose_slice(self, slice_id: str, back_s: float) -> None: ...
+
+
+class Fault(Protocol):
+    def schedule(self, world: Faulty) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SliceFault:
+    """The slice's worker dies at `at_s` and is back `for_s` later."""
+
+    slice_id: str
+    at_s: float
+    for_s: float
+
+    def schedule(self, world: Faulty) -> None:
+        world.timeline.at(self.at_s, world.lose_slice, self.slice_id, self.for_s)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkFault:
+    """The link has only `share` of its bandwidth from `at_s` on, for `for_s`."""
+
+    link: str
+    at_s: float
+    for_s: float
+    share: float
+
+    def schedule(self, world: Faulty) -> None:
+        whole = world.network.links[self.link].nominal_bytes_per_s
+        world.timeline.at(self.at_s, world.network.set_speed, self.link, whole * self.share)
+        world.timeline.at(self.at_s + self.for_s, world.network.set_speed, self.link, whole)
+
+
+def parse_fault(text: str) -> Fault:
+    """`slice:ID@AT+FOR` or `link:ID@AT+FOR*SHARE`, times in seconds. Raises ValueError."""
+    try:
+        kind, rest = text.split(":", 1)
+        name, times = rest.rsplit("@", 1)
+        if kind == "slice":
+            at_s, for_s = times.split("+")
+            return SliceFault(name, float(at_s), float(for_s))
+        if kind == "link":
+            at_s, rest = times.split("+")
+            for_s, share = rest.split("*")
+            return LinkFault(name, float(at_s), float(for_s), float(share))
+    except ValueError as error:
+        raise _mistake(text) from error
+    raise _mistake(text)
+
+
+def _mistake(text: str) -> ValueError:
+    return ValueError(f"{text!r} is not slice:ID@AT+FOR or link:ID@AT+FOR*SHARE (seconds)")

@@ -1,0 +1,277 @@
+"""Machines to simulate, from data files: what their slices compute, hold, and stream over."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from c2cserve.core.machine import GpuShare, Slice, SliceKind
+from c2cserve.policy.presets import C2CSERVE, Preset
+from c2cserve.sim.world.tables import Tables, read_tables
+
+_SLAB_BYTES = 64 << 20
+"""Coarse: the books of an arena of many GB should not cost more than what they decide."""
+SLICE_FIELDS = (
+    "hbm_bytes", "kv_bytes", "slab_bytes", "max_batch", "max_step_tokens", "max_active",
+)  # fmt: skip
+"""Of `core.machine.Slice`, those that a layout may set."""
+
+
+class UnknownHardware(ValueError):
+    """No such machine or layout; the message lists those there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one device is cut into equal slices. Bandwidth is a slice's own share of its memory."""
+
+    slices: int
+    kind: SliceKind
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    flops: float
+    """Per second that large GEMMs reach, 16 bit."""
+    sms: int = 0
+    slice: Mapping[str, int] = field(default_factory=dict[str, int])
+    """What slices have whatever an operator chooses: fields of `core.machine.Slice`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`count` equal GPUs or CPU sockets. `h2d_bytes_per_s` 0: weights are in its own memory."""
+
+    name: str
+    count: int
+    layouts: Mapping[str, Layout]
+    h2d_bytes_per_s: float = 0.0
+    d2h_bytes_per_s: float = 0.0
+    load_bytes_per_s: float = 0.0
+    """How fast systems that load weights into an instance do it here, all overheads in."""
+    step_s: float = 0.0
+    """Fixed cost of a step: launches, sampling, the host's part."""
+    table: str = ""
+    """The device's name in `tables`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    name: str
+    source: str
+    pool_bytes: int
+    disk_bytes_per_s: float
+    """From files into the pool."""
+    host_links: Mapping[str, tuple[float, tuple[str, ...]]]
+    """What all devices share: id -> bytes per second, and the directions ("h2d", "d2h") it is
+    part of."""
+    devices: tuple[Device, ...]
+    tables: Tables
+    request_s: float = 0.0
+    """What a request takes beside its time on slices: HTTP, tokenizing, messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A slice, and what it costs to run there."""
+
+    slice: Slice
+    node: str
+    """The device it is part of."""
+    flops: float
+    hbm_bytes_per_s: float
+    load_bytes_per_s: float
+    """Of weights that are loaded to be kept; over a link they get no more than their share."""
+    step_s: float
+    table: str
+    h2d: tuple[str, ...] = ()
+    """Links that weights come over; none: they are in local memory."""
+    d2h: tuple[str, ...] = ()
+    compute: str = ""
+    """The "link" of capacity 1 by which parts of a node share its time; none: it has its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimMachine:
+    hardware: Hardware
+    lanes: tuple[Lane, ...]
+    links: tuple[tuple[str, float], ...]
+
+
+def _data(*parts: str) -> Any:
+    path = files("c2cserve.sim") / "data"
+    for part in parts:
+        path = path / part
+    return path
+
+
+def names() -> list[str]:
+    """Of the packaged machines."""
+    return sorted(Path(str(p)).stem for p in _data("hardware").iterdir() if p.name.endswith("toml"))
+
+
+@cache
+def _packaged(name: str) -> Hardware:
+    return parse(name, _data("hardware", f"{name}.toml").read_text())
+
+
+def find(name: str) -> Hardware:
+    """A packaged machine, or one from a TOML file by its path. Raises UnknownHardware, OSError."""
+    if name in names():
+        return _packaged(name)
+    if name.endswith(".toml"):
+        return parse(Path(name).stem, Path(name).read_text(), Path(name).parent)
+    raise UnknownHardware(f"no hardware {name!r}; there are: {', '.join(names())}")
+
+
+def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
+    """From TOML (docs/simulator.md names the keys). `folder`: where its tables are; None: among the
+    packaged ones. Raises KeyError, TypeError, ValueError, OSError."""
+    raw = tomllib.loads(text)
+    tables = Tables({})
+    if "tables" in raw:
+        path = _data("tables", raw["tables"]) if folder is None else folder / raw["tables"]
+        tables = read_tables(json.loads(path.read_text()))
+    host = raw["host"]
+    return Hardware(
+        name=name,
+        source=raw["source"],
+        pool_bytes=int(host["pool_bytes"]),
+        disk_bytes_per_s=float(host["disk_bytes_per_s"]),
+        host_links={
+            link["id"]: (float(link["bytes_per_s"]), tuple(link["directions"]))
+            for link in host.get("links", [])
+        },
+        devices=tuple(_device(row) for row in raw["devices"]),
+        tables=tables,
+        request_s=float(host.get("request_s", 0.0)),
+    )
+
+
+def _device(row: Mapping[str, Any]) -> Device:
+    keys = {key: value for key, value in row.items() if key not in {"layouts", "source"}}
+    layouts = {
+        name: Layout(
+            slices=int(one["slices"]),
+            kind=one["kind"],
+            hbm_bytes=int(one["hbm_bytes"]),
+            hbm_bytes_per_s=float(one["hbm_bytes_per_s"]),
+            flops=float(one["flops"]),
+            sms=int(one.get("sms", 0)),
+            slice=_slice_fields(one.get("slice", {})),
+        )
+        for name, one in row["layouts"].items()
+    }
+    return Device(**keys, layouts=layouts)
+
+
+def _slice_fields(raw: Mapping[str, Any]) -> dict[str, int]:
+    for key in raw:
+        if key not in SLICE_FIELDS:
+            raise ValueError(f"slices have no {key}; there are {', '.join(SLICE_FIELDS)}")
+    return {key: int(value) for key, value in raw.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SliceSettings:
+    """What an operator chooses for every slice."""
+
+    kv_share: float = 0.5
+    """Of a slice's memory; the rest caches weights."""
+    max_batch: int = 64
+    max_step_tokens: int = 2048
+    max_active: int = 8
+    host_kv_bytes: int = 0
+    """Host memory for paused KV, of each slice that has memory of its own."""
+
+
+def build(
+    name: str, settings: SliceSettings | None = None, preset: Preset = C2CSERVE
+) -> SimMachine:
+    """`NAME` or `NAME:LAYOUT`; without a layout each device's first one. A preset with parts cuts
+    the memory of each slice into as many for good, while they share its time. Where weights do not
+    stream, weights and KV share all memory. Raises UnknownHardware."""
+    settings = settings or SliceSettings()
+    if not preset.streams:
+        settings = replace(settings, kv_share=1.0)
+    base, _, layout = name.partition(":")
+    hardware = find(base)
+    lanes: list[Lane] = []
+    links = [(link, rate) for link, (rate, _) in hardware.host_links.items()]
+    for device in hardware.devices:
+        chosen = _layout(device, layout, hardware)
+        for number in range(device.count):
+            node = f"{device.name}{number}"
+            lanes += _lanes(hardware, device, chosen, node, settings, preset)
+            if preset.parts > 1:
+                links += [(f"{node}.{n}.compute", 1.0) for n in range(chosen.slices)]
+            if device.h2d_bytes_per_s > 0:
+                links.append((f"{node}.h2d", device.h2d_bytes_per_s))
+                links.append((f"{node}.d2h", device.d2h_bytes_per_s))
+    return SimMachine(hardware, tuple(lanes), tuple(links))
+
+
+def _layout(device: Device, name: str, hardware: Hardware) -> Layout:
+    """CPUs have one layout, whatever was chosen for the GPUs."""
+    if not name or (name not in device.layouts and len(hardware.devices) > 1):
+        return next(iter(device.layouts.values()))
+    if name not in device.layouts:
+        known = ", ".join(device.layouts)
+        raise UnknownHardware(f"{hardware.name} has no layout {name!r}; there are: {known}")
+    return device.layouts[name]
+
+
+def _lanes(
+    hardware: Hardware,
+    device: Device,
+    layout: Layout,
+    node: str,
+    settings: SliceSettings,
+    preset: Preset,
+) -> list[Lane]:
+    parts = preset.parts
+    streams = device.h2d_bytes_per_s > 0
+    # Weights that could stream are where the GPU reads them: the link's speed is theirs.
+    load_bytes_per_s = device.h2d_bytes_per_s if preset.streams else device.load_bytes_per_s
+    routes = {
+        way: (f"{node}.{way}", *(i for i, (_, ways) in hardware.host_links.items() if way in ways))
+        for way in ("h2d", "d2h")
+    }
+    gpus = sum(one.count for one in hardware.devices if one.h2d_bytes_per_s > 0)
+    shared = [rate for rate, ways in hardware.host_links.values() if "h2d" in ways]
+    link_share = min([device.h2d_bytes_per_s, *(rate / max(1, gpus) for rate in shared)])
+    hbm_bytes = layout.hbm_bytes // parts
+    kv_bytes = int(hbm_bytes * settings.kv_share) // _SLAB_BYTES * _SLAB_BYTES
+    lanes: list[Lane] = []
+    for index in range(layout.slices * parts):
+        slice_ = Slice(
+            id=node if layout.slices * parts == 1 else f"{node}.{index}",
+            kind=layout.kind,
+            kv_bytes=kv_bytes,
+            slab_bytes=_SLAB_BYTES,
+            max_batch=settings.max_batch,
+            max_step_tokens=settings.max_step_tokens,
+            max_active=settings.max_active,
+            gpu=None if layout.kind == "cpu" else GpuShare(node, layout.sms),
+            hbm_bytes=hbm_bytes,
+            link=routes["h2d"][0] if streams else "",
+            link_bytes_per_s=link_share / (layout.slices * parts) if streams else 0.0,
+            host_kv_bytes=settings.host_kv_bytes if streams else 0,
+        )
+        slice_ = replace(slice_, **layout.slice)
+        lane = Lane(
+            slice=slice_,
+            node=node,
+            flops=layout.flops,
+            hbm_bytes_per_s=layout.hbm_bytes_per_s,
+            load_bytes_per_s=load_bytes_per_s,
+            step_s=device.step_s,
+            table=device.table,
+            h2d=routes["h2d"] if streams else (),
+            d2h=routes["d2h"] if streams else (),
+            compute=f"{node}.{index // parts}.compute" if parts > 1 else "",
+        )
+        lanes.append(lane)
+    return lanes

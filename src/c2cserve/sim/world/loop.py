@@ -1,0 +1,60 @@
+"""One of the machine's loops: a policy, what it has been told and not looked at, and its world."""
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from c2cserve.runtime.driver import tick
+from c2cserve.runtime.ports import Executor, Policy, Recorder
+from c2cserve.sim.world.timeline import Timeline
+
+E = TypeVar("E")
+A = TypeVar("A")
+
+
+@dataclass(slots=True, eq=False)
+class Loop(Generic[E, A]):
+    policy: Policy[E, A]
+    executor: Executor[A]
+    record: Recorder[E, A]
+    inbox: list[E] = field(default_factory=list[E])
+    queued: bool = False
+    wake_s: float | None = None
+    """When its policy is asked next if nothing happens."""
+
+
+class Turns:
+    """Ticks every loop that has something new, in the order in which it became so, until nothing
+    is left to be done at this moment."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._due: deque[Loop] = deque()  # pyright: ignore[reportMissingTypeArgument]
+        self.ticks = 0
+
+    def tell(self, loop: Loop[E, A], event: E) -> None:
+        loop.inbox.append(event)
+        if not loop.queued:
+            loop.queued = True
+            self._due.append(loop)
+
+    def settle(self) -> None:
+        now = self._timeline.now
+        due = self._due
+        while due:
+            loop = due.popleft()
+            loop.queued = False
+            events, loop.inbox = loop.inbox, []
+            tick(loop.policy, now, events, loop.executor, loop.record)
+            self.ticks += 1
+            wake_s = loop.policy.wakeup
+            if wake_s is not None and wake_s != loop.wake_s:
+                loop.wake_s = wake_s
+                self._timeline.at(wake_s, self._wake, loop, wake_s)
+
+    def _wake(self, loop: Loop[E, A], wake_s: float) -> None:
+        if loop.wake_s == wake_s:
+            loop.wake_s = None
+            if not loop.queued:
+                loop.queued = True
+                self._due.append(loop)

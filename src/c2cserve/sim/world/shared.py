@@ -1,0 +1,71 @@
+"""What all slices of a simulated machine share, and what each of them counts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+from c2cserve.core import events as ev
+from c2cserve.sim.world.costs import Costs
+from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.links import Network
+from c2cserve.sim.world.loop import Turns
+from c2cserve.sim.world.shapes import SimModel
+from c2cserve.sim.world.timeline import Timeline
+
+
+class Controller(Protocol):
+    """What a slice tells the rest of the machine."""
+
+    def tell(self, event: ev.ClusterEvent) -> None: ...
+
+    def finished(self, job: Job) -> None: ...
+
+    def truncated(self, job: Job) -> None: ...
+
+    def dropped(self, job: Job) -> None: ...
+
+    def returned(self, job: Job) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What all slices of a machine share."""
+
+    timeline: Timeline
+    turns: Turns
+    network: Network
+    costs: Costs
+    models: Mapping[str, SimModel]
+    controller: Controller
+    random: Random
+    noise: float
+    """Standard deviation of the logarithm of a step's time."""
+    hybrid: bool
+    """GEMMs are C2CServe's (`sim.world.costs`), with the alpha their policy asks for."""
+
+
+@dataclass(slots=True)
+class Use:
+    """What a slice did, seconds and counts."""
+
+    busy_s: float = 0.0
+    """A step ran."""
+    used_s: float = 0.0
+    """It had requests."""
+    held_s: float = 0.0
+    """It had instances."""
+    steps: int = 0
+    tokens: int = 0
+    switches: int = 0
+    loads: int = 0
+    streamed_bytes: float = 0.0
+    moved_bytes: int = 0
+    """Of KV, between the slice and the host."""
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    link_s: float = 0.0
+    """Time of steps by what decided how long they took: arithmetic, the slice's own memory, or the
+    link. Together, the time of all steps that have ended."""
+    kv_byte_s: float = 0.0
+    """Bytes of KV that were held while steps ran, times seconds."""

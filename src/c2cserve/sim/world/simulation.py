@@ -1,0 +1,278 @@
+"""The simulated machine: `policy.cluster` and one `policy.slice` for each slice, off one clock."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from c2cserve.core import actions as act
+from c2cserve.core import events as ev
+from c2cserve.core.request import Request
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.cluster.policy import ClusterPolicy
+from c2cserve.policy.presets import C2CSERVE, Preset
+from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.runtime.record import no_record
+from c2cserve.sim.world.costs import Costs
+from c2cserve.sim.world.faults import Fault
+from c2cserve.sim.world.hardware import Lane, SimMachine
+from c2cserve.sim.world.jobs import Ending, Job, JobBook, SimRequest, SloRule
+from c2cserve.sim.world.links import Network
+from c2cserve.sim.world.loop import Loop, Turns
+from c2cserve.sim.world.profiled import profiled
+from c2cserve.sim.world.shapes import SimModel
+from c2cserve.sim.world.shared import World
+from c2cserve.sim.world.slice_world import SimSlice
+from c2cserve.sim.world.timeline import Timeline
+
+_OUTPUT_LIMIT = 1024
+"""What clients allow at least, in tokens: no policy may learn an answer's length from its limit."""
+_KV_RESIZE_BYTES_PER_S = 40e9
+"""How fast systems that size KV memory in advance get it, in bytes of its new size: SLINFER's
+figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with copying what was in it."""
+
+
+class Stuck(AssertionError):
+    """Requests are left and nothing will ever happen to them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    preset: Preset = C2CSERVE
+    admission: AdmissionSettings = AdmissionSettings(max_waiting=1_000_000)
+    seed: int = 0
+    noise: float = 0.0
+    """Standard deviation of the logarithm of step times."""
+    cold_pool: bool = False
+    """Models come from disk when the first request has arrived; else they are in the pool, as far
+    as they fit, before it does."""
+    faults: tuple[Fault, ...] = ()
+    lookahead: int = 64
+    """Decode steps that slices may decide at once (`policy.simulated.lookahead`); 1: none, as
+    live."""
+    hybrid: bool = False
+    """GEMMs are C2CServe's hybrid ones instead of ours (`sim.world.costs`)."""
+
+
+class Simulation:
+    """`runtime.ports.Executor[ClusterAction]` for the controller's policy, and all around it."""
+
+    def __init__(
+        self,
+        machine: SimMachine,
+        models: Sequence[SimModel],
+        requests: Iterable[SimRequest],
+        slo: SloRule | None,
+        settings: Settings,
+    ) -> None:
+        """`requests` in order of arrival, of any length; they are read as time goes by. `slo`
+        None: each model's own targets hold."""
+        self.machine = machine
+        self.settings = settings
+        self.models = {model.spec.id: model for model in models}
+        self.timeline = Timeline()
+        self.turns = Turns(self.timeline)
+        self.network = Network(self.timeline, machine.links)
+        self.jobs = JobBook()
+        self.lanes = {lane.slice.id: lane for lane in machine.lanes}
+        self.slices: dict[str, SimSlice] = {}
+        self.lost: list[SimSlice] = []
+        """Slices of the past: what they did counts."""
+        self.started_s = 0.0
+        self.arrived = 0
+        self._slo = slo
+        self._requests: Iterator[SimRequest] = iter(requests)
+        self._pooled: dict[str, int] = {}
+        """Model -> number of its latest load."""
+        self._loads = 0
+        self._recalled: set[str] = set()
+        policy = ClusterPolicy(settings.admission, settings.preset)
+        self.loop: Loop[ev.ClusterEvent, act.ClusterAction] = Loop(policy, self, no_record)
+        self._world = World(
+            self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
+            self, Random(settings.seed), settings.noise, settings.hybrid,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Until every request has ended. Raises Stuck."""
+        for event in self._opening():
+            self.tell(event)
+        for lane in self.machine.lanes:
+            self._up(lane)
+        self.turns.settle()
+        for fault in self.settings.faults:
+            fault.schedule(self)
+        self._next_request()
+        while self.jobs.live or self._more:
+            if not self.timeline.step():
+                raise Stuck(f"{len(self.jobs.live)} requests are left")
+            self.turns.settle()
+        for one in self.slices.values():
+            one.settle()
+        self.network.settle()
+
+    def _opening(self) -> Iterator[ev.ClusterEvent]:
+        yield ev.PoolState(self.machine.hardware.pool_bytes)
+        for model in self.models.values():
+            yield ev.ModelAdded(model.spec)
+        yield from profiled(self.machine, list(self.models.values()))
+
+    # ---- arrivals -------------------------------------------------------------------------------
+
+    _more = True
+
+    def _next_request(self) -> None:
+        coming = next(self._requests, None)
+        if coming is None:
+            self._more = False
+        else:
+            self.timeline.at(coming.arrival_s, self._arrive, coming)
+
+    def _arrive(self, coming: SimRequest) -> None:
+        spec = self.models[coming.model].spec
+        owed = min(coming.owed, spec.max_context - 1)
+        prompt = min(coming.prompt, spec.max_context - owed)
+        request = Request(
+            id=f"r{self.arrived}",
+            model=coming.model,
+            prompt_len=prompt,
+            max_new_tokens=min(max(owed, _OUTPUT_LIMIT), spec.max_context - prompt),
+            arrival_s=self.timeline.now,
+            slo=spec.slo if self._slo is None else self._slo(prompt),
+            prefix_hashes=coming.prefix_hashes,
+        )
+        self.arrived += 1
+        self.jobs.add(Job(request, owed))
+        later_s = self.machine.hardware.request_s
+        if later_s:
+            self.timeline.at(self.timeline.now + later_s, self.tell, ev.Arrived(request))
+        else:
+            self.tell(ev.Arrived(request))
+        self._next_request()
+
+    # ---- what slices tell the controller --------------------------------------------------------
+
+    def tell(self, event: ev.ClusterEvent) -> None:
+        self.turns.tell(self.loop, event)
+
+    def finished(self, job: Job) -> None:
+        self._end(job, "finished")
+
+    def truncated(self, job: Job) -> None:
+        self._end(job, "truncated")
+
+    def dropped(self, job: Job) -> None:
+        """It was withdrawn and its slice has let it go."""
+        name = job.request.id
+        if name in self._recalled:
+            self._recalled.remove(name)
+            job.slice_id = ""
+            self.tell(ev.Recalled(job.as_of_now()))
+
+    def returned(self, job: Job) -> None:
+        """Its slice was asked for it, and it had not begun there."""
+        job.slice_id = ""
+        job.resumed = True
+        self.tell(ev.Recalled(job.as_of_now()))
+
+    def _end(self, job: Job, ending: Ending) -> None:
+        self._recalled.discard(job.request.id)
+        self.jobs.end(job, ending)
+        self.tell(ev.Finished(job.request.id, job.drawn, ending == "failed"))
+
+    # ---- Executor -------------------------------------------------------------------------------
+
+    def submit(self, action: act.ClusterAction) -> None:
+        match action:
+            case act.Dispatch(request_id, slice_id):
+                job = self.jobs.live[request_id]
+                assert not job.slice_id, f"{request_id} is dispatched twice"
+                job.slice_id = slice_id
+                job.dispatched_s = self.timeline.now
+                self.slices[slice_id].submit_job(job)
+            case act.Reject(request_id, status):
+                job = self.jobs.live[request_id]
+                assert status != 429 or not job.resumed, f"{request_id} had tokens, then 429"
+                self.jobs.end(job, "rejected", status)
+            case act.Activate(model, slice_id, keep):
+                assert model in self._pooled, f"{model} is not in the pool"
+                self.slices[slice_id].activate(self.models[model], keep=keep)
+            case act.Deactivate(model, slice_id):
+                self.slices[slice_id].deactivate(model)
+            case act.Withdraw(request_id, slice_id):
+                self.slices[slice_id].withdraw(request_id)
+            case act.Recall(request_id, slice_id, unstarted=True):
+                self.slices[slice_id].recall(request_id)
+            case act.Recall(request_id, slice_id):
+                self._recalled.add(request_id)
+                self.slices[slice_id].withdraw(request_id)
+            case act.ResizeKv(model, slice_id, kv_bytes):
+                self._resize(model, slice_id, kv_bytes)
+            case act.Load(model):
+                self._load(self.models[model])
+            case act.Evict(model) | act.Forget(model):
+                self._pooled.pop(model, None)
+                for one in self.slices.values():
+                    one.forget(model)
+            case act.Backlog():
+                pass  # no request is looked into before it arrives
+            case act.Replace():
+                raise TypeError(f"no simulated slice fails: {action}")
+
+    # ---- the pool -------------------------------------------------------------------------------
+
+    def _load(self, model: SimModel) -> None:
+        name, size = model.spec.id, model.spec.weight_bytes
+        self._loads += 1
+        self._pooled[name] = self._loads
+        used = sum(self.models[other].spec.weight_bytes for other in self._pooled)
+        assert used <= self.machine.hardware.pool_bytes, "the pool is over its budget"
+        warm = not self.arrived and not self.settings.cold_pool
+        took_s = 0.0 if warm else size / self.machine.hardware.disk_bytes_per_s
+        if took_s:
+            self.timeline.at(self.timeline.now + took_s, self._loaded, name, self._loads, took_s)
+        else:
+            self._loaded(name, self._loads, 0.0)
+
+    def _loaded(self, name: str, number: int, took_s: float) -> None:
+        if self._pooled.get(name) == number:
+            self.tell(ev.ModelUsable(name))
+            self.tell(ev.ModelLoaded(name, self.models[name].spec.weight_bytes, took_s))
+
+    # ---- memory sized in advance ----------------------------------------------------------------
+
+    def _resize(self, model: str, slice_id: str, kv_bytes: int) -> None:
+        """Meanwhile the instance computes nothing; a new one loads its weights first."""
+        here = self.slices[slice_id]
+        here.pause(model)
+        took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S + here.load_left_s(model)
+        self.timeline.at(self.timeline.now + took_s, self._resized, here, model, kv_bytes)
+
+    def _resized(self, here: SimSlice, model: str, kv_bytes: int) -> None:
+        here.resume(model)
+        if self.slices.get(here.lane.slice.id) is here:
+            self.tell(ev.KvResized(model, here.lane.slice.id, kv_bytes))
+
+    # ---- slices come and go ---------------------------------------------------------------------
+
+    def _up(self, lane: Lane) -> None:
+        policy = SlicePolicy(
+            lane.slice, preset=self.settings.preset, lookahead=self.settings.lookahead
+        )
+        self.slices[lane.slice.id] = SimSlice(lane, self._world, policy, no_record)
+        self.tell(ev.SliceUp(lane.slice))
+
+    def lose_slice(self, slice_id: str, back_s: float) -> None:
+        """Its requests go on elsewhere from what their clients have; it is up again `back_s` later.
+        A slice that is lost already stays so."""
+        gone = self.slices.pop(slice_id, None)
+        if gone is None:
+            return
+        self.lost.append(gone)
+        displaced: list[Request] = []
+        for job in gone.lose():
+            job.slice_id = ""
+            job.resumed = True
+            self._recalled.discard(job.request.id)
+            displaced.append(job.as_of_now())
+        self.tell(ev.SliceLost(slice_id, tuple(displaced)))
+        self.timeline.at(self.timeline.now + back_s, self._up, self.lanes[slice_id])

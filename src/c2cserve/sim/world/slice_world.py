@@ -1,0 +1,261 @@
+"""A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
+
+from functools import partial
+
+from c2cserve.core import events as ev
+from c2cserve.core.actions import (
+    Drop,
+    Fetch,
+    Move,
+    Release,
+    Return,
+    RunStep,
+    SetAlpha,
+    SliceAction,
+    Truncate,
+)
+from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.runtime.ports import Recorder
+from c2cserve.sim.world.checks import BlockBook, SeqState
+from c2cserve.sim.world.compute import Compute
+from c2cserve.sim.world.copy_engine import CopyEngine
+from c2cserve.sim.world.hardware import Lane
+from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.links import Flow
+from c2cserve.sim.world.loop import Loop
+from c2cserve.sim.world.shapes import SimModel
+from c2cserve.sim.world.shared import World
+from c2cserve.sim.world.weight_cache import KeptWeights
+
+
+class SimSlice:
+    """`runtime.ports.Executor[SliceAction]`."""
+
+    def __init__(
+        self,
+        lane: Lane,
+        world: World,
+        policy: SlicePolicy,
+        record: Recorder[ev.SliceEvent, SliceAction],
+    ) -> None:
+        self.lane = lane
+        self.loop: Loop[ev.SliceEvent, SliceAction] = Loop(policy, self, record)
+        self.policy = policy
+        self.seqs: dict[str, SeqState] = {}
+        self.active: dict[str, SimModel] = {}
+        self.book = BlockBook(lane.slice)
+        self._world = world
+        self._kept: KeptWeights | None = None
+        if lane.h2d:
+            self._kept = KeptWeights(max(0, lane.slice.hbm_bytes - lane.slice.kv_bytes))
+        self.compute = Compute(
+            lane, world, self.seqs, self.book, self._kept, self._tell, self._finished
+        )
+        self.use = self.compute.use
+        self._in = CopyEngine(world.timeline, world.network, lane.h2d)
+        self._out = CopyEngine(world.timeline, world.network, lane.d2h)
+        self._loading: dict[str, tuple[float, Flow]] = {}
+        """Model whose weights are on their way -> since when, and what brings them."""
+        self._absent: dict[str, None] = {}
+        """Models that are to be kept, whose weights are not here nor on their way."""
+        self._paused: dict[str, int] = {}
+        """Models that compute nothing for other reasons -> how many of those there are."""
+        self._waiting: dict[str, list[RunStep]] = {}
+        self._used_since_s = self._held_since_s = 0.0
+        self._dead = False
+
+    # ---- what the controller tells it -----------------------------------------------------------
+
+    def activate(self, model: SimModel, *, keep: bool) -> None:
+        name = model.spec.id
+        assert name not in self.active, f"{name} is active already on {self.lane.slice.id}"
+        assert len(self.active) < self.lane.slice.max_active, "more models than the slice takes"
+        if not self.active:
+            self._held_since_s = self._world.timeline.now
+        self.active[name] = model
+        keep = keep and self._kept is not None
+        if keep:
+            self._absent[name] = None
+        self._tell(ev.Activated(model.spec, keep))
+
+    def deactivate(self, name: str) -> None:
+        del self.active[name]
+        self._absent.pop(name, None)
+        self._drop_weights(name)
+        self._tell(ev.Deactivated(name))
+        if not self.active:
+            self.use.held_s += self._world.timeline.now - self._held_since_s
+
+    def forget(self, name: str) -> None:
+        """The model's weights leave the host's pool."""
+        if self._kept is not None:
+            self._kept.forget(name)
+
+    def submit_job(self, job: Job) -> None:
+        request = job.as_of_now()
+        assert request.model in self.active, f"{request.model} is not active here"
+        if not self.seqs:
+            self._used_since_s = self._world.timeline.now
+        spec = self.active[request.model].spec
+        self.seqs[request.id] = SeqState(job, spec, request.prompt_len)
+        self._tell(ev.Submitted(request))
+
+    def withdraw(self, request_id: str) -> None:
+        self._tell(ev.Withdrawn(request_id))
+
+    def recall(self, request_id: str) -> None:
+        self._tell(ev.RecallAsked(request_id))
+
+    def pause(self, name: str) -> None:
+        """The model computes nothing until `resume`: its memory is being moved."""
+        self._paused[name] = self._paused.get(name, 0) + 1
+        self.compute.interrupt()
+
+    def resume(self, name: str) -> None:
+        self._paused[name] -= 1
+        self._release(name)
+
+    def lose(self) -> list[Job]:
+        """The slice is gone; the jobs that were here."""
+        self._dead = True
+        self.settle()
+        self.compute.stop()
+        return [seq.job for seq in self.seqs.values()]
+
+    def settle(self) -> None:
+        """Bring `use` up to now."""
+        now = self._world.timeline.now
+        if self.seqs:
+            self.use.used_s += now - self._used_since_s
+            self._used_since_s = now
+        if self.active:
+            self.use.held_s += now - self._held_since_s
+            self._held_since_s = now
+        self.compute.settle()
+
+    def _tell(self, event: ev.SliceEvent) -> None:
+        self.compute.interrupt()
+        self._world.turns.tell(self.loop, event)
+
+    # ---- weights that are kept (CPUs read theirs where they lie) --------------------------------
+
+    def _load(self, model: SimModel) -> None:
+        world, name, size = self._world, model.spec.id, model.spec.weight_bytes
+        self.use.loads += 1
+        del self._absent[name]
+        assert self._kept is not None
+        self._kept.hold(model)
+        self.book.weigh(self._kept.held_bytes)
+        done = partial(self._loaded, name)
+        flow = world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
+        self._loading[name] = world.timeline.now, flow
+
+    def _drop_weights(self, name: str) -> None:
+        if self._kept is not None:
+            self._kept.release(name)
+            self.book.weigh(self._kept.held_bytes)
+        loading = self._loading.pop(name, None)
+        if loading is not None:
+            self._world.network.stop(loading[1])
+
+    def load_left_s(self, name: str) -> float:
+        """About how long its weights are still on their way."""
+        if name not in self._loading and name not in self._absent:
+            return 0.0
+        took_s = self.active[name].spec.weight_bytes / self.lane.load_bytes_per_s
+        if name in self._absent:
+            return took_s
+        return max(0.0, self._loading[name][0] + took_s - self._world.timeline.now)
+
+    def _loaded(self, name: str) -> None:
+        if self._dead:
+            return
+        since_s, _ = self._loading.pop(name)
+        took_s = self._world.timeline.now - since_s
+        for seq in self.seqs.values():
+            if seq.spec.id == name and not seq.job.drawn:
+                dispatched_s = max(seq.job.dispatched_s, since_s)
+                seq.job.grace_s += self._world.timeline.now - dispatched_s
+        self._tell(ev.Fetched(name, took_s))
+        self._world.controller.tell(ev.InstanceReady(name, self.lane.slice.id, took_s))
+        self._release(name)
+
+    def _blocked(self, name: str) -> bool:
+        return self._paused.get(name, 0) > 0
+
+    def _release(self, name: str) -> None:
+        if not self._blocked(name):
+            for step in self._waiting.pop(name, ()):
+                self.compute.submit(step)
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def submit(self, action: SliceAction) -> None:
+        if isinstance(action, RunStep):
+            self._run(action)
+        elif isinstance(action, Drop):
+            seq = self.seqs[action.request_id]
+            self.book.release(seq)
+            if action.requeued:
+                seq.job.preempted += 1
+            else:
+                self._leave(seq)
+                self._world.controller.dropped(seq.job)
+        elif isinstance(action, Move):
+            self._move(action)
+        elif isinstance(action, SetAlpha):
+            self.compute.alphas[action.model] = action.alpha
+        elif isinstance(action, Fetch):
+            self._load(self.active[action.model])
+        elif isinstance(action, Release):
+            self._drop_weights(action.model)
+            self._absent[action.model] = None
+        elif isinstance(action, Truncate):
+            seq = self.seqs[action.request_id]
+            self.book.release(seq)
+            self._leave(seq)
+            self._world.controller.truncated(seq.job)
+        elif isinstance(action, Return):
+            seq = self.seqs[action.request_id]
+            self._leave(seq)
+            self._world.controller.returned(seq.job)
+        else:
+            raise TypeError(f"no simulated step fails: {action}")
+
+    def _run(self, run: RunStep) -> None:
+        """Steps of models that can compute nothing now wait beside the line; where one of several
+        has to, each runs once."""
+        steps = (run.step, *run.then)
+        if not any(self._blocked(step.model) for step in steps):
+            self.compute.submit(run)
+            return
+        for step in steps:
+            if self._blocked(step.model):
+                self._waiting.setdefault(step.model, []).append(RunStep(step))
+                self._tell(ev.StepParked(step.id))
+            else:
+                self.compute.submit(RunStep(step))
+
+    def _move(self, move: Move) -> None:
+        """KV takes the same links as weights, the other way out."""
+        seq = self.seqs[move.request_id]
+        self.book.move(seq, move)
+        size = len(move.blocks) * seq.spec.kv_block_bytes
+        self.use.moved_bytes += size
+        engine = self._in if move.direction == "in" else self._out
+        engine.submit(size, move.direction != "copy", partial(self._moved, seq, move))
+
+    def _moved(self, seq: SeqState, move: Move) -> None:
+        if not self._dead:
+            self.book.moved(seq)
+            self._tell(ev.MoveDone(move.request_id, move.direction))
+
+    def _finished(self, seq: SeqState) -> None:
+        self.book.release(seq)
+        self._leave(seq)
+        self._world.controller.finished(seq.job)
+
+    def _leave(self, seq: SeqState) -> None:
+        del self.seqs[seq.job.request.id]
+        if not self.seqs:
+            self.use.used_s += self._world.timeline.now - self._used_since_s

@@ -1,0 +1,1 @@
+"""How commands fail, and how they show sizes, times, tables and JSON."""
