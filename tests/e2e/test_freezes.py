@@ -130,7 +130,7 @@ def test_a_killed_text_process_is_one_request_s(catalog: Path, tmp_path: Path) -
         children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children")
         texts = [
             pid for pid in map(int, children.read_text().split())
-            if b"text_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            if b"text.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]  # fmt: skip
         assert len(texts) == 2
         assert exchange(process.port, post("/v1/completions", GOOD))[0] == 200

@@ -234,9 +234,8 @@ EACH_BODY, ALL_BODIES = 8 << 20, 256 << 20
 def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
     """Bodies that do not end fill it: the next one gets 429, what has no body is answered. When
     they leave, what they took is free again."""
-    head = (
-        f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {EACH_BODY}\r\n\r\n"
-    )
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {EACH_BODY}\r\n\r\n"
     with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
         with ExitStack() as stack:
 
