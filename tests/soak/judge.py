@@ -4,6 +4,7 @@ What it says is compared elsewhere (`comparing`). Every rule here is of docs/api
 docs/operations.md.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ NO_SLICE_GRACE_S = 30.0
 """How long requests wait while no slice is up, before 503 (`policy.cluster.admission`)."""
 _LIVES = 4
 """Workers a request may lose before it fails."""
+_LACK = re.compile(r"(?i)no space left|shared memory")
+"""Of the reasons of 503 while the pool's filesystem is full, or has been."""
 _ERROR_KEYS = {"message", "type", "param", "code"}
 
 Fault = tuple[str, object, object]
@@ -67,6 +70,8 @@ class Judge:
         allowed = self.allowed(case, reply)
         if reply.status not in allowed:
             return [("status", sorted(allowed), (reply.status, reply.error))]
+        if reply.status == 503 and not self._explained(case, reply):
+            return [("a 503's reason", "the lack of room", reply.error)]
         if reply.end == "error event" and not allowed & {500, 503}:
             return [("an error in a stream", "[DONE]", reply.error)]
         return []
@@ -76,17 +81,27 @@ class Judge:
         name = case.model and case.model.id
         return set(case.allowed) | self.of_the_moment(name, reply.sent_s, reply.ended_s)
 
+    def _explained(self, case: Case, reply: Reply) -> bool:
+        """Whether a 503 has another cause than a full filesystem, or says that this is it."""
+        span = reply.sent_s, reply.ended_s
+        if 503 in case.allowed or 503 in self._of_others(case.model and case.model.id, *span):
+            return True
+        return isinstance(reply.error, dict) and _LACK.search(str(reply.error)) is not None
+
     @property
     def draining(self) -> bool:
         return self._moments.draining_s < float("inf")
 
     def of_the_moment(self, model: str | None, begin_s: float, end_s: float) -> set[int]:
         """Statuses that any request may get that was under way then."""
+        full = {503} if self._moments.full(begin_s, end_s) else set[int]()
+        return full | self._of_others(model, begin_s, end_s)
+
+    def _of_others(self, model: str | None, begin_s: float, end_s: float) -> set[int]:
+        """The same, but for a full filesystem."""
         allowed: set[int] = set()
         if model is not None and self._moments.absent(model, begin_s, end_s):
             allowed.add(404)
-        if self._moments.full(begin_s, end_s):
-            allowed.add(503)
         if self._moments.no_slice(begin_s, end_s, NO_SLICE_GRACE_S):
             allowed.add(503)
         if self._moments.all_back_off(begin_s, end_s):
