@@ -69,7 +69,8 @@ class Job:
 
 class SliceTestWorld:
     """`runtime.ports.Source` and `Executor`. Steps run one after the other, take random times and
-    sometimes park first."""
+    sometimes park first. A step ends after all steps before it that share a request with it, as in
+    `engine.executor`: it reads the KV that they write."""
 
     def __init__(
         self,
@@ -97,8 +98,10 @@ class SliceTestWorld:
         self.told: list[SliceEvent] = []
         self.jobs: dict[str, Job] = {}
         self.flying: dict[int, Step] = {}
-        self.parked: dict[int, float] = {}
-        """Steps that wait for weights, and when they will be done."""
+        self.parked: set[int] = set()
+        """Steps that wait for weights."""
+        self.ends_s: dict[int, float] = {}
+        """When steps in flight will be done."""
         self.contents: dict[int, tuple[str, int]] = {}
         """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
         self.log: list[Tick] = []
@@ -216,21 +219,23 @@ class SliceTestWorld:
         for offset in written:
             self.contents.pop(offset, None)
         names = [part.request_id for part in step.seqs]
-        self.flying[step.id] = step
         self.steps.append((self.now, step))
         took = self.pace * self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
         if self.token_s:
             took = self.token_s * step.tokens
-        after = [
-            done for i, done in self.parked.items()
-            if {part.request_id for part in self.flying[i].seqs} & set(names)
+        before = [
+            i for i, other in self.flying.items()
+            if {part.request_id for part in other.seqs} & set(names)
         ]  # fmt: skip
-        if after or self.random.random() < self.park:
-            done = max([self.now, *after]) + took + self.random.uniform(0.0, 0.2)
+        if not self.parked.isdisjoint(before) or self.random.random() < self.park:
+            after_s = max([self.now, *(self.ends_s[i] for i in before)])
+            done = after_s + took + self.random.uniform(0.0, 0.2)
             self.at(self.now, StepParked(step.id))
-            self.parked[step.id] = done
+            self.parked.add(step.id)
         else:
             done = self._free_s = max(self.now, self._free_s) + took
+        self.flying[step.id] = step
+        self.ends_s[step.id] = done
         outcomes = ()  # drawn when it is done
         self.at(done, StepDone(step.id, outcomes, took))
 
@@ -256,7 +261,8 @@ class SliceTestWorld:
 
     def _done(self, event: StepDone) -> StepDone | StepFailed:
         step = self.flying.pop(event.step_id)
-        self.parked.pop(event.step_id, None)
+        self.parked.discard(event.step_id)
+        del self.ends_s[event.step_id]
         if self._faulty(step):
             return self._failed(step)
         outcomes: list[SeqOutcome] = []
@@ -275,6 +281,7 @@ class SliceTestWorld:
                 outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
                 continue
             first = part.start // BLOCK_TOKENS
+            assert part.start == job.computed, "a step ends before one whose KV it reads"
             job.computed = part.start + part.tokens
             for index in range(first, job.computed // BLOCK_TOKENS):
                 if index < len(job.request.prefix_hashes):

@@ -1,4 +1,4 @@
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slice_world import SliceTestWorld
 
@@ -61,7 +61,19 @@ def world_of(
     return world
 
 
+ONE_TOKEN = ("a", 1, 1, 2.0, 0, 0, 1, None, SLOS[0], False)
+OVERLAPPED_PREFILL = [
+    *[ONE_TOKEN] * 6,
+    ("a", 97, 1, 1.125, 0, 6, 1, None, SLOS[0], False),
+    ("a", 113, 1, 1.0, 0, 6, 1, None, SLOS[0], False),
+    ("b", 1, 16, 0.0, 0, 0, 16, None, SLOS[0], False),
+]
+"""Two steps of a prompt are in flight, the second one is parked, and another request with the same
+prefix waits. It may read the prompt's blocks only after both steps."""
+
+
 @settings(max_examples=150, deadline=None)
+@example(OVERLAPPED_PREFILL, 857, 2, 2, 0.3, 0.0)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.05]),
