@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from random import Random
 
+from kv_contents import KvContents
+
 from c2cserve.core.actions import (
     Drop,
     Fail,
     GiveUp,
+    Move,
     Return,
     RunStep,
     SliceAction,
@@ -19,6 +22,7 @@ from c2cserve.core.actions import (
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    MoveDone,
     SeqOutcome,
     SliceEvent,
     StepDone,
@@ -56,6 +60,8 @@ class Job:
     recomputed: int = 0
     poison: bool = False
     """Every step that it has a part in fails."""
+    away: bool = False
+    """Its KV went to the host, and no step has run since."""
     lost: bool = False
     """A step of it failed, and it has not begun anew."""
     failures: int = 0
@@ -82,9 +88,11 @@ class SliceTestWorld:
         fail: float = 0.0,
         fault: float = 0.0,
         token_s: float = 0.0,
+        contents: bool = False,
     ) -> None:
         """`fail`: how often values are not numbers; `fault`: how often a step raises. `token_s`: a
-        step takes so long for each of its tokens, instead of some random time."""
+        step takes so long for each of its tokens, instead of some random time. `contents`: follow
+        the KV in each block (`kv_contents`), which takes long where there are many."""
         self.slice = slice_
         self.random = Random(seed)
         self.specs = {spec.id: spec for spec in specs}
@@ -104,6 +112,7 @@ class SliceTestWorld:
         """When steps in flight will be done."""
         self.contents: dict[int, tuple[str, int]] = {}
         """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
+        self.kv = KvContents(slice_, checks=contents)
         self.log: list[Tick] = []
         self.steps: list[tuple[float, Step]] = []
         self.surplus = 0
@@ -132,6 +141,9 @@ class SliceTestWorld:
             events: list[SliceEvent] = []
             while self._heap and self._heap[0][0] <= self.now:
                 event = heapq.heappop(self._heap)[2]
+                if isinstance(event, MoveDone):
+                    ended = bool(self.jobs[event.request_id].ended)
+                    self.kv.end_move(event.request_id, ended=ended)
                 if event is not None:
                     events.append(self._done(event) if isinstance(event, StepDone) else event)
             self.told += events
@@ -159,7 +171,9 @@ class SliceTestWorld:
                 job = self.jobs[request_id]
                 assert not job.flights
                 assert not job.ended
-                job.blocks, job.issued, job.computed = [], 0, 0
+                assert not self.kv.moving(request_id)
+                job.blocks, job.issued, job.computed, job.away = [], 0, 0, False
+                self.kv.forget(request_id)
                 if not requeued:
                     job.ended = "dropped"
             case Fail(request_id) | Return(request_id):
@@ -167,6 +181,9 @@ class SliceTestWorld:
                 assert not job.flights
                 assert not job.ended
                 job.ended = "fault" if isinstance(action, Fail) else "returned"
+                self.kv.forget(request_id)
+            case Move():
+                self._move(action)
             case GiveUp(model):
                 self.given_up.append(model)
             case Truncate(request_id):
@@ -174,6 +191,18 @@ class SliceTestWorld:
                 assert not job.flights
                 assert not job.ended
                 job.ended = "truncated"
+                self.kv.forget(request_id)
+
+    def _move(self, move: Move) -> None:
+        """KV moves beside what computes."""
+        job = self.jobs[move.request_id]
+        assert not job.ended
+        assert move.direction == "copy" or not job.flights
+        if move.direction == "out":
+            job.away, job.blocks = True, []
+        self.kv.begin_move(move, self.specs[job.request.model].kv_block_bytes)
+        done = self.now + self.pace * self.random.uniform(0.001, 0.03)
+        self.at(done, MoveDone(move.request_id, move.direction))
 
     def _start(self, step: Step) -> None:
         assert step.seqs
@@ -185,6 +214,7 @@ class SliceTestWorld:
         prefill = sum(part.tokens for part in step.seqs if part.tokens > 1)
         assert prefill <= self.slice.max_step_tokens
         written: set[int] = set()
+        self.kv.begin_step(step.kv_end_bytes)
         for part in step.seqs:
             job = self.jobs[part.request_id]
             assert job.request.model == step.model
@@ -195,9 +225,14 @@ class SliceTestWorld:
             if part.fresh:
                 assert not job.flights
                 job.blocks, job.lost = [], False
-                job.recomputed += job.issued
+                assert not job.away or part.start == job.issued, "it did not stop here"
+                job.recomputed += job.issued - part.start if job.away else job.issued
                 job.issued = job.computed = part.start
-                self._check_reuse(job, part.new_blocks[: part.start // BLOCK_TOKENS], part.start)
+                if not job.away:
+                    reused = part.new_blocks[: part.start // BLOCK_TOKENS]
+                    self._check_reuse(job, reused, part.start)
+                job.away = False
+            assert not job.away, "its KV is not here"
             job.blocks += part.new_blocks
             assert part.tokens >= 1
             assert part.start == job.issued, "a token is skipped or repeated"
@@ -212,6 +247,8 @@ class SliceTestWorld:
             }
             assert not own & written, "two sequences write one block"
             written |= own
+            size = self.specs[step.model].kv_block_bytes
+            self.kv.compute(step.id, job.request, job.blocks, size, part.start, end)
             job.flights += 1
             job.issued = end
             job.drawing += part.emits
@@ -263,6 +300,8 @@ class SliceTestWorld:
         step = self.flying.pop(event.step_id)
         self.parked.discard(event.step_id)
         del self.ends_s[event.step_id]
+        for part in step.seqs:
+            self.kv.end_step(step.id, part.request_id)
         if self._faulty(step):
             return self._failed(step)
         outcomes: list[SeqOutcome] = []
@@ -278,6 +317,7 @@ class SliceTestWorld:
                 continue
             if failing:
                 job.ended = "failed"
+                self.kv.forget(part.request_id)
                 outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
                 continue
             first = part.start // BLOCK_TOKENS
@@ -295,6 +335,7 @@ class SliceTestWorld:
                 outcomes.append(SeqOutcome(part.request_id, 1, finished))
                 if finished:
                     job.ended = "finished"
+                    self.kv.forget(part.request_id)
         return StepDone(step.id, tuple(outcomes), event.compute_s)
 
     # ---- invariants -----------------------------------------------------------------------------
