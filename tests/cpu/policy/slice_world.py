@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from itertools import count, pairwise
 from random import Random
 
+from kv_contents import KvContents
+
 from c2cserve.core.actions import (
     Drop,
     Fail,
     GiveUp,
+    Move,
     Return,
     RunStep,
     SliceAction,
@@ -19,6 +22,7 @@ from c2cserve.core.actions import (
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    MoveDone,
     SeqOutcome,
     SliceEvent,
     StepDone,
@@ -56,6 +60,8 @@ class Job:
     recomputed: int = 0
     poison: bool = False
     """Every step that it has a part in fails."""
+    away: bool = False
+    """Its KV went to the host, and no step has run since."""
     lost: bool = False
     """A step of it failed, and it has not begun anew."""
     failures: int = 0
@@ -69,7 +75,8 @@ class Job:
 
 class SliceTestWorld:
     """`runtime.ports.Source` and `Executor`. Steps run one after the other, take random times and
-    sometimes park first."""
+    sometimes park first. A step ends after all steps before it that share a request with it, as in
+    `engine.executor`: it reads the KV that they write."""
 
     def __init__(
         self,
@@ -81,9 +88,11 @@ class SliceTestWorld:
         fail: float = 0.0,
         fault: float = 0.0,
         token_s: float = 0.0,
+        contents: bool = False,
     ) -> None:
         """`fail`: how often values are not numbers; `fault`: how often a step raises. `token_s`: a
-        step takes so long for each of its tokens, instead of some random time."""
+        step takes so long for each of its tokens, instead of some random time. `contents`: follow
+        the KV in each block (`kv_contents`), which takes long where there are many."""
         self.slice = slice_
         self.random = Random(seed)
         self.specs = {spec.id: spec for spec in specs}
@@ -97,10 +106,13 @@ class SliceTestWorld:
         self.told: list[SliceEvent] = []
         self.jobs: dict[str, Job] = {}
         self.flying: dict[int, Step] = {}
-        self.parked: dict[int, float] = {}
-        """Steps that wait for weights, and when they will be done."""
+        self.parked: set[int] = set()
+        """Steps that wait for weights."""
+        self.ends_s: dict[int, float] = {}
+        """When steps in flight will be done."""
         self.contents: dict[int, tuple[str, int]] = {}
         """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
+        self.kv = KvContents(slice_, checks=contents)
         self.log: list[Tick] = []
         self.steps: list[tuple[float, Step]] = []
         self.surplus = 0
@@ -129,6 +141,9 @@ class SliceTestWorld:
             events: list[SliceEvent] = []
             while self._heap and self._heap[0][0] <= self.now:
                 event = heapq.heappop(self._heap)[2]
+                if isinstance(event, MoveDone):
+                    ended = bool(self.jobs[event.request_id].ended)
+                    self.kv.end_move(event.request_id, ended=ended)
                 if event is not None:
                     events.append(self._done(event) if isinstance(event, StepDone) else event)
             self.told += events
@@ -156,7 +171,9 @@ class SliceTestWorld:
                 job = self.jobs[request_id]
                 assert not job.flights
                 assert not job.ended
-                job.blocks, job.issued, job.computed = [], 0, 0
+                assert not self.kv.moving(request_id)
+                job.blocks, job.issued, job.computed, job.away = [], 0, 0, False
+                self.kv.forget(request_id)
                 if not requeued:
                     job.ended = "dropped"
             case Fail(request_id) | Return(request_id):
@@ -164,6 +181,9 @@ class SliceTestWorld:
                 assert not job.flights
                 assert not job.ended
                 job.ended = "fault" if isinstance(action, Fail) else "returned"
+                self.kv.forget(request_id)
+            case Move():
+                self._move(action)
             case GiveUp(model):
                 self.given_up.append(model)
             case Truncate(request_id):
@@ -171,6 +191,18 @@ class SliceTestWorld:
                 assert not job.flights
                 assert not job.ended
                 job.ended = "truncated"
+                self.kv.forget(request_id)
+
+    def _move(self, move: Move) -> None:
+        """KV moves beside what computes."""
+        job = self.jobs[move.request_id]
+        assert not job.ended
+        assert move.direction == "copy" or not job.flights
+        if move.direction == "out":
+            job.away, job.blocks = True, []
+        self.kv.begin_move(move, self.specs[job.request.model].kv_block_bytes)
+        done = self.now + self.pace * self.random.uniform(0.001, 0.03)
+        self.at(done, MoveDone(move.request_id, move.direction))
 
     def _start(self, step: Step) -> None:
         assert step.seqs
@@ -182,6 +214,7 @@ class SliceTestWorld:
         prefill = sum(part.tokens for part in step.seqs if part.tokens > 1)
         assert prefill <= self.slice.max_step_tokens
         written: set[int] = set()
+        self.kv.begin_step(step.kv_end_bytes)
         for part in step.seqs:
             job = self.jobs[part.request_id]
             assert job.request.model == step.model
@@ -192,9 +225,14 @@ class SliceTestWorld:
             if part.fresh:
                 assert not job.flights
                 job.blocks, job.lost = [], False
-                job.recomputed += job.issued
+                assert not job.away or part.start == job.issued, "it did not stop here"
+                job.recomputed += job.issued - part.start if job.away else job.issued
                 job.issued = job.computed = part.start
-                self._check_reuse(job, part.new_blocks[: part.start // BLOCK_TOKENS], part.start)
+                if not job.away:
+                    reused = part.new_blocks[: part.start // BLOCK_TOKENS]
+                    self._check_reuse(job, reused, part.start)
+                job.away = False
+            assert not job.away, "its KV is not here"
             job.blocks += part.new_blocks
             assert part.tokens >= 1
             assert part.start == job.issued, "a token is skipped or repeated"
@@ -209,6 +247,8 @@ class SliceTestWorld:
             }
             assert not own & written, "two sequences write one block"
             written |= own
+            size = self.specs[step.model].kv_block_bytes
+            self.kv.compute(step.id, job.request, job.blocks, size, part.start, end)
             job.flights += 1
             job.issued = end
             job.drawing += part.emits
@@ -216,21 +256,23 @@ class SliceTestWorld:
         for offset in written:
             self.contents.pop(offset, None)
         names = [part.request_id for part in step.seqs]
-        self.flying[step.id] = step
         self.steps.append((self.now, step))
         took = self.pace * self.random.uniform(0.001, 0.01) + 1e-4 * step.tokens
         if self.token_s:
             took = self.token_s * step.tokens
-        after = [
-            done for i, done in self.parked.items()
-            if {part.request_id for part in self.flying[i].seqs} & set(names)
+        before = [
+            i for i, other in self.flying.items()
+            if {part.request_id for part in other.seqs} & set(names)
         ]  # fmt: skip
-        if after or self.random.random() < self.park:
-            done = max([self.now, *after]) + took + self.random.uniform(0.0, 0.2)
+        if not self.parked.isdisjoint(before) or self.random.random() < self.park:
+            after_s = max([self.now, *(self.ends_s[i] for i in before)])
+            done = after_s + took + self.random.uniform(0.0, 0.2)
             self.at(self.now, StepParked(step.id))
-            self.parked[step.id] = done
+            self.parked.add(step.id)
         else:
             done = self._free_s = max(self.now, self._free_s) + took
+        self.flying[step.id] = step
+        self.ends_s[step.id] = done
         outcomes = ()  # drawn when it is done
         self.at(done, StepDone(step.id, outcomes, took))
 
@@ -256,7 +298,10 @@ class SliceTestWorld:
 
     def _done(self, event: StepDone) -> StepDone | StepFailed:
         step = self.flying.pop(event.step_id)
-        self.parked.pop(event.step_id, None)
+        self.parked.discard(event.step_id)
+        del self.ends_s[event.step_id]
+        for part in step.seqs:
+            self.kv.end_step(step.id, part.request_id)
         if self._faulty(step):
             return self._failed(step)
         outcomes: list[SeqOutcome] = []
@@ -272,9 +317,11 @@ class SliceTestWorld:
                 continue
             if failing:
                 job.ended = "failed"
+                self.kv.forget(part.request_id)
                 outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
                 continue
             first = part.start // BLOCK_TOKENS
+            assert part.start == job.computed, "a step ends before one whose KV it reads"
             job.computed = part.start + part.tokens
             for index in range(first, job.computed // BLOCK_TOKENS):
                 if index < len(job.request.prefix_hashes):
@@ -288,6 +335,7 @@ class SliceTestWorld:
                 outcomes.append(SeqOutcome(part.request_id, 1, finished))
                 if finished:
                     job.ended = "finished"
+                    self.kv.forget(part.request_id)
         return StepDone(step.id, tuple(outcomes), event.compute_s)
 
     # ---- invariants -----------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-from hypothesis import given, settings
+from dataclasses import replace
+
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from slice_world import SliceTestWorld
 
@@ -48,10 +50,11 @@ requests = st.lists(
 
 def world_of(
     drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float,
-    blocks: tuple[int, int, int] = (512, 1000, 6000),
+    blocks: tuple[int, int, int] = (512, 1000, 6000), host_blocks: int = 0,
 ) -> SliceTestWorld:  # fmt: skip
     specs = [spec(name, block) for name, block in zip("abc", blocks, strict=True)]
-    world = SliceTestWorld(small_slice(slabs), seed, specs, in_flight, park, fail)
+    slice_ = replace(small_slice(slabs), host_kv_bytes=host_blocks * 1000)
+    world = SliceTestWorld(slice_, seed, specs, in_flight, park, fail, contents=True)
     world.activate()
     for i, (model, prompt, new, at, family, shared, stop, cancel, slo, chained) in enumerate(drawn):
         one = request(f"r{i}", model, prompt, new, at, family, slo, shared)
@@ -61,7 +64,19 @@ def world_of(
     return world
 
 
+ONE_TOKEN = ("a", 1, 1, 2.0, 0, 0, 1, None, SLOS[0], False)
+OVERLAPPED_PREFILL = [
+    *[ONE_TOKEN] * 6,
+    ("a", 97, 1, 1.125, 0, 6, 1, None, SLOS[0], False),
+    ("a", 113, 1, 1.0, 0, 6, 1, None, SLOS[0], False),
+    ("b", 1, 16, 0.0, 0, 0, 16, None, SLOS[0], False),
+]
+"""Two steps of a prompt are in flight, the second one is parked, and another request with the same
+prefix waits. It may read the prompt's blocks only after both steps."""
+
+
 @settings(max_examples=150, deadline=None)
+@example(OVERLAPPED_PREFILL, 857, 2, 2, 0.3, 0.0)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.05]),
@@ -69,7 +84,23 @@ def world_of(
 def test_every_request_ends_once_and_all_memory_comes_back(
     drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float
 ) -> None:
-    world = world_of(drawn, seed, slabs, in_flight, park, fail)
+    ends_and_gives_all_memory_back(world_of(drawn, seed, slabs, in_flight, park, fail))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([1, 2]),
+    st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.05]), st.sampled_from([1, 8, 20, 1000]),
+)  # fmt: skip
+def test_every_request_ends_once_where_kv_rotates(
+    drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float, host: int
+) -> None:
+    world = world_of(drawn, seed, slabs, in_flight, park, fail, host_blocks=host)
+    ends_and_gives_all_memory_back(world)
+    assert world.kv.host_bytes == 0
+
+
+def ends_and_gives_all_memory_back(world: SliceTestWorld) -> None:
     world.run()
     for job in world.jobs.values():
         assert job.ended

@@ -190,4 +190,5 @@ class SliceMemory:
     def _truncate(self, seq: Seq) -> None:
         """Not even the whole arena would hold its next token."""
         self._actions.append(Truncate(seq.request.id))
+        seq.ended = True  # it may still wait for the end of a copy to the host
         self._leave(seq)

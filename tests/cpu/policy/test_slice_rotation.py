@@ -1,0 +1,34 @@
+"""What becomes of a request's blocks while moves of its KV are under way."""
+
+from dataclasses import replace
+
+from test_slice import request, small_slice, spec
+
+from c2cserve.core.actions import Move, RunStep, Truncate
+from c2cserve.core.events import Activated, MoveDone, SeqOutcome, StepDone, Submitted
+from c2cserve.policy.slice.policy import SlicePolicy
+
+
+def test_a_request_that_is_cut_off_during_a_copy_gives_its_blocks_back() -> None:
+    policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20))
+    for event in (Activated(spec(block=2048)), Submitted(request("r", prompt=48, new=90))):
+        policy.apply(event)
+    copy: Move | None = None
+    ended, now = False, 0.0
+    for _ in range(100):
+        for action in policy.decide(now):
+            ended |= isinstance(action, Truncate)
+            if isinstance(action, Move):
+                copy = action
+            elif isinstance(action, RunStep):
+                [part] = action.step.seqs
+                drawn = (SeqOutcome("r", 1, finished=False),) if part.emits else ()
+                policy.apply(StepDone(action.step.id, drawn, 0.01))
+        now += 0.1
+    assert ended
+    assert copy is not None
+    assert copy.direction == "copy"
+    assert policy.arena.held_bytes == 4 * 2048, "the copy reads them"
+    policy.apply(MoveDone("r", "copy"))
+    assert policy.arena.held_bytes == 0
+    assert policy.running == 0
