@@ -192,7 +192,10 @@ class SlicePolicy(SliceMemory):
         if not seq.ended:
             hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
             failed = seq.stopping or (outcome is not None and outcome.failed)
-            if part.start < hashed and not failed:
+            if outcome is not None and outcome.failed:
+                self.arena.unseal(seq.model.key, seq.blocks)  # earlier steps' KV may be the cause
+            elif part.start < hashed and not failed:
+                assert part.start == seq.computed, "a step ends before one whose KV it reads"
                 self._seal(seq, part)
             seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
