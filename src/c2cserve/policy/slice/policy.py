@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction
+from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction, Truncate
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -249,6 +249,9 @@ class SlicePolicy(SliceMemory):
                 continue
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: all may have room now
+                truncated = any(isinstance(action, Truncate) for action in self._actions[freed:])
+                if self._rotary is not None and truncated:  # others have its place in line
+                    self._actions += self._rotary.plan(self._seqs.values(), now)
             else:
                 tried.add(name)
             if self._flights.flying and self._short_of_room:
