@@ -265,6 +265,9 @@ class SeqOutcome:
 
 @value
 class StepDone:
+    """The step ended. A request's steps end in the order of their launch, parked ones too: each
+    reads the KV that those before it write."""
+
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
     compute_s: float

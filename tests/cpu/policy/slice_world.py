@@ -280,7 +280,8 @@ class SliceTestWorld:
         assert start % BLOCK_TOKENS == 0
         assert start < job.length, "the last token is not computed"
         for offset, value in zip(reused, job.request.prefix_hashes, strict=False):
-            assert self.contents[offset] == (job.request.model, value), "a stale block is reused"
+            sealed = self.contents.get(offset)
+            assert sealed == (job.request.model, value), "a stale block is reused"
 
     def _faulty(self, step: Step) -> bool:
         poisoned = any(self.jobs[part.request_id].poison for part in step.seqs)
@@ -317,6 +318,8 @@ class SliceTestWorld:
                 continue
             if failing:
                 job.ended = "failed"
+                for offset in job.blocks:
+                    self.contents.pop(offset, None)
                 self.kv.forget(part.request_id)
                 outcomes.append(SeqOutcome(part.request_id, 0, finished=True, failed=True))
                 continue

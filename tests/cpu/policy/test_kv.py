@@ -126,6 +126,19 @@ def test_an_unsealed_block_is_never_found() -> None:
     assert kv.match("a", [1, 2]) == blocks[:1]
 
 
+def test_an_unsealed_shared_block_is_found_no_more_and_stays_with_its_holders() -> None:
+    kv = arena(1, a=256)
+    cache(kv, "a", [1, 2])
+    first, second = kv.match("a", [1, 2]), kv.match("a", [1])
+    kv.unseal("a", first)
+    assert kv.match("a", [1]) == []
+    kv.release("a", first)
+    assert kv.held_bytes == 256, "the other holder reads it"
+    assert not set(take(kv, "a", 3)) & set(second)
+    kv.release("a", second)
+    assert kv.available("a") == 1
+
+
 def test_own_cached_blocks_go_least_recently_used_first_and_from_the_end_of_a_prefix() -> None:
     kv = arena(1, a=256)
     old = cache(kv, "a", [1, 2])
@@ -196,8 +209,11 @@ def test_room_that_is_promised_is_there_and_nothing_is_owned_twice(seed: int) ->
         name = random.choice(list(sizes))
         if held[name] and random.random() < 0.5:
             blocks = held[name].pop(random.randrange(len(held[name])))
+            if random.random() < 0.2:
+                kv.unseal(name, blocks)
+                assert not set(blocks) & set(kv._models[name].hashes)
             for block in blocks:
-                if random.random() < 0.5:
+                if random.random() < 0.5 and block not in kv._models[name].sharers:
                     kv.seal(name, block, random.randrange(30))
             kv.release(name, blocks)
         elif random.random() < 0.3:

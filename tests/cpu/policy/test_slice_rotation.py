@@ -32,3 +32,16 @@ def test_a_request_that_is_cut_off_during_a_copy_gives_its_blocks_back() -> None
     policy.apply(MoveDone("r", "copy"))
     assert policy.arena.held_bytes == 0
     assert policy.running == 0
+
+
+def test_a_prompt_longer_than_the_memory_leaves_its_place_in_line_to_others() -> None:
+    slice_ = replace(small_slice(slabs=2), host_kv_bytes=1 << 20)
+    policy = SlicePolicy(slice_)
+    policy.apply(Activated(spec("big", block=6000)))
+    policy.apply(Activated(spec("small", block=512)))
+    for one in (request("long", "big", prompt=64), request("short", "small")):
+        policy.apply(Submitted(one))
+    truncated, step = policy.decide(0.0)
+    assert isinstance(truncated, Truncate)
+    assert isinstance(step, RunStep)
+    assert step.step.seqs[0].request_id == "short"

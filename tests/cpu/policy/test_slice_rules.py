@@ -130,6 +130,15 @@ def test_a_prefix_is_reused_once_it_is_computed_but_never_to_the_last_token() ->
     assert hand.policy.cached_tokens == 48
 
 
+def test_what_a_failed_request_has_computed_is_not_reused() -> None:
+    hand = Hand()
+    first = hand.step(Submitted(request("r1", prompt=100, family=7, shared=6)))
+    second = hand.step(hand.done(first))
+    failed = StepDone(second.id, (SeqOutcome("r1", 0, finished=True, failed=True),), 0.01)
+    step = hand.step(failed, Submitted(request("r2", prompt=100, family=7, shared=6)))
+    assert step.seqs[0].start == 0
+
+
 def test_a_prefix_that_is_still_being_computed_is_not_reused() -> None:
     hand = Hand()
     same = [Submitted(request(name, prompt=30, family=7, shared=1)) for name in ("r1", "r2")]

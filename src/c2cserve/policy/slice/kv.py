@@ -147,6 +147,14 @@ class KvArena:
             kv.by_hash[value] = offset
             kv.hashes[offset] = value
 
+    def unseal(self, model: str, offsets: Sequence[int]) -> None:
+        """Make these blocks, held by the caller, impossible to find. Their holders keep them."""
+        kv = self._models[model]
+        for offset in offsets:
+            value = kv.hashes.pop(offset, None)
+            if value is not None:
+                del kv.by_hash[value]
+
     # ---- blocks ---------------------------------------------------------------------------------
 
     def allocate(self, model: str, count: int) -> list[int] | None:
@@ -175,17 +183,19 @@ class KvArena:
         """The caller holds them no more. A block with a hash stays cached while there is room."""
         kv = self._models[model]
         self._tick += 1
-        hashes, end = kv.hashes, len(offsets)
+        hashes, sharers, end = kv.hashes, kv.sharers, len(offsets)
         while end:  # a prefix is forgotten from its end
             offset = offsets[end - 1]
-            if offset in hashes:
+            if offset in hashes or offset in sharers:
                 end -= 1
                 self._unhold(kv, offset)
                 continue
             span, first = self._span_of(kv, offset), end - 1
             low = span.first_slab * self.slab_bytes
             high = low + kv.span_slabs * self.slab_bytes
-            while first and low <= (before := offsets[first - 1]) < high and before not in hashes:
+            while first and low <= (before := offsets[first - 1]) < high:
+                if before in hashes or before in sharers:
+                    break
                 first -= 1
             freed = list(offsets[first:end])
             freed.reverse()
@@ -194,7 +204,7 @@ class KvArena:
             end = first
 
     def _unhold(self, kv: _ModelKv, offset: int) -> None:
-        """One holder less of a block that can be found again."""
+        """One holder less of a block that is shared or can be found again."""
         if offset in kv.sharers:
             kv.sharers[offset] -= 1
             if not kv.sharers[offset]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction
+from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction, Truncate
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -192,7 +192,10 @@ class SlicePolicy(SliceMemory):
         if not seq.ended:
             hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
             failed = seq.stopping or (outcome is not None and outcome.failed)
-            if part.start < hashed and not failed:
+            if outcome is not None and outcome.failed:
+                self.arena.unseal(seq.model.key, seq.blocks)  # earlier steps' KV may be the cause
+            elif part.start < hashed and not failed:
+                assert part.start == seq.computed, "a step ends before one whose KV it reads"
                 self._seal(seq, part)
             seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
@@ -246,6 +249,9 @@ class SlicePolicy(SliceMemory):
                 continue
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: all may have room now
+                truncated = any(isinstance(action, Truncate) for action in self._actions[freed:])
+                if self._rotary is not None and truncated:  # others have its place in line
+                    self._actions += self._rotary.plan(self._seqs.values(), now)
             else:
                 tried.add(name)
             if self._flights.flying and self._short_of_room:
