@@ -275,6 +275,14 @@ def test_added_models_lie_under_the_roots(tmp_path: Path) -> None:
             assert "outside the model roots" in message
             assert "--model-root" in message
         assert str(other) not in refusals[2][1], "where a link leads is not told"
+        for name in ("config.json", "model.safetensors.index.json"):
+            circle = home / f"circle-{name}"
+            shutil.copytree(model, circle)
+            (circle / name).unlink(missing_ok=True)
+            (circle / name).symlink_to(circle / name)
+            status, message = add(server, id="x", path=str(circle))
+            assert status == 400
+            assert name in message
         for name in ("tokenizer_config.json", "config.json", "model.safetensors"):
             inside = home / f"links-{name}"
             shutil.copytree(model, inside)

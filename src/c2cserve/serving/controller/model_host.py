@@ -4,6 +4,7 @@ Joins what may not know each other: the catalogue, the engine's layouts and the 
 """
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -135,7 +136,8 @@ class CatalogHost:
             return self._roots.with_hub()
         self._roots.check_path(entry["path"], parsed.path)
         # Read before anything is sealed, to see whether this is a checkpoint.
-        self._roots.check_path(INDEX, (parsed.path / INDEX).resolve())
+        # (`Path.resolve` raises RuntimeError for a link to itself.)
+        self._roots.check_path(INDEX, Path(os.path.realpath(parsed.path / INDEX)))
         return self._roots
 
     def _check(self, parsed: CatalogEntry, directory: Path, roots: ModelRoots | None) -> _Checked:
