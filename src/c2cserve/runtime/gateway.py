@@ -7,6 +7,7 @@ from typing import Protocol
 
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.slice_stats import SliceStats
 
 
 class Refused(Exception):
@@ -53,9 +54,9 @@ class ModelFiles:
         return self.version or self.id
 
 
-@dataclass(frozen=True, slots=True)
-class SliceStatus:
-    """One slice as an operator sees it. Rates are over the last few seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceStatus(SliceStats):
+    """One slice as an operator sees it: what its worker counts, and what the controller knows."""
 
     id: str
     kind: str
@@ -64,59 +65,18 @@ class SliceStatus:
     pid: int
     cpus: tuple[int, ...]
     restarts: int
-    running: int
-    waiting: int
     active_models: tuple[str, ...]
     last_model: str
-    kv_used_bytes: int
     kv_total_bytes: int
-    steps: int
-    switches: int
     busy_share: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    preemptions: int
+    """Share of the last few seconds that the slice spent in steps."""
     heartbeat_age_s: float
-    weights_kept_bytes: int = 0
-    """Of GPU slices, these: weights in HBM because they were used,"""
-    weights_hit_bytes: int = 0
-    """bytes of weights read there since the start,"""
-    weights_streamed_bytes: int = 0
-    """bytes read over the link,"""
-    graph_steps: int = 0
-    graph_captures: int = 0
-    graph_capture_failures: int = 0
-    graphs_dropped: int = 0
-    """steps launched as one graph,"""
-    flash_steps: int = 0
-    """long steps whose prompts FlashInfer's attention computed,"""
-    flash_missed_steps: int = 0
-    """those whose prompts ours did, for want of a module,"""
-    weights_lent_bytes: int = 0
-    """weights copied into neighbours' memory (all slices of a GPU share them),"""
-    weights_peer_bytes: int = 0
-    """and bytes, of those over a link, read there."""
-    kv_host_bytes: int = 0
-    """KV in host memory, of requests that are paused or could be at once;"""
-    kv_out_bytes: int = 0
-    """bytes of KV copied there since the start,"""
-    kv_in_bytes: int = 0
-    """and back."""
-    step_failures: int = 0
-    """Steps that ended with an exception,"""
-    step_retries: int = 0
-    """requests of theirs that ran again,"""
-    retries_failed: int = 0
-    """those that failed again, alone,"""
-    parts_rebuilt: int = 0
-    """and how often what steps leave on a GPU was built anew."""
     failed_models: tuple[str, ...] = ()
-    """Given up here, because each of their requests failed."""
+    """Models that the slice gave up, because each of their requests failed."""
     stalled_s: float = 0.0
     """How long it has had requests without a step being done; 0 while it waits for weights."""
     trouble: str = ""
-    """Why requests do not get on there; empty while they do."""
+    """Why requests make no progress there; empty while they do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,9 +3,11 @@
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
 from c2cserve.serving.controller.fleet import Slot
 from c2cserve.serving.controller.host import ModelHost
@@ -167,57 +169,30 @@ def _slice_status(
 ) -> SliceStatus:
     """A slice without a worker shows zeros."""
     worker = slot.worker
-    fields = dict.fromkeys(Field, 0.0)
-    last_model = ""
+    stats, last_model, stalled_s, beat_s = SliceStats(), "", 0.0, 0.0
     now = time.monotonic()
     if worker is not None:
-        fields = {field: worker.page[field] for field in Field}
-        last = int(fields[Field.LAST_MODEL])
+        stats, beat_s = worker.page.stats(), worker.page[Field.BEAT_S]
+        last = int(worker.page[Field.LAST_MODEL])
         last_model = name_of(worker.attached[last]) if 0 <= last < len(worker.attached) else ""
+        stalled_s = worker.stalled_s(now)
     up = worker is not None and worker.up
-    stalled_s = 0.0 if worker is None else worker.stalled_s(now)
     active = tuple(sorted({r.name for r in directory if slot.slice.id in r.slices}))
     failed = tuple(sorted({r.name for r in directory if slot.slice.id in r.failing}))
     return SliceStatus(
+        **asdict(stats),
         id=slot.slice.id,
         kind=slot.slice.kind,
         state=slot.state,
         pid=0 if worker is None else worker.pid,
         cpus=slot.slice.cpus,
         restarts=slot.restarts,
-        running=int(fields[Field.RUNNING]),
-        waiting=int(fields[Field.WAITING]),
         active_models=active,
         last_model=last_model,
-        kv_used_bytes=int(fields[Field.KV_USED_BYTES]),
         kv_total_bytes=slot.slice.kv_bytes,
-        steps=int(fields[Field.STEPS]),
-        switches=int(fields[Field.SWITCHES]),
         busy_share=busy.share(slot, now),
-        prompt_tokens=int(fields[Field.PROMPT_TOKENS]),
-        output_tokens=int(fields[Field.OUTPUT_TOKENS]),
-        cached_tokens=int(fields[Field.CACHED_TOKENS]),
-        preemptions=int(fields[Field.PREEMPTIONS]),
-        weights_kept_bytes=int(fields[Field.WEIGHTS_KEPT_BYTES]),
-        weights_hit_bytes=int(fields[Field.WEIGHTS_HIT_BYTES]),
-        weights_streamed_bytes=int(fields[Field.WEIGHTS_STREAMED_BYTES]),
-        graph_steps=int(fields[Field.GRAPH_STEPS]),
-        graph_captures=int(fields[Field.GRAPH_CAPTURES]),
-        graph_capture_failures=int(fields[Field.GRAPH_CAPTURE_FAILURES]),
-        graphs_dropped=int(fields[Field.GRAPHS_DROPPED]),
-        flash_steps=int(fields[Field.FLASH_STEPS]),
-        flash_missed_steps=int(fields[Field.FLASH_MISSED_STEPS]),
-        weights_lent_bytes=int(fields[Field.WEIGHTS_LENT_BYTES]),
-        weights_peer_bytes=int(fields[Field.WEIGHTS_PEER_BYTES]),
-        kv_host_bytes=int(fields[Field.KV_HOST_BYTES]),
-        kv_out_bytes=int(fields[Field.KV_OUT_BYTES]),
-        kv_in_bytes=int(fields[Field.KV_IN_BYTES]),
-        step_failures=int(fields[Field.STEP_FAILURES]),
-        step_retries=int(fields[Field.STEP_RETRIES]),
-        retries_failed=int(fields[Field.RETRIES_FAILED]),
-        parts_rebuilt=int(fields[Field.PARTS_REBUILT]),
         failed_models=failed,
         stalled_s=stalled_s,
         trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else _down(slot, now),
-        heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
+        heartbeat_age_s=max(0.0, now - beat_s) if up else 0.0,
     )

@@ -231,7 +231,7 @@ class Worker:
         """How long the slice has had requests without a step being done (or waiting for weights).
         Failed steps do not count as done."""
         page = self.page
-        busy = page[Field.RUNNING] or page[Field.WAITING]
+        busy = page.stat("running") or page.stat("waiting")
         return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
 
     def kill(self) -> None:

@@ -24,7 +24,7 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
-from c2cserve.serving.worker.slice_engine import PausedKv, WeightUse
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.worker.slice_world import SliceWorld
 
 if TYPE_CHECKING:
@@ -66,14 +66,16 @@ class _Backend(Protocol):
         ...
 
     @property
-    def weights(self) -> WeightUse: ...
+    def stats(self) -> SliceStats:
+        """The engine's rows of which only this kind of slice knows the values."""
+        ...
 
 
 class _CpuBackend:
     """Weights are near: a mapping is all, and it goes with the last tensor in it."""
 
     device: torch.device | None = None
-    weights = WeightUse()
+    stats = SliceStats()
 
     def __init__(self, slice_: Slice, world: SliceWorld) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
@@ -170,10 +172,10 @@ class _GpuBackend:
             self._gpu.peers.look()
 
     @property
-    def weights(self) -> WeightUse:
+    def stats(self) -> SliceStats:
         cache, graphs = self._gpu.cache, self._gpu.ops.graphs
         flash = self._gpu.flashinfer.flash
-        steps = WeightUse(
+        steps = SliceStats(
             graph_steps=0 if graphs is None else graphs.replays,
             graph_captures=0 if graphs is None else graphs.captures,
             graph_capture_failures=0 if graphs is None else graphs.failures,
@@ -185,9 +187,9 @@ class _GpuBackend:
             return steps
         counts, peers = cache.counts, self._gpu.peers
         return replace(
-            steps, kept_bytes=cache.bytes, hit_bytes=counts.hit_bytes,
-            streamed_bytes=counts.streamed_bytes, peer_bytes=counts.peer_bytes,
-            lent_bytes=0 if peers is None else peers.pool.bytes,
+            steps, weights_kept_bytes=cache.bytes, weights_hit_bytes=counts.hit_bytes,
+            weights_streamed_bytes=counts.streamed_bytes, weights_peer_bytes=counts.peer_bytes,
+            weights_lent_bytes=0 if peers is None else peers.pool.bytes,
         )  # fmt: skip
 
 
@@ -248,17 +250,13 @@ class WorkerEngine:
         return self._executor.parked
 
     @property
-    def weights(self) -> WeightUse:
-        return self._backend.weights
-
-    @property
-    def renewals(self) -> int:
-        return self._executor.renewals
-
-    @property
-    def paused_kv(self) -> PausedKv:
-        host = self._backend.host_kv
-        return PausedKv(host.used_bytes, host.counts.out_bytes, host.counts.in_bytes)
+    def stats(self) -> SliceStats:
+        paused = self._backend.host_kv
+        return replace(
+            self._backend.stats, parts_rebuilt=self._executor.renewals,
+            kv_host_bytes=paused.used_bytes, kv_out_bytes=paused.counts.out_bytes,
+            kv_in_bytes=paused.counts.in_bytes,
+        )  # fmt: skip
 
 
 class SharedGpu:

@@ -21,12 +21,12 @@ from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.messages import Measured, WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.worker.shared_gpu_process import lodge, open_house
-from c2cserve.serving.worker.slice_engine import Usage
 from c2cserve.serving.worker.slice_world import Quitting, SliceWorld
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _serve(
 
     policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
-    world = SliceWorld(channel, page, _usage(policy), _measured(policy))
+    world = SliceWorld(channel, page, _policy_stats(policy), _measured(policy))
     try:
         engine = make(world)
     except NoEngine as error:
@@ -149,14 +149,15 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
-def _usage(policy: SlicePolicy) -> Callable[[], Usage]:
-    def usage() -> Usage:
-        return Usage(
-            policy.running, policy.waiting, policy.arena.held_bytes, policy.cached_tokens,
-            policy.preemptions, policy.retries, policy.given_up,
+def _policy_stats(policy: SlicePolicy) -> Callable[[], SliceStats]:
+    def stats() -> SliceStats:
+        return SliceStats(
+            running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
+            cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
+            step_retries=policy.retries, retries_failed=policy.given_up,
         )  # fmt: skip
 
-    return usage
+    return stats
 
 
 def _measured(policy: SlicePolicy) -> Callable[[], Sequence[Measured]]:

@@ -29,10 +29,11 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job
+from c2cserve.runtime.slice_stats import SliceStats, StatSource
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_engine import SliceEngine, Usage
+from c2cserve.serving.worker.slice_engine import SliceEngine
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +51,13 @@ class SliceWorld:
         self,
         channel: Channel,
         page: StatusPage,
-        usage: Callable[[], Usage],
+        policy_stats: Callable[[], SliceStats],
         measured: Callable[[], Sequence[msg.Measured]],
     ) -> None:
-        """`usage` is read after every tick; `measured` about once a second."""
+        """`policy_stats` is read after every tick; `measured` about once a second."""
         self._channel = channel
         self._page = page
-        self._usage = usage
+        self._policy_stats = policy_stats
         self._measured = measured
         self._engine: SliceEngine | None = None
         self._specs: dict[str, ModelSpec] = {}
@@ -110,17 +111,17 @@ class SliceWorld:
             self._page[Field.STEP_STARTED_S] = now if self._under_way else 0.0
             if isinstance(event, StepDone):
                 self._page.add(Field.BUSY_S, event.compute_s)
-                self._page.add(Field.STEPS, 1.0)
+                self._page.add_stat("steps", 1)
                 self._page[Field.PROGRESS_S] = now
             elif isinstance(event, StepFailed):
-                self._page.add(Field.STEP_FAILURES, 1.0)
+                self._page.add_stat("step_failures", 1)
 
     def ring(self) -> None:
         """The engine has something to be polled. Callable from any thread."""
         os.eventfd_write(self._doorbell, 1)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
+        self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
         self._held -= {delta.request_id for delta in deltas if delta.finish is not None}
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
@@ -134,7 +135,7 @@ class SliceWorld:
             self.engine.poll()
             self._end_reset()
             now = time.monotonic()
-            if self.engine.parked or not (page[Field.RUNNING] or page[Field.WAITING]):
+            if self.engine.parked or not (page.stat("running") or page.stat("waiting")):
                 page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
@@ -186,7 +187,7 @@ class SliceWorld:
 
     def _add(self, job: Job) -> None:
         request = job.request
-        self._page.add(Field.PROMPT_TOKENS, request.prompt_len - request.sent)
+        self._page.add_stat("prompt_tokens", request.prompt_len - request.sent)
         try:
             if request.model not in self._active:
                 raise RuntimeError(f"{request.model} is not active on this slice")
@@ -231,8 +232,8 @@ class SliceWorld:
         even one in a step under way: nothing more is drawn for them, nor said of them."""
         if self._resetting is None or self._events:
             return
-        usage = self._usage()
-        if not usage.running and not usage.waiting and not self._under_way:
+        held = self._policy_stats()
+        if not held.running and not held.waiting and not self._under_way:
             self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
             self._resetting = None
             self._take_messages()
@@ -266,32 +267,8 @@ class SliceWorld:
             log.exception("detach of %s failed", model)
 
     def _report(self) -> None:
-        usage = self._usage()
-        page = self._page
-        page[Field.RUNNING] = usage.running
-        page[Field.WAITING] = usage.waiting
-        page[Field.KV_USED_BYTES] = usage.kv_used_bytes
-        page[Field.CACHED_TOKENS] = usage.cached_tokens
-        page[Field.PREEMPTIONS] = usage.preemptions
-        page[Field.STEP_RETRIES] = usage.retries
-        page[Field.RETRIES_FAILED] = usage.retries_failed
-        page[Field.PARTS_REBUILT] = self.engine.renewals
-        weights = self.engine.weights
-        page[Field.WEIGHTS_KEPT_BYTES] = weights.kept_bytes
-        page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
-        page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
-        page[Field.GRAPH_STEPS] = weights.graph_steps
-        page[Field.GRAPH_CAPTURES] = weights.graph_captures
-        page[Field.GRAPH_CAPTURE_FAILURES] = weights.graph_capture_failures
-        page[Field.GRAPHS_DROPPED] = weights.graphs_dropped
-        page[Field.FLASH_STEPS] = weights.flash_steps
-        page[Field.FLASH_MISSED_STEPS] = weights.flash_missed_steps
-        page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
-        page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
-        kv = self.engine.paused_kv
-        page[Field.KV_HOST_BYTES] = kv.host_bytes
-        page[Field.KV_OUT_BYTES] = kv.out_bytes
-        page[Field.KV_IN_BYTES] = kv.in_bytes
+        self._page.write_stats(self._policy_stats(), StatSource.POLICY)
+        self._page.write_stats(self.engine.stats, StatSource.ENGINE)
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now
@@ -319,7 +296,7 @@ class SliceWorld:
         page = self._page
         model = action.step.model
         if model != self._last_model:
-            page.add(Field.SWITCHES, 1.0 if self._last_model else 0.0)
+            page.add_stat("switches", 1 if self._last_model else 0)
             self._last_model = model
             page[Field.LAST_MODEL] = self._attach_order[model]
         if not self._under_way:
