@@ -56,7 +56,7 @@ def load_catalog(path: Path, *, with_files: bool = True) -> Catalog:
             raise CatalogError(f"{path}: {unknown_key(key, _TOP_LEVEL)}")
     defaults = _defaults(path, document.get("defaults", {}))
     tables = _tables(path, document.get("models", []))
-    lines = _Lines(text, len(tables))
+    lines = _EntryLines(text, len(tables))
     raw: list[dict[str, object]] = []
     entries: list[CatalogEntry] = []
     owners: dict[str, str] = {}
@@ -127,7 +127,7 @@ def _label(index: int, table: Mapping[str, object]) -> str:
     return f"model {name!r}" if isinstance(name, str) and name else f"models[{index}]"
 
 
-class _Lines:
+class _EntryLines:
     """Where entries and keys are in the text. `tomllib` keeps no positions, so headers are found
     by a scan, which is trusted only when it sees exactly as many as were parsed."""
 

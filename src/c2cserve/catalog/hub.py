@@ -12,7 +12,7 @@ from pathlib import Path
 
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
-from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, Repository, Unreachable
+from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, HubRepository, Unreachable
 from c2cserve.catalog.progress import ProgressLog
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def _cached(folder: Path, entry: CatalogEntry, why: str) -> Path:
 
 def _download(
     client: HubClient,
-    repository: Repository,
+    repository: HubRepository,
     folder: Path,
     entry: CatalogEntry,
     progress: Progress | None,
@@ -108,7 +108,7 @@ def _download(
     return snapshot
 
 
-def choose_files(repository: Repository) -> list[HubFile]:
+def choose_files(repository: HubRepository) -> list[HubFile]:
     """Configuration, tokenizer and weights, largest first; nothing pickled, and not the second
     copy of the weights that some repositories carry under another name.
 
@@ -146,7 +146,7 @@ def _check_space(repo: str, files: Sequence[HubFile], blobs: Path) -> None:
 
 def _transfer(
     client: HubClient,
-    repository: Repository,
+    repository: HubRepository,
     files: Sequence[HubFile],
     blobs: Path,
     progress: Progress,

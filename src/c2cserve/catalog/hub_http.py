@@ -57,7 +57,7 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class HubRepository:
     id: str
     """As the hub spells it (a renamed repository answers to its old id)."""
     commit: str
@@ -98,7 +98,7 @@ class HubClient:
         self._sleep = sleep
         self._opener = urllib.request.build_opener(_KeepSecret())
 
-    def repository(self, repo: str, revision: str) -> Repository:
+    def repository(self, repo: str, revision: str) -> HubRepository:
         """List a revision's files. Raises `HubError`."""
         place = f"/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         failures = 0
@@ -214,7 +214,7 @@ class HubClient:
         return HubError(f"{where}: the hub answered {error.code} {error.reason}")
 
 
-def _parse_listing(repo: str, data: bytes) -> Repository:
+def _parse_listing(repo: str, data: bytes) -> HubRepository:
     """Names from the network become paths, so only what looks like a hash is taken for one."""
     try:
         listing = json.loads(data)
@@ -230,7 +230,7 @@ def _parse_listing(repo: str, data: bytes) -> Repository:
         hashes = (commit, *(file.etag for file in files))
         if strange := next((text for text in hashes if not _HASH.fullmatch(text)), None):
             raise ValueError(f"{strange!r} is not a hash")
-        return Repository(str(listing.get("id") or repo), commit, files)
+        return HubRepository(str(listing.get("id") or repo), commit, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{repo}: the hub's listing makes no sense: {error!r}") from error
 

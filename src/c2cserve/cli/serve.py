@@ -42,12 +42,12 @@ from c2cserve.server.settings import (
     TextSettings,
 )
 from c2cserve.server.tls import Tls, TlsError
+from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.controller import Loop
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.fleet import Fleet, FleetSettings
 from c2cserve.serving.controller.gateway import LiveGateway
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.serving.controller.model_host import CatalogHost
 from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.serving.logs import LogFormat, setup_logging

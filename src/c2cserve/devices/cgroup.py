@@ -11,7 +11,7 @@ _V1_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class CgroupLimits:
     """None: no limit. `memory_free_bytes` counts reclaimable page cache as free."""
 
     cpus: float | None = None
@@ -19,7 +19,7 @@ class Limits:
     memory_free_bytes: int | None = None
 
 
-def read_limits(proc: Path, sys: Path) -> Limits:
+def read_limits(proc: Path, sys: Path) -> CgroupLimits:
     """The tightest limits on this process's cgroup and its ancestors."""
     root = sys / "fs" / "cgroup"
     unified = (root / "cgroup.controllers").is_file()
@@ -32,7 +32,7 @@ def read_limits(proc: Path, sys: Path) -> Limits:
         cpus = [_cpus_v1(g) for g in _upwards(root / "cpu", own.get("cpu", "/"))]
         memory = [_memory_v1(g) for g in _upwards(root / "memory", own.get("memory", "/"))]
     bounded = [pair for pair in memory if pair is not None]
-    return Limits(
+    return CgroupLimits(
         cpus=min((value for value in cpus if value is not None), default=None),
         memory_bytes=min((limit for limit, _ in bounded), default=None),
         memory_free_bytes=min((max(0, limit - used) for limit, used in bounded), default=None),

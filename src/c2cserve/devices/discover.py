@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from c2cserve.core.machine import Gpu, Machine, NumaNode
-from c2cserve.devices.cgroup import Limits, read_limits
+from c2cserve.devices.cgroup import CgroupLimits, read_limits
 from c2cserve.devices.cpu import group_cores, name_and_isa
 from c2cserve.devices.procfs import parse_cpu_list, parse_fields, read_text
 
@@ -44,7 +44,7 @@ def discover(
     )
 
 
-def _memory(proc: Path, limits: Limits) -> tuple[int, int]:
+def _memory(proc: Path, limits: CgroupLimits) -> tuple[int, int]:
     """Total and available bytes."""
     fields = parse_fields(read_text(proc / "meminfo") or "")
     total = _kib(fields, "MemTotal")

@@ -13,7 +13,7 @@ from c2cserve.server.text.vocabulary import TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoicePiece:
     """New output of a choice; the last one has `finish`."""
 
     index: int
@@ -26,7 +26,7 @@ class Piece:
     """Output tokens that came with it, as `usage` counts them."""
 
 
-class Choice:
+class ChoiceStream:
     """Runs one job. `pieces` may be closed early: the job is cancelled then."""
 
     def __init__(self, index: int, job: Job, prepared: Prepared) -> None:
@@ -49,7 +49,7 @@ class Choice:
         self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
         self._stops = StopStrings(prepared.asked.stops)
 
-    async def pieces(self, gateway: Gateway) -> AsyncGenerator[Piece, None]:
+    async def pieces(self, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
         """Raises `Refused` first thing if the job is not taken, ApiError (500) if it fails."""
         deltas = gateway.submit(self.job)
         try:
@@ -69,7 +69,7 @@ class Choice:
             await deltas.aclose()
             self.finish = self.finish or "abort"
 
-    def _piece(self, delta: Delta) -> Piece:
+    def _piece(self, delta: Delta) -> ChoicePiece:
         if delta.timing is not None:
             self.timing = delta.timing
             self.cached_tokens = delta.cached_tokens
@@ -97,7 +97,7 @@ class Choice:
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""
-        return Piece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
+        return ChoicePiece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
         """Text to show, where each token up to a stop string begins, and whether there was one."""

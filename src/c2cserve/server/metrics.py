@@ -13,7 +13,7 @@ from c2cserve.core.model import ModelState, name_of
 from c2cserve.runtime.gateway import Gateway, Snapshot
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.access.metrics import KeyMetrics
-from c2cserve.server.choices import Choice
+from c2cserve.server.choices import ChoiceStream
 from c2cserve.server.connections import Connections
 from c2cserve.server.slice_metrics import slice_metrics
 from c2cserve.server.text.pool import TextPool
@@ -95,7 +95,7 @@ class Metrics:
             child = self._children[(name, *labels)] = self._counters[name].labels(*labels)
         child.inc(value)
 
-    def ended(self, choice: Choice, now: float) -> None:
+    def ended(self, choice: ChoiceStream, now: float) -> None:
         """A choice has ended, however. Refused ones are counted by status alone."""
         if choice.finish == "refused":
             return

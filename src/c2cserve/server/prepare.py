@@ -16,7 +16,7 @@ from c2cserve.runtime.gateway import Gateway, ModelFiles
 from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text.messages import Api, Asked, Target, TokenizedPrompt, Work
+from c2cserve.server.text.messages import Api, Asked, Target, TextRequest, TokenizedPrompt
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
@@ -43,7 +43,7 @@ def model_of(body: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PreparedPrompt:
     tokens: tuple[int, ...]
     text: str
     """For `echo`; empty for chats."""
@@ -57,7 +57,7 @@ class Prepared:
 
     asked: Asked
     vocabulary: Vocabulary
-    prompts: list[Prompt]
+    prompts: list[PreparedPrompt]
     jobs: list[Job]
     """Choice i answers prompt i // n."""
 
@@ -103,7 +103,7 @@ class Preparer:
     ) -> Prepared:  # fmt: skip
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
-        work = Work(api, body, target, self._limits, self._salts.of_group(cache_group))
+        work = TextRequest(api, body, target, self._limits, self._salts.of_group(cache_group))
         done, vocabulary = await self._texts.work(work, files, param)
         asked = done.asked
         named = self._gateway.resolve(asked.model)
@@ -128,7 +128,7 @@ class Preparer:
         return Prepared(asked, vocabulary, prompts, jobs)
 
     def _job(
-        self, files: ModelFiles, asked: Asked, prompt: Prompt, choice: int, slo: Slo,
+        self, files: ModelFiles, asked: Asked, prompt: PreparedPrompt, choice: int, slo: Slo,
         arrival_s: float, tenant: str,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
@@ -148,9 +148,9 @@ class Preparer:
         return Job(request, prompt.tokens, sampling)
 
 
-def _prompt(one: TokenizedPrompt) -> Prompt:
+def _prompt(one: TokenizedPrompt) -> PreparedPrompt:
     tokens, hashes = array("I", one.tokens), array("Q", one.hashes)
-    return Prompt(tuple(tokens), one.text, tuple(hashes), one.max_new_tokens)
+    return PreparedPrompt(tuple(tokens), one.text, tuple(hashes), one.max_new_tokens)
 
 
 def _header_ms(headers: Mapping[str, str], name: str, default_s: float) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from c2cserve.core.request import TokenLogprob
-from c2cserve.server.choices import Choice, Piece
+from c2cserve.server.choices import ChoicePiece, ChoiceStream
 from c2cserve.server.text.detokenize import Detokenizer
 from c2cserve.server.text.vocabulary import Vocabulary
 
@@ -36,7 +36,7 @@ class Envelope:
         }  # fmt: skip
 
 
-def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
+def usage(choices: Sequence[ChoiceStream], prompts: int) -> dict[str, Any]:
     """Prompt tokens count once per prompt, however many choices answer it."""
     per_prompt = choices[:: max(1, len(choices) // prompts)]
     prompt = sum(len(choice.prompt.tokens) for choice in per_prompt)
@@ -100,7 +100,9 @@ def token_offsets(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
     return offsets
 
 
-def chat_chunk(piece: Piece, logprobs: dict[str, Any] | None, *, first: bool) -> dict[str, Any]:
+def chat_chunk(
+    piece: ChoicePiece, logprobs: dict[str, Any] | None, *, first: bool
+) -> dict[str, Any]:
     delta: dict[str, Any] = {"content": piece.text} if piece.text or first else {}
     if first:
         delta["role"] = "assistant"
@@ -109,7 +111,7 @@ def chat_chunk(piece: Piece, logprobs: dict[str, Any] | None, *, first: bool) ->
     }  # fmt: skip
 
 
-def text_chunk(piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def text_chunk(piece: ChoicePiece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "index": piece.index, "text": piece.text, "logprobs": logprobs,
         "finish_reason": piece.finish,

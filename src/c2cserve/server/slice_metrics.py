@@ -12,7 +12,7 @@ from c2cserve.runtime.slice_stats import STATS, Kind
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _MetricRow:
     metric: str
     kind: Kind
     help: str
@@ -20,33 +20,35 @@ class _Row:
 
 
 _OF_CONTROLLER = (
-    _Row("c2cserve:slice_up", "gauge", "1 while its worker is up.", lambda s: s.state == "up"),
-    _Row(
+    _MetricRow(
+        "c2cserve:slice_up", "gauge", "1 while its worker is up.", lambda s: s.state == "up"
+    ),
+    _MetricRow(
         "c2cserve:slice_busy_share", "gauge", "Share of the last seconds spent in steps.",
         lambda s: s.busy_share,
     ),
-    _Row("c2cserve:slice_kv_total_bytes", "gauge", "KV arena.", lambda s: s.kv_total_bytes),
-    _Row(
+    _MetricRow("c2cserve:slice_kv_total_bytes", "gauge", "KV arena.", lambda s: s.kv_total_bytes),
+    _MetricRow(
         "vllm:kv_cache_usage_perc", "gauge", "KV cache in use, 1 is full.",
         lambda s: s.kv_used_bytes / max(1, s.kv_total_bytes),
     ),
-    _Row(
+    _MetricRow(
         "c2cserve:slice_active_models", "gauge", "Models active on it.",
         lambda s: len(s.active_models),
     ),
-    _Row(
+    _MetricRow(
         "c2cserve:slice_failed_models", "gauge", "Models given up on it.",
         lambda s: len(s.failed_models),
     ),
-    _Row(
+    _MetricRow(
         "c2cserve:slice_stalled_seconds", "gauge",
         "How long it has had requests without a step being done.", lambda s: s.stalled_s,
     ),
-    _Row(
+    _MetricRow(
         "c2cserve:slice_trouble", "gauge", "1 while its requests do not get on.",
         lambda s: bool(s.trouble),
     ),
-    _Row("c2cserve:slice_restarts", "counter", "Workers replaced.", lambda s: s.restarts),
+    _MetricRow("c2cserve:slice_restarts", "counter", "Workers replaced.", lambda s: s.restarts),
 )  # fmt: skip
 
 

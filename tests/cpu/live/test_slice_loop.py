@@ -29,7 +29,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_world import SliceWorld
+from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
 
@@ -44,7 +44,7 @@ class Engine:
         kv_host_bytes=13, kv_out_bytes=17, kv_in_bytes=19, parts_rebuilt=37,
     )  # fmt: skip
 
-    def __init__(self, world: SliceWorld) -> None:
+    def __init__(self, world: WorkerWorld) -> None:
         self._world = world
         self._steps: deque[int] = deque()
         self._over: deque[SliceEvent] = deque()
@@ -77,7 +77,7 @@ class Engine:
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
-        self._world.ring()
+        self._world.notify()
 
     def fail(self) -> None:
         self._over.append(StepFailed(self._steps.popleft(), "no"))
@@ -92,7 +92,7 @@ class Bench:
         self.controller, self.channel = map(Channel, ends)
         self.page = StatusPage(folder / "page", create=True)
         self.policy_stats = SliceStats(step_retries=41, retries_failed=43)
-        self.world = SliceWorld(self.channel, self.page, lambda: self.policy_stats, list)
+        self.world = WorkerWorld(self.channel, self.page, lambda: self.policy_stats, list)
         self.engine = Engine(self.world)
         self.world.start(self.engine, "", 1)
         self.tell(msg.Attach(SPEC, "segment.1", {}, ""), msg.Switch("m", active=True))

@@ -19,7 +19,7 @@ from c2cserve.core.request import Job
 from c2cserve.runtime.gateway import ModelFiles, Refused, Superseded
 from c2cserve.server.settings import RequestLimits, ServerSettings, TextSettings
 from c2cserve.server.text import pool as text_pool
-from c2cserve.server.text.messages import FromText, Open, Target, ToText, Work
+from c2cserve.server.text.messages import FromText, OpenModel, Target, TextRequest, ToText
 from c2cserve.server.text.pool import TextPool
 
 numbers = itertools.count(2)
@@ -152,13 +152,13 @@ def test_metrics_and_answers_name_the_model_not_its_version(served: Served) -> N
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Open]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[OpenModel]:
     """What processes are told to open from now on."""
-    messages: list[Open] = []
+    messages: list[OpenModel] = []
     ask: Callable[..., Any] = text_pool._Process.ask
 
     async def noted(self: Any, message: ToText, timeout_s: float) -> FromText:
-        if isinstance(message, Open):
+        if isinstance(message, OpenModel):
             messages.append(message)
         return await ask(self, message, timeout_s)
 
@@ -167,12 +167,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Open]:
 
 
 async def _work(pool: TextPool, files: ModelFiles) -> None:
-    work = Work("completions", b'{"model":"m","prompt":"a"}', Target.of(files), RequestLimits())
+    work = TextRequest(
+        "completions", b'{"model":"m","prompt":"a"}', Target.of(files), RequestLimits()
+    )
     await pool.work(work, files, "prompt")
 
 
 async def test_tokenizers_of_versions_that_are_gone_are_dropped(
-    byte_dir: Path, opened: list[Open]
+    byte_dir: Path, opened: list[OpenModel]
 ) -> None:
     pool = TextPool(TextSettings(processes=1, tokenizers=2), 64)
     pool.start()

@@ -15,12 +15,12 @@ from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.keyfile import KeysFileError, read_keys
 from c2cserve.server.access.keyring import Denied, Key, Keyring
 from c2cserve.server.access.quota import Exceeded
-from c2cserve.server.access.usage import Usage, Used, model_name, used_by
+from c2cserve.server.access.usage import UsageTotals, Used, model_name, used_by
 from c2cserve.server.access.usage_log import UsageLine, UsageLog
 from c2cserve.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from c2cserve.server.choices import Choice
+    from c2cserve.server.choices import ChoiceStream
     from c2cserve.server.prepare import Prepared
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Gate:
         Raises ValueError (KeysFileError among them) for keys that cannot be used, OSError for a
         usage log that cannot be written."""
         self.keyring = Keyring(api_keys, from_file=keys_file is not None, share=share)
-        self.usage = Usage()
+        self.usage = UsageTotals()
         self.reloads = {"ok": 0, "failed": 0}
         """Times that the keys file was read again, by how that ended."""
         self.broken = ""
@@ -193,7 +193,7 @@ class Lease:
         self._output_tokens += tokens
         self.key.quota.charge(tokens, time.monotonic())
 
-    def settle(self, prepared: "Prepared", choices: Sequence["Choice"]) -> None:
+    def close(self, prepared: "Prepared", choices: Sequence["ChoiceStream"]) -> None:
         """The choices have ended, however: count what they used, and give back what they hold."""
         used = used_by(prepared, choices)
         self.produced(used.output_tokens - self._output_tokens)
@@ -210,7 +210,7 @@ class Lease:
         self.key.quota.leave(self._places)
         self._places = 0
 
-    def _log(self, model: str, used: Used, choices: Sequence["Choice"]) -> None:
+    def _log(self, model: str, used: Used, choices: Sequence["ChoiceStream"]) -> None:
         if self._gate.log is None:
             return
         finish: dict[str, int] = {}

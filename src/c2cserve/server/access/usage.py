@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from c2cserve.core.model import name_of
 
 if TYPE_CHECKING:
-    from c2cserve.server.choices import Choice
+    from c2cserve.server.choices import ChoiceStream
     from c2cserve.server.prepare import Prepared
 
 
@@ -37,7 +37,7 @@ FIELDS = tuple(asdict(Used()))
 _COLUMNS = ("key", "tenant", "model", *FIELDS)
 
 
-def used_by(prepared: "Prepared", choices: Sequence["Choice"]) -> Used:
+def used_by(prepared: "Prepared", choices: Sequence["ChoiceStream"]) -> Used:
     """Return what a request has used so far. Prompts that reached no slice cost nothing."""
     used, each = Used(), len(choices) // max(1, len(prepared.prompts))
     for number, prompt in enumerate(prepared.prompts):
@@ -54,8 +54,8 @@ def model_name(prepared: "Prepared") -> str:
     return name_of(prepared.jobs[0].request.model)
 
 
-class Usage:
-    """Counters of a run. There is one per key and model that have met."""
+class UsageTotals:
+    """What keys have used in this run: one `Used` per pair of key and model seen together."""
 
     def __init__(self) -> None:
         self.since = datetime.now(UTC)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from c2cserve.server.access.usage import Usage, Used
+from c2cserve.server.access.usage import UsageTotals, Used
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ def _open(path: Path) -> tuple[int, bool]:
 def sum_lines(path: Path) -> tuple[list[dict[str, object]], int]:
     """Return the file's usage per key and model, and how many of its lines are none: torn by a full
     disk or a killed server. Raises OSError."""
-    usage, broken = Usage(), 0
+    usage, broken = UsageTotals(), 0
     decode = msgspec.json.Decoder(UsageLine).decode
     with path.open("rb") as file:
         for text in file:

@@ -15,8 +15,8 @@ FRAME_HEAD_BYTES = 4
 Api = Literal["completions", "chat"]
 
 
-class Open(msgspec.Struct, tag=True):
-    """Load the tokenizer of a model's version. Answered by `Opened`."""
+class OpenModel(msgspec.Struct, tag=True):
+    """Load the tokenizer of a model's version. Answered by `ModelOpened`."""
 
     version: str
     path: str
@@ -39,8 +39,8 @@ class Target(msgspec.Struct, frozen=True):
         return cls(files.key, files.max_context, files.vocab_size, files.eos_token_ids)
 
 
-class Work(msgspec.Struct, tag=True):
-    """Validate a request's body, render and tokenize it. Answered by `Done`."""
+class TextRequest(msgspec.Struct, tag=True):
+    """Validate a request's body, render and tokenize it. Answered by `TextResult`."""
 
     api: Api
     body: bytes
@@ -51,7 +51,7 @@ class Work(msgspec.Struct, tag=True):
     """Of the cache group that the request's key belongs to (server/cache_salts.py)."""
 
 
-class Opened(msgspec.Struct, tag=True):
+class ModelOpened(msgspec.Struct, tag=True):
     facts: VocabularyFacts | None
 
 
@@ -80,13 +80,13 @@ class TokenizedPrompt(msgspec.Struct):
     max_new_tokens: int
 
 
-class Done(msgspec.Struct, tag=True):
+class TextResult(msgspec.Struct, tag=True):
     asked: Asked
     prompts: list[TokenizedPrompt]
 
 
-class Failed(msgspec.Struct, tag=True):
-    """`Open` or `Work` failed, as the client is told."""
+class TextFailure(msgspec.Struct, tag=True):
+    """`OpenModel` or `TextRequest` failed, as the client is told."""
 
     status: int
     message: str
@@ -96,8 +96,8 @@ class Failed(msgspec.Struct, tag=True):
     """The process can not be trusted any more: a library of it broke."""
 
 
-ToText = Open | Work
-FromText = Opened | Done | Failed
+ToText = OpenModel | TextRequest
+FromText = ModelOpened | TextResult | TextFailure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_text = msgspec.msgpack.Decoder(ToText).decode

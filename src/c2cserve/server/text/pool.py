@@ -20,13 +20,13 @@ from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
-    Done,
-    Failed,
     FromText,
-    Open,
-    Opened,
+    ModelOpened,
+    OpenModel,
+    TextFailure,
+    TextRequest,
+    TextResult,
     ToText,
-    Work,
     decode_from_text,
     frame,
 )
@@ -100,10 +100,10 @@ class _Process:
         await asyncio.to_thread(files.check_tokenizer)
         if not self.has(files.key) and len(self._opened) >= self._kept:
             self._drop(next(iter(self._opened)))
-        message = Open(files.key, files.path, facts, list(self._dropped))
+        message = OpenModel(files.key, files.path, facts, list(self._dropped))
         self._dropped.clear()
         answer = await self.ask(message, timeout_s)
-        if isinstance(answer, Opened):
+        if isinstance(answer, ModelOpened):
             self._opened[files.key] = None
             try:
                 await asyncio.to_thread(files.check_tokenizer)
@@ -177,8 +177,8 @@ class TextPool:
     # ---- work ---------------------------------------------------------------------------------
 
     async def work(
-        self, work: Work, files: ModelFiles | None, param: str
-    ) -> tuple[Done, Vocabulary | None]:
+        self, work: TextRequest, files: ModelFiles | None, param: str
+    ) -> tuple[TextResult, Vocabulary | None]:
         """`files`: of the work's target; without them, there is no vocabulary. `param`: the field
         to blame when it takes too long. Raises ApiError, and `Refused` when the tokenizer's files
         are not those that were checked."""
@@ -193,8 +193,8 @@ class TextPool:
                     "limit (--text-timeout)"
                 )
                 raise ApiError(400, message, param=param, code="limit_exceeded") from error
-            assert isinstance(answer, Done | Failed)
-            if isinstance(answer, Failed):
+            assert isinstance(answer, TextResult | TextFailure)
+            if isinstance(answer, TextFailure):
                 raise _api_error(answer)
             return answer, vocabulary
 
@@ -211,9 +211,9 @@ class TextPool:
             answer = await process.open(files, facts=vocabulary is None, timeout_s=limit_s)
         except TimeoutError as error:
             raise unservable(version, "its tokenizer takes too long to load") from error
-        if isinstance(answer, Failed):
+        if isinstance(answer, TextFailure):
             raise _api_error(answer)
-        assert isinstance(answer, Opened)
+        assert isinstance(answer, ModelOpened)
         if answer.facts is not None:
             try:
                 vocabulary = Vocabulary(answer.facts)
@@ -315,7 +315,7 @@ class TextPool:
         return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
 
 
-def _api_error(failed: Failed) -> ApiError:
+def _api_error(failed: TextFailure) -> ApiError:
     error = ApiError(failed.status, failed.message, param=failed.param, code=failed.code)
     if failed.broken:
         error.__cause__ = _Broken()

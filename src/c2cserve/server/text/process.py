@@ -15,12 +15,12 @@ from pathlib import Path
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
-    Failed,
     FromText,
-    Open,
-    Opened,
+    ModelOpened,
+    OpenModel,
+    TextFailure,
+    TextRequest,
     ToText,
-    Work,
     decode_to_text,
     frame,
 )
@@ -40,15 +40,15 @@ class _Texts:
 
     def answer(self, message: ToText) -> FromText:
         try:
-            return self._open(message) if isinstance(message, Open) else self._work(message)
+            return self._open(message) if isinstance(message, OpenModel) else self._work(message)
         except ApiError as error:
-            return Failed(error.status, error.message, error.param, error.code)
+            return TextFailure(error.status, error.message, error.param, error.code)
         except MemoryError:
-            return Failed(400, "the request takes more memory than one may", broken=True)
+            return TextFailure(400, "the request takes more memory than one may", broken=True)
         except RecursionError:
-            return Failed(400, "the request is nested too deeply")
+            return TextFailure(400, "the request is nested too deeply")
 
-    def _open(self, message: Open) -> Opened:
+    def _open(self, message: OpenModel) -> ModelOpened:
         for version in message.drop:
             self._tokenizers.pop(version, None)
         try:
@@ -56,9 +56,9 @@ class _Texts:
         except TokenizerError as error:
             raise unservable(message.version, str(error)) from error
         self._tokenizers[message.version] = tokenizer
-        return Opened(tokenizer.facts() if message.facts else None)
+        return ModelOpened(tokenizer.facts() if message.facts else None)
 
-    def _work(self, message: Work) -> FromText:
+    def _work(self, message: TextRequest) -> FromText:
         target = message.target
         return do_work(message, None if target is None else self._tokenizers[target.version])
 

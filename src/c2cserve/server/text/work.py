@@ -16,7 +16,7 @@ from c2cserve.server.cache_salts import request_salt
 from c2cserve.server.errors import ApiError, of_validation
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text.messages import Asked, Done, Target, TokenizedPrompt, Work
+from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
 
@@ -29,23 +29,23 @@ _TOP_P_MIN = 1e-9
 """Below the share of any likeliest token, and far from zero in single precision."""
 
 
-def do_work(work: Work, tokenizer: Tokenizer | None) -> Done:
+def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
     """Without a tokenizer, the body is validated and there are no prompts. Raises ApiError."""
     body = _validated(work)
     texts = _texts(body)
     _check_counts(body, len(texts), work.limits)
     if work.target is None or tokenizer is None:
-        return Done(_asked(body, Sampling(seed=0)), [])
+        return TextResult(_asked(body, Sampling(seed=0)), [])
     sampling = _sampling(body, work.target)
     salt = request_salt(work.cache_salt, body.cache_salt)
     reader = _Reader(tokenizer, work.target, body, work.limits, salt)
     try:
-        return Done(_asked(body, sampling), [reader.read(text) for text in texts])
+        return TextResult(_asked(body, sampling), [reader.read(text) for text in texts])
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
 
 
-def _validated(work: Work) -> CompletionBody | ChatBody:
+def _validated(work: TextRequest) -> CompletionBody | ChatBody:
     kind = CompletionBody if work.api == "completions" else ChatBody
     try:
         return kind.model_validate_json(work.body)

@@ -20,19 +20,19 @@ from c2cserve.serving.controller.directory import BrokenModel, Directory
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
-from c2cserve.serving.controller.overload import FrontDoor
+from c2cserve.serving.controller.overload import OverloadCheck
 from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
-from c2cserve.serving.controller.world import World
+from c2cserve.serving.controller.world import ControllerWorld
 
 _GRACE_S = 2.0
 """Of workers that were told to quit: a step that is under way ends first."""
-_LOOK_S = 1.0
+_SAMPLE_S = 1.0
 """How often slices are looked at, for how busy they are."""
 _STALLED_S = 5.0
 """A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
 
 
-class _Stream:
+class _OutputStream:
     """One request's output on its way to the event loop."""
 
     __slots__ = ("_items", "_waiter")
@@ -76,12 +76,14 @@ class LiveGateway:
         self._on_end = on_end
         self._directory = Directory()
         self._jobs = JobTable()
-        self._outbox: list[tuple[_Stream, Delta | Refused]] = []
+        self._outbox: list[tuple[_OutputStream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
-        self._door = FrontDoor(burst_s)
+        self._overload = OverloadCheck(burst_s)
         self._busy = BusyShares()
-        self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._world = ControllerWorld(
+            fleet, host, self._directory, self._jobs, self._flush, self._forgotten
+        )
         self._controller = Controller(self._world, make_loop)
         self._changes = ModelChanges(
             host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
@@ -91,11 +93,11 @@ class LiveGateway:
 
     def start(self) -> None:
         self._thread.start()
-        self._look()
+        self._sample()
 
-    def _look(self) -> None:
-        self._busy.look(list(self._fleet.slots.values()), time.monotonic())
-        self._loop.call_later(_LOOK_S, self._look)
+    def _sample(self) -> None:
+        self._busy.sample(list(self._fleet.slots.values()), time.monotonic())
+        self._loop.call_later(_SAMPLE_S, self._sample)
 
     # ---- the controller's thread --------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class LiveGateway:
     # ---- the event loop -----------------------------------------------------------------------
 
     @staticmethod
-    def _hand_out(batch: list[tuple[_Stream, Delta | Refused]]) -> None:
+    def _hand_out(batch: list[tuple[_OutputStream, Delta | Refused]]) -> None:
         for stream, item in batch:
             stream.put(item)
 
@@ -140,7 +142,7 @@ class LiveGateway:
 
     def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
         now = time.monotonic()
-        return self._door.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
+        return self._overload.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)
@@ -153,13 +155,13 @@ class LiveGateway:
         outage = self._fleet.outage(time.monotonic())
         if outage is not None and outage.retry_s > 0.0:
             raise Refused(503, outage.reason, outage.retry_s)
-        self._door.prepared()
+        self._overload.prepared()
         request = job.request
         waited_s = time.monotonic() - request.arrival_s
-        late = self._door.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
+        late = self._overload.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
         if late is not None:
             raise late
-        stream = _Stream()
+        stream = _OutputStream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
         ended = False
@@ -190,7 +192,7 @@ class LiveGateway:
             counters=self._world.counters,
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
-            refused_early=self._door.refused,
+            refused_early=self._overload.refused,
         )
 
     @property

@@ -50,7 +50,7 @@ class LiveJob:
         return self.job.request
 
     @property
-    def untold(self) -> bool:
+    def unsent(self) -> bool:
         """Nothing of its output was sent."""
         return not self.output and not self.request.sent
 
@@ -114,7 +114,7 @@ class JobTable:
         if live is None:
             return []
         events: list[ClusterEvent] = []
-        if delta.tokens and live.untold:
+        if delta.tokens and live.unsent:
             events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
         if live.moved:
             delta = self._without_repeats(live, delta)

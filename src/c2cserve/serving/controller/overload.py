@@ -13,7 +13,7 @@ from c2cserve.policy.cluster.admission import IN_TIME_SHARE, Standing, Throughpu
 from c2cserve.runtime.gateway import Refused
 
 
-class FrontDoor:
+class OverloadCheck:
     """Lets requests in, or refuses those whose first token would be late. Used on the server's
     event loop."""
 

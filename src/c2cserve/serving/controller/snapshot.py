@@ -9,7 +9,7 @@ from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
-from c2cserve.serving.controller.fleet import Slot
+from c2cserve.serving.controller.fleet import WorkerSlot
 from c2cserve.serving.controller.host import ModelHost
 from c2cserve.serving.controller.jobs import JobTable
 from c2cserve.serving.ipc.status_page import Field
@@ -26,32 +26,32 @@ COUNTERS = (
 
 
 class BusyShares:
-    """How busy slices are, from looks at their status pages a second apart or so."""
+    """How busy slices are, from samples at their status pages a second apart or so."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, deque[tuple[int, float, float]]] = {}
+        self._samples: dict[str, deque[tuple[int, float, float]]] = {}
         """Per slice: the worker's process, when, and its busy time then, seconds."""
 
-    def look(self, slots: Sequence[Slot], now: float) -> None:
+    def sample(self, slots: Sequence[WorkerSlot], now: float) -> None:
         for slot in slots:
             worker = slot.worker
-            looks = self._looks.setdefault(slot.slice.id, deque())
-            if worker is None or (looks and looks[-1][0] != worker.pid):
-                looks.clear()
+            samples = self._samples.setdefault(slot.slice.id, deque())
+            if worker is None or (samples and samples[-1][0] != worker.pid):
+                samples.clear()
             if worker is not None:
-                looks.append((worker.pid, now, worker.page[Field.BUSY_S]))
+                samples.append((worker.pid, now, worker.page[Field.BUSY_S]))
             # The one just outside of the window stays: the share is of the time since it.
-            while len(looks) > 1 and now - looks[1][1] >= _WINDOW_S:
-                looks.popleft()
+            while len(samples) > 1 and now - samples[1][1] >= _WINDOW_S:
+                samples.popleft()
 
-    def share(self, slot: Slot, now: float) -> float:
+    def share(self, slot: WorkerSlot, now: float) -> float:
         worker = slot.worker
         if worker is None:
             return 0.0
         since_s, before_s = slot.started_s, 0.0
-        looks = self._looks.get(slot.slice.id)
-        if looks and looks[0][0] == worker.pid:
-            _, since_s, before_s = looks[0]
+        samples = self._samples.get(slot.slice.id)
+        if samples and samples[0][0] == worker.pid:
+            _, since_s, before_s = samples[0]
         spent_s = worker.page[Field.BUSY_S] - before_s
         return max(0.0, min(1.0, spent_s / max(1e-3, now - since_s)))
 
@@ -61,7 +61,7 @@ def take_snapshot(
     instance: str,
     started_s: float,
     draining: bool,
-    slots: Sequence[Slot],
+    slots: Sequence[WorkerSlot],
     directory: Directory,
     jobs: JobTable,
     host: ModelHost,
@@ -155,7 +155,7 @@ def _trouble(
     return ""
 
 
-def _down(slot: Slot, now: float) -> str:
+def _down(slot: WorkerSlot, now: float) -> str:
     """The trouble of a slice that is not up."""
     if not slot.backs_off:
         return ""
@@ -165,7 +165,7 @@ def _down(slot: Slot, now: float) -> str:
 
 
 def _slice_status(
-    slot: Slot, directory: Directory, busy: BusyShares, stall_timeout_s: float
+    slot: WorkerSlot, directory: Directory, busy: BusyShares, stall_timeout_s: float
 ) -> SliceStatus:
     """A slice without a worker shows zeros."""
     worker = slot.worker

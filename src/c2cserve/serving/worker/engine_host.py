@@ -25,7 +25,7 @@ from c2cserve.memory.segment import Segment
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
-from c2cserve.serving.worker.slice_world import SliceWorld
+from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
@@ -77,7 +77,7 @@ class _CpuBackend:
     device: torch.device | None = None
     stats = SliceStats()
 
-    def __init__(self, slice_: Slice, world: SliceWorld) -> None:
+    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
@@ -112,11 +112,11 @@ class _GpuBackend:
     """Weights are mapped and registered once in the process; what is used stays near."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: SliceWorld, shared: "SharedGpu"
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
     ) -> None:
         """The calling thread becomes the slice's. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-        self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
+        self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
         self._names: dict[str, str] = {}
@@ -198,10 +198,10 @@ class NoEngine(Exception):
 
 
 class WorkerEngine:
-    """`serving.worker.slice_world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
+    """`serving.worker.world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
     def __init__(
-        self, slice_: Slice, world: SliceWorld, *, shared: "SharedGpu | None" = None
+        self, slice_: Slice, world: WorkerWorld, *, shared: "SharedGpu | None" = None
     ) -> None:
         """`shared`: of the slices of one GPU that this process computes for."""
         torch.set_num_threads(1)  # the kernels have threads of their own
@@ -278,7 +278,7 @@ class SharedGpu:
         return self._segments
 
     def open(
-        self, slice_: Slice, share: GpuShare, sampler: CpuOps, ring: Callable[[], None]
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
     ) -> "GpuParts":
         """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
@@ -298,7 +298,7 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
+                    profile=share.profile, ring=notify, keeper=Residency(slice_.kv_bytes),
                     peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:

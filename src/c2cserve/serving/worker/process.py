@@ -26,8 +26,8 @@ from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.messages import Measured, WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
-from c2cserve.serving.worker.shared_gpu_process import lodge, open_house
-from c2cserve.serving.worker.slice_world import Quitting, SliceWorld
+from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
+from c2cserve.serving.worker.world import Quitting, WorkerWorld
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -62,13 +62,13 @@ def worker() -> None:
         os.nice(_CPU_NICE)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
     if config.slice.kind == "green":
-        _share_gpu(config, message, end)
+        _serve_part_of_gpu(config, message, end)
     else:
         _serve(config, channel, partial(WorkerEngine, config.slice))
     _end(0)
 
 
-def _share_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
+def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
     """One process computes for all slices that are parts of this one's GPU."""
     from c2cserve.serving.worker.engine_host import SharedGpu, WorkerEngine
 
@@ -77,31 +77,31 @@ def _share_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None
     shared = SharedGpu(share)
 
     def serve(data: bytes, channel: socket.socket) -> None:
-        lodger = msgspec.json.decode(data, type=WorkerConfig)
-        make = partial(WorkerEngine, lodger.slice, shared=shared)
-        _serve(lodger, Channel(channel), make)
+        member = msgspec.json.decode(data, type=WorkerConfig)
+        make = partial(WorkerEngine, member.slice, shared=shared)
+        _serve(member, Channel(channel), make)
 
     name = f"c2cserve.{os.getppid()}.{share.uuid}"
     while True:
-        house = open_house(name, serve, lambda: os._exit(1))
-        if house is not None:
+        process = open_shared_process(name, serve, lambda: os._exit(1))
+        if process is not None:
             serve(message, end)
-            house.close()
+            process.close()
             return
-        status = lodge(name, message, end)
+        status = join_shared_process(name, message, end)
         if status is not None:
             _end(status)
 
 
 def _serve(
-    config: WorkerConfig, channel: Channel, make: "Callable[[SliceWorld], WorkerEngine]"
+    config: WorkerConfig, channel: Channel, make: "Callable[[WorkerWorld], WorkerEngine]"
 ) -> None:
     """One slice, on the calling thread, until it is told to quit. Ends the process if it fails."""
     from c2cserve.serving.worker.engine_host import NoEngine
 
     policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
-    world = SliceWorld(channel, page, _policy_stats(policy), _measured(policy))
+    world = WorkerWorld(channel, page, _policy_stats(policy), _measured(policy))
     try:
         engine = make(world)
     except NoEngine as error:

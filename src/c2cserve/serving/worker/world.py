@@ -1,6 +1,6 @@
 """A worker's world when it is real: the controller's messages, the engine, the clock.
 
-`SliceWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
+`WorkerWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
 runs inline in `submit`, or is launched there and its end rung by the engine, which wakes `wait`; a
 thread of its own only keeps the status page's clock going.
 """
@@ -46,7 +46,7 @@ class Quitting(Exception):
     """The controller said `Quit`, or is gone."""
 
 
-class SliceWorld:
+class WorkerWorld:
     def __init__(
         self,
         channel: Channel,
@@ -73,7 +73,7 @@ class SliceWorld:
         self._last_model = ""
         self._under_way: set[int] = set()
         """Steps that are not parked."""
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._notifier = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reported_s = 0.0
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -116,9 +116,9 @@ class SliceWorld:
             elif isinstance(event, StepFailed):
                 self._page.add_stat("step_failures", 1)
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """The engine has something to be polled. Callable from any thread."""
-        os.eventfd_write(self._doorbell, 1)
+        os.eventfd_write(self._notifier, 1)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
@@ -141,9 +141,9 @@ class SliceWorld:
                 events, self._events = self._events, []
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._doorbell)
+            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._notifier)
             with contextlib.suppress(BlockingIOError):  # nobody rang
-                os.eventfd_read(self._doorbell)
+                os.eventfd_read(self._notifier)
 
     def _take_messages(self) -> None:
         self._messages.extend(self._channel.receive())

@@ -22,7 +22,7 @@ from c2cserve.serving.ipc import messages as msg
 log = logging.getLogger(__name__)
 
 
-class Hosting:
+class LoadedModels:
     """Used by the controller's thread alone. A model that cannot be loaded or attached is failed:
     its trouble is never the server's."""
 
@@ -40,7 +40,7 @@ class Hosting:
         self._directory = directory
         self._counters = counters
         self._post = post
-        self.known: dict[str, str] = {}
+        self.announced: dict[str, str] = {}
         """Versions that the policy was told of, and what they replace."""
 
     def note(self, event: ClusterEvent) -> bool:
@@ -51,7 +51,7 @@ class Hosting:
             return False
         match event:
             case ModelAdded(spec, replaces):
-                self.known[spec.id] = replaces
+                self.announced[spec.id] = replaces
             case ModelUsable(model):
                 record, segment = self._directory.get(model), self._host.segment(model)
                 if record.state is not ModelState.LOADING or segment is None:
@@ -93,7 +93,7 @@ class Hosting:
     def forget(self, model: str) -> None:
         self._unload(self._directory.get(model))
         self._directory.remove(model)
-        self.known.pop(model, None)
+        self.announced.pop(model, None)
 
     def _unload(
         self, record: ModelRecord, state: ModelState = ModelState.COLD, error: str = ""
