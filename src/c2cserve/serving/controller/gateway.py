@@ -25,11 +25,11 @@ from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
 from c2cserve.serving.controller.world import ControllerWorld
 
 _GRACE_S = 2.0
-"""Of workers that were told to quit: a step that is under way ends first."""
+"""Workers that got `Quit` have this long to end: a step under way is finished first."""
 _SAMPLE_S = 1.0
-"""How often slices are looked at, for how busy they are."""
+"""How often the busy time of slices is sampled."""
 _STALLED_S = 5.0
-"""A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
+"""A controller loop without a tick for longer is not healthy (it ticks every 0.25 s)."""
 
 
 class _OutputStream:
@@ -42,7 +42,7 @@ class _OutputStream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Delta | Refused) -> None:
-        """On the event loop."""
+        """Add an item. Called on the event loop."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -55,7 +55,7 @@ class _OutputStream:
 
 
 class LiveGateway:
-    """`runtime.gateway.Gateway` over a fleet of workers. Made on the event loop it serves."""
+    """`runtime.gateway.Gateway` over a fleet of workers. It is made on the event loop it serves."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class LiveGateway:
         burst_s: float = BURST_S,
     ) -> None:
         """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
-        has ended: with None after a drain, else with the reason it could not go on. The workers end
-        from then on; `join` waits for them."""
+        has ended: with None after a drain, else with the reason. The workers end from then on;
+        `join` waits for them."""
         self._instance = instance
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
@@ -102,7 +102,7 @@ class LiveGateway:
     # ---- the controller's thread --------------------------------------------------------------
 
     def post(self, event: ClusterEvent) -> None:
-        """For the model host's listener, from any thread."""
+        """Hand an event to the controller. The model host's listener calls it from any thread."""
         self._world.post(event)
 
     def _control(self) -> None:
@@ -216,11 +216,12 @@ class LiveGateway:
         return next(status for status in self.models() if status.id == model)
 
     def add_hosted(self, hosted: HostedModel) -> None:
-        """Raises `Refused` (409) when a name is taken."""
+        """Add a checked entry. Raises `Refused` (409) when a name is taken."""
         self._changes.add_hosted(hosted)
 
     def add_broken(self, broken: BrokenModel) -> None:
-        """A model that is `failed` from the start. Raises `Refused` (409) when a name is taken."""
+        """Add a model that is `failed` from the start. Raises `Refused` (409) when a name is
+        taken."""
         self._directory.add(broken)
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
@@ -235,12 +236,12 @@ class LiveGateway:
     # ---- shutting down ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuse what is new, finish what is there; `on_end` follows."""
+        """Refuse new requests and finish the others; `on_end` follows."""
         self._draining = True
         self._world.post(Draining())
 
     def abort(self, reason: str) -> None:
-        """End now; what is in flight is refused."""
+        """End now, and refuse the requests in flight."""
         self._draining = True
         self._world.abort(reason)
 

@@ -15,22 +15,22 @@ from c2cserve.serving.controller.jobs import JobTable
 from c2cserve.serving.ipc.status_page import Field
 
 _WINDOW_S = 5.0
-"""Shares are of so long, or of the time since the worker's start if that is shorter."""
+"""Shares are over this time, or over the time since the worker's start if that is shorter."""
 
 COUNTERS = (
     "rejected_429", "rejected_503", "refused_queue_full", "refused_overload", "refused_patience",
     "slice_lost", "model_loads", "model_load_failures",
     "model_evictions", "models_given_up", "controller_restarts",
 )  # fmt: skip
-"""Shown from the start, at 0: a rate over a counter's first appearance misses it."""
+"""Counters that are shown from the start, at 0: a rate misses a counter's first appearance."""
 
 
 class BusyShares:
-    """How busy slices are, from samples at their status pages a second apart or so."""
+    """The busy shares of slices, from samples of their status pages about a second apart."""
 
     def __init__(self) -> None:
         self._samples: dict[str, deque[tuple[int, float, float]]] = {}
-        """Per slice: the worker's process, when, and its busy time then, seconds."""
+        """Slice -> samples: the worker's process id, the time, its busy time so far; seconds."""
 
     def sample(self, slots: Sequence[WorkerSlot], now: float) -> None:
         for slot in slots:
@@ -40,7 +40,7 @@ class BusyShares:
                 samples.clear()
             if worker is not None:
                 samples.append((worker.pid, now, worker.page[Field.BUSY_S]))
-            # The one just outside of the window stays: the share is of the time since it.
+            # The sample just outside the window stays: the share is over the time since it.
             while len(samples) > 1 and now - samples[1][1] >= _WINDOW_S:
                 samples.popleft()
 
@@ -113,8 +113,8 @@ def _status(
     up: set[str],
     counts: dict[str, tuple[int, int]],
 ) -> ModelStatus:
-    """A model by its catalogue id; requests and slices of a version that drains are its own.
-    `up`: slices that are. A model that all of them gave up is failed."""
+    """Return a model's status by its catalogue id. Requests and slices of a draining version count
+    as the model's. `up`: slices that are up. A model that all of them gave up is `failed`."""
     if isinstance(model, BrokenModel):
         return ModelStatus(
             id=model.name, aliases=model.aliases, state=ModelState.FAILED, max_context=0,
@@ -156,7 +156,7 @@ def _trouble(
 
 
 def _down(slot: WorkerSlot, now: float) -> str:
-    """The trouble of a slice that is not up."""
+    """Return the trouble of a slice that is not up."""
     if not slot.backs_off:
         return ""
     delay_s = slot.restart_at_s - now
@@ -167,7 +167,7 @@ def _down(slot: WorkerSlot, now: float) -> str:
 def _slice_status(
     slot: WorkerSlot, directory: Directory, busy: BusyShares, stall_timeout_s: float
 ) -> SliceStatus:
-    """A slice without a worker shows zeros."""
+    """Return a slice's status. A slice without a worker shows zeros."""
     worker = slot.worker
     stats, last_model, stalled_s, beat_s = SliceStats(), "", 0.0, 0.0
     now = time.monotonic()

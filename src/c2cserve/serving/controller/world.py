@@ -3,9 +3,9 @@
 `ControllerWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.cluster`.
 Everything in it runs on the controller's thread, except `post`, which any thread may call.
 
-What goes wrong with one request ends that request, with one model's load that load, with one worker
-that worker. Any other exception leaves `wait` or `submit` and ends the loop, which `restart`
-prepares to begin anew (`serving.controller.controller`).
+A fault of one request ends that request, a fault of one load that load, a fault of one worker that
+worker. Any other exception leaves `wait` or `submit` and ends the loop. `restart` then prepares a
+fresh loop (`serving.controller.controller`).
 """
 
 import contextlib
@@ -58,11 +58,11 @@ from c2cserve.serving.ipc import messages as msg
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-"""How often an idle controller looks after its workers."""
+"""How often an idle controller checks its workers."""
 
 
 class Aborted(Exception):
-    """The server gives up on what is in flight (drain time is over, or no worker starts)."""
+    """The server abandons the requests in flight (drain time is over, or no worker starts)."""
 
 
 class ControllerWorld:
@@ -90,11 +90,11 @@ class ControllerWorld:
         self._abort: str | None = None
         self._draining = False
         self._follow_ups: list[ClusterEvent] = []
-        """Events that carrying out actions has brought."""
+        """Events that came of carrying out actions, for the next tick."""
         self._restart_ticks: deque[RestartTick] = deque()
-        """What a fresh policy still has to be told."""
+        """Ticks that a fresh policy must still get before anything else."""
         self._restarted_request: str | None = None
-        """The request that the policy is being told of out of the books."""
+        """The request that the present restart tick is about."""
         self._resets = 0
         self.counters: Counter[str] = Counter(
             models_given_up=0, controller_restarts=0, poison_requests=0, recalled_requests=0
@@ -102,7 +102,7 @@ class ControllerWorld:
         self._models = LoadedModels(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
         self.backlog = Backlog()
-        """As the policy told it last; read by other threads."""
+        """The policy's latest one; other threads read it."""
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class ControllerWorld:
                 self._jobs.add(item)
                 events.append(Arrived(item.request))
             elif isinstance(item, Cancelled):
-                # The request may have ended by itself while the word was on its way.
+                # The request may have ended by itself before the cancellation arrived.
                 live = self._jobs.drop(item.request_id)
                 if live is not None:
                     events.append(item)
@@ -183,7 +183,7 @@ class ControllerWorld:
             for message in worker.receive():
                 events.extend(self._take_message(worker, message))
         except Garbled as error:
-            log.error("slice %s: its worker ends, for it said no message: %s",
+            log.error("slice %s: its worker ends, for it sent no valid message: %s",
                       worker.slice.id, error)  # fmt: skip
             worker.kill()
 
@@ -200,7 +200,7 @@ class ControllerWorld:
                 worker.resetting = 0
                 yield SliceUp(worker.slice)
             case _ if worker.resetting:
-                pass  # of requests and models that it has no more: they begin anew
+                pass  # about requests and models that it no longer has
             case msg.Output(deltas):
                 now = time.monotonic()
                 for delta in deltas:
@@ -244,7 +244,7 @@ class ControllerWorld:
     def _take_failure(
         self, slice_id: str, message: msg.Failed | msg.Recovered
     ) -> Iterator[ClusterEvent]:
-        """What a slice says of models that fail there; events of forgotten models are left out."""
+        """Handle a slice's report of a model that fails there. Forgotten models are left out."""
         record = self._directory.version(message.model)
         if record is None:
             return
@@ -260,7 +260,7 @@ class ControllerWorld:
                 yield InstanceRecovered(slice_id, model)
 
     def _lose(self, worker: Worker, reason: str, events: list[ClusterEvent]) -> None:
-        """Take the last words of a dead worker, then place its requests again."""
+        """Read the last messages of a dead worker, then place its requests again."""
         if not worker.up:
             return
         slice_id = worker.slice.id
@@ -277,11 +277,11 @@ class ControllerWorld:
     # ---- starting anew ------------------------------------------------------------------------
 
     def restart(self) -> bool:
-        """Prepare for a fresh policy: have all workers reset, and tell it what is known. True: one
-        request was at fault, and has failed.
+        """Prepare for a fresh policy: reset all workers, and queue the restart ticks. Return
+        whether one request was at fault; it has failed then.
 
-        All requests continue from what their clients have. That cannot change meanwhile: what a
-        worker says of requests before its `ResetDone` is void, and until then none is sent there.
+        All requests continue from what their clients have. That cannot change meanwhile: a worker's
+        messages about requests are void until its `ResetDone`, and it gets no request before.
         """
         self._resets += 1
         self.counters["controller_restarts"] += 1
@@ -310,8 +310,8 @@ class ControllerWorld:
     def submit(self, action: ClusterAction) -> None:
         match action:
             case Dispatch() | Withdraw() | Reject() | Recall(unstarted=True):
-                tell = partial(self._carry_out, action)
-                self._follow_ups += self._guarded(action.request_id, tell)
+                carry_out = partial(self._carry_out, action)
+                self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
                 self._models.load(model)
             case Activate(model, slice_id):
@@ -375,7 +375,8 @@ class ControllerWorld:
         self._flush()
 
     def _refusal(self, reject: Reject) -> Refused:
-        """While no slice is up, it is of no use to come back before one can be."""
+        """Return the answer to a refused request. While no slice is up, its retry time is not
+        before one can be."""
         outage = self._fleet.outage(time.monotonic())
         if reject.status != 503 or outage is None:
             return Refused(reject.status, reject.reason, reject.retry_after_s)
