@@ -42,7 +42,7 @@ class StreamResult:
 class ReplayResult:
     streams: tuple[StreamResult, ...]
     torn_line: bool
-    """A stream's last line is incomplete: whoever wrote it was killed. It is left out."""
+    """Whether a stream's last line is incomplete, because its writer was killed. It is left out."""
 
     @property
     def equal(self) -> bool:
@@ -103,7 +103,7 @@ _LINE_START = b'{"stream":'
 
 
 class RecordLines:
-    """Number and content of each whole line. Iterating raises RecordError, OSError."""
+    """Yields number and content of each whole line. Iterating raises RecordError, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -18,11 +18,11 @@ class Field(IntEnum):
     """Vital signs. They lie before the values of `SliceStats`."""
 
     BEAT_S = 0
-    """CLOCK_MONOTONIC (one clock for all processes of a machine) of the last sign of life."""
+    """The time of the last sign of life, by CLOCK_MONOTONIC (one clock for all processes)."""
     STEP_STARTED_S = 1
-    """When the step that now computes began; 0 while none does."""
+    """The time when the present step began; 0 while no step computes."""
     PROGRESS_S = 2
-    """When a step was last done, or the slice had none to do."""
+    """The time when a step was last completed, or when the slice last had no work."""
     BUSY_S = 3
     """Seconds spent in steps since the worker's start."""
     LAST_MODEL = 4
@@ -38,16 +38,17 @@ _BYTES = (len(Field) + len(STATS)) * 8
 
 
 class StatusPage:
-    """Created by the controller, opened by the worker."""
+    """The page of one worker. The controller creates it and the worker opens it."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        """Raises OSError, also when the filesystem is full; nothing is left behind then."""
+        """Create or open the page. Raises OSError, also when the filesystem is full, and then
+        leaves no file behind."""
         self.path = path
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                # The memory now: a full filesystem is an error here, not SIGBUS at the first touch.
+                # Allocate now: a full filesystem is an error here, not SIGBUS at the first access.
                 os.posix_fallocate(fd, 0, _BYTES)
             self._map = mmap.mmap(fd, _BYTES)
         except OSError:
@@ -86,6 +87,6 @@ class StatusPage:
         return SliceStats(**{name: int(self._fields[index]) for name, index in _INDEX.items()})
 
     def remove(self) -> None:
-        """Remove the file. The mapping goes with the last reader: a snapshot may be taken of it
-        on another thread right now."""
+        """Remove the file. The mapping ends with its last reader: another thread may be taking a
+        snapshot of it right now."""
         self.path.unlink(missing_ok=True)

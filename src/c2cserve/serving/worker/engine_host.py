@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from c2cserve.memory.peer_pool import PeerPool
 
 _SAMPLER_THREADS = 4
-"""Of a GPU slice, for rows that its GPU does not draw itself."""
+"""Threads of a GPU slice for rows that its GPU does not sample itself."""
 
 
 class _Backend(Protocol):
-    """What one kind of slice has in place of the other's."""
+    """The parts that differ between the kinds of slices."""
 
     executor: Executor
     isa: str
@@ -46,7 +46,7 @@ class _Backend(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where vectors are kept; None for the host."""
+        """The device of small tensors; None for the host."""
         ...
 
     def warm(self, config: ModelConfig) -> None: ...
@@ -56,13 +56,13 @@ class _Backend(Protocol):
     def close(self, model: str, path: Path) -> None: ...
 
     def begin(self, step: Step) -> None:
-        """It is about to be submitted."""
+        """Note that the step is about to be submitted."""
         ...
 
     def polled(self) -> None: ...
 
     def make_room(self, kv_end_bytes: int | None) -> None:
-        """KV is about to come back, somewhere below."""
+        """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
         ...
 
     @property
@@ -72,7 +72,7 @@ class _Backend(Protocol):
 
 
 class _CpuBackend:
-    """Weights are near: a mapping is all, and it goes with the last tensor in it."""
+    """A CPU slice: weights are read where they are mapped. A mapping ends with its last tensor."""
 
     device: torch.device | None = None
     stats = SliceStats()
@@ -109,18 +109,18 @@ class _CpuBackend:
 
 
 class _GpuBackend:
-    """Weights are mapped and registered once in the process; what is used stays near."""
+    """A GPU slice: weights are mapped and registered once per process, and cached when used."""
 
     def __init__(
         self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
     ) -> None:
-        """The calling thread becomes the slice's. Raises `NoEngine`."""
+        """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
         self._names: dict[str, str] = {}
-        """Of models' segments."""
+        """Model -> the name of its segment."""
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
@@ -135,7 +135,7 @@ class _GpuBackend:
     def open(self, model: str, path: Path) -> Segment:
         segment = self._shared.segments.open(path)
         self._names[model] = path.name
-        self._look()  # an older view may take the segment's addresses for another's
+        self._refresh_peers()  # an older view may confuse the segment's addresses with another's
         if self._gpu.cache is not None:
             self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
         return segment
@@ -159,7 +159,7 @@ class _GpuBackend:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
     def polled(self) -> None:
-        self._look()
+        self._refresh_peers()
         if not self.executor.computing:
             self._shared.streaming.discard(self._id)
 
@@ -167,7 +167,7 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             self._gpu.cache.make_room(kv_end_bytes)
 
-    def _look(self) -> None:
+    def _refresh_peers(self) -> None:
         if self._gpu.peers is not None:
             self._gpu.peers.look()
 
@@ -194,16 +194,16 @@ class _GpuBackend:
 
 
 class NoEngine(Exception):
-    """The slice can not compute here; the message is one line that says why and what helps."""
+    """The slice cannot compute here; the message is one line with the reason and what helps."""
 
 
 class WorkerEngine:
-    """`serving.worker.world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
+    """The `serving.worker.slice_engine.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
     def __init__(
         self, slice_: Slice, world: WorkerWorld, *, shared: "SharedGpu | None" = None
     ) -> None:
-        """`shared`: of the slices of one GPU that this process computes for."""
+        """`shared`: the GPU resources that all slices in this process use."""
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
@@ -260,7 +260,7 @@ class WorkerEngine:
 
 
 class SharedGpu:
-    """What a process does once for a GPU, however many slices it has there. Thread-safe."""
+    """Resources of a GPU that exist once per process, for all its slices there. Thread-safe."""
 
     def __init__(self, share: GpuShare) -> None:
         self._share = share
@@ -270,17 +270,17 @@ class SharedGpu:
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
         self.streaming: set[str] = set()
-        """Slices that have steps under way: they share the link."""
+        """Slices that have steps in flight: they share the link."""
 
     @property
     def segments(self) -> "PinnedSegments":
-        assert self._segments is not None, "nobody has opened the GPU"
+        assert self._segments is not None, "no slice has opened the GPU"
         return self._segments
 
     def open(
         self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
     ) -> "GpuParts":
-        """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
+        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
         from c2cserve.devices.binding import BindingError, bind
         from c2cserve.devices.partitions import PartitionError, split_sms
@@ -305,7 +305,7 @@ class SharedGpu:
                 raise NoEngine(str(error)) from error
 
     def _borrow(self, device: int) -> "PeerPool | None":
-        """Memory of the GPUs that lend some; None where none does."""
+        """Open the memory that other GPUs lend; None if none does."""
         from c2cserve.devices.binding import find_device
         from c2cserve.engine.gpu.peers import open_peers
 

@@ -35,21 +35,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = 2
-"""Steps of a GPU slice: the next one is launched while one runs. A CPU slice computes them on the
-thread that plans them."""
+"""Steps in flight on a GPU slice: the next one is launched while one runs. A CPU slice computes its
+steps on the thread that plans them, one at a time."""
 _CPU_NICE = 5
-"""Of CPU slices. They compute without pause on cores that the server and its text processes use as
-well: with equal rights, each hop of a request between these waits for its turn behind a step."""
+"""Niceness of CPU slices. They compute without pause on cores that the server and its text
+processes use too. With equal priority, each hop of a request between those processes would wait for
+a step."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
 _NO_ENGINE = 3
-"""Exit status when the slice's hardware or what it needs is not there."""
+"""Exit status when the slice's hardware, or a library that it needs, is missing."""
 
 
 def worker() -> None:
-    """Standard input is its channel, its configuration the first message. Ends with its server."""
+    """Run one worker. Its standard input is its channel; the first message is its configuration.
+    The process ends with its server."""
     _die_with(os.getppid())
-    # Before the configuration is read: a spare process has done the slow part when it is needed.
+    # Before the configuration is read: a spare process has then done the slow part in advance.
     from c2cserve.serving.worker.engine_host import WorkerEngine
 
     end = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
@@ -69,7 +71,7 @@ def worker() -> None:
 
 
 def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
-    """One process computes for all slices that are parts of this one's GPU."""
+    """Serve a part of a GPU: one process computes for all slices that are parts of the same GPU."""
     from c2cserve.serving.worker.engine_host import SharedGpu, WorkerEngine
 
     share = config.slice.gpu
@@ -96,7 +98,7 @@ def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket)
 def _serve(
     config: WorkerConfig, channel: Channel, make: "Callable[[WorkerWorld], WorkerEngine]"
 ) -> None:
-    """One slice, on the calling thread, until it is told to quit. Ends the process if it fails."""
+    """Serve one slice on the calling thread until `Quit`. A failure ends the process."""
     from c2cserve.serving.worker.engine_host import NoEngine
 
     policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
@@ -108,7 +110,7 @@ def _serve(
         log.error("slice %s can not start: %s", config.slice.id, error)
         os._exit(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
-    gc.freeze()  # what is there now stays: the collector need not look at it again
+    gc.freeze()  # objects that exist now stay: the collector need not visit them again
     failed = False
     try:
         run(policy, world, world, _recorder(config))
@@ -124,8 +126,8 @@ def _serve(
 
 
 def _end(status: int) -> NoReturn:
-    """End the process without taking anything in it apart. Whatever a worker holds, the kernel and
-    the driver take back faster: destructors unregister the pool page by page, one after another."""
+    """End the process without running destructors. The kernel and the driver take memory back
+    faster: destructors would unregister the pool page by page."""
     logging.shutdown()
     os._exit(status)
 
@@ -135,7 +137,7 @@ def _max_in_flight(slice_: Slice) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the server's controller ends, however it ends."""
+    """Have the kernel kill this process when the server ends, in whatever way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)  # it ended before the line above

@@ -1,4 +1,4 @@
-"""What a worker's loop needs of its engine."""
+"""The port between a worker's loop and its engine."""
 
 from typing import Protocol
 
@@ -20,8 +20,8 @@ class SliceEngine(Protocol):
     def detach(self, model: str) -> None: ...
 
     def add(self, job: Job) -> bool:
-        """Take a request; whether it is `events.Submitted.chained`. What it raises is the fault of
-        this request."""
+        """Take a request. Return whether it is `events.Submitted.chained`. An exception is the
+        fault of this request alone."""
         ...
 
     def submit(self, action: SliceAction) -> None: ...

@@ -1,8 +1,8 @@
 """A worker's world when it is real: the controller's messages, the engine, the clock.
 
 `WorkerWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
-runs inline in `submit`, or is launched there and its end rung by the engine, which wakes `wait`; a
-thread of its own only keeps the status page's clock going.
+runs inline in `submit`, or `submit` launches it and the engine calls `notify` at its end, which
+wakes `wait`. A second thread only keeps the clock of the status page going.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ _PARKED_POLL_S = 0.001
 
 
 class Quitting(Exception):
-    """The controller said `Quit`, or is gone."""
+    """The controller sent `Quit`, or is gone."""
 
 
 class WorkerWorld:
@@ -65,14 +65,14 @@ class WorkerWorld:
         self._attaches = 0
         self._events: list[SliceEvent] = []
         self._messages: deque[bytes] = deque()
-        """What came while a reset was under way, to be taken when it is done."""
-        self._held: set[str] = set()
-        """Requests that were taken and have not ended, as far as is known here."""
+        """Messages that arrived during a reset; they are handled when it is done."""
+        self._accepted: set[str] = set()
+        """Requests that were accepted and have not ended or been returned."""
         self._active: set[str] = set()
         self._resetting: int | None = None
         self._last_model = ""
-        self._under_way: set[int] = set()
-        """Steps that are not parked."""
+        self._in_flight: set[int] = set()
+        """Ids of steps that were submitted and have neither ended nor parked."""
         self._notifier = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reported_s = 0.0
         self._stop = threading.Event()
@@ -107,8 +107,8 @@ class WorkerWorld:
         self._events.append(event)
         if isinstance(event, StepDone | StepFailed | StepParked):
             now = time.monotonic()
-            self._under_way.discard(event.step_id)
-            self._page[Field.STEP_STARTED_S] = now if self._under_way else 0.0
+            self._in_flight.discard(event.step_id)
+            self._page[Field.STEP_STARTED_S] = now if self._in_flight else 0.0
             if isinstance(event, StepDone):
                 self._page.add(Field.BUSY_S, event.compute_s)
                 self._page.add_stat("steps", 1)
@@ -117,12 +117,12 @@ class WorkerWorld:
                 self._page.add_stat("step_failures", 1)
 
     def notify(self) -> None:
-        """The engine has something to be polled. Callable from any thread."""
+        """Wake `wait`, because the engine has something to poll. Callable from any thread."""
         os.eventfd_write(self._notifier, 1)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
-        self._held -= {delta.request_id for delta in deltas if delta.finish is not None}
+        self._accepted -= {delta.request_id for delta in deltas if delta.finish is not None}
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
     # ---- Source ---------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class WorkerWorld:
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
             self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._notifier)
-            with contextlib.suppress(BlockingIOError):  # nobody rang
+            with contextlib.suppress(BlockingIOError):  # no notification
                 os.eventfd_read(self._notifier)
 
     def _take_messages(self) -> None:
@@ -153,7 +153,8 @@ class WorkerWorld:
             raise Quitting
 
     def _decode(self, data: bytes) -> msg.ToWorker | None:
-        """None: a request that does not decode, which has failed. Raises for other messages."""
+        """Decode a message. Return None for a request that does not decode, which has failed then.
+        Raises for other messages."""
         try:
             return msg.decode_to_worker(data)
         except msgspec.MsgspecError as fault:
@@ -168,7 +169,7 @@ class WorkerWorld:
             case msg.Submit(job):
                 self._add(job)
             case msg.Withdraw(request_id):
-                self._held.discard(request_id)
+                self._accepted.discard(request_id)
                 self.emit(Withdrawn(request_id))
             case msg.Recall(request_id):
                 self.emit(RecallAsked(request_id))
@@ -193,11 +194,11 @@ class WorkerWorld:
                 raise RuntimeError(f"{request.model} is not active on this slice")
             chained = self.engine.add(job)
         except Exception as fault:
-            # What is wrong with one request must not end the others on this slice.
-            log.exception("request %s can not be taken", request.id)
+            # A fault of one request must not end the others on this slice.
+            log.exception("request %s cannot be taken", request.id)
             self._refuse(request.id, fault)
         else:
-            self._held.add(request.id)
+            self._accepted.add(request.id)
             self.emit(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
@@ -205,7 +206,8 @@ class WorkerWorld:
         self.deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
 
     def _switch(self, model: str, active: bool) -> None:
-        """Of a model that is not attached nothing becomes active: its requests fail one by one."""
+        """Activate or deactivate a model. A model that is not attached stays inactive: its requests
+        fail one by one."""
         if active and model in self._specs:
             self._active.add(model)
             self.emit(Activated(self._specs[model]))
@@ -216,24 +218,24 @@ class WorkerWorld:
     # ---- beginning anew -------------------------------------------------------------------------
 
     def _reset(self, number: int) -> None:
-        """Withdraw and deactivate all that there is. Messages wait until that is done: they may be
-        of the same requests and models."""
-        log.warning("the controller's loop started anew: %d requests end here", len(self._held))
+        """Withdraw all requests and deactivate all models. Later messages wait until that is done:
+        they may be about the same requests and models."""
+        log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
-        for request_id in sorted(self._held):
+        for request_id in sorted(self._accepted):
             self.emit(Withdrawn(request_id))
         for model in sorted(self._active):
             self.emit(Deactivated(model))
-        self._held.clear()
+        self._accepted.clear()
         self._active.clear()
 
     def _end_reset(self) -> None:
-        """A reset is done when the policy was told of all withdrawals and holds no request, not
-        even one in a step under way: nothing more is drawn for them, nor said of them."""
+        """End a reset when the policy has seen all withdrawals and holds no request, not even in a
+        step in flight. No token is sampled or sent for those requests from then on."""
         if self._resetting is None or self._events:
             return
         held = self._policy_stats()
-        if not held.running and not held.waiting and not self._under_way:
+        if not held.running and not held.waiting and not self._in_flight:
             self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
             self._resetting = None
             self._take_messages()
@@ -287,7 +289,7 @@ class WorkerWorld:
                 self._channel.send(msg.encode(msg.Recovered(model)))
             case Return(request_id):
                 self.engine.submit(action)
-                self._held.discard(request_id)
+                self._accepted.discard(request_id)
                 self._channel.send(msg.encode(msg.Returned(request_id)))
             case _:
                 self.engine.submit(action)
@@ -299,7 +301,7 @@ class WorkerWorld:
             page.add_stat("switches", 1 if self._last_model else 0)
             self._last_model = model
             page[Field.LAST_MODEL] = self._attach_order[model]
-        if not self._under_way:
+        if not self._in_flight:
             page[Field.STEP_STARTED_S] = time.monotonic()
-        self._under_way.add(action.step.id)
+        self._in_flight.add(action.step.id)
         self.engine.submit(action)
