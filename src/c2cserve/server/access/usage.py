@@ -1,4 +1,4 @@
-"""What every key has used since the start of the server, and refusals by limit."""
+"""Usage of every key since the start of the server, and refusals by limit."""
 
 import csv
 import io
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Used:
-    """Work that was done. Prompts count once, however many choices answer them, as in `usage`."""
+    """Work that was done. A prompt counts once, however many choices answer it, as in `usage`."""
 
     requests: int = 0
-    """Of which at least one choice reached a slice."""
+    """Requests of which at least one choice reached a slice."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens, those whose KV was there already."""
+    """Prompt tokens whose KV was in the prefix cache."""
     output_tokens: int = 0
 
     def add(self, more: "Used") -> None:

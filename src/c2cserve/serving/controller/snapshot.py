@@ -74,7 +74,7 @@ def take_snapshot(
     `refused_early`: requests that were refused before they reached the controller."""
     counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
-    known = {
+    totals = {
         **dict.fromkeys(COUNTERS, 0),
         **counters,
         "refused_early": refused_early,
@@ -93,7 +93,7 @@ def take_snapshot(
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
         tenants=tuple(sorted(jobs.of_tenants())),
-        counters={name: float(count) for name, count in known.items()},
+        counters={name: float(count) for name, count in totals.items()},
     )
 
 

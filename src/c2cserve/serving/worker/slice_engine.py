@@ -9,9 +9,12 @@ from c2cserve.runtime.slice_stats import SliceStats
 
 
 class SliceEngine(Protocol):
-    """What the slice's loop needs of the engine; `serving.worker.engine_host` implements it.
-    Outcomes of steps come through the `emit` and `deliver` callbacks it was made with, out of
-    `submit` or `poll`; who computes elsewhere calls `ring` when there is something to be polled."""
+    """The port between the slice's loop and the engine; `serving.worker.engine_host` implements it.
+
+    `submit` and `poll` report outcomes of steps through the callbacks `emit` and `deliver`, which
+    the engine got when it was made. An engine that computes on another thread or device calls
+    `notify` when there is something to poll.
+    """
 
     def attach(
         self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str
