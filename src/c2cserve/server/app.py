@@ -113,7 +113,7 @@ class _Routes:
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
-        metrics.know_routes(route for _, route, _, _ in self.table())
+        metrics.add_routes(route for _, route, _, _ in self.table())
 
     def table(self) -> list[tuple[str, str, Handler, Role]]:
         """Return method, path, handler and kind of key. Model ids may contain slashes."""

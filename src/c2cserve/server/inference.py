@@ -16,7 +16,7 @@ from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.gate import Lease
 from c2cserve.server.choices import ChoicePiece, ChoiceStream
-from c2cserve.server.disconnect import EventStream, unless_gone
+from c2cserve.server.disconnect import EventStream, unless_disconnected
 from c2cserve.server.errors import ApiError
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
@@ -37,7 +37,7 @@ _json = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class _Answer:
-    """One request under way."""
+    """One request in flight."""
 
     prepared: Prepared
     choices: list[ChoiceStream]
@@ -55,7 +55,7 @@ class _Answer:
 
     @property
     def scored(self) -> bool:
-        """The prompt's tokens are, as well."""
+        """Whether the prompt's tokens get log-probabilities too."""
         return self.asked.sampling.prompt_logprobs is not None
 
 
@@ -68,7 +68,8 @@ class Inference:
     async def answer(
         self, http: HttpRequest, prepared: Prepared, request_id: str, lease: Lease
     ) -> Response:
-        """`lease` is settled when the last choice has ended."""
+        """Run the choices of a request and answer it. `lease` is closed when the last one has
+        ended."""
         asked = prepared.asked
         choices = [ChoiceStream(i, job, prepared) for i, job in enumerate(prepared.jobs)]
         first = prepared.jobs[0].request.id
@@ -82,7 +83,8 @@ class Inference:
     # ---- running choices ------------------------------------------------------------------------
 
     async def _pieces(self, answer: _Answer) -> AsyncGenerator[ChoicePiece, None]:
-        """Pieces of all choices as they come. However it ends, every choice is ended and noted."""
+        """Yield pieces of all choices as they arrive. At the end, of any kind, every choice is
+        ended, counted and logged."""
         alone = len(answer.choices) == 1
         merged = _of(answer.choices[0], self._gateway) if alone else self._merged(answer.choices)
         try:
@@ -146,10 +148,11 @@ class Inference:
     async def _stream(
         self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> Response:
-        """The first piece is awaited before the status is sent: a refusal is still a 429 then."""
-        first = await unless_gone(http.receive, _first(pieces))
+        """Stream the answer. The status is sent only after the first piece, so that a refusal can
+        still be a 429."""
+        first = await unless_disconnected(http.receive, _first(pieces))
         if first is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         headers = {"cache-control": "no-cache", **_timing_headers(answer.choices)}
         return EventStream(self._events(answer, first, pieces), headers=headers)
 
@@ -183,9 +186,9 @@ class Inference:
     async def _gather(
         self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> Response:
-        by_choice = await unless_gone(http.receive, _all(pieces))
+        by_choice = await unless_disconnected(http.receive, _all(pieces))
         if by_choice is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
 
         def shaped() -> bytes:
             shaper = _Shaper(answer)
@@ -194,7 +197,7 @@ class Inference:
             content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
             return _json.encode(content)
 
-        # A scored prompt has alternatives for every one of its tokens: others get their turn.
+        # A scored prompt has alternatives for each of its tokens. A thread leaves the event loop free.
         content = await asyncio.to_thread(shaped) if answer.scored else shaped()
         headers = _timing_headers(answer.choices)
         return Response(content, 200, headers, media_type="application/json")
@@ -223,8 +226,8 @@ def _event(content: dict[str, Any]) -> bytes:
 
 
 def _timing_headers(choices: Sequence[ChoiceStream]) -> dict[str, str]:
-    """Where the first choice ran and what its switch cost. A stream's headers go out before all
-    choices have begun: they tell of the first one that has."""
+    """Return headers about where a choice ran and the time of its switch. A stream's headers are
+    sent before all choices have begun, so they describe the first one that has."""
     timing = next((one.timing for one in choices if one.timing is not None), None)
     if timing is None:
         return {}

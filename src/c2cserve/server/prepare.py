@@ -1,4 +1,4 @@
-"""From a request's body to jobs: its model's files, a text process, then a job per choice."""
+"""Preparing a request: find its model's files, ask a text process, make a job per choice."""
 
 import asyncio
 import itertools
@@ -21,11 +21,11 @@ from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
 _JOBS_AT_ONCE = 32
-"""Made before others get their turn on the event loop."""
+"""Jobs that are made before other tasks get a turn on the event loop."""
 
 
 class _Named(msgspec.Struct):
-    """All that the server itself reads of a body."""
+    """The only part of a body that the server itself reads."""
 
     model: str = ""
 
@@ -34,8 +34,8 @@ _read_name = msgspec.json.Decoder(_Named).decode
 
 
 def model_of(body: bytes) -> str:
-    """The model that a body names; empty for a body that names none: what is wrong with it is found
-    where it is validated. Skipping the rest takes 2 ms per MB."""
+    """Return the model that a body names; empty if it names none, which its validation reports
+    later. Skipping the rest takes 2 ms per MB."""
     try:
         return _read_name(body).model
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -46,7 +46,7 @@ def model_of(body: bytes) -> str:
 class PreparedPrompt:
     tokens: tuple[int, ...]
     text: str
-    """For `echo`; empty for chats."""
+    """The prompt's text for `echo`; empty for chats."""
     hashes: tuple[int, ...]
     max_new_tokens: int
 
@@ -63,8 +63,8 @@ class Prepared:
 
 
 class Preparer:
-    """The event loop only finds the model and makes jobs; all that grows with a body is done in
-    text processes."""
+    """Prepares requests. The event loop only finds the model and makes jobs; all work that grows
+    with a body is done in text processes."""
 
     def __init__(self, gateway: Gateway, texts: TextPool, limits: RequestLimits) -> None:
         self._gateway = gateway
@@ -73,15 +73,15 @@ class Preparer:
         self._salts = CacheSalts()
         self._ids = itertools.count(secrets.randbits(64))
         self._preparing = Counter[str]()
-        """Requests of each tenant."""
+        """Tenant -> its requests that are being prepared."""
 
     async def prepare(
         self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = "",
         cache_group: str = "",
     ) -> Prepared:  # fmt: skip
-        """`model`: of the body, as `model_of` reads it. Requests of one `cache_group` reuse each
-        other's KV. Raises ApiError, and `Refused` for a model that cannot be served, or in an
-        overload."""
+        """Prepare a request. `model`: the body's, as `model_of` reads it. Requests of one
+        `cache_group` reuse each other's KV. Raises ApiError, and `Refused` for a model that cannot
+        be served, or in an overload."""
         arrival_s = time.monotonic()
         files = self._gateway.resolve(model)
         if files is not None:

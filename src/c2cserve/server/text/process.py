@@ -1,7 +1,7 @@
 """A text process: validates, renders and tokenizes for the server, one request at a time.
 
-Standard input is its socket. It may take for ever, run out of memory or crash: the server kills it,
-starts another, and one request has failed.
+Its standard input is its socket. It may take for ever, run out of memory or crash. Then the server
+kills it and starts another, and only one request has failed.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Texts:
-    """The tokenizers of this process, and what is done with them."""
+    """The tokenizers of this process, and the work with them."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[str, Tokenizer] = {}
-        """By version of a model."""
+        """Version of a model -> its tokenizer."""
 
     def answer(self, message: ToText) -> FromText:
         try:
@@ -74,8 +74,9 @@ def _receive(end: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _settle(memory_bytes: int) -> None:
-    """Die with the server, leave signals to it, and take no more memory than it allows."""
+def _set_limits(memory_bytes: int) -> None:
+    """Set up the process: it dies with the server, ignores signals meant for the server, and has a
+    limit of memory."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,7 +85,7 @@ def _settle(memory_bytes: int) -> None:
 
 
 def main(memory_bytes: int) -> None:
-    _settle(memory_bytes)
+    _set_limits(memory_bytes)
     end = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     texts = _Texts()
     with end:
