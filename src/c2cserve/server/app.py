@@ -345,7 +345,7 @@ def _entry(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "a catalogue entry is an object with id and path or hub")
     # No file name contains NUL, and functions of the operating system end at it.
     if b"\\u0000" in body:
-        raise ApiError(400, "a catalogue entry can not contain NUL characters")
+        raise ApiError(400, "a catalogue entry cannot contain NUL characters")
     return entry
 
 

@@ -65,7 +65,7 @@ class ChoiceStream:
             raise
         except TokenizerError as error:
             self.finish, self.error = "error", str(error)
-            raise ApiError(500, f"the output can not be shown: {error}") from error
+            raise ApiError(500, f"the output cannot be shown: {error}") from error
         finally:
             # Closing it before its end (a stop string, a client gone) frees the job's memory.
             await deltas.aclose()

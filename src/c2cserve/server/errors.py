@@ -70,7 +70,7 @@ class ApiError(Exception):
 
 def unservable(version: str, reason: str) -> ApiError:
     """Return the error for a model whose tokenizer cannot be used: the request is not at fault."""
-    return ApiError(503, f"the model {name_of(version)!r} can not be served: {reason}")
+    return ApiError(503, f"the model {name_of(version)!r} cannot be served: {reason}")
 
 
 _UNIONS = {

@@ -197,7 +197,7 @@ class Inference:
             content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
             return _json.encode(content)
 
-        # A scored prompt has alternatives for each of its tokens. A thread leaves the event loop free.
+        # A scored prompt has alternatives for each token: a thread keeps the event loop free.
         content = await asyncio.to_thread(shaped) if answer.scored else shaped()
         headers = _timing_headers(answer.choices)
         return Response(content, 200, headers, media_type="application/json")

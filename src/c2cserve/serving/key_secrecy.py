@@ -103,8 +103,8 @@ def exposures(settings: ServerSettings, host: str, *, keys: bool) -> Iterator[st
     """Yield warnings for the operator about who can use the server. `keys`: /v1 asks for keys."""
     if not settings.access.loopback_only and not keys:
         yield (
-            f"THERE ARE NO API KEYS: whoever reaches {host} can use every model. Start with "
-            "C2CSERVE_API_KEYS, or listen on 127.0.0.1"
+            f"THERE ARE NO API KEYS: every client that reaches {host} can use every model. "
+            "Start with C2CSERVE_API_KEYS, or listen on 127.0.0.1"
         )
     for option in keys_on_command_line():
         name = "C2CSERVE_API_KEYS" if option == "--api-key" else "--admin-key-file"

@@ -181,4 +181,4 @@ def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
     said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
     # The shared process exits with 3 and its member with 1; a later one becomes another shared one.
     assert sorted(worker.returncode for worker in workers) in ([1, 3], [3, 3])
-    assert any("can not start: torch finds no GPU" in text for text in said)
+    assert any("cannot start: torch finds no GPU" in text for text in said)

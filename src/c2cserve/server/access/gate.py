@@ -119,8 +119,8 @@ class Gate:
         """Read the keys file again, and use its keys from now on. Requests in flight go on. Return
         the number of keys.
 
-        Raises ApiError: 400 for a file that cannot be used, and then the keys read before stay in
-        force; 409 if the server has no keys file.
+        Raises ApiError (400) for a file that cannot be used: the keys read before stay in force.
+        Raises ApiError (409) if the server has no keys file.
         """
         path = self._keys_file
         if path is None:

@@ -75,8 +75,8 @@ _NO_KEYS = KeysFile(1, ())
 
 
 def read_keys(path: Path) -> KeysFile:
-    """Read a keys file. Raises KeysFileError for a missing file, a file that others may read, and a
-    file with any mistake: it is read whole or not at all."""
+    """Read a keys file, whole or not at all. Raises KeysFileError for a missing file, a file that
+    others may read, and a file with any mistake."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

@@ -126,4 +126,4 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Temp
         }
     except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
         what = one_line(error)
-        raise TokenizerError(f"{directory}: the chat template can not be read: {what}") from error
+        raise TokenizerError(f"{directory}: the chat template cannot be read: {what}") from error

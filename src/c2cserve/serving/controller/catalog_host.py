@@ -202,7 +202,7 @@ class CatalogHost:
     def _check_unchanged(self, name: str, tokenizer: Seal) -> None:
         """Check that the tokenizer has not changed. Runs on a thread. Raises `Refused`."""
         if (reason := self._changed(name, tokenizer)) is not None:
-            raise Refused(503, f"the model {name!r} can not be served: {reason}")
+            raise Refused(503, f"the model {name!r} cannot be served: {reason}")
 
     def _changed(self, name: str, seal: Seal) -> str | None:
         """Return why the files no longer match what was read of them, after logging and counting

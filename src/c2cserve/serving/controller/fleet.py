@@ -1,7 +1,7 @@
 """All worker processes of a server: kept running, one per slice.
 
 A worker that dies or hangs is replaced at once. A worker that keeps dying is replaced with growing
-delays, for ever: once a slice has been up, nothing that happens to workers ends the server. `reap`
+delays, for ever. Once a slice has been up, no fault of workers ends the server. `reap`
 yields what the controller must know of it.
 """
 

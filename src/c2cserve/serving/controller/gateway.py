@@ -137,7 +137,7 @@ class LiveGateway:
     def resolve(self, name: str) -> ModelFiles | None:
         model = self._directory.find(name)
         if isinstance(model, BrokenModel):
-            raise Refused(503, f"the model {model.name!r} can not be served: {model.error}")
+            raise Refused(503, f"the model {model.name!r} cannot be served: {model.error}")
         return None if model is None else model.hosted.files
 
     def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:

@@ -185,7 +185,7 @@ class JobTable:
             try:
                 displaced.append(live.begin_anew())
             except Exception as fault:
-                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                log.exception("request %s cannot go on", request_id, extra={"job": request_id})
                 failed += self.blame(request_id, fault)
             else:
                 live.deaths += 1
@@ -202,7 +202,7 @@ class JobTable:
                 live.begin_anew()
             except Exception as fault:
                 request_id = live.request.id
-                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                log.exception("request %s cannot go on", request_id, extra={"job": request_id})
                 self.blame(request_id, fault)
             else:
                 moved.append(live.request.id)

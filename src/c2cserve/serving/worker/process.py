@@ -107,7 +107,7 @@ def _serve(
     try:
         engine = make(world)
     except NoEngine as error:
-        log.error("slice %s can not start: %s", config.slice.id, error)
+        log.error("slice %s cannot start: %s", config.slice.id, error)
         os._exit(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # objects that exist now stay: the collector need not visit them again

@@ -1,9 +1,9 @@
 """One process for all slices of a GPU: partitions compute at the same time only within one process.
 
-The server starts a process per slice. Of the processes whose slices are parts of the same GPU, the
-first becomes the *shared process*: it splits the GPU once and runs its own slice. The others *join*
-it as members. A member hands over its configuration and its channel to the controller, and then
-lives as long as its slice.
+The server starts a process per slice. Several slices may be parts of the same GPU. The first of
+their processes becomes the *shared process*: it splits the GPU once and runs its own slice. The
+others *join* it as members. A member hands over its configuration and its channel to the
+controller, and then lives as long as its slice.
 
     server --- channel ---> member --- configuration, channel ---> shared process: a thread
                             ends with its slice <--- b"0", or nothing ---
