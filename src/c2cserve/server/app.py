@@ -191,7 +191,7 @@ class _Routes:
 
     def _authorize(self, http: HttpRequest, role: Role) -> None:
         """Check the key of a request. Set `key`, `tenant` and `cache_group` in the state of a
-        user's request: the tenant is its unit of fair shares, and prefixes are reused within the
+        user's request. The tenant is its unit of fair shares, and prefixes are reused within the
         group. Both are empty without keys. Raises ApiError (401)."""
         header = http.headers.get("authorization")
         if role == "user":
