@@ -151,11 +151,11 @@ def _transfer(
     blobs: Path,
     progress: Progress,
 ) -> None:
-    told = threading.Lock()
+    reporting = threading.Lock()
 
     def one(file: HubFile) -> None:
         def advance(done_bytes: int) -> None:
-            with told:
+            with reporting:
                 progress(file.name, done_bytes, file.size_bytes)
 
         if not (blobs / file.etag).exists():

@@ -182,7 +182,7 @@ def _listen(options: Options) -> Generator[socket.socket]:
         except OSError as error:
             where = f"{options.host}:{options.port}"
             raise CliError(
-                f"can not listen on {where}: {error.strerror}; choose another with --port"
+                f"cannot listen on {where}: {error.strerror}; choose another with --port"
             ) from error
         yield listener
 

@@ -11,8 +11,8 @@ def child_environment(**more: str) -> dict[str, str]:
 
     Workers and text processes run templates and tokenizers of checkpoints, and need no key. Every
     process of the same user can read a process's environment in /proc."""
-    kept = {name: value for name, value in os.environ.items() if not is_secret(name)}
-    return kept | more
+    public = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    return public | more
 
 
 def is_secret(name: str) -> bool:

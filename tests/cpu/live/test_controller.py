@@ -1,4 +1,4 @@
-"""Loops that break: how often one may, whose fault it is, and what a fresh policy is told."""
+"""Loops that break: how often one may, which request is at fault, and how a fresh policy begins."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -93,7 +93,7 @@ class Told:
 
 
 class Pool:
-    """A host whose segments are numbered."""
+    """A host that numbers its segments."""
 
     budget_bytes = 1000
 

@@ -140,7 +140,7 @@ async def test_work_that_ends_first_is_answered_or_raised() -> None:
 
 
 @pytest.mark.parametrize("client_too", [False, True])
-async def test_a_cancellation_by_somebody_else_is_theirs(client_too: bool) -> None:
+async def test_another_cancellation_reaches_its_caller(client_too: bool) -> None:
     client, started = Client(), asyncio.Event()
 
     async def work() -> None:

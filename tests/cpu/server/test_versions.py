@@ -23,7 +23,7 @@ from c2cserve.server.text.messages import FromText, OpenModel, Target, TextReque
 from c2cserve.server.text.pool import TextPool
 
 numbers = itertools.count(2)
-"""Of versions: none is known to a server from an earlier test."""
+"""Numbers for versions, so that no server has seen one in an earlier test."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def ask(served: Served, path: str = "/v1/completions", **fields: Any) -> tuple[i
 
 
 def refuse_old(served: Served) -> None:
-    """As the live gateway does."""
+    """Refuse as the live gateway does."""
 
     def play(job: Job) -> Play:
         old = job.request.model != served.gateway.files[BYTE].key
@@ -101,7 +101,7 @@ def test_reloads_without_end_are_a_503(served: Served) -> None:
 
 @pytest.mark.parametrize("found", [1, 2])
 def test_files_that_changed_are_refused_and_cost_no_process(served: Served, found: int) -> None:
-    """Before the tokenizer is read, or while it was read."""
+    """The files change before the tokenizer is read, or while it is read."""
     calls = itertools.count(1)
 
     def check() -> None:
