@@ -88,7 +88,7 @@ def test_a_request_that_cannot_be_handled_fails_alone(start: Start, fault: str) 
         assert f"an injected fault: {fault}" in answers[0][1]
         assert bench.counter("controller_request_failures") == 2
         assert bench.counter("controller_restarts") == 0
-        lines = bench.logged("can not be handled")
+        lines = bench.logged("cannot be handled")
         assert len(lines) == 2
         for line in lines:
             assert str(line["job"]) in str(line["message"])

@@ -1,4 +1,4 @@
-"""Is a directory a checkpoint this server could load? Looks at names only, reads no weights."""
+"""Check whether a directory is a checkpoint that this server could load, by file names alone."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_checkpoint(path: Path) -> None:
-    """Raises `CatalogError` saying what is missing from the directory `path`."""
+    """Check a directory. Raises `CatalogError`, which says what is missing from it."""
     try:
         _check(path)
     except (OSError, FileProblem) as error:

@@ -18,7 +18,8 @@ class CatalogEntry:
     """Exactly one of `path` (an absolute checkpoint directory) and `hub` (a repository id) is set.
 
     `revision` belongs to `hub`: a branch, tag or commit. `max_context` None means the checkpoint's
-    own. `keep_warm_s` is a hint: how long after its last request the model should stay in the pool.
+    own. `keep_warm_s` is a hint: the time that the model should stay in the pool after its last
+    request.
     """
 
     id: str
@@ -35,5 +36,5 @@ class CatalogEntry:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Everything a request may call it."""
+        """The names that requests may use for the model."""
         return (self.id, *self.aliases)

@@ -25,13 +25,13 @@ _TOP_LEVEL = ("models", "defaults")
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The models a deployment knows, in the file's order."""
+    """The models of a deployment, in the file's order."""
 
     entries: tuple[CatalogEntry, ...]
     raw: tuple[dict[str, object], ...]
-    """What the file says of each, defaults filled in: `parse_entry` takes it again on a reload."""
+    """The table of each model with defaults filled in; a reload parses it again."""
     base_dir: Path
-    """What relative paths start from."""
+    """The directory that relative paths start from."""
 
     def __iter__(self) -> Iterator[CatalogEntry]:
         return iter(self.entries)
@@ -40,15 +40,15 @@ class Catalog:
         return len(self.entries)
 
     def find(self, name: str) -> CatalogEntry | None:
-        """By id or alias."""
+        """Return the entry that has this id or alias."""
         return next((entry for entry in self.entries if name in entry.names), None)
 
 
 def load_catalog(path: Path, *, with_files: bool = True) -> Catalog:
     """Read and check a catalogue file; `with_files`: also that each `path` is a checkpoint.
 
-    Raises `CatalogError`: one line beginning with the file, and the line number where it can be
-    told.
+    Raises `CatalogError`: one line that begins with the file, and with the line number if it is
+    known.
     """
     text, document = _read(path)
     for key in document:
@@ -56,7 +56,7 @@ def load_catalog(path: Path, *, with_files: bool = True) -> Catalog:
             raise CatalogError(f"{path}: {unknown_key(key, _TOP_LEVEL)}")
     defaults = _defaults(path, document.get("defaults", {}))
     tables = _tables(path, document.get("models", []))
-    lines = _Lines(text, len(tables))
+    lines = _EntryLines(text, len(tables))
     raw: list[dict[str, object]] = []
     entries: list[CatalogEntry] = []
     owners: dict[str, str] = {}
@@ -81,7 +81,7 @@ def _read(path: Path) -> tuple[str, dict[str, object]]:
     except FileNotFoundError as error:
         raise CatalogError(f"{path}: no such file") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise CatalogError(f"{path}: can not be read: {error}") from error
+        raise CatalogError(f"{path}: cannot be read: {error}") from error
     try:
         return text, tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -127,9 +127,9 @@ def _label(index: int, table: Mapping[str, object]) -> str:
     return f"model {name!r}" if isinstance(name, str) and name else f"models[{index}]"
 
 
-class _Lines:
-    """Where entries and keys are in the text. `tomllib` keeps no positions, so headers are found
-    by a scan, which is trusted only when it sees exactly as many as were parsed."""
+class _EntryLines:
+    """The lines of entries and keys in the text. `tomllib` keeps no positions, so a scan finds the
+    headers. It is trusted only if it finds exactly as many as were parsed."""
 
     def __init__(self, text: str, models: int) -> None:
         self._lines = text.splitlines()
@@ -137,7 +137,8 @@ class _Lines:
         self._headers = headers if len(headers) == models else []
 
     def place(self, path: Path, index: int, key: str) -> str:
-        """`file:line` of a key of the entry (of its header when the key is not written there)."""
+        """Return `file:line` of a key of the entry, or of its header if the key is not written
+        there."""
         if not self._headers:
             return str(path)
         start = self._headers[index]

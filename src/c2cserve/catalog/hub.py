@@ -1,5 +1,5 @@
-"""Models from a hub, kept in huggingface_hub's own cache layout, so that what other tools have
-downloaded is used and the other way round."""
+"""Models from a hub, stored in the cache layout of huggingface_hub. So this server uses downloads
+of other tools, and they use its downloads."""
 
 import logging
 import os
@@ -12,14 +12,14 @@ from pathlib import Path
 
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
-from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, Repository, Unreachable
+from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, HubRepository, Unreachable
 from c2cserve.catalog.progress import ProgressLog
 
 log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
-"""Told (file, bytes done, bytes in all), from several threads, one call at a time. What it raises
-stops the download; what has arrived is kept for the next time."""
+"""A function of (file, bytes done, bytes in all), called from several threads, one call at a time.
+An exception from it stops the download; the bytes that have arrived are kept for the next time."""
 
 _SIDE_FILES = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer*",
@@ -29,7 +29,7 @@ _PARALLEL = 4
 
 
 def cache_dir() -> Path:
-    """Return where downloaded repositories are kept (HF_HUB_CACHE)."""
+    """Return the directory of downloaded repositories (HF_HUB_CACHE)."""
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
@@ -42,11 +42,11 @@ def fetch(
     *,
     client: HubClient | None = None,
 ) -> Path:
-    """The directory of a hub entry's checkpoint, downloaded first as far as it is not there.
+    """Return the directory of a hub entry's checkpoint, after downloading the missing files.
 
-    HF_ENDPOINT, HF_HOME / HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE mean what they mean to
+    HF_ENDPOINT, HF_HOME / HF_HUB_CACHE, HF_TOKEN and HF_HUB_OFFLINE have the same meaning as in
     huggingface_hub. Offline, or with the hub unreachable, a complete cached copy is used. Without
-    `progress` the log shows it.
+    `progress`, the log shows the progress.
 
     Raises `HubError`: one line that says what to do.
     """
@@ -69,7 +69,7 @@ def fetch(
 
 
 def _cached(folder: Path, entry: CatalogEntry, why: str) -> Path:
-    """A complete snapshot on disk. Raises `HubError`."""
+    """Return a complete snapshot on disk. Raises `HubError`."""
     reference = folder / "refs" / entry.revision
     commit = reference.read_text().strip() if reference.is_file() else entry.revision
     path = folder / "snapshots" / commit
@@ -84,7 +84,7 @@ def _cached(folder: Path, entry: CatalogEntry, why: str) -> Path:
 
 def _download(
     client: HubClient,
-    repository: Repository,
+    repository: HubRepository,
     folder: Path,
     entry: CatalogEntry,
     progress: Progress | None,
@@ -103,16 +103,16 @@ def _download(
             reference.parent.mkdir(parents=True, exist_ok=True)
             reference.write_text(repository.commit)
     except OSError as error:
-        raise HubError(f"{repository.id} can not be kept in {folder.parent}: {error}") from error
+        raise HubError(f"{repository.id} cannot be kept in {folder.parent}: {error}") from error
     check_checkpoint(snapshot)
     return snapshot
 
 
-def choose_files(repository: Repository) -> list[HubFile]:
-    """Configuration, tokenizer and weights, largest first; nothing pickled, and not the second
-    copy of the weights that some repositories carry under another name.
+def choose_files(repository: HubRepository) -> list[HubFile]:
+    """Return the files to download: configuration, tokenizer and weights, largest first.
 
-    Raises `HubError` when there are no safetensors.
+    Pickled files are left out. So is the second copy of the weights that some repositories have
+    under another name. Raises `HubError` when there are no safetensors.
     """
     top = [file for file in repository.files if "/" not in file.name]
     side = [file for file in top if any(fnmatch(file.name, one) for one in _SIDE_FILES)]
@@ -146,16 +146,16 @@ def _check_space(repo: str, files: Sequence[HubFile], blobs: Path) -> None:
 
 def _transfer(
     client: HubClient,
-    repository: Repository,
+    repository: HubRepository,
     files: Sequence[HubFile],
     blobs: Path,
     progress: Progress,
 ) -> None:
-    told = threading.Lock()
+    reporting = threading.Lock()
 
     def one(file: HubFile) -> None:
         def advance(done_bytes: int) -> None:
-            with told:
+            with reporting:
                 progress(file.name, done_bytes, file.size_bytes)
 
         if not (blobs / file.etag).exists():

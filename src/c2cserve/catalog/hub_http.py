@@ -1,7 +1,7 @@
-"""HTTP with a model hub: what a repository holds, and files that resume where they broke off.
+"""HTTP with a model hub: listing a repository, and downloads that resume after a failure.
 
-huggingface_hub removes a partial file when a transfer fails, so a 5 GB shard that breaks at 90 %
-starts over; here the partial stays, in this process and in the next.
+huggingface_hub removes a partial file when a transfer fails: a 5 GB shard that fails at 90 % starts
+over. Here the partial file stays, for this process and for the next.
 """
 
 import fcntl
@@ -25,22 +25,22 @@ from c2cserve.catalog.entry import CatalogError
 
 _CHUNK_BYTES = 1 << 20
 _STALL_S = 30.0
-"""A connection without a byte for so long is broken."""
+"""A connection without a byte for longer counts as broken."""
 _BACKOFF_MAX_S = 30.0
 _BROKEN = (
     urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, http.client.HTTPException,
 )  # fmt: skip
-"""What a network does, as against what a disk does (other `OSError`s)."""
+"""Errors of the network. Other `OSError`s are errors of the disk."""
 _HASH = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 
 class HubError(CatalogError):
-    """The hub does not have the model, does not give it to us, or can not be reached."""
+    """The hub does not have the model, refuses it, or cannot be reached."""
 
 
 class Unreachable(HubError):
-    """No answer after all retries: whoever has a cached copy may use it."""
+    """The hub did not answer after all retries; a cached copy may be used."""
 
 
 class Advance(Protocol):
@@ -49,7 +49,8 @@ class Advance(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """`etag` names its content: SHA-256 for large files (64 digits), git's SHA-1 for small."""
+    """A file. `etag` is a hash of its content: SHA-256 (64 digits) for large files, else git's
+    SHA-1."""
 
     name: str
     size_bytes: int
@@ -57,15 +58,15 @@ class HubFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class HubRepository:
     id: str
-    """As the hub spells it (a renamed repository answers to its old id)."""
+    """The hub's own spelling (a renamed repository answers to its old id)."""
     commit: str
     files: tuple[HubFile, ...]
 
 
 class _KeepSecret(urllib.request.HTTPRedirectHandler):
-    """Files come from storage elsewhere by signed URLs: the token is the hub's alone."""
+    """Sends the token to the hub alone: files come from other storage, by signed URLs."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Any,
@@ -98,7 +99,7 @@ class HubClient:
         self._sleep = sleep
         self._opener = urllib.request.build_opener(_KeepSecret())
 
-    def repository(self, repo: str, revision: str) -> Repository:
+    def repository(self, repo: str, revision: str) -> HubRepository:
         """List a revision's files. Raises `HubError`."""
         place = f"/api/models/{repo}/revision/{quote(revision, safe='')}?blobs=true"
         failures = 0
@@ -113,7 +114,7 @@ class HubClient:
             except (OSError, http.client.HTTPException) as error:
                 problem = error
             failures += 1
-            self._back_off(failures, problem, f"{self._endpoint} can not be reached")
+            self._back_off(failures, problem, f"{self._endpoint} cannot be reached")
 
     def download(
         self, repo: str, commit: str, file: HubFile, target: Path, advance: Advance
@@ -160,7 +161,7 @@ class HubClient:
         headers = {"Range": f"bytes={have}-"} if have else {}
         with self._open(place, headers) as answer:
             if have and answer.status != 206:
-                # A server without ranges sends it whole.
+                # A server without ranges sends the whole file.
                 have = 0
                 out.truncate(0)
             advance(have)
@@ -214,8 +215,9 @@ class HubClient:
         return HubError(f"{where}: the hub answered {error.code} {error.reason}")
 
 
-def _parse_listing(repo: str, data: bytes) -> Repository:
-    """Names from the network become paths, so only what looks like a hash is taken for one."""
+def _parse_listing(repo: str, data: bytes) -> HubRepository:
+    """Parse a listing. Its hashes become names of files, so each must look like a hash. Raises
+    `HubError`."""
     try:
         listing = json.loads(data)
         files = tuple(
@@ -230,7 +232,7 @@ def _parse_listing(repo: str, data: bytes) -> Repository:
         hashes = (commit, *(file.etag for file in files))
         if strange := next((text for text in hashes if not _HASH.fullmatch(text)), None):
             raise ValueError(f"{strange!r} is not a hash")
-        return Repository(str(listing.get("id") or repo), commit, files)
+        return HubRepository(str(listing.get("id") or repo), commit, files)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise HubError(f"{repo}: the hub's listing makes no sense: {error!r}") from error
 
@@ -241,7 +243,7 @@ def _retry_after_s(headers: Message) -> float:
 
 
 def _verify(file: HubFile, out: IO[bytes], partial: Path) -> None:
-    """Raises `HubError` and drops the content when it is not what the hub lists."""
+    """Check the content's hash. Raises `HubError`, after removing the file, if it is wrong."""
     digest = hashlib.sha256()
     if len(file.etag) != 64:
         digest = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""From a mapping (TOML table, admin JSON) to a `CatalogEntry`; every mistake is one clear line."""
+"""Parsing a mapping (TOML table, admin JSON) into a `CatalogEntry`; every mistake is one line."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -52,7 +52,7 @@ class EntryKeys(EntrySettings):
 
 
 class KeyMistake(CatalogError):
-    """A mistake that is about one key, so that a file's reader can name its line."""
+    """A mistake in one key; a file's reader adds the line."""
 
     def __init__(self, key: str, message: str) -> None:
         super().__init__(message)
@@ -62,8 +62,8 @@ class KeyMistake(CatalogError):
 def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
     """Check one entry; a relative `path` is taken from `base_dir`.
 
-    Raises `CatalogError` (one line that names the key and what to do). What lies at a `path` is
-    not looked at (`check_files` does), and a `hub` id is only checked for its form.
+    Raises `CatalogError` (one line that names the key and what to do). The files at a `path` are
+    not checked (`check_files` does), and a `hub` id is only checked for its form.
     """
     keys = check_keys(EntryKeys, values)
     if keys.path is None and keys.hub is None:
@@ -96,7 +96,7 @@ def parse_entry(values: Mapping[str, object], base_dir: Path) -> CatalogEntry:
 
 
 def check_files(entry: CatalogEntry) -> None:
-    """Raises `CatalogError` unless the entry's `path`, if it has one, is a checkpoint directory."""
+    """Check that the entry's `path`, if it has one, is a checkpoint. Raises `CatalogError`."""
     if entry.path is not None:
         try:
             check_checkpoint(entry.path)
@@ -111,21 +111,21 @@ def _check_distinct(name: str, aliases: list[str]) -> None:
 
 
 def check_keys(schema: type[S], values: Mapping[str, object]) -> S:
-    """Validate a table; raises `KeyMistake` for the first mistake."""
+    """Validate a table. Raises `KeyMistake` for the first mistake."""
     try:
         return schema.model_validate(dict(values))
     except ValidationError as error:
-        # A misspelt key explains a missing one, so it is told first.
+        # A misspelt key explains a missing one, so it is reported first.
         problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
         raise _mistake(problems[0], schema.model_fields) from error
 
 
-def _mistake(problem: Mapping[str, Any], known: Iterable[str]) -> KeyMistake:
+def _mistake(problem: Mapping[str, Any], names: Iterable[str]) -> KeyMistake:
     key = ".".join(str(part) for part in problem["loc"])
     root = key.split(".", maxsplit=1)[0]
     given = problem["input"]
     if problem["type"] == "extra_forbidden":
-        return KeyMistake(root, unknown_key(root, known))
+        return KeyMistake(root, unknown_key(root, names))
     if problem["type"] == "missing":
         return KeyMistake(root, f"{key} is missing: every model needs one")
     if problem["type"] == "string_pattern_mismatch":
@@ -144,9 +144,9 @@ def _shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The message for a key that does not exist, with the nearest one that does."""
-    names = list(known)
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(names))}"
+def unknown_key(key: str, names: Iterable[str]) -> str:
+    """Return the message for an unknown key, with the most similar key that exists."""
+    existing = list(names)
+    near = difflib.get_close_matches(key, existing, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"known keys are {', '.join(sorted(existing))}"
     return f"unknown key {one_line(repr(key))}: {hint}"

@@ -16,10 +16,10 @@ class ProgressLog:
         self._model = model
         self._clock = clock
         self._first: dict[str, int] = {}
-        """What was there when each file was first heard of: not part of this download's speed."""
+        """File -> the bytes it had at its first report; they do not count for the speed."""
         self._done: dict[str, int] = {}
         self._total: dict[str, int] = {}
-        self._started_s = self._told_s = clock()
+        self._started_s = self._logged_s = clock()
 
     def __call__(self, file: str, done_bytes: int, total_bytes: int) -> None:
         self._first.setdefault(file, done_bytes)
@@ -28,8 +28,8 @@ class ProgressLog:
         now_s = self._clock()
         done, total = sum(self._done.values()), sum(self._total.values())
         fetched = done - sum(self._first.values())
-        if fetched > 0 and (done == total or now_s - self._told_s >= _EVERY_S):
-            self._told_s = now_s
+        if fetched > 0 and (done == total or now_s - self._logged_s >= _EVERY_S):
+            self._logged_s = now_s
             rate = fetched / max(1e-9, now_s - self._started_s)
             log.info(
                 "%s: %.2f of %.2f GB, %.1f MB/s", self._model, done / 1e9, total / 1e9, rate / 1e6

@@ -1,12 +1,11 @@
-"""Where the models lie that an administrator may add while the server runs.
+"""The directories for models that an administrator adds while the server runs.
 
-The catalogue's file is the operator's word: its entries may lie anywhere. An entry that arrives by
-the admin API is held to the roots. Otherwise the admin key would read any file of the machine that
-the server's user may read, if only in messages about what is wrong with it.
+The operator writes the catalogue's file, so its entries may lie anywhere. An entry from the admin
+API must lie under a root. Otherwise the admin key could read any file that the server's user may
+read, at least through error messages.
 
-Paths are compared after all links are resolved. A file inside a checkpoint is judged by the place
-that its open descriptor has (`files.seal.FileSeal.real`): it is of no use to exchange a link after
-the check.
+Paths are compared after all links are resolved. A file in a checkpoint is judged by the real place
+of its open descriptor (`files.seal.FileSeal.real`): replacing a link after the check has no effect.
 """
 
 from collections.abc import Iterable
@@ -25,7 +24,7 @@ class ModelRoots:
     """Directories under which added models lie."""
 
     def __init__(self, roots: Iterable[Path], trusted: Iterable[dict[str, object]] = ()) -> None:
-        """`trusted`: entries that are held to no root."""
+        """`trusted`: entries that may lie anywhere."""
         self._roots = tuple(root.resolve() for root in roots)
         self._trusted = tuple(trusted)
 
@@ -33,8 +32,8 @@ class ModelRoots:
         return entry in self._trusted
 
     def check_path(self, given: object, path: Path) -> None:
-        """Raise CatalogError unless `path`, which is resolved, lies under a root. What exists
-        elsewhere is not told."""
+        """Raise CatalogError unless the resolved `path` lies under a root. The error does not
+        reveal what exists elsewhere."""
         if not self._holds(path):
             raise CatalogError(
                 f"path {one_line(given)} is outside the model roots: the catalogue's directory, "
@@ -65,7 +64,8 @@ def roots_of(catalog: Catalog, more: Iterable[Path]) -> ModelRoots:
 
 
 def _root_of(checkpoint: Path) -> Path:
-    """A snapshot in a hub's cache links to the blobs beside it: both belong to the repository."""
+    """Return the root of a checkpoint. A snapshot in a hub's cache links to the blobs beside it, so
+    its root is the repository."""
     if checkpoint.parent.name == _SNAPSHOTS:
         return checkpoint.parent.parent
     return checkpoint

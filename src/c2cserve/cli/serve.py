@@ -42,12 +42,12 @@ from c2cserve.server.settings import (
     TextSettings,
 )
 from c2cserve.server.tls import Tls, TlsError
+from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.controller import Loop
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.fleet import Fleet, FleetSettings
 from c2cserve.serving.controller.gateway import LiveGateway
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.serving.controller.model_host import CatalogHost
 from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import choose_admin_key, exposures, hide_keys
 from c2cserve.serving.logs import LogFormat, setup_logging
@@ -182,7 +182,7 @@ def _listen(options: Options) -> Generator[socket.socket]:
         except OSError as error:
             where = f"{options.host}:{options.port}"
             raise CliError(
-                f"can not listen on {where}: {error.strerror}; choose another with --port"
+                f"cannot listen on {where}: {error.strerror}; choose another with --port"
             ) from error
         yield listener
 

@@ -1,1 +1,1 @@
-"""What this machine is."""
+"""The machine: its CPUs, memory, GPUs, and how they become slices."""

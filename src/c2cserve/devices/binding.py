@@ -1,4 +1,4 @@
-"""Which of CUDA's devices a slice is: a process sees GPUs by numbers that are not the driver's."""
+"""Finding a slice's GPU in a process: CUDA's device numbers are not the driver's."""
 
 import os
 
@@ -7,7 +7,7 @@ import torch
 from c2cserve.core.machine import GpuShare
 
 _QUEUES = "32"
-"""Work queues to a GPU: with the usual 8, slices of one process wait for each other's launches."""
+"""Work queues to a GPU. With the usual 8, slices of one process wait for each other's launches."""
 
 
 class BindingError(RuntimeError):
@@ -15,8 +15,8 @@ class BindingError(RuntimeError):
 
 
 def bind(share: GpuShare) -> int:
-    """CUDA's number of the slice's GPU in this process; of a MIG instance, which is then the only
-    device the process sees. Before the process's first use of CUDA. Raises `BindingError`."""
+    """Return CUDA's number of the slice's GPU in this process. A MIG instance becomes the only
+    device of the process. Call it before the process's first use of CUDA. Raises `BindingError`."""
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _QUEUES)
     if share.uuid.startswith("MIG-"):
         os.environ["CUDA_VISIBLE_DEVICES"] = share.uuid
@@ -26,7 +26,7 @@ def bind(share: GpuShare) -> int:
 
 
 def find_device(uuid: str) -> int:
-    """CUDA's number of a GPU that this process sees. Raises `BindingError`."""
+    """Return CUDA's number of a GPU that this process sees. Raises `BindingError`."""
     _check_there()
     wanted = uuid.removeprefix("GPU-")
     for device in range(torch.cuda.device_count()):

@@ -1,4 +1,4 @@
-"""What a container or service manager allows: CPU time and memory, cgroup version 2 or 1."""
+"""Limits of a container or service manager: CPU time and memory, cgroup version 2 or 1."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,16 +11,17 @@ _V1_NO_LIMIT = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """None: no limit. `memory_free_bytes` counts reclaimable page cache as free."""
+class CgroupLimits:
+    """The limits of a cgroup. None: no limit. `memory_free_bytes` counts reclaimable page cache as
+    free."""
 
     cpus: float | None = None
     memory_bytes: int | None = None
     memory_free_bytes: int | None = None
 
 
-def read_limits(proc: Path, sys: Path) -> Limits:
-    """The tightest limits on this process's cgroup and its ancestors."""
+def read_limits(proc: Path, sys: Path) -> CgroupLimits:
+    """Return the tightest limits on this process's cgroup and its ancestors."""
     root = sys / "fs" / "cgroup"
     unified = (root / "cgroup.controllers").is_file()
     own = dict(_own_groups(proc))
@@ -32,7 +33,7 @@ def read_limits(proc: Path, sys: Path) -> Limits:
         cpus = [_cpus_v1(g) for g in _upwards(root / "cpu", own.get("cpu", "/"))]
         memory = [_memory_v1(g) for g in _upwards(root / "memory", own.get("memory", "/"))]
     bounded = [pair for pair in memory if pair is not None]
-    return Limits(
+    return CgroupLimits(
         cpus=min((value for value in cpus if value is not None), default=None),
         memory_bytes=min((limit for limit, _ in bounded), default=None),
         memory_free_bytes=min((max(0, limit - used) for limit, used in bounded), default=None),
@@ -40,7 +41,7 @@ def read_limits(proc: Path, sys: Path) -> Limits:
 
 
 def _own_groups(proc: Path) -> Iterator[tuple[str, str]]:
-    """(controller, path) of this process; version 2 has the controller ""."""
+    """Yield (controller, path) of this process's groups; version 2 has the controller ""."""
     for line in (read_text(proc / "self" / "cgroup") or "").splitlines():
         _, controllers, path = line.split(":", maxsplit=2)
         for controller in controllers.split(","):
@@ -48,8 +49,8 @@ def _own_groups(proc: Path) -> Iterator[tuple[str, str]]:
 
 
 def _upwards(root: Path, path: str) -> Iterator[Path]:
-    """The group's directory and its ancestors up to the mount. Inside a container the path may be
-    the host's and not exist below the mount, which then is the container's own group."""
+    """Yield the group's directory and its ancestors up to the mount. In a container the path may be
+    the host's and not exist below the mount; the mount is the container's own group then."""
     group = root / path.lstrip("/")
     while group != root:
         if group.is_dir() and ".." not in group.parts:

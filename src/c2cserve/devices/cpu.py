@@ -24,7 +24,7 @@ _ARM_PARTS = {
 
 
 def name_and_isa(proc: Path) -> tuple[str, tuple[str, ...]]:
-    """Model name and the instruction sets that matter, from `/proc/cpuinfo`."""
+    """Return the model name and the relevant instruction sets, from `/proc/cpuinfo`."""
     first_block = (read_text(proc / "cpuinfo") or "").split("\n\n", maxsplit=1)[0]
     fields = parse_fields(first_block)
     flags = set(fields.get("flags", fields.get("Features", "")).split())
@@ -36,9 +36,9 @@ def name_and_isa(proc: Path) -> tuple[str, tuple[str, ...]]:
 
 
 def group_cores(sys: Path, cpus: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """The allowed hardware threads grouped by physical core, in order of each core's first.
+    """Return the allowed hardware threads grouped by physical core, in order of each core's first.
 
-    A thread whose siblings are not shown counts as a core of its own.
+    A thread with unknown siblings counts as a core of its own.
     """
     allowed = set(cpus)
     cores: dict[tuple[int, ...], None] = {}

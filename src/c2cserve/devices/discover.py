@@ -1,11 +1,11 @@
-"""This machine as `core.Machine`: what the process may use, not merely what is built in."""
+"""This machine as `core.Machine`: the resources that the process may use."""
 
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from c2cserve.core.machine import Gpu, Machine, NumaNode
-from c2cserve.devices.cgroup import Limits, read_limits
+from c2cserve.devices.cgroup import CgroupLimits, read_limits
 from c2cserve.devices.cpu import group_cores, name_and_isa
 from c2cserve.devices.procfs import parse_cpu_list, parse_fields, read_text
 
@@ -18,7 +18,7 @@ def discover(
     cpus: Iterable[int] | None = None,
     gpus: tuple[Gpu, ...] = (),
 ) -> Machine:
-    """Look at CPUs, memory, NUMA nodes and shared memory.
+    """Return the CPUs, memory, NUMA nodes and shared memory of this machine.
 
     `cpus` are the hardware threads this process may run on (default: its affinity). `gpus` come
     from `gpus.find_gpus`, apart because asking a driver takes time and may fail. Memory is the
@@ -44,8 +44,8 @@ def discover(
     )
 
 
-def _memory(proc: Path, limits: Limits) -> tuple[int, int]:
-    """Total and available bytes."""
+def _memory(proc: Path, limits: CgroupLimits) -> tuple[int, int]:
+    """Return total and available bytes."""
     fields = parse_fields(read_text(proc / "meminfo") or "")
     total = _kib(fields, "MemTotal")
     available = _kib(fields, "MemAvailable")
@@ -61,7 +61,7 @@ def _kib(fields: dict[str, str], key: str) -> int:
 
 
 def _file_system(path: Path) -> tuple[int, int]:
-    """Size and free bytes; zeros when there is none (no shared memory at all)."""
+    """Return size and free bytes of a file system; zeros if there is none."""
     try:
         stat = os.statvfs(path)
     except FileNotFoundError:
@@ -70,7 +70,8 @@ def _file_system(path: Path) -> tuple[int, int]:
 
 
 def _numa_nodes(sys: Path, cpus: Collection[int], memory_bytes: int) -> tuple[NumaNode, ...]:
-    """Nodes with a CPU this process may use. (Nodes without are GPU memory on superchips.)"""
+    """Return the nodes with a CPU that this process may use. (Others are GPU memory on
+    superchips.)"""
     allowed = set(cpus)
     nodes: list[NumaNode] = []
     root = sys / "devices" / "system" / "node"

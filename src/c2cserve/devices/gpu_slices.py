@@ -1,9 +1,9 @@
 """How GPUs become slices, and their memory arenas.
 
-A GPU, or a MIG instance, is one slice; or its SMs are partitioned into equal slices (green
-contexts) that share its memory, links and copy engines. Of the memory that is free, some is left to
-what is neither KV nor kept weights: weights on their way through, activations, CUDA itself. Arenas
-take the rest: KV from the front, a cache of weights in what KV leaves.
+A GPU, or a MIG instance, is one slice. Or its SMs are partitioned into equal slices (green
+contexts), which share its memory, links and copy engines. A part of the free memory is reserved for
+streamed weights, activations and CUDA itself. Arenas take the rest: KV from the front, and the
+weight cache in the part that KV leaves.
 """
 
 import re
@@ -14,17 +14,18 @@ from c2cserve.core.machine import Gpu, GpuShare, Machine, ProfileChoice, Slice, 
 from c2cserve.devices.slices import SlicePlanError
 
 SLAB_BYTES = 16 << 20
-"""KV blocks of large models take megabytes, and there are gigabytes."""
+"""Large slabs: KV blocks of large models take megabytes, and a GPU has gigabytes."""
 RESERVE_BYTES = 10 << 30
-"""Two whole weights on their way, activations of the largest step, graphs, CUDA and kernels."""
+"""Memory for two streamed weights, activations of the largest step, graphs, CUDA and kernels."""
 RESERVE_SHARE = 0.25
-"""At most, of what is free: a small MIG instance has smaller steps."""
+"""Most of the free memory that the reserve takes: a small MIG instance has smaller steps."""
 SMS_STEP = 8
 """The grain of partitions on Hopper."""
 WHOLE = "whole"
 _WHOLE = (256, 8192)
 _PART = (64, 2048)
-"""Sequences, and prefill tokens, of a step. Weights cross the link once a step: large steps."""
+"""Sequences and prefill tokens of a step. Weights cross the link once per step, so steps are
+large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +38,16 @@ class Partitioning:
 
 @dataclass(frozen=True, slots=True)
 class GpuLayout:
-    """Which GPUs have slices, and which."""
+    """The GPUs that have slices, and their partitioning."""
 
     partitioning: Partitioning | None = None
-    """None: one slice each."""
+    """None: one slice per GPU."""
     gpus: tuple[int, ...] | None = None
-    """Numbers among those the server sees; None: all."""
+    """Indices among the GPUs that the server sees; None: all."""
 
 
 def parse_partitioning(text: str) -> Partitioning:
-    """Of "16x7": seven slices of 16 SMs. Raises `SlicePlanError`."""
+    """Parse a partitioning such as "16x7": seven slices of 16 SMs. Raises `SlicePlanError`."""
     found = re.fullmatch(r"(\d{1,4})x(\d{1,3})", text)
     if found is None:
         raise SlicePlanError(f"{text!r}: GPU slices are given as SMs x slices, such as 16x7")
@@ -57,7 +58,7 @@ def parse_partitioning(text: str) -> Partitioning:
 
 
 def parse_layout(text: str) -> GpuLayout:
-    """Of "whole", "16x7", "whole@0" or "16x7@0,2". Raises `SlicePlanError`."""
+    """Parse a layout such as "whole", "16x7", "whole@0" or "16x7@0,2". Raises `SlicePlanError`."""
     what, at, where = text.partition("@")
     numbers = re.fullmatch(r"\d{1,3}(,\d{1,3})*", where)
     if at and numbers is None:
@@ -73,12 +74,14 @@ def plan_gpu_slices(
     profile: ProfileChoice = "measured",
     lent_bytes: int = 0,
 ) -> tuple[Slice, ...]:
-    """Slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1` ... where a
-    GPU is partitioned. `kv_bytes` is that of each, None for the rule. Each GPU with slices gets
-    `lent_bytes` of every GPU that has none and whose memory it can read.
+    """Return the slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1`
+    ... of partitioned GPUs.
 
-    Raises `SlicePlanError` for GPUs that are not there, partitions or arenas a GPU has no room for,
-    and for loans nobody can give.
+    `kv_bytes` is for each slice, None for the default rule. Each GPU with slices gets `lent_bytes`
+    of every GPU without slices whose memory it can read.
+
+    Raises `SlicePlanError` for missing GPUs, for partitions or arenas that a GPU has no room for,
+    and for loans that no GPU can give.
     """
     chosen = range(len(machine.gpus)) if layout.gpus is None else layout.gpus
     for index in chosen:

@@ -1,4 +1,4 @@
-"""GPUs through NVML (the `gpu` extra). Without it, or without a driver, there are none."""
+"""GPUs by NVML (the `gpu` extra). Without NVML or without a driver, no GPU is found."""
 
 import importlib
 from dataclasses import replace
@@ -12,11 +12,11 @@ _P2P_READ = 0
 
 
 class GpuProblem(Exception):
-    """There seem to be GPUs, but the driver would not tell about them."""
+    """There seem to be GPUs, but the driver answers with an error."""
 
 
 def find_nvml() -> ModuleType | None:
-    """The NVML binding, if it is installed."""
+    """Return the NVML binding, None if it is not installed."""
     try:
         return importlib.import_module("pynvml")
     except ModuleNotFoundError:
@@ -24,10 +24,10 @@ def find_nvml() -> ModuleType | None:
 
 
 def find_gpus(nvml: Any) -> tuple[Gpu, ...]:
-    """GPUs that work can run on: where MIG is on, its instances instead of the whole GPU.
+    """Return the GPUs that work can run on. If MIG is on, these are its instances.
 
-    `nvml` is the `pynvml` module (or a stand-in), None for no GPUs. Raises `GpuProblem` when a
-    driver is there but answers with an error.
+    `nvml` is the `pynvml` module or a fake of it, None for no GPUs. Raises `GpuProblem` when the
+    driver answers with an error.
     """
     if nvml is None:
         return ()
@@ -61,7 +61,7 @@ def _device(nvml: Any, index: int) -> list[Gpu]:
 
 
 def _mig_instances(nvml: Any, handle: Any) -> list[Any] | None:
-    """None when MIG is off or the GPU has none."""
+    """Return the MIG instances, None when MIG is off or the GPU does not support it."""
     try:
         current, _ = nvml.nvmlDeviceGetMigMode(handle)
     except nvml.NVMLError_NotSupported:
@@ -84,10 +84,10 @@ def _readable(nvml: Any, index: int, handle: Any) -> tuple[str, ...]:
             continue
         neighbour = nvml.nvmlDeviceGetHandleByIndex(other)
         try:
-            said = nvml.nvmlDeviceGetP2PStatus(handle, neighbour, _P2P_READ)
+            status = nvml.nvmlDeviceGetP2PStatus(handle, neighbour, _P2P_READ)
         except nvml.NVMLError_NotSupported:
             continue
-        if said == nvml.NVML_P2P_STATUS_OK:
+        if status == nvml.NVML_P2P_STATUS_OK:
             names.append(_text(nvml.nvmlDeviceGetUUID(neighbour)))
     return tuple(names)
 
@@ -106,8 +106,8 @@ def _describe(nvml: Any, index: int, handle: Any, sms: int, *, mig: bool) -> Gpu
 
 
 def _sms(nvml: Any, handle: Any) -> int:
-    """NVML counts cores, and every architecture since Volta but GA100 has 64 or 128 to an SM; 0
-    when it does not tell."""
+    """Return the number of SMs, 0 if unknown. NVML counts cores: 64 per SM on Volta, Turing and
+    GA100, 128 on later architectures."""
     try:
         cores = int(nvml.nvmlDeviceGetNumGpuCores(handle))
         major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)

@@ -1,4 +1,4 @@
-"""How fast this host reads its memory: the ceiling of decoding out of it."""
+"""Measuring how fast this host reads its memory, which bounds decoding on CPUs."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +8,7 @@ import numpy as np
 from c2cserve.core.machine import Link, Machine
 
 _BYTES_PER_THREAD = 64 << 20
-"""Well beyond any cache's share of one core."""
+"""Bytes per thread: well beyond one core's share of any cache."""
 _MEASURE_S = 0.4
 
 

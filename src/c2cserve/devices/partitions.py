@@ -1,8 +1,8 @@
-"""Partitions of a GPU's SMs inside one process (green contexts): slices where MIG is not on.
+"""Partitions of a GPU's SMs inside one process (green contexts): slices without MIG.
 
 A partition has SMs of its own; L2, HBM, copy engines and links stay shared. All partitions of a GPU
-come from one split, so that they never overlap (separate splits may hand out the same SMs). Source:
-CUDA driver API, "Green Contexts".
+come from one split, so they never overlap (separate splits may return the same SMs). Source: CUDA
+driver API, "Green Contexts".
 """
 
 from dataclasses import dataclass
@@ -15,30 +15,31 @@ _NON_BLOCKING = 1
 
 
 class PartitionError(RuntimeError):
-    """The GPU can not be split this way; says how it can, or what the driver said."""
+    """The GPU cannot be split this way. The message says what is possible, or the driver's
+    error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Some SMs. Work runs on them if it is launched on `stream`, and only then: other streams of
-    the process use the whole GPU. A graph runs on the SMs of the stream it was captured on."""
+    """Some SMs of a GPU. Only work on `stream` or on `new_stream()` is bound to them; other streams
+    of the process use the whole GPU. A graph runs on the SMs of the stream it was captured on."""
 
     device: int
     sms: int
     stream: torch.cuda.Stream
     context: Any
-    """The green context: its SMs are its own until this is closed."""
+    """The green context, which holds the SMs until it is closed."""
 
     def new_stream(self) -> torch.cuda.Stream:
-        """Another stream of the same SMs."""
+        """Return another stream of the same SMs."""
         return _stream(import_module("cuda.bindings.driver"), self.context, self.device)
 
 
 def split_sms(device: int, sms_each: int, count: int) -> list[Partition]:
-    """`count` partitions of at least `sms_each` SMs each (the driver rounds up, on Hopper to a
-    multiple of 8). To be called once per GPU. Raises `PartitionError`."""
+    """Return `count` partitions of at least `sms_each` SMs each (the driver rounds up, on Hopper to
+    a multiple of 8). Call it once per GPU. Raises `PartitionError`."""
     cu: Any = import_module("cuda.bindings.driver")
-    torch.zeros(1, device=f"cuda:{device}")  # the primary context is there
+    torch.zeros(1, device=f"cuda:{device}")  # creates the primary context
     handle = _checked(cu, "cuDeviceGet", cu.cuDeviceGet(device))
     kind = cu.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
     whole = _checked(cu, "cuDeviceGetDevResource", cu.cuDeviceGetDevResource(handle, kind))

@@ -1,4 +1,4 @@
-"""All slices of a machine: GPUs where there are some, CPUs where there are none or besides."""
+"""All slices of a machine: GPU slices if it has GPUs, CPU slices otherwise or if asked for."""
 
 from dataclasses import dataclass, replace
 
@@ -12,18 +12,18 @@ ANY_GPUS = "auto"
 
 @dataclass(frozen=True, slots=True)
 class SliceWishes:
-    """What was asked for; None is the rule's own choice."""
+    """The slices that the operator asks for; None leaves the choice to the default rule."""
 
     cpu_slices: int | None = None
     cpu_threads: int | None = None
     cpu_kv_bytes: int | None = None
-    """Of each CPU slice."""
+    """KV bytes of each CPU slice."""
     gpu_slices: str = ANY_GPUS
-    """"auto": as "whole" if there is a GPU. "none": GPUs are left alone. "whole": one per GPU or
-    MIG instance. "16x7": of every GPU seven of 16 SMs. "whole@0", "16x7@0,2": of the GPUs with
-    these numbers."""
+    """The layout of GPU slices. "auto": as "whole" if there is a GPU. "none": no GPU slices.
+    "whole": one per GPU or MIG instance. "16x7": seven slices of 16 SMs on every GPU. "whole@0",
+    "16x7@0,2": only on the GPUs with these numbers."""
     gpu_kv_bytes: int | None = None
-    """Of each GPU slice."""
+    """KV bytes of each GPU slice."""
     gpu_profile: ProfileChoice = "measured"
     gpu_peer_bytes: int = 0
     """Memory that each GPU without slices lends to each GPU that has some."""
@@ -32,7 +32,7 @@ class SliceWishes:
 
 
 def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
-    """GPU slices first. Raises `SlicePlanError` for what does not fit."""
+    """Return all slices, GPU slices first. Raises `SlicePlanError` for wishes that do not fit."""
     slices = _gpu_slices(machine, wishes)
     if not slices or wishes.cpu_slices is not None or wishes.cpu_threads is not None:
         slices += plan_slices(machine, wishes.cpu_slices, wishes.cpu_threads, wishes.cpu_kv_bytes)

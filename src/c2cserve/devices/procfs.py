@@ -5,8 +5,8 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str | None:
-    """The file's text without surrounding white space; None when it is not there or not ours to
-    read (kernels and containers differ in what they show)."""
+    """Return the file's text without surrounding white space. Return None if it is missing or must
+    not be read: kernels and containers differ in what they show."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, PermissionError):
@@ -14,13 +14,13 @@ def read_text(path: Path) -> str | None:
 
 
 def read_int(path: Path) -> int | None:
-    """A file holding one integer; None when it is not there or says something else ("max")."""
+    """Return the integer in a file; None if it is missing or holds something else ("max")."""
     text = read_text(path)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """`0-3,8` -> (0, 1, 2, 3, 8)."""
+    """Parse a list: `0-3,8` -> (0, 1, 2, 3, 8)."""
     cpus: list[int] = []
     for part in text.split(","):
         first, _, last = part.strip().partition("-")
@@ -30,7 +30,7 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def format_cpu_list(cpus: tuple[int, ...]) -> str:
-    """(0, 1, 2, 3, 8) -> `0-3,8`."""
+    """Format a list: (0, 1, 2, 3, 8) -> `0-3,8`."""
     return ",".join(
         str(first) if first == last else f"{first}-{last}" for first, last in _runs(sorted(cpus))
     )
@@ -45,7 +45,8 @@ def _runs(cpus: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def parse_fields(text: str) -> dict[str, str]:
-    """Lines `key : value` of `/proc/cpuinfo` (one block) or `/proc/meminfo`; first one wins."""
+    """Parse lines `key : value` of `/proc/cpuinfo` (one block) or `/proc/meminfo`. The first line
+    of a key counts."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         key, colon, value = line.partition(":")

@@ -1,12 +1,12 @@
-"""How a machine's cores become slices, and its memory KV arenas and a weight pool.
+"""How a machine's cores become slices, and its memory becomes KV arenas and a weight pool.
 
 The default rule:
 
 * A slice never crosses NUMA nodes, and computes with one hardware thread of each of its cores:
   decoding waits for memory, so a core's second thread adds nothing. The others are left to the
   server, its tokenizers and loaders.
-* About one slice per 8 cores, as few cores already saturate a node's memory, and at least two
-  slices (of one core each on a 2-core machine), so that two models run at the same time.
+* There is about one slice per 8 cores, because few cores already saturate a node's memory. There
+  are at least two slices (of one core each on a 2-core machine): two models can run together.
 * A cgroup's CPU quota caps the cores that count.
 * KV arenas take an eighth of the available memory together, each between 64 MiB and 8 GiB. The
   pool takes three quarters of it, as far as shared memory has room.
@@ -35,7 +35,7 @@ def plan_slices(
     threads: int | None = None,
     kv_bytes: int | None = None,
 ) -> tuple[Slice, ...]:
-    """CPU slices `cpu0`, `cpu1` ... of this machine.
+    """Return the CPU slices `cpu0`, `cpu1` ... of this machine.
 
     Args:
         count: how many; None for the default rule. More than there are cores share them.
@@ -65,8 +65,8 @@ def plan_slices(
 
 
 def plan_pool_bytes(machine: Machine) -> int:
-    """Budget of the weight pool: three quarters of available memory, at most what shared memory
-    has free."""
+    """Return the budget of the weight pool: three quarters of available memory, and at most the
+    free shared memory."""
     return min(int(machine.memory_available_bytes * POOL_MEMORY_SHARE), machine.shm_free_bytes)
 
 
@@ -80,7 +80,7 @@ def _check_arguments(count: int | None, threads: int | None, kv_bytes: int | Non
 
 
 def _usable_cores(machine: Machine) -> list[tuple[NumaNode, tuple[int, ...]]]:
-    """Per node, one hardware thread of each core, as many as the quota feeds (taken evenly)."""
+    """Return per node one hardware thread of each core, as many as the quota allows (evenly)."""
     cores = machine.cores or tuple((cpu,) for cpu in machine.cpus)
     nodes = [
         (node, tuple(core[0] for core in cores if core[0] in set(node.cpus)))
@@ -92,8 +92,8 @@ def _usable_cores(machine: Machine) -> list[tuple[NumaNode, tuple[int, ...]]]:
     total = sum(len(firsts) for _, firsts in nodes)
     budget = min(total, max(1, floor(machine.cpu_quota)))
     shares = _apportion([len(firsts) for _, firsts in nodes], budget)
-    kept = zip(nodes, shares, strict=True)
-    return [(node, firsts[:share]) for (node, firsts), share in kept if share]
+    pairs = zip(nodes, shares, strict=True)
+    return [(node, firsts[:share]) for (node, firsts), share in pairs if share]
 
 
 def _slices_per_node(cores: Sequence[int], count: int | None, threads: int | None) -> list[int]:
@@ -113,7 +113,7 @@ def _slices_per_node(cores: Sequence[int], count: int | None, threads: int | Non
 
 
 def _apportion(weights: Sequence[int], total: int) -> list[int]:
-    """`total` divided in proportion to `weights`, by largest remainder, first one wins ties."""
+    """Divide `total` in proportion to `weights`, by largest remainder; the first one wins ties."""
     exact = [weight * total / sum(weights) for weight in weights]
     shares = [floor(value) for value in exact]
     by_remainder = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])

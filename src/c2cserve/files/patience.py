@@ -10,15 +10,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _WAIT_S = 10.0
-"""Connections come and go: a lack of descriptors is seldom longer."""
+"""A lack of descriptors is seldom longer, because connections close all the time."""
 _RETRY_S = 0.05
 
 
 def open_patiently(
     open_: Callable[[], T], gave_up: Callable[[], bool] = lambda: False, wait_s: float = _WAIT_S
 ) -> T:
-    """Return what `open_` does, trying again while it fails for want of file descriptors. Raises
-    its OSError otherwise, after `wait_s`, or once `gave_up` says so."""
+    """Return the result of `open_`, trying again while the process lacks file descriptors. Raises
+    its OSError for another fault, after `wait_s`, or once `gave_up` returns true."""
     deadline_s = time.monotonic() + wait_s
     waiting = False
     while True:

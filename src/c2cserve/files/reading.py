@@ -1,7 +1,7 @@
-"""Bounded reads of files that somebody else wrote.
+"""Bounded reads of files from untrusted authors.
 
 A checkpoint directory may hold anything: a pipe in the place of a file, a gigabyte of JSON, JSON a
-million levels deep. Everything here ends soon, with the content or with one clear line.
+million levels deep. Every read ends soon, with the content or with a one-line error.
 """
 
 import json
@@ -23,13 +23,14 @@ class FileProblem(ValueError):
 
 
 def one_line(text: object, most_chars: int = _SHOWN_CHARS) -> str:
-    """A text that a file may have had a part in, fit for one line of a log or a terminal."""
+    """Return a text, which may come from a file, fit for one line of a log or a terminal."""
     line = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(text))
     return line if len(line) <= most_chars else line[: most_chars - 3] + "..."
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor to read from. Raises OSError, and FileProblem if it is not a regular file."""
+    """Return a descriptor to read from. Raises OSError, and FileProblem if it is not a regular
+    file."""
     # Without O_NONBLOCK a pipe in the place of a file would wait for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -39,7 +40,7 @@ def open_regular(path: Path) -> int:
 
 
 def read_bytes(path: Path, most_bytes: int) -> bytes | None:
-    """All of a file, None if there is nothing of that name. Raises FileProblem."""
+    """Return all of a file, None if there is no file of that name. Raises FileProblem."""
     try:
         with open(open_regular(path), "rb") as file:
             data = file.read(most_bytes + 1)
@@ -55,7 +56,7 @@ def read_bytes(path: Path, most_bytes: int) -> bytes | None:
 
 
 def read_text(path: Path, most_bytes: int) -> str | None:
-    """All of a UTF-8 file, None if there is nothing of that name. Raises FileProblem."""
+    """Return all of a UTF-8 file, None if there is no file of that name. Raises FileProblem."""
     data = read_bytes(path, most_bytes)
     try:
         return None if data is None else data.decode()
@@ -64,7 +65,7 @@ def read_text(path: Path, most_bytes: int) -> str | None:
 
 
 def read_object(path: Path, most_bytes: int) -> dict[str, Any] | None:
-    """The object a JSON file holds, None if there is nothing of that name. Raises FileProblem."""
+    """Return the object in a JSON file, None if there is no such file. Raises FileProblem."""
     text = read_text(path, most_bytes)
     if text is None:
         return None
@@ -95,7 +96,7 @@ def _shallow(value: object) -> bool:
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is a regular file of that name. Never raises."""
+    """Return whether there is a regular file of that name. Never raises."""
     try:
         return path.is_file()
     except (OSError, ValueError):  # too long a name, no right to look, a NUL byte

@@ -1,4 +1,4 @@
-"""What a checkpoint's files were when they were checked, to notice that they are others now."""
+"""Seals of a checkpoint's files when they were checked, to notice later changes."""
 
 import hashlib
 import os
@@ -21,7 +21,8 @@ _SAMPLE_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class FileSeal:
-    """One file. `digest` is of a safetensors file's header, of all of any other."""
+    """The seal of one file. `digest` covers a safetensors file's header, and all of any other
+    file."""
 
     path: Path
     size: int
@@ -29,22 +30,23 @@ class FileSeal:
     inode: int
     digest: bytes
     ctime_ns: int = field(compare=False)
-    """Permissions and links change it, too: alone it says that contents may have changed."""
+    """Changes of permissions and links change it, too. So a new one only says that contents may
+    have changed."""
     samples: bytes = field(compare=False)
-    """A digest of `_SAMPLES` blocks of a safetensors file. Only `ctime_ns` shows that weights were
-    rewritten in place with their size and time kept, and reading all of them takes seconds."""
+    """A digest of `_SAMPLES` blocks of a safetensors file. If weights are rewritten in place with
+    the same size and time, only `ctime_ns` shows it, and reading all of them takes seconds."""
     real: Path = field(compare=False)
-    """Where the file lies that was opened, all links followed."""
+    """The place of the opened file, after all links."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Files by name; None for those that a checkpoint may have and this one has not."""
+    """The seals of a checkpoint's files; None for a file that it could have and has not."""
 
     files: dict[Path, FileSeal | None]
 
     def changed(self) -> str | None:
-        """The first file that is not what it was, and in what; None if all are. Never raises."""
+        """Return the first changed file and what changed in it; None if none has. Never raises."""
         for path, before in self.files.items():
             try:
                 now = _seal(path, before)
@@ -66,7 +68,7 @@ class Seal:
 
 
 def seal_files(paths: Iterable[Path]) -> Seal:
-    """Raises FileProblem."""
+    """Seal files. Raises FileProblem."""
     sealed: dict[Path, FileSeal | None] = {}
     for path in paths:
         try:
@@ -77,8 +79,8 @@ def seal_files(paths: Iterable[Path]) -> Seal:
 
 
 def _seal(path: Path, before: FileSeal | None = None) -> FileSeal | None:
-    """Return what the file is now, None if there is none. Samples are read again only if its
-    `ctime_ns` is another one than `before`."""
+    """Return the file's seal now, None if there is no file. Samples are read again only if its
+    `ctime_ns` differs from that of `before`."""
     try:
         fd = open_patiently(partial(open_regular, path))
     except FileNotFoundError:

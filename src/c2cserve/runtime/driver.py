@@ -16,8 +16,8 @@ def tick(
     executor: Executor[A],
     record: Recorder[E, A],
 ) -> None:
-    """All events of a tick are applied before anything is decided. (The simulator turns many loops
-    in one thread, each tick of which is this one.)"""
+    """Run one tick: apply all its events, then decide once. (The simulator runs many loops in one
+    thread, and calls this for each tick.)"""
     for event in events:
         policy.apply(event)
     actions = policy.decide(now)
@@ -29,7 +29,7 @@ def tick(
 def run(
     policy: Policy[E, A], source: Source[E], executor: Executor[A], record: Recorder[E, A]
 ) -> None:
-    """Until the policy is done."""
+    """Run ticks until the policy is done."""
     while not policy.done:
         now, events = source.wait(policy.wakeup)
         tick(policy, now, events, executor, record)

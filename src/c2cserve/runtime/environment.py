@@ -9,10 +9,10 @@ _OTHERS = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 def child_environment(**more: str) -> dict[str, str]:
     """Return this process's variables without keys and tokens, and with `more`.
 
-    Workers and text processes run what checkpoints bring along (templates, tokenizers), and none of
-    them needs a key. A process's environment is shown in /proc to the same user."""
-    kept = {name: value for name, value in os.environ.items() if not is_secret(name)}
-    return kept | more
+    Workers and text processes run templates and tokenizers of checkpoints, and need no key. Every
+    process of the same user can read a process's environment in /proc."""
+    public = {name: value for name, value in os.environ.items() if not is_secret(name)}
+    return public | more
 
 
 def is_secret(name: str) -> bool:

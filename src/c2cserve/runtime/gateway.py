@@ -1,5 +1,5 @@
-"""What the HTTP server needs of everything behind it. Implemented by `serving`, and by small
-fakes in the server's tests."""
+"""The port between the HTTP server and everything behind it. `serving` implements it, and so do
+small fakes in the server's tests."""
 
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,10 +7,11 @@ from typing import Protocol
 
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.slice_stats import SliceStats
 
 
 class Refused(Exception):
-    """The request was not taken, or its model can not be served. `status` is HTTP's."""
+    """The request was not accepted, or its model cannot be served. `status` is HTTP's."""
 
     def __init__(self, status: int, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -20,20 +21,20 @@ class Refused(Exception):
 
 
 class Superseded(Refused):
-    """The model was reloaded while the request was on its way: prepare it again, for the version
-    that its name leads to now. Raised before a token was sent."""
+    """The model was reloaded before the request reached it: prepare the request again, for the
+    version that the model's name leads to now. Raised before a token was sent."""
 
     def __init__(self) -> None:
         super().__init__(503, "the model was reloaded again and again meanwhile", 1.0)
 
 
 def _unchanged() -> None:
-    """Files that nothing is known of are taken as they are."""
+    """Accept the files as they are, because none were checked before."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """What the server needs to talk for a model: where its tokenizer and templates are."""
+    """What the server needs to read and write text for a model: above all its tokenizer's place."""
 
     id: str
     path: str
@@ -44,7 +45,7 @@ class ModelFiles:
     tpot_s: float
     priority: int
     version: str = ""
-    """What requests say as their model; empty: the id."""
+    """The model's name in requests to the controller; empty: the id."""
     check_tokenizer: Callable[[], None] = _unchanged
     """Raises `Refused` (503) when the tokenizer's files are not those that were checked."""
 
@@ -53,9 +54,9 @@ class ModelFiles:
         return self.version or self.id
 
 
-@dataclass(frozen=True, slots=True)
-class SliceStatus:
-    """One slice as an operator sees it. Rates are over the last few seconds."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceStatus(SliceStats):
+    """One slice as an operator sees it: what its worker counts, and what the controller knows."""
 
     id: str
     kind: str
@@ -64,59 +65,18 @@ class SliceStatus:
     pid: int
     cpus: tuple[int, ...]
     restarts: int
-    running: int
-    waiting: int
     active_models: tuple[str, ...]
     last_model: str
-    kv_used_bytes: int
     kv_total_bytes: int
-    steps: int
-    switches: int
     busy_share: float
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int
-    preemptions: int
+    """Share of the last few seconds that the slice spent in steps."""
     heartbeat_age_s: float
-    weights_kept_bytes: int = 0
-    """Of GPU slices, these: weights in HBM because they were used,"""
-    weights_hit_bytes: int = 0
-    """bytes of weights read there since the start,"""
-    weights_streamed_bytes: int = 0
-    """bytes read over the link,"""
-    graph_steps: int = 0
-    graph_captures: int = 0
-    graph_capture_failures: int = 0
-    graphs_dropped: int = 0
-    """steps launched as one graph,"""
-    flash_steps: int = 0
-    """long steps whose prompts FlashInfer's attention computed,"""
-    flash_missed_steps: int = 0
-    """those whose prompts ours did, for want of a module,"""
-    weights_lent_bytes: int = 0
-    """weights copied into neighbours' memory (all slices of a GPU share them),"""
-    weights_peer_bytes: int = 0
-    """and bytes, of those over a link, read there."""
-    kv_host_bytes: int = 0
-    """KV in host memory, of requests that are paused or could be at once;"""
-    kv_out_bytes: int = 0
-    """bytes of KV copied there since the start,"""
-    kv_in_bytes: int = 0
-    """and back."""
-    step_failures: int = 0
-    """Steps that ended with an exception,"""
-    step_retries: int = 0
-    """requests of theirs that ran again,"""
-    retries_failed: int = 0
-    """those that failed again, alone,"""
-    parts_rebuilt: int = 0
-    """and how often what steps leave on a GPU was built anew."""
     failed_models: tuple[str, ...] = ()
-    """Given up here, because each of their requests failed."""
+    """Models that the slice gave up, because each of their requests failed."""
     stalled_s: float = 0.0
     """How long it has had requests without a step being done; 0 while it waits for weights."""
     trouble: str = ""
-    """Why requests do not get on there; empty while they do."""
+    """Why requests make no progress there; empty while they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +93,7 @@ class Snapshot:
     running: int
     waiting: int
     tenants: tuple[int, ...] = ()
-    """Requests in flight of each tenant that has some, fewest first."""
+    """The number of requests in flight of each tenant that has some, fewest first."""
     counters: dict[str, float] = field(default_factory=dict[str, float])
     """Monotonic: `rejected_429`, `rejected_503`, `refused_early`, `refused_overload`, `slice_lost`,
     `resumed_requests`, `model_loads`, `model_evictions`, `controller_restarts`,
@@ -144,14 +104,14 @@ class Gateway(Protocol):
     """All methods are called on the server's event loop."""
 
     def resolve(self, name: str) -> ModelFiles | None:
-        """The model an id or alias names, if the catalogue has it. Raises `Refused` (503) when
-        its checkpoint is broken."""
+        """Return the model that has this id or alias, None if there is none. Raises `Refused` (503)
+        when its checkpoint is broken."""
         ...
 
     def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
-        """Why a request that has not been looked into yet would be refused: in an overload, for
-        coming too late. None if it may be taken. `preparing`: each tenant's requests that are on
-        their way to `submit`."""
+        """Return why a request is refused before its body is read: in an overload, it would be
+        late. None if it may be accepted. `preparing`: tenant -> its requests that are being
+        prepared for `submit`."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
@@ -166,13 +126,16 @@ class Gateway(Protocol):
 
     @property
     def ready(self) -> bool:
-        """At least one slice is up and in no trouble, and the server is not draining."""
+        """Whether at least one slice is up and in no trouble, and the server is not draining."""
         ...
 
     @property
     def healthy(self) -> bool:
-        """The controller's loop makes progress (not merely: the process exists), of the slices that
-        are up not all are in trouble, and if none is up, it is not for failing again and again."""
+        """Whether the server makes progress, which is more than that its process exists.
+
+        The controller's loop ticks. Not all slices that are up are in trouble. If no slice is up,
+        it is not because workers fail again and again.
+        """
         ...
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
@@ -180,12 +143,12 @@ class Gateway(Protocol):
         ...
 
     async def remove_model(self, name: str) -> None:
-        """Drain a model, unload it everywhere, take it out. Returns when that is done."""
+        """Drain a model, unload it everywhere and take it out. Return when that is done."""
         ...
 
     async def reload_model(self, name: str) -> ModelStatus:
-        """Read its files again, load them beside the old ones, and switch. Raises `Refused`; the
-        old ones then go on serving."""
+        """Read the model's files again, load them beside the old ones, and switch. Raises
+        `Refused`; the old files then go on serving."""
         ...
 
     def models(self) -> Sequence[ModelStatus]: ...

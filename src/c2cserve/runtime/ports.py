@@ -1,4 +1,4 @@
-"""The waist: what a loop needs of the world. Live and simulated runs differ only in these."""
+"""The ports of a loop. Live and simulated runs differ only in what implements them."""
 
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
@@ -34,8 +34,8 @@ class Source(Protocol[E_co]):
 
 class Executor(Protocol[A_contra]):
     def submit(self, action: A_contra) -> None:
-        """Start carrying out an action; what comes of it arrives as events. Never raises for what
-        the world does (a dead worker, a failed step): that is an event too."""
+        """Start carrying out an action; its outcome arrives as events. A dead worker or a failed
+        step never raises here: that is an event too."""
         ...
 
 

@@ -21,8 +21,8 @@ VERSION = 1
 
 
 class Record:
-    """`runtime.ports.Recorder` for one stream. Serving outlives it: when a line can not be written
-    (the disk is full), an error is logged and the stream ends there."""
+    """The `runtime.ports.Recorder` of one stream. Serving outlives it: when a line cannot be
+    written (the disk is full), an error is logged and the stream ends there."""
 
     def __init__(
         self, path: Path, stream: str, policy: str, arguments: Mapping[str, object]
@@ -66,4 +66,4 @@ class Record:
 
 
 def no_record(now: float, events: Sequence[object], actions: Sequence[object]) -> None:
-    """Nobody asked for one."""
+    """Record nothing."""

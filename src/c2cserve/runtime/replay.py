@@ -42,7 +42,7 @@ class StreamResult:
 class ReplayResult:
     streams: tuple[StreamResult, ...]
     torn_line: bool
-    """A stream's last line is incomplete: whoever wrote it was killed. It is left out."""
+    """Whether a stream's last line is incomplete, because its writer was killed. It is left out."""
 
     @property
     def equal(self) -> bool:
@@ -60,7 +60,7 @@ def _slice(arguments: dict[str, Any]) -> SlicePolicy:
 _POLICIES: dict[str, Callable[[dict[str, Any]], Any]] = {"cluster": _cluster, "slice": _slice}
 
 
-class _Stream:
+class _ReplayedStream:
     def __init__(self, header: dict[str, Any]) -> None:
         if header.get("v") != VERSION or header.get("policy") not in _POLICIES:
             raise RecordError(f"stream {header.get('stream')}: written by another version")
@@ -84,12 +84,12 @@ class _Stream:
 
 def replay(path: Path) -> ReplayResult:
     """Feed a record to its policies. Raises RecordError or OSError."""
-    streams: dict[str, _Stream] = {}
+    streams: dict[str, _ReplayedStream] = {}
     lines = RecordLines(path)
     for number, line in lines:
         try:
             if "policy" in line:
-                streams[line["stream"]] = _Stream(line)
+                streams[line["stream"]] = _ReplayedStream(line)
             else:
                 streams[line["stream"]].tick(line)
         except (KeyError, TypeError, WireError, msgspec.ValidationError) as error:
@@ -103,7 +103,7 @@ _LINE_START = b'{"stream":'
 
 
 class RecordLines:
-    """Number and content of each whole line. Iterating raises RecordError, OSError."""
+    """Yields number and content of each whole line. Iterating raises RecordError, OSError."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -25,17 +25,17 @@ TYPES = _types(Event, Action)
 
 
 def tagged(items: Sequence[object]) -> list[tuple[str, object]]:
-    """For msgspec's encoders, which know what to do with the dataclasses inside."""
+    """Return events or actions with their type names, for msgspec's encoders."""
     return [(type(item).__name__, item) for item in items]
 
 
 def plain(items: Sequence[object]) -> list[Any]:
-    """What `tagged` items are after they have been written as JSON and read again."""
+    """Return `tagged` items as they are after writing them as JSON and reading them again."""
     return msgspec.json.decode(msgspec.json.encode(tagged(items)))
 
 
 def untagged(items: object) -> list[Any]:
-    """The events or actions themselves. Raises WireError."""
+    """Return the events or actions themselves. Raises WireError."""
     if not isinstance(items, list):
         raise WireError(f"a list of events or actions was expected, not {items!r}")
     return [_untagged(item) for item in items]

@@ -40,22 +40,22 @@ log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 _ID = re.compile(r"[!-~]{1,128}")
-"""Request ids that are taken over: what is safe in a header and on a line of a log."""
+"""Request ids of clients that are used: they are safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
 _ALL_KEYS = "*"
-"""The cache group of all keys that are options; no keys file can name it."""
+"""The cache group of all keys given as options; no keys file can name it."""
 _RELOADS_MAX = 8
-"""Reloads that one request may meet before it reaches its model."""
+"""Reloads after which a request that has not reached its model is refused."""
 
 
 def create_app(
     gateway: Gateway, settings: ServerSettings, connections: Connections | None = None,
     gate: Gate | None = None, *, tls: Tls | None = None,
 ) -> FastAPI:  # fmt: skip
-    """The application, which owns its text processes from its start to its end (ASGI's lifespan).
-    `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one, the
-    settings' API keys are all there are."""
+    """Return the application, which owns its text processes from its start to its end (ASGI's
+    lifespan). `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one,
+    only the settings' API keys are accepted."""
     gate = gate or Gate(settings.api_keys)
     texts = TextPool(settings.text, settings.vocabularies)
 
@@ -113,10 +113,10 @@ class _Routes:
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
-        metrics.know_routes(route for _, route, _, _ in self.table())
+        metrics.add_routes(route for _, route, _, _ in self.table())
 
     def table(self) -> list[tuple[str, str, Handler, Role]]:
-        """Method, path, handler, and whose key is asked for. Model ids may contain slashes."""
+        """Return method, path, handler and kind of key. Model ids may contain slashes."""
         return [
             ("POST", "/v1/completions", self._completions, "user"),
             ("POST", "/v1/chat/completions", self._chat, "user"),
@@ -138,7 +138,7 @@ class _Routes:
         ]
 
     def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
-        """Keys, request ids, and every failure as an error in OpenAI's shape."""
+        """Return the handler with checks of keys, request ids, and OpenAI's shape for failures."""
 
         async def guarded(http: HttpRequest) -> Response:
             response = await answered(http)
@@ -156,7 +156,7 @@ class _Routes:
             except Refused as refused:
                 return self.failed(http, ApiError.of(refused), route, request_id)
             except Exception:
-                # The last stop: a defect answers 500 and is logged, the server goes on.
+                # The last resort: a defect answers 500 and is logged, and the server goes on.
                 log.exception("%s failed", route, extra={"request_id": request_id})
                 fault = ApiError(500, "internal error; see the server's log")
                 return self.failed(http, fault, route, request_id)
@@ -165,7 +165,7 @@ class _Routes:
         return guarded
 
     def _sent(self, http: HttpRequest, response: Response, route: str, request_id: str) -> Response:
-        """Every answer has its request's id, and where limits refill, what is left of them."""
+        """Complete an answer: its request's id, and the remaining rate limits of its key."""
         response.headers["x-request-id"] = request_id
         if getattr(http.state, "rated", False):
             response.headers.update(rate_headers(http.state.key))
@@ -190,8 +190,9 @@ class _Routes:
         return Response(status_code=204, headers=self._guard.preflight(http))
 
     def _authorize(self, http: HttpRequest, role: Role) -> None:
-        """Set `http.state.key` for a user's request, `tenant`, the stable name of whose request it
-        is, and `cache_group`, of whose prefixes it may reuse; both are empty without keys."""
+        """Check the key of a request. Set `key`, `tenant` and `cache_group` in the state of a
+        user's request. The tenant is its unit of fair shares, and prefixes are reused within the
+        group. Both are empty without keys. Raises ApiError (401)."""
         header = http.headers.get("authorization")
         if role == "user":
             key: Key = self._gate.identify(header)
@@ -217,8 +218,8 @@ class _Routes:
         return await self._answer(http, "chat")
 
     async def _answer(self, http: HttpRequest, api: Api) -> Response:
-        """A model that is reloaded has another tokenizer: what was prepared for the old version,
-        and has not reached it, is prepared again."""
+        """Answer a request. If its model is reloaded before the request reaches it, the request is
+        prepared again, since the new version may have another tokenizer."""
         key: Key = http.state.key
         http.state.rated = True
         lease = self._gate.arrive(key, http.state.request_id)
@@ -298,7 +299,7 @@ class _Routes:
         return _json({"keys": await self._gate.reload()})
 
     async def _usage(self, http: HttpRequest) -> Response:
-        """As JSON, or with `?format=csv` the usage per key and model alone."""
+        """Answer with JSON, or with `?format=csv` with the usage per key and model alone."""
         wanted = http.query_params.get("format", "json")
         if wanted == "csv":
             return Response(as_csv(self._gate.usage.rows()), media_type="text/csv")
@@ -320,7 +321,7 @@ class _Routes:
         return _json({"ready": ready, "slices": self._conditions()}, 200 if ready else 503)
 
     def _conditions(self) -> dict[str, dict[str, Any]]:
-        """Of each slice: its state, why its requests do not get on, and which models fail there."""
+        """Return for each slice its state, its trouble, and the models that fail there."""
         return {
             one.id: {
                 "state": one.state, "trouble": one.trouble, "failed_models": one.failed_models
@@ -333,7 +334,7 @@ class _Routes:
 
 
 def _entry(body: bytes) -> dict[str, Any]:
-    """A catalogue entry. Raises ApiError: it is none."""
+    """Return the catalogue entry in a body. Raises ApiError (400)."""
     try:
         entry: Any = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError) as error:
@@ -342,14 +343,14 @@ def _entry(body: bytes) -> dict[str, Any]:
         raise ApiError(400, "not valid JSON: nested too deeply") from error
     if not isinstance(entry, dict):
         raise ApiError(400, "a catalogue entry is an object with id and path or hub")
-    # No name of a file has it, and functions of the operating system end there.
+    # No file name contains NUL, and functions of the operating system end at it.
     if b"\\u0000" in body:
-        raise ApiError(400, "a catalogue entry can not contain NUL characters")
+        raise ApiError(400, "a catalogue entry cannot contain NUL characters")
     return entry
 
 
 def _card(status: ModelStatus) -> dict[str, Any]:
-    """A model as /v1/models lists it, whatever state it is in."""
+    """Return a model as /v1/models lists it, in any state."""
     shown = asdict(status)
     return {
         "id": status.id, "object": "model", "created": status.created_s, "owned_by": "c2cserve",

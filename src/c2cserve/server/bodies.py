@@ -1,4 +1,4 @@
-"""Receiving request bodies within bounds: of each, and of all together."""
+"""Receiving request bodies within bounds: one for each body, one for all bodies together."""
 
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
@@ -21,8 +21,8 @@ class Bodies:
 
     @asynccontextmanager
     async def receive(self, http: HttpRequest, limit: int | None = None) -> AsyncGenerator[bytes]:
-        """The whole body, which is counted until the context ends. Raises ApiError (413 for a body
-        that is too large, 429 while all bodies together are)."""
+        """Yield the whole body, and count its bytes until the context ends. Raises ApiError: 413
+        for a body that is too large, 429 while all bodies together are."""
         limit = self._each_bytes if limit is None else min(limit, self._each_bytes)
         data, counted = bytearray(), 0
         _check(int(http.headers.get("content-length", 0)), limit)
@@ -47,7 +47,7 @@ class Bodies:
 
     @contextmanager
     def hold(self, body: bytes) -> Generator[None]:
-        """Count a body that is worked on once more."""
+        """Count a body that is worked on again."""
         self.held_bytes += len(body)
         try:
             yield

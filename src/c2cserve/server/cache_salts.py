@@ -3,10 +3,10 @@
     salt of a request = H(salt of its cache group, its cache_salt)
     salt of a group   = H keyed with a secret of this run (name of the group)
 
-Two requests share KV blocks only if their salts are equal. Whether a prompt is cached shows in
-`cached_tokens` and in the time to the first token, so an equal salt lets one client test guesses of
-another client's prompts. The secret keeps hashes out of reach of guesses too: a record of a run
-(`--record`) holds hashes, and without the secret no prompt can be tested against them.
+Two requests share KV blocks only if their salts are equal. `cached_tokens` and the time to the
+first token reveal whether a prompt is cached. So with an equal salt, one client can test guesses of
+another client's prompts. A record of a run (`--record`) holds hashes; without the secret, guesses
+cannot be tested against them either.
 """
 
 import hashlib
@@ -22,22 +22,22 @@ class CacheSalts:
         self._secret = secrets.token_bytes(_SALT_BYTES)
 
     def of_group(self, group: str) -> bytes:
-        """`group`: as `cache_group` names it."""
+        """Return the salt of a group. `group`: its name by `cache_group`."""
         return hashlib.blake2b(group.encode(), key=self._secret, digest_size=_SALT_BYTES).digest()
 
 
 def cache_group(tenant: str, shared: str = "") -> str:
-    """Return the name of the group that a request belongs to: its tenant's own, or the one that
-    several tenants `shared`. Without keys there is no tenant, and one group for all.
+    """Return the name of a request's group: the tenant's own, or the group `shared` of several
+    tenants. Without keys there is no tenant, and one group for all.
 
-    The two kinds of names never meet: a tenant cannot call itself as a group is called."""
+    No tenant's name can equal the name of a shared group."""
     if shared:
         return f"group {shared}"
     return f"tenant {tenant}" if tenant else ""
 
 
 def request_salt(group_salt: bytes, cache_salt: str | None) -> bytes:
-    """Return the salt of a request whose body has this `cache_salt`, or none."""
+    """Return the salt of a request. `cache_salt`: the one in its body, None without."""
     if cache_salt is None:
         return group_salt
     return hashlib.blake2b(cache_salt.encode(), key=group_salt, digest_size=_SALT_BYTES).digest()

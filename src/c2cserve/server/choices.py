@@ -1,4 +1,4 @@
-"""One choice of an answer: deltas in, text out, with everything a response reports of it."""
+"""One choice of an answer: deltas in, text out, and all that a response reports of it."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -13,21 +13,22 @@ from c2cserve.server.text.vocabulary import TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ChoicePiece:
     """New output of a choice; the last one has `finish`."""
 
     index: int
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
     offsets: tuple[int, ...] = ()
-    """Of the tokens of `logprobs`: where their text begins in the output, characters."""
+    """Where the text of each token of `logprobs` begins in the output, in characters."""
     finish: str | None = None
     tokens: int = 0
-    """Output tokens that came with it, as `usage` counts them."""
+    """Output tokens in this piece, as `usage` counts them."""
 
 
-class Choice:
-    """Runs one job. `pieces` may be closed early: the job is cancelled then."""
+class ChoiceStream:
+    """Runs one job and turns its deltas into text. Closing `pieces` before the end cancels the
+    job."""
 
     def __init__(self, index: int, job: Job, prepared: Prepared) -> None:
         self.index = index
@@ -42,15 +43,16 @@ class Choice:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.gaps_s: list[float] = []
-        """Between deltas that brought tokens."""
+        """Times between deltas with tokens, seconds."""
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self._decoded = 0
-        """Characters so far, stop strings included."""
+        """Characters decoded so far, stop strings included."""
         self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
         self._stops = StopStrings(prepared.asked.stops)
 
-    async def pieces(self, gateway: Gateway) -> AsyncGenerator[Piece, None]:
-        """Raises `Refused` first thing if the job is not taken, ApiError (500) if it fails."""
+    async def pieces(self, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
+        """Yield the output. Raises `Refused` from the first step if the job is not accepted, and
+        ApiError (500) if it fails."""
         deltas = gateway.submit(self.job)
         try:
             async for delta in deltas:
@@ -63,13 +65,13 @@ class Choice:
             raise
         except TokenizerError as error:
             self.finish, self.error = "error", str(error)
-            raise ApiError(500, f"the output can not be shown: {error}") from error
+            raise ApiError(500, f"the output cannot be shown: {error}") from error
         finally:
             # Closing it before its end (a stop string, a client gone) frees the job's memory.
             await deltas.aclose()
             self.finish = self.finish or "abort"
 
-    def _piece(self, delta: Delta) -> Piece:
+    def _piece(self, delta: Delta) -> ChoicePiece:
         if delta.timing is not None:
             self.timing = delta.timing
             self.cached_tokens = delta.cached_tokens
@@ -86,7 +88,7 @@ class Choice:
             self.last_s = now
         hidden = delta.finish is FinishReason.STOP
         text, offsets, stopped = self._read(delta.tokens[:-1] if hidden else delta.tokens)
-        # What an engine drew beyond a stop string is neither shown nor counted.
+        # Tokens that an engine sampled beyond a stop string are neither shown nor counted.
         count = len(offsets) if stopped else len(delta.tokens)
         self.output_tokens += count
         finish: str | None = None
@@ -97,10 +99,11 @@ class Choice:
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""
-        return Piece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
+        return ChoicePiece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
-        """Text to show, where each token up to a stop string begins, and whether there was one."""
+        """Return the text to show, where each token up to a stop string begins, and whether there
+        was a stop string."""
         offsets: list[int] = []
         shown: list[str] = []
         for token in tokens:

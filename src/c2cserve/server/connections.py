@@ -1,4 +1,4 @@
-"""All connections of the server: how many there may be, and which one makes way for another."""
+"""All connections of the server: their number is bounded, and idle ones make way for new ones."""
 
 import logging
 import resource
@@ -18,7 +18,7 @@ CLOSED = (
     "idle", "idle_for_room", "head_timeout", "body_timeout", "send_timeout", "full",
     "head_too_large", "body_too_large", "malformed",
 )  # fmt: skip
-"""Why the server closes connections."""
+"""Reasons why the server closes connections."""
 
 
 class Closable(Protocol):
@@ -28,21 +28,21 @@ class Closable(Protocol):
 
 
 class Connections:
-    """Used on the server's event loop."""
+    """The open connections and their states. Used on the server's event loop."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
         self.open = 0
         self.closed: Counter[str] = Counter(dict.fromkeys(CLOSED, 0))
         self._idle: OrderedDict[Closable, None] = OrderedDict()
-        """Without a byte of a request, those that have waited longest first;"""
+        """Connections without a byte of a request, those that have waited longest first."""
         self._begun: OrderedDict[Closable, None] = OrderedDict()
-        """with a part of its headers."""
+        """Connections with a part of a request's headers, in the same order."""
         self._logged_s = float("-inf")
         self._unlogged = 0
 
     def enter(self) -> bool:
-        """A new connection. False: there is no room, it must be closed."""
+        """Count a new connection. Return False if there is no room: it must be closed then."""
         self.open += 1
         if self.open <= self.limits.connections:
             return True
@@ -70,7 +70,7 @@ class Connections:
         self._begun.pop(connection, None)
 
     def note(self, reason: str, client: object, request_id: str | None = None) -> None:
-        """The server closes a connection. A flood of them is a line a second."""
+        """Count a connection that the server closes. Log at most one of them per second."""
         self.closed[reason] += 1
         if reason == "idle":
             return
@@ -87,7 +87,7 @@ class Connections:
 
 
 def raise_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one; what it is then."""
+    """Raise the soft limit of open files to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -95,7 +95,8 @@ def raise_file_limit() -> int:
 
 
 def connections_within(wanted: int, files: int) -> int:
-    """Connections that leave descriptors for workers, segments and text processes."""
+    """Return how many connections leave enough descriptors for workers, segments and text
+    processes."""
     reserve = min(files // _RESERVE_SHARE, _RESERVE_MAX)
     allowed = max(1, files - reserve)
     if wanted > allowed:

@@ -1,7 +1,7 @@
-"""Clients that go away: what is done for them ends at once.
+"""Disconnects: when a client leaves, the work for it ends at once.
 
-The work runs in the task that asks for it, not in one of its own: a first token is sent as soon as
-it is there, with no other task to be scheduled in between.
+The work runs in the calling task, not in a task of its own. So a first token is sent as soon as it
+arrives, without scheduling another task in between.
 """
 
 import asyncio
@@ -14,36 +14,36 @@ from starlette.types import Receive, Scope, Send
 T = TypeVar("T")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What the work returns or raises; None when the client went away first, the work is cancelled
-    then (and with it its jobs). `receive` has nothing more to say but that."""
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return or raise the outcome of `work`. Return None if the client leaves first; then the work
+    and its jobs are cancelled. `receive` must have nothing left to report but the disconnect."""
     working = asyncio.current_task()
     assert working is not None
-    others, gone = working.cancelling(), False
+    others, disconnected = working.cancelling(), False
 
-    async def leave() -> None:
-        nonlocal gone
+    async def watch() -> None:
+        nonlocal disconnected
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
+        disconnected = True
         working.cancel()
 
-    leaving = asyncio.create_task(leave())
+    watching = asyncio.create_task(watch())
     try:
         return await work
     except asyncio.CancelledError:
-        # If somebody else cancelled as well, that is theirs to see.
-        if not gone or working.uncancel() > others:
+        # Another cancellation of this task at the same time must reach its own caller.
+        if not disconnected or working.uncancel() > others:
             raise
         return None
     finally:
-        leaving.cancel()
+        watching.cancel()
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until their end or until the client is gone."""
+    """Server-sent events, until their end or until the client is disconnected."""
 
     media_type = "text/event-stream"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_gone(receive, self.stream_response(send))
+        await unless_disconnected(receive, self.stream_response(send))

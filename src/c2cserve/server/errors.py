@@ -1,4 +1,4 @@
-"""OpenAI's error shape, and turning what goes wrong into it."""
+"""Errors in OpenAI's shape."""
 
 import math
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ _TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` names the field at fault."""
+    """An error as the answer to a request. `param` names the field at fault."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class ApiError(Exception):
 
 
 def unservable(version: str, reason: str) -> ApiError:
-    """The model's tokenizer is at fault, not the request."""
-    return ApiError(503, f"the model {name_of(version)!r} can not be served: {reason}")
+    """Return the error for a model whose tokenizer cannot be used: the request is not at fault."""
+    return ApiError(503, f"the model {name_of(version)!r} cannot be served: {reason}")
 
 
 _UNIONS = {
@@ -78,24 +78,24 @@ _UNIONS = {
     "stop": "a string or a list of strings",
     "content": "a string or a list of text parts",
 }
-"""Fields of several types: what they may be, where pydantic would only tell of the first type."""
+"""Fields of several types -> what they may be. Pydantic would only mention the first type."""
 
 
 _PROBLEMS_MAX = 100
-"""Of a body's problems only the first ones are looked at: there may be a million."""
+"""The problems of a body that are examined, the first ones: there may be a million."""
 _PARAM_CHARS = 200
 
 
 def _shown(value: object) -> str:
-    """A wrong value in a message, cut where it is long."""
+    """Return a wrong value for a message, cut if it is long."""
     text = repr(value)
     return text if len(text) <= _PARAM_CHARS else f"{text[:_PARAM_CHARS]}..."
 
 
 def of_validation(error: ValidationError) -> ApiError:
-    """The first problem of a request body, in the words of its author."""
+    """Return the first problem of a request body as an error that names its field."""
     problems = error.errors(include_url=False, include_context=False)[:_PROBLEMS_MAX]
-    # Of a union's problems, the one with a wrong word ("image_url") says most.
+    # Among the problems of a union, the one with a wrong word ("image_url") says most.
     first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
     where = [str(part) for part in first["loc"] if not _is_branch(part)]
     param = ".".join(where)[:_PARAM_CHARS] or None
@@ -112,7 +112,7 @@ def of_validation(error: ValidationError) -> ApiError:
 
 
 def _is_branch(part: object) -> bool:
-    """Names of union members that pydantic puts into a location; not names of fields."""
+    """Return whether a part of a location is pydantic's name of a union member, not a field."""
     return isinstance(part, str) and (
         "[" in part or part in ("str", "int", "float", "bool", "function-after")
     )

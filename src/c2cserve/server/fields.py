@@ -1,4 +1,4 @@
-"""What a request may say. Anything else is refused by name, never ignored."""
+"""The fields of requests. Any other field is refused by name, never ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -78,8 +78,8 @@ class Common(_Strict):
             raise ValueError("must be a 64-bit integer")
         return value
 
-    # Of two fields that contradict each other the later one is named: a validator of the whole
-    # body would name none.
+    # If two fields contradict each other, the later one is named: a validator of the whole body
+    # would name neither.
     @field_validator("stream_options")
     @classmethod
     def _stream_options(
@@ -120,7 +120,7 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
-    # Clients send answers back as they came, with nulls: these may be null and nothing else.
+    # Clients send answers back unchanged, with nulls. These fields may be null and nothing else.
     refusal: None = None
     tool_calls: None = None
     function_call: None = None
@@ -134,7 +134,8 @@ class Message(_Strict):
         return len(text) + len(self.name or "")
 
     def plain(self) -> dict[str, Any]:
-        """As templates want it: `developer` is OpenAI's newer word for `system`."""
+        """Return the message as templates expect it: `developer` is OpenAI's newer word for
+        `system`."""
         content = self.content
         text = content if isinstance(content, str) else "".join(p.text for p in content or ())
         role = "system" if self.role == "developer" else self.role
@@ -155,7 +156,7 @@ class ChatBody(Common):
     chat_template_kwargs: dict[str, Any] | None = None
     service_tier: Literal["auto", "default"] | None = None
     modalities: list[Literal["text"]] | None = None
-    # Not supported: null, which asks for nothing, is all they may be.
+    # Not supported: only null, which asks for nothing, is accepted.
     tools: None = None
     tool_choice: None = None
     parallel_tool_calls: None = None

@@ -1,4 +1,4 @@
-"""What every request is held to before any key is looked at: its host, origin, peer and media type.
+"""Checks of every request before its key: its host, origin, peer and media type.
 
 | check | against |
 |---|---|
@@ -8,7 +8,7 @@
 | without an admin key, `/admin` and `/metrics` have local peers only | other machines |
 | a body is `application/json` | forms and scripts of web pages, which send no such type unasked |
 
-Browsers cannot leave `Host` and `Origin` out, and other clients gain nothing by forging them.
+Browsers always send `Host` and `Origin`, and other clients gain nothing by forging them.
 """
 
 import ipaddress
@@ -22,7 +22,8 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import AccessSettings
 
 Role = Literal["user", "admin", "metrics", ""]
-"""Whose key a route asks for. `metrics` is the administrator's unless it was opened to all."""
+"""The kind of key that a route asks for. `metrics` asks for the administrator's unless it is
+open."""
 
 ANY = "*"
 _JSON = "application/json"
@@ -34,16 +35,16 @@ _PREFLIGHT_S = 600
 
 
 class Guard:
-    """The checks of one server. Every method raises ApiError, which says how to allow what it
-    refuses."""
+    """The checks of one server. They raise ApiError, whose message says how to allow the
+    request."""
 
     def __init__(self, access: AccessSettings, *, admin_key: bool) -> None:
-        """`admin_key`: there is one, so that the administrator is known by it."""
+        """`admin_key`: the server has one, which identifies the administrator."""
         self._access = access
         self._admin_key = admin_key
 
     def asks_for_key(self, role: Role) -> bool:
-        """Return whether a route is the administrator's, who is known by a key."""
+        """Return whether a route asks for the administrator's key."""
         return role in ("admin", "metrics") and self._admin_key and not self._open(role)
 
     def check(self, http: HttpRequest, role: Role) -> None:
@@ -93,7 +94,7 @@ class Guard:
 
     def cross_origin(self, http: HttpRequest, role: Role) -> dict[str, str]:
         """Return the header fields that let a web page of an allowed origin read an answer of /v1
-        (CORS); none for other requests. Credentials that browsers keep are not among them."""
+        (CORS); none for other requests. They do not allow a browser's stored credentials."""
         origin = http.headers.get("origin")
         if role != "user" or not self._access.allowed_origins:
             return {}
@@ -105,7 +106,8 @@ class Guard:
         }  # fmt: skip
 
     def preflight(self, http: HttpRequest) -> dict[str, str]:
-        """Return what a browser wants to hear before it sends a page's request to /v1."""
+        """Return the header fields that answer a browser's preflight request for /v1. Raises
+        ApiError (403)."""
         fields = self.cross_origin(http, "user")
         asked = http.headers.get("access-control-request-headers", "")
         if "access-control-allow-origin" not in fields:
@@ -124,8 +126,9 @@ class Guard:
     # ---- peers ----------------------------------------------------------------------------------
 
     def _check_local(self, http: HttpRequest, role: Role) -> None:
-        """A proxy on this machine is a local peer, whatever its clients are. It is told by the
-        fields that proxies add; one that adds none needs an admin key (docs/security.md)."""
+        """Check that a request comes from this machine. A proxy here is a local peer with clients
+        elsewhere. The fields that proxies add reveal it; a server behind a proxy that adds none
+        needs an admin key (docs/security.md). Raises ApiError (403)."""
         peer = "" if http.client is None else http.client.host
         if is_loopback(peer) and not any(name in http.headers for name in _FORWARDED):
             return
@@ -138,7 +141,8 @@ class Guard:
 
 
 def _check_media_type(headers: Headers) -> None:
-    """A request without a body needs no type."""
+    """Check that a body is declared as JSON. A request without a body needs no type. Raises
+    ApiError (415)."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
     given = headers.getlist("content-type") or [""]
@@ -162,8 +166,8 @@ def host_name(host: str) -> str:
 
 
 def is_loopback(name: str) -> bool:
-    """Return whether a name or an address is this machine's own: names below `localhost` never
-    lead elsewhere in browsers (RFC 6761)."""
+    """Return whether a name or an address is this machine's own. In browsers, names below
+    `localhost` never lead elsewhere (RFC 6761)."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:

@@ -1,8 +1,8 @@
 """HTTP on sockets: uvicorn's protocol, with bounds on what a client may send and how slowly.
 
-A connection is idle, sends the head of a request (its line and headers), sends its body, or waits
-for its answer. Each has a time limit of its own, but for the answer: that may take as long as the
-model does, if only the client goes on taking it.
+A connection is in one of four phases. It is idle, sends the head of a request (its line and
+headers), sends its body, or waits for its answer. Each phase has a time limit, except the answer:
+it may take as long as the model does, as long as the client goes on reading it.
 """
 
 import asyncio
@@ -29,20 +29,22 @@ from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
 
 _LINGER_S = 1.0
-"""A refused client may still be sending: closing at once would take the answer from it."""
+"""A refused client may still be sending. If the connection closed at once, the answer could be
+lost."""
 _GRACE_S = 5
-"""For connections when the server ends."""
+"""Time for open connections when the server ends."""
 _READ_BYTES = 1 << 18
-"""Arrive at once, at most."""
+"""Most bytes that arrive at once."""
 _FRAMING = 2
-"""Times that chunked encoding may make a body larger."""
+"""Factor by which chunked encoding may make a body larger."""
 
 
 def http_config(
     gateway: Gateway, settings: ServerSettings, gate: Gate | None = None, *,
     tls: Tls | None = None, **more: Any,
 ) -> uvicorn.Config:  # fmt: skip
-    """A server for `gateway`. `gate`, `tls`: see `create_app`; `more` is uvicorn's."""
+    """Return the configuration of a server for `gateway`. `gate`, `tls`: see `create_app`; `more`
+    goes to uvicorn."""
     connections = Connections(settings.connections)
 
     class Bounded(HttpProtocol):
@@ -65,7 +67,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     all: Connections
     wire_bytes_max: int
-    """Of a request: its body in chunks, and what follows it."""
+    """Most bytes of a request: its body in chunks, and what follows it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -74,14 +76,14 @@ class HttpProtocol(HttpToolsProtocol):
         self._sending: asyncio.TimerHandle | None = None
         self._phase = "idle"
         self._bytes = 0
-        """Received of the phase."""
+        """Bytes received in this phase."""
         self._head_bytes = 0
         self._upgrading = False
         """The request asks for another protocol, and is about to be read again."""
         self._unanswered: list[Any] = []
-        """uvicorn's cycles of requests that were read, the one that is answered first."""
+        """uvicorn's cycles of requests that were read and not answered, oldest first."""
         self._over = False
-        """Nothing more is read of this connection."""
+        """No further bytes are read from this connection."""
 
     # ---- coming and going -----------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
         self._set_sending(None)
-        # uvicorn tells only the last of them, which may still wait for the one that is answered.
+        # uvicorn notifies only the last one, which may still wait for an earlier answer.
         for cycle in self._unanswered:
             cycle.disconnected = not cycle.response_complete
             cycle.message_event.set()
@@ -115,7 +117,7 @@ class HttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _refuse(self, status: int, message: str, reason: str, *, linger: bool = True) -> None:
-        """Answer and close. In the middle of another answer there is only closing."""
+        """Answer and close. In the middle of another answer, only close."""
         if self._over:
             return
         cycle: Any = self.cycle  # None before the first request
@@ -124,7 +126,7 @@ class HttpProtocol(HttpToolsProtocol):
                 self._close(reason)
                 return
         elif cycle is not None:
-            # Whatever works on the request sees a client that is gone.
+            # The task that works on the request sees a client that is gone.
             cycle.disconnected = True
             cycle.message_event.set()
         self._over = True
@@ -191,15 +193,16 @@ class HttpProtocol(HttpToolsProtocol):
         self._set_sending(after_s, partial(self._not_taken, self._untaken()))
 
     def _untaken(self) -> int:
-        """Bytes that wait for the client, here and in the kernel, whose buffer holds megabytes: a
-        slow client takes long to free so much of it that more is handed over."""
+        """Return the bytes that wait for the client, here and in the kernel. The kernel's buffer
+        holds megabytes: without it, a slow client would seem to read nothing for a long time."""
         queued = array("i", [0])
         with suppress(OSError):
             fcntl.ioctl(self.transport.get_extra_info("socket"), termios.TIOCOUTQ, queued)
         return self.transport.get_write_buffer_size() + queued[0]
 
     def _not_taken(self, before: int) -> None:
-        """`before`: bytes that waited for the client when the time began."""
+        """Close the connection unless the client reads. `before`: bytes that waited for it when the
+        timer started."""
         if self._untaken() < before:
             self._watch_sending()  # a slow client, but it takes some
             return
@@ -245,8 +248,8 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(400, "this is not a valid HTTP request", "malformed")
 
     def _feed_plain(self, rest: bytes) -> None:
-        """No other protocol is spoken: the request is read again without the wish for one, as HTTP
-        has it (RFC 9110, 7.8). Java's client sends that wish with its first request."""
+        """Read the request again without its wish to upgrade, as HTTP allows (RFC 9110, 7.8): the
+        server has no other protocol. Java's client sends that wish with its first request."""
         self._upgrading = False
         method = self.scope["method"].encode()
         if method == b"CONNECT":
@@ -279,7 +282,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Also called for what follows a body in chunks, which means nothing here.
+        # Also called for the trailers of a chunked body, which are ignored.
         if self._phase != "body":
             self._head_bytes += len(name) + len(value) + 4
             if len(self.headers) <= self._limits.headers:
@@ -310,7 +313,7 @@ class HttpProtocol(HttpToolsProtocol):
         if self._over or self._upgrading:
             return
         super().on_message_complete()
-        # What is sent behind a connection's last request is not read.
+        # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive
         self._enter("idle" if self.cycle.response_complete else "answer")
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.gate import Lease
-from c2cserve.server.choices import Choice, Piece
-from c2cserve.server.disconnect import EventStream, unless_gone
+from c2cserve.server.choices import ChoicePiece, ChoiceStream
+from c2cserve.server.disconnect import EventStream, unless_disconnected
 from c2cserve.server.errors import ApiError
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.prepare import Prepared
@@ -37,10 +37,10 @@ _json = msgspec.json.Encoder()
 
 @dataclass(slots=True)
 class _Answer:
-    """One request under way."""
+    """One request in flight."""
 
     prepared: Prepared
-    choices: list[Choice]
+    choices: list[ChoiceStream]
     envelope: Envelope
     request_id: str
     lease: Lease
@@ -55,7 +55,7 @@ class _Answer:
 
     @property
     def scored(self) -> bool:
-        """The prompt's tokens are, as well."""
+        """Whether the prompt's tokens get log-probabilities too."""
         return self.asked.sampling.prompt_logprobs is not None
 
 
@@ -68,9 +68,10 @@ class Inference:
     async def answer(
         self, http: HttpRequest, prepared: Prepared, request_id: str, lease: Lease
     ) -> Response:
-        """`lease` is settled when the last choice has ended."""
+        """Run the choices of a request and answer it. `lease` is closed when the last one has
+        ended."""
         asked = prepared.asked
-        choices = [Choice(i, job, prepared) for i, job in enumerate(prepared.jobs)]
+        choices = [ChoiceStream(i, job, prepared) for i, job in enumerate(prepared.jobs)]
         first = prepared.jobs[0].request.id
         envelope = Envelope.new(first, asked.model, asked.chat, self._fingerprint)
         answer = _Answer(prepared, choices, envelope, request_id, lease)
@@ -81,8 +82,9 @@ class Inference:
 
     # ---- running choices ------------------------------------------------------------------------
 
-    async def _pieces(self, answer: _Answer) -> AsyncGenerator[Piece, None]:
-        """Pieces of all choices as they come. However it ends, every choice is ended and noted."""
+    async def _pieces(self, answer: _Answer) -> AsyncGenerator[ChoicePiece, None]:
+        """Yield pieces of all choices as they arrive. At the end, of any kind, every choice is
+        ended, counted and logged."""
         alone = len(answer.choices) == 1
         merged = _of(answer.choices[0], self._gateway) if alone else self._merged(answer.choices)
         try:
@@ -91,13 +93,13 @@ class Inference:
                     answer.lease.produced(piece.tokens)
                     yield piece
         finally:
-            answer.lease.settle(answer.prepared, answer.choices)
+            answer.lease.close(answer.prepared, answer.choices)
             self._note(answer)
 
-    async def _merged(self, choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
-        queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+    async def _merged(self, choices: Sequence[ChoiceStream]) -> AsyncGenerator[ChoicePiece, None]:
+        queue: asyncio.Queue[ChoicePiece | Exception] = asyncio.Queue()
 
-        async def pump(choice: Choice) -> None:
+        async def pump(choice: ChoiceStream) -> None:
             try:
                 async with aclosing(_of(choice, self._gateway)) as pieces:
                     async for piece in pieces:
@@ -144,17 +146,18 @@ class Inference:
     # ---- streamed -------------------------------------------------------------------------------
 
     async def _stream(
-        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
+        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> Response:
-        """The first piece is awaited before the status is sent: a refusal is still a 429 then."""
-        first = await unless_gone(http.receive, _first(pieces))
+        """Stream the answer. The status is sent only after the first piece, so that a refusal can
+        still be a 429."""
+        first = await unless_disconnected(http.receive, _first(pieces))
         if first is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         headers = {"cache-control": "no-cache", **_timing_headers(answer.choices)}
         return EventStream(self._events(answer, first, pieces), headers=headers)
 
     async def _events(
-        self, answer: _Answer, first: Piece, pieces: AsyncGenerator[Piece, None]
+        self, answer: _Answer, first: ChoicePiece, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> AsyncGenerator[bytes, None]:
         with_usage = answer.asked.include_usage
         shaper = _Shaper(answer)
@@ -181,11 +184,11 @@ class Inference:
     # ---- in one piece ---------------------------------------------------------------------------
 
     async def _gather(
-        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[Piece, None]
+        self, http: HttpRequest, answer: _Answer, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> Response:
-        by_choice = await unless_gone(http.receive, _all(pieces))
+        by_choice = await unless_disconnected(http.receive, _all(pieces))
         if by_choice is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
 
         def shaped() -> bytes:
             shaper = _Shaper(answer)
@@ -194,27 +197,27 @@ class Inference:
             content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
             return _json.encode(content)
 
-        # A scored prompt has alternatives for every one of its tokens: others get their turn.
+        # A scored prompt has alternatives for each token: a thread keeps the event loop free.
         content = await asyncio.to_thread(shaped) if answer.scored else shaped()
         headers = _timing_headers(answer.choices)
         return Response(content, 200, headers, media_type="application/json")
 
 
-async def _of(choice: Choice, gateway: Gateway) -> AsyncGenerator[Piece, None]:
+async def _of(choice: ChoiceStream, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
     async with aclosing(choice.pieces(gateway)) as pieces:
         async for piece in pieces:
             yield piece
 
 
-async def _all(pieces: AsyncGenerator[Piece, None]) -> dict[int, list[Piece]]:
-    gathered: dict[int, list[Piece]] = {}
+async def _all(pieces: AsyncGenerator[ChoicePiece, None]) -> dict[int, list[ChoicePiece]]:
+    gathered: dict[int, list[ChoicePiece]] = {}
     async with aclosing(pieces):
         async for piece in pieces:
             gathered.setdefault(piece.index, []).append(piece)
     return gathered
 
 
-async def _first(pieces: AsyncGenerator[Piece, None]) -> Piece:
+async def _first(pieces: AsyncGenerator[ChoicePiece, None]) -> ChoicePiece:
     return await anext(pieces)
 
 
@@ -222,9 +225,9 @@ def _event(content: dict[str, Any]) -> bytes:
     return b"data: " + _json.encode(content) + b"\n\n"
 
 
-def _timing_headers(choices: Sequence[Choice]) -> dict[str, str]:
-    """Where the first choice ran and what its switch cost. A stream's headers go out before all
-    choices have begun: they tell of the first one that has."""
+def _timing_headers(choices: Sequence[ChoiceStream]) -> dict[str, str]:
+    """Return headers about where a choice ran and the time of its switch. A stream's headers are
+    sent before all choices have begun, so they describe the first one that has."""
     timing = next((one.timing for one in choices if one.timing is not None), None)
     if timing is None:
         return {}
@@ -243,7 +246,7 @@ class _Shaper:
         self._answer = answer
         self._started: set[int] = set()
 
-    def chunk(self, piece: Piece, with_usage: bool) -> dict[str, Any]:
+    def chunk(self, piece: ChoicePiece, with_usage: bool) -> dict[str, Any]:
         first = piece.index not in self._started
         self._started.add(piece.index)
         if self._answer.envelope.chat:
@@ -257,7 +260,7 @@ class _Shaper:
             content["usage"] = None
         return content
 
-    def whole(self, choice: Choice, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def whole(self, choice: ChoiceStream, pieces: Sequence[ChoicePiece]) -> dict[str, Any]:
         text = "".join(piece.text for piece in pieces)
         shaped = {
             "index": choice.index, "finish_reason": pieces[-1].finish,
@@ -267,7 +270,9 @@ class _Shaper:
             return {**shaped, "message": {"role": "assistant", "content": text, "refusal": None}}
         return {**shaped, "text": (choice.prompt.text if self._answer.echo else "") + text}
 
-    def _logprobs(self, pieces: Sequence[Piece], first: bool = False) -> dict[str, Any] | None:
+    def _logprobs(
+        self, pieces: Sequence[ChoicePiece], first: bool = False
+    ) -> dict[str, Any] | None:
         choice = self._answer.choices[pieces[0].index]
         if choice.job.sampling.logprobs is None:
             return None

@@ -1,5 +1,5 @@
-"""`/metrics`. Names are vLLM's where they mean the same, so existing dashboards work; what is ours
-alone begins with `c2cserve:`."""
+"""`/metrics`. A metric that vLLM has too has vLLM's name, so existing dashboards work. The others
+begin with `c2cserve:`."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -13,7 +13,7 @@ from c2cserve.core.model import ModelState, name_of
 from c2cserve.runtime.gateway import Gateway, Snapshot
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.access.metrics import KeyMetrics
-from c2cserve.server.choices import Choice
+from c2cserve.server.choices import ChoiceStream
 from c2cserve.server.connections import Connections
 from c2cserve.server.slice_metrics import slice_metrics
 from c2cserve.server.text.pool import TextPool
@@ -52,11 +52,11 @@ _COUNTERS = (
 
 
 _VALUES = {"finished_reason": ("stop", "length", "abort", "error"), "met": ("true", "false")}
-"""Of labels beside the model: what they can be."""
+"""Labels beside the model -> their possible values."""
 
 
 class Metrics:
-    """One registry per app: nothing global, two apps in a process do not meet."""
+    """The metrics of one app, in a registry of their own: two apps in a process stay apart."""
 
     def __init__(
         self, gateway: Gateway, texts: TextPool | None = None,
@@ -65,7 +65,7 @@ class Metrics:
         self._gateway = gateway
         self.registry = CollectorRegistry()
         self.registry.register(_SnapshotCollector(gateway))
-        self.registry.register(_FrontCollector(texts, connections))
+        self.registry.register(_FrontEndCollector(texts, connections))
         if gate is not None:
             self.registry.register(KeyMetrics(gate))
         self._histograms = {
@@ -80,7 +80,7 @@ class Metrics:
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
-        # Looking a child up by its labels costs more than counting.
+        # Finding a child by its labels costs more than counting.
         self._children: dict[tuple[str, ...], Any] = {}
 
     def _observe(self, name: str, model: str, value: float) -> None:
@@ -95,8 +95,8 @@ class Metrics:
             child = self._children[(name, *labels)] = self._counters[name].labels(*labels)
         child.inc(value)
 
-    def ended(self, choice: Choice, now: float) -> None:
-        """A choice has ended, however. Refused ones are counted by status alone."""
+    def ended(self, choice: ChoiceStream, now: float) -> None:
+        """Count a choice that has ended in any way. Refused ones are counted by status alone."""
         if choice.finish == "refused":
             return
         request = choice.job.request
@@ -133,20 +133,20 @@ class Metrics:
     def responded(self, route: str, status: int) -> None:
         self._http.labels(route, str(status)).inc()
 
-    def know_routes(self, routes: Iterable[str]) -> None:
-        """Counters of these are there, at 0, before the first answer."""
+    def add_routes(self, routes: Iterable[str]) -> None:
+        """Create the counters of these routes, at 0, before the first answer."""
         for route in routes:
             self._http.labels(route, "200")
 
-    def _know_models(self) -> None:
-        """The same for every model: a rate over a counter's first appearance misses it."""
+    def _add_models(self) -> None:
+        """Create the counters of every model, at 0: a rate misses a counter's first appearance."""
         for model in self._gateway.models():
             for name, _, *labels in _COUNTERS:
                 for value in _VALUES[labels[0]] if labels else ("",):
                     self._count(name, 0, model.id, *([value] if value else []))
 
     def render(self) -> bytes:
-        self._know_models()
+        self._add_models()
         return generate_latest(self.registry)
 
 
@@ -177,8 +177,8 @@ class _SnapshotCollector(Collector):
             yield metric
 
 
-class _FrontCollector(Collector):
-    """What stands before the gateway: connections and text processes."""
+class _FrontEndCollector(Collector):
+    """The metrics of the parts before the gateway: connections and text processes."""
 
     def __init__(self, texts: TextPool | None, connections: Connections | None) -> None:
         self._texts = texts

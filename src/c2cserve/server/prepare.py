@@ -1,4 +1,4 @@
-"""From a request's body to jobs: its model's files, a text process, then a job per choice."""
+"""Preparing a request: find its model's files, ask a text process, make a job per choice."""
 
 import asyncio
 import itertools
@@ -16,16 +16,16 @@ from c2cserve.runtime.gateway import Gateway, ModelFiles
 from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text.messages import Api, Asked, Target, TokenizedPrompt, Work
+from c2cserve.server.text.messages import Api, Asked, Target, TextRequest, TokenizedPrompt
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
 _JOBS_AT_ONCE = 32
-"""Made before others get their turn on the event loop."""
+"""Jobs that are made before other tasks get a turn on the event loop."""
 
 
 class _Named(msgspec.Struct):
-    """All that the server itself reads of a body."""
+    """The only part of a body that the server itself reads."""
 
     model: str = ""
 
@@ -34,8 +34,8 @@ _read_name = msgspec.json.Decoder(_Named).decode
 
 
 def model_of(body: bytes) -> str:
-    """The model that a body names; empty for a body that names none: what is wrong with it is found
-    where it is validated. Skipping the rest takes 2 ms per MB."""
+    """Return the model that a body names; empty if it names none, which its validation reports
+    later. Skipping the rest takes 2 ms per MB."""
     try:
         return _read_name(body).model
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -43,10 +43,10 @@ def model_of(body: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PreparedPrompt:
     tokens: tuple[int, ...]
     text: str
-    """For `echo`; empty for chats."""
+    """The prompt's text for `echo`; empty for chats."""
     hashes: tuple[int, ...]
     max_new_tokens: int
 
@@ -57,14 +57,14 @@ class Prepared:
 
     asked: Asked
     vocabulary: Vocabulary
-    prompts: list[Prompt]
+    prompts: list[PreparedPrompt]
     jobs: list[Job]
     """Choice i answers prompt i // n."""
 
 
 class Preparer:
-    """The event loop only finds the model and makes jobs; all that grows with a body is done in
-    text processes."""
+    """Prepares requests. The event loop only finds the model and makes jobs; all work that grows
+    with a body is done in text processes."""
 
     def __init__(self, gateway: Gateway, texts: TextPool, limits: RequestLimits) -> None:
         self._gateway = gateway
@@ -73,15 +73,15 @@ class Preparer:
         self._salts = CacheSalts()
         self._ids = itertools.count(secrets.randbits(64))
         self._preparing = Counter[str]()
-        """Requests of each tenant."""
+        """Tenant -> its requests that are being prepared."""
 
     async def prepare(
         self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = "",
         cache_group: str = "",
     ) -> Prepared:  # fmt: skip
-        """`model`: of the body, as `model_of` reads it. Requests of one `cache_group` reuse each
-        other's KV. Raises ApiError, and `Refused` for a model that cannot be served, or in an
-        overload."""
+        """Prepare a request. `model`: the body's, as `model_of` reads it. Requests of one
+        `cache_group` reuse each other's KV. Raises ApiError, and `Refused` for a model that cannot
+        be served, or in an overload."""
         arrival_s = time.monotonic()
         files = self._gateway.resolve(model)
         if files is not None:
@@ -103,7 +103,7 @@ class Preparer:
     ) -> Prepared:  # fmt: skip
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
-        work = Work(api, body, target, self._limits, self._salts.of_group(cache_group))
+        work = TextRequest(api, body, target, self._limits, self._salts.of_group(cache_group))
         done, vocabulary = await self._texts.work(work, files, param)
         asked = done.asked
         named = self._gateway.resolve(asked.model)
@@ -128,7 +128,7 @@ class Preparer:
         return Prepared(asked, vocabulary, prompts, jobs)
 
     def _job(
-        self, files: ModelFiles, asked: Asked, prompt: Prompt, choice: int, slo: Slo,
+        self, files: ModelFiles, asked: Asked, prompt: PreparedPrompt, choice: int, slo: Slo,
         arrival_s: float, tenant: str,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
@@ -148,9 +148,9 @@ class Preparer:
         return Job(request, prompt.tokens, sampling)
 
 
-def _prompt(one: TokenizedPrompt) -> Prompt:
+def _prompt(one: TokenizedPrompt) -> PreparedPrompt:
     tokens, hashes = array("I", one.tokens), array("Q", one.hashes)
-    return Prompt(tuple(tokens), one.text, tuple(hashes), one.max_new_tokens)
+    return PreparedPrompt(tuple(tokens), one.text, tuple(hashes), one.max_new_tokens)
 
 
 def _header_ms(headers: Mapping[str, str], name: str, default_s: float) -> float:

@@ -1,4 +1,4 @@
-"""How the HTTP server behaves, and what a client may ask of it."""
+"""Settings of the HTTP server, and limits of requests."""
 
 from dataclasses import dataclass, field
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class RequestLimits(msgspec.Struct, frozen=True):
-    """What one request may ask for. Every field is an option of `serve`, `--max-` and its name."""
+    """The limits of one request. Every field is an option of `serve`: `--max-` and its name."""
 
     choices: int = 256
     """Prompts x `n`."""
@@ -15,7 +15,7 @@ class RequestLimits(msgspec.Struct, frozen=True):
     logit_bias: int = 1024
     """Entries of `logit_bias`, and of `stop_token_ids`."""
     prompt_chars: int = 4 << 20
-    """Of all prompts or messages together, and of what a chat template makes of them."""
+    """Characters of all prompts or messages together, and of a chat template's output."""
     prompt_tokens: int = 1 << 20
     """Summed over choices: each of a prompt's choices counts its tokens again."""
 
@@ -23,64 +23,64 @@ class RequestLimits(msgspec.Struct, frozen=True):
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
     connections: int = 4096
-    """Open at once; beyond that one that waits for a request is closed, or the new one refused."""
+    """Open connections. A further one closes an idle one, or is refused if none is idle."""
     header_bytes: int = 64 << 10
     headers: int = 128
     head_timeout_s: float = 10.0
-    """From a request's first byte to the end of its headers."""
+    """Time from a request's first byte to the end of its headers."""
     body_timeout_s: float = 60.0
-    """From there to the end of its body."""
+    """Time from there to the end of its body."""
     idle_timeout_s: float = 60.0
-    """Without a request."""
+    """Time without a request."""
     send_timeout_s: float = 60.0
-    """In which a client takes nothing of its answer."""
+    """Time in which a client reads nothing of its answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextSettings:
-    """The processes that validate, render and tokenize."""
+    """Settings of the processes that validate, render and tokenize."""
 
     processes: int = 2
     timeout_s: float = 10.0
-    """For one request; then its process is killed."""
+    """Time for one request; then its process is killed."""
     load_timeout_s: float = 60.0
-    """For reading a model's tokenizer."""
+    """Time to load a model's tokenizer."""
     waiting: int = 256
-    """Requests that wait for a process before 429."""
+    """Requests that may wait for a process; further ones get 429."""
     memory_bytes: int = 4 << 30
-    """Data of one process."""
+    """Limit of the data segment of one process."""
     tokenizers: int = 16
-    """Kept by one process; the least recently used ones make way."""
+    """Tokenizers that one process keeps; the least recently used ones make way."""
 
 
 @dataclass(frozen=True, slots=True)
 class AccessSettings:
-    """Who may ask, keys aside (server/guard.py), and who shares a prefix cache."""
+    """Checks of requests beside their keys (server/guard.py), and sharing of prefix caches."""
 
     loopback_only: bool = True
-    """The server listens on a loopback address: its hosts are checked."""
+    """The server listens on a loopback address only, so `Host` is checked."""
     allowed_hosts: tuple[str, ...] = ()
-    """Names in `Host` beside this machine's own, in lower case; `*`: any."""
+    """Accepted names in `Host` beside this machine's own, in lower case; `*`: any."""
     allowed_origins: tuple[str, ...] = ()
     """Origins whose web pages may use /v1, in lower case; `*`: any."""
     open_metrics: bool = False
     """/metrics needs neither a key nor a local peer."""
     shared_cache: bool = False
-    """All simple keys reuse each other's prefixes."""
+    """All keys given as options reuse each other's prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    # Keys are never shown: settings may be printed where something fails.
+    # Keys are never shown: settings may be printed in an error.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """If any: /v1 wants one of them as bearer token."""
+    """If there are any, /v1 requires one of them as bearer token."""
     admin_key: str = field(default="", repr=False)
-    """If set: /admin and /metrics want it. If not, they answer local peers only."""
+    """If set, /admin and /metrics require it. If not, they answer local peers only."""
     body_bytes_max: int = 8 << 20
     bodies_bytes_max: int = 256 << 20
-    """Of all requests that are being received or tokenized."""
+    """Bytes of all bodies that are being received or tokenized."""
     vocabularies: int = 64
-    """Kept in memory; the least recently used ones make way."""
+    """Vocabularies in memory; the least recently used ones make way."""
     requests: RequestLimits = field(default_factory=RequestLimits)
     connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     text: TextSettings = field(default_factory=TextSettings)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from c2cserve.core.request import TokenLogprob
-from c2cserve.server.choices import Choice, Piece
+from c2cserve.server.choices import ChoicePiece, ChoiceStream
 from c2cserve.server.text.detokenize import Detokenizer
 from c2cserve.server.text.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """What all chunks of a response share."""
+    """The fields that all chunks of a response share."""
 
     id: str
     model: str
@@ -36,8 +36,8 @@ class Envelope:
         }  # fmt: skip
 
 
-def usage(choices: Sequence[Choice], prompts: int) -> dict[str, Any]:
-    """Prompt tokens count once per prompt, however many choices answer it."""
+def usage(choices: Sequence[ChoiceStream], prompts: int) -> dict[str, Any]:
+    """Return the usage of a response. A prompt counts once, however many choices answer it."""
     per_prompt = choices[:: max(1, len(choices) // prompts)]
     prompt = sum(len(choice.prompt.tokens) for choice in per_prompt)
     output = sum(choice.output_tokens for choice in choices)
@@ -67,8 +67,9 @@ def completion_logprobs(
     offsets: Sequence[int],
     unscored: int | None = None,
 ) -> dict[str, Any]:
-    """`offsets`: where each token's text begins. `unscored`: a token before the entries that has no
-    log-probability (the prompt's first); its offset is 0."""
+    """Return log-probabilities in the shape of /v1/completions. `offsets`: where each token's text
+    begins. `unscored`: a token before the entries that has no log-probability (the prompt's first);
+    its offset is 0."""
     tokens = [vocabulary.token_text(entry.token)[0] for entry in entries]
     values: list[float | None] = [entry.logprob for entry in entries]
     tops: list[dict[str, float] | None] = [_top(vocabulary, entry) for entry in entries]
@@ -82,7 +83,8 @@ def completion_logprobs(
 
 
 def _top(vocabulary: Vocabulary, entry: TokenLogprob) -> dict[str, float]:
-    """Several tokens may show the same text (parts of characters do): the likeliest is kept."""
+    """Return text -> log-probability. Several tokens may show the same text, such as parts of
+    characters; the likeliest one counts."""
     top: dict[str, float] = {}
     for token, logprob in (*entry.top, *([(entry.token, entry.logprob)] if entry.top else [])):
         text = vocabulary.token_text(token)[0]
@@ -91,7 +93,7 @@ def _top(vocabulary: Vocabulary, entry: TokenLogprob) -> dict[str, float]:
 
 
 def token_offsets(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
-    """Where the text of each token of a prompt begins, characters."""
+    """Return where the text of each token of a prompt begins, in characters."""
     detokenizer = Detokenizer(vocabulary, [])
     offset, offsets = 0, list[int]()
     for token in tokens:
@@ -100,7 +102,9 @@ def token_offsets(vocabulary: Vocabulary, tokens: Sequence[int]) -> list[int]:
     return offsets
 
 
-def chat_chunk(piece: Piece, logprobs: dict[str, Any] | None, *, first: bool) -> dict[str, Any]:
+def chat_chunk(
+    piece: ChoicePiece, logprobs: dict[str, Any] | None, *, first: bool
+) -> dict[str, Any]:
     delta: dict[str, Any] = {"content": piece.text} if piece.text or first else {}
     if first:
         delta["role"] = "assistant"
@@ -109,7 +113,7 @@ def chat_chunk(piece: Piece, logprobs: dict[str, Any] | None, *, first: bool) ->
     }  # fmt: skip
 
 
-def text_chunk(piece: Piece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+def text_chunk(piece: ChoicePiece, logprobs: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "index": piece.index, "text": piece.text, "logprobs": logprobs,
         "finish_reason": piece.finish,

@@ -1,4 +1,4 @@
-"""HTTPS: a certificate that is exchanged while connections are open."""
+"""HTTPS, with a certificate that can be replaced while connections are open."""
 
 import asyncio
 import logging
@@ -20,23 +20,24 @@ class TlsError(Exception):
 
 
 class Tls(Collector):
-    """The certificate in use. New connections get the latest one that was read; those that are
-    open go on with theirs."""
+    """The certificate in use. New connections get the latest certificate that was read; open
+    connections go on with their own."""
 
     def __init__(self, certificate: Path, key: Path | None) -> None:
-        """`key`: None if it is in the certificate's file. Raises TlsError."""
+        """Read the certificate. `key`: None if it is in the certificate's file. Raises TlsError."""
         self._certificate = certificate
         self._key = key
         self._reloads = {"ok": 0, "failed": 0}
         self._latest = self._read()
         self.context = self._read()
-        """What the server listens with. It hands every handshake to the latest context: a
-        certificate of another kind than the one before would otherwise stand beside it."""
+        """The context that the server listens with. It passes every handshake on to the latest
+        context. Loading a certificate of another kind into one context would add it beside the old
+        one."""
         self.context.sni_callback = self._choose
 
     async def hang_up(self) -> None:
-        """Handle SIGHUP: read both files again. A pair that cannot be used is logged and counted,
-        and the certificate in use stays."""
+        """Handle SIGHUP: read both files again. A pair that cannot be used is logged and counted;
+        the certificate in use stays."""
         try:
             self._latest = await asyncio.to_thread(self._read)
         except TlsError as error:
@@ -53,7 +54,7 @@ class Tls(Collector):
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.set_alpn_protocols(_PROTOCOLS)
         try:
-            # Without a password, OpenSSL would ask for one on the terminal.
+            # Without this argument, OpenSSL would ask for a password on the terminal.
             context.load_cert_chain(self._certificate, self._key, password=lambda: b"")
         except ssl.SSLError as error:
             files = f"{self._certificate}, {self._key or 'its key'}"

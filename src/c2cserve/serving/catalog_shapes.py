@@ -15,7 +15,8 @@ from c2cserve.terminal.output import CliError
 
 
 def find_models(catalog: str) -> list[SimModel]:
-    """`SHAPE*COUNT,...`, or a server's catalogue file (TOML). Raises ValueError, CliError."""
+    """Return the models of `SHAPE*COUNT,...` or of a server's catalogue file (TOML). Raises
+    ValueError, CliError."""
     if not catalog.endswith(".toml"):
         return interleaved(catalogue(catalog))
     try:
@@ -58,7 +59,7 @@ def _model(entry: CatalogEntry) -> SimModel:
 
 
 def _shape(name: str, config: ModelConfig, parameters: int, item_bytes: int) -> Shape:
-    """Measured step times, if there are any, go by the model's own name."""
+    """Return the model's shape. Measured step times, if there are any, go by the model's name."""
     moe = config.moe
     sparse = sum(config.sparse(layer) for layer in range(config.layers))
     return Shape(

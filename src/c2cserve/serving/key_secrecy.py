@@ -1,4 +1,4 @@
-"""Keeping keys out of sight: key files, command lines, and warnings about what is open."""
+"""Keeping keys secret: key files, command lines, and warnings about open access."""
 
 import ctypes
 import os
@@ -13,7 +13,8 @@ from c2cserve.terminal.output import CliError
 _KEY_OPTIONS = ("--api-key", "--admin-key")
 _KEY_BYTES_MAX = 4096
 _ARG_START = 45
-"""Of the fields behind a process's name in /proc/PID/stat (proc_pid_stat(5), field 48)."""
+"""Index of `arg_start` among the fields behind a process's name in /proc/PID/stat
+(proc_pid_stat(5), field 48)."""
 
 
 def read_key(path: Path) -> str:
@@ -54,8 +55,10 @@ def keys_on_command_line() -> list[str]:
 
 
 def hide_keys() -> None:
-    """Overwrite keys in what `ps` shows of this process. They were shown until now, and stay where
-    else the command line is kept: in a shell's history, a unit file, a container's configuration.
+    """Overwrite keys in what `ps` shows of this process.
+
+    They were shown until now. They also stay in other places that hold the command line: a shell's
+    history, a unit file, a container's configuration.
     """
     shown = Path("/proc/self/cmdline").read_bytes()
     spans = list(_key_spans(shown))
@@ -63,7 +66,7 @@ def hide_keys() -> None:
         return
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start = int(fields[_ARG_START])
-    # The kernel shows what lies there, on the stack. Nothing else is ever touched.
+    # The kernel shows the bytes at this address on the stack. No other bytes are written.
     if not _on_stack(start, len(shown)) or ctypes.string_at(start, len(shown)) != shown:
         return
     for first, end in spans:
@@ -71,7 +74,7 @@ def hide_keys() -> None:
 
 
 def _key_spans(command_line: bytes) -> Iterator[tuple[int, int]]:
-    """First byte and end of each key in arguments that end with NUL."""
+    """Yield first byte and end of each key in arguments that end with NUL."""
     options = {option.encode() for option in _KEY_OPTIONS}
     place, key_follows = 0, False
     for argument in command_line.split(b"\0"):
@@ -97,12 +100,11 @@ def _on_stack(start: int, size: int) -> bool:
 
 
 def exposures(settings: ServerSettings, host: str, *, keys: bool) -> Iterator[str]:
-    """Yield what the operator should know about who can use the server. `keys`: /v1 asks for
-    some."""
+    """Yield warnings for the operator about who can use the server. `keys`: /v1 asks for keys."""
     if not settings.access.loopback_only and not keys:
         yield (
-            f"THERE ARE NO API KEYS: whoever reaches {host} can use every model. Start with "
-            "C2CSERVE_API_KEYS, or listen on 127.0.0.1"
+            f"THERE ARE NO API KEYS: every client that reaches {host} can use every model. "
+            "Start with C2CSERVE_API_KEYS, or listen on 127.0.0.1"
         )
     for option in keys_on_command_line():
         name = "C2CSERVE_API_KEYS" if option == "--api-key" else "--admin-key-file"

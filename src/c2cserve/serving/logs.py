@@ -13,7 +13,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 class JsonFormatter(logging.Formatter):
-    """`logging`'s `extra` fields become fields of the object."""
+    """Writes a JSON object per event; `logging`'s `extra` fields become fields of the object."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -35,12 +35,12 @@ class JsonFormatter(logging.Formatter):
 
 
 _SHOWN = ("request_id", "model", "param", "code")
-"""Of a record's fields, those that a line of text needs to find the request and what was wrong."""
+"""The fields of a record that a line of text shows: they identify the request and its fault."""
 _CONTROL = {number: f"\\x{number:02x}" for number in (*range(32), 127, 0x85, 0x2028, 0x2029)}
 
 
 class TextFormatter(logging.Formatter):
-    """A line per event: what clients send can not begin another one. Tracebacks follow theirs."""
+    """Writes one line per event, then its traceback. Text from clients cannot begin a new line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         fields = vars(record)

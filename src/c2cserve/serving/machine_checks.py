@@ -1,5 +1,4 @@
-"""The checks behind `c2cserve doctor`: each finds one thing and, if it is wrong, says how to fix
-it."""
+"""The checks of `c2cserve doctor`. Each tests one thing and, if it is wrong, says how to fix it."""
 
 import os
 import platform
@@ -26,7 +25,7 @@ _LIBRARIES = (
     "msgspec", "numpy",
 )  # fmt: skip
 _FILES_MIN = 4096
-"""Every connection is one; every worker maps two per model."""
+"""Every connection takes one file; every worker maps two per model."""
 _MAPS_MIN = 65530
 _KERNEL_MIN = (5, 14)
 _SHM_MIN_BYTES = 256 << 20
@@ -65,7 +64,7 @@ class Diagnosis:
 
 
 def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
-    """Look at this machine; takes about a second."""
+    """Check this machine; takes about a second."""
     machine = discover(shm=pool_dir)
     findings: list[Finding] = []
     try:
@@ -205,7 +204,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
 
 
 def _readable(machine: Machine, gpu: Gpu) -> str:
-    """Which of the server's own GPUs, by their numbers."""
+    """Name the server's own GPUs whose memory this one can read, by their numbers."""
     numbers = [f"GPU {other.id}" for other in machine.gpus if other.uuid in gpu.readable]
     return ", ".join(numbers) or "no other GPU"
 

@@ -8,8 +8,8 @@ from typing import Any, get_type_hints
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Return `command` as typer is to see it: a parameter that is a dataclass is replaced by an
-    option for each of its fields, whose annotations say what options they are."""
+    """Return `command` with a signature for typer. A parameter that is a dataclass becomes one
+    option per field; the annotations of the fields describe the options."""
     hints = get_type_hints(command, include_extras=True)
     groups: dict[str, Any] = {}
     shown: list[inspect.Parameter] = []

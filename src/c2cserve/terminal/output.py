@@ -1,4 +1,4 @@
-"""What every command shares: how it fails, and how it shows sizes, times and JSON."""
+"""The parts that all commands share: failures, and showing sizes, times and JSON."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class CliError(Exception):
-    """The command can not go on; the message is one line that says what to do.
+    """The command cannot go on; the message is one line that says what to do.
 
     `exit_code`: 1 for a failure, 2 for a command line that makes no sense.
     """
@@ -31,7 +31,7 @@ class CliErrors(CliError):
 
 
 def console() -> "Console":
-    """For tables on stdout. Without a terminal they are as wide as they need to be."""
+    """Return a console for tables on stdout. Without a terminal, tables are as wide as need be."""
     from rich.console import Console
 
     out = Console(highlight=False)
@@ -39,7 +39,7 @@ def console() -> "Console":
 
 
 def progress_console() -> "Console":
-    """For progress on stderr; quiet when nobody watches."""
+    """Return a console for progress on stderr; it is quiet without a terminal."""
     from rich.console import Console
 
     out = Console(stderr=True)
@@ -51,7 +51,7 @@ def print_json(value: Mapping[str, object] | Sequence[object]) -> None:
 
 
 def show_bytes(count: float) -> str:
-    """`1.5 GiB`; whole numbers below 1 KiB."""
+    """Return a size such as `1.5 GiB`; whole numbers below 1 KiB."""
     if count < 1024:
         return f"{count:.0f} B"
     for unit in ("KiB", "MiB", "GiB", "TiB"):
@@ -62,7 +62,7 @@ def show_bytes(count: float) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """`850 us`, `12.3 ms`, `4.56 s`."""
+    """Return a time such as `850 us`, `12.3 ms` or `4.56 s`."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.0f} us"
     if seconds < 1:
@@ -71,7 +71,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def describe_machine(machine: "Machine") -> dict[str, object]:
-    """The part of a machine that belongs beside a measurement."""
+    """Return the facts about a machine that belong beside a measurement."""
     return {
         "cpu": machine.cpu_name,
         "cpus": len(machine.cpus),

@@ -169,7 +169,7 @@ def test_missing_file(tmp_path: Path) -> None:
 def test_unreadable_text(tmp_path: Path) -> None:
     path = tmp_path / "catalog.toml"
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(CatalogError, match="can not be read"):
+    with pytest.raises(CatalogError, match="cannot be read"):
         load_catalog(path)
 
 

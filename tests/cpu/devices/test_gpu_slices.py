@@ -101,7 +101,7 @@ def test_gpus_without_slices_lend_their_memory() -> None:
         (H200, "whole@a", 0, "by number"),
     ],
 )
-def test_loans_nobody_can_give_are_refused(
+def test_loans_that_no_gpu_can_give_are_refused(
     gpus: list[Gpu], slices: str, lent: int, says: str
 ) -> None:
     blind = [replace(gpu, readable=()) if gpu.mig else gpu for gpu in linked(*gpus).gpus]

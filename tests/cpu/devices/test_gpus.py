@@ -30,9 +30,9 @@ class NotFound(NVMLError):
 
 
 class FakeNvml:
-    """GPU 0 is an H200 cut into a 3g.71gb and a 1g.18gb instance (sizes as `nvidia-smi mig -lgip`
-    has them), GPU 1 a whole H200 of which some memory is taken, GPU 2 knows nothing of MIG. GPU 1
-    reads GPU 2's memory; GPU 2 does not tell."""
+    """Three GPUs. GPU 0 is an H200 with a 3g.71gb and a 1g.18gb instance (sizes of `nvidia-smi mig
+    -lgip`). GPU 1 is a whole H200 with some memory in use. GPU 2 has no MIG. GPU 1 reads GPU 2's
+    memory; GPU 2 does not answer that question."""
 
     NVMLError = NVMLError
     NVMLError_LibraryNotFound = LibraryNotFound

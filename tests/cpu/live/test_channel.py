@@ -1,4 +1,4 @@
-"""The channel between controller and worker: whole messages, in order, whoever is slow or dies."""
+"""The channel between controller and worker: whole messages, in order, even to a slow side."""
 
 import signal
 import socket
@@ -47,7 +47,7 @@ def test_messages_are_whole_however_their_bytes_arrive(
 
 
 @pytest.mark.alone
-def test_a_slow_reader_blocks_nobody_and_misses_nothing(pair: Pair) -> None:
+def test_a_slow_reader_blocks_no_sender_and_misses_nothing(pair: Pair) -> None:
     one, other = pair
     messages = [bytes([i]) * 300_000 for i in range(20)]
     started = time.monotonic()

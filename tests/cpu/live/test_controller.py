@@ -1,4 +1,4 @@
-"""Loops that break: how often one may, whose fault it is, and what a fresh policy is told."""
+"""Loops that break: how often one may, which request is at fault, and how a fresh policy begins."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.runtime.record import no_record
 from c2cserve.serving.controller import controller as controllers
-from c2cserve.serving.controller.books import retell
 from c2cserve.serving.controller.controller import Controller
 from c2cserve.serving.controller.directory import Directory, ModelRecord
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
-from c2cserve.serving.controller.hosting import Hosting
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
-from c2cserve.serving.controller.world import World
+from c2cserve.serving.controller.loaded_models import LoadedModels
+from c2cserve.serving.controller.restart import restart_ticks
+from c2cserve.serving.controller.world import ControllerWorld
 from c2cserve.serving.ipc import messages as msg
 
 
@@ -51,7 +51,7 @@ class Breaking:
 
     def run(self, monkeypatch: pytest.MonkeyPatch) -> str | None:
         monkeypatch.setattr(controllers.time, "monotonic", lambda: self.now)
-        world = cast(World, self)
+        world = cast(ControllerWorld, self)
         return Controller(world, lambda _: (cast(ClusterPolicy, self), no_record)).run()
 
 
@@ -93,7 +93,7 @@ class Told:
 
 
 class Pool:
-    """A host whose segments are numbered."""
+    """A host that numbers its segments."""
 
     budget_bytes = 1000
 
@@ -120,15 +120,15 @@ class Bench:
         self.up = [self.worker]
         self.posted: list[ev.ClusterEvent] = []
         fleet, host = cast(Fleet, self), cast(ModelHost, self.pool)
-        self.hosting = Hosting(fleet, host, self.directory, Counter(), self.posted.append)
+        self.models = LoadedModels(fleet, host, self.directory, Counter(), self.posted.append)
         for name in ("a", "b", "broken"):
             self.directory.add(ModelRecord(hosted(name)))
-            self.hosting.note(ev.ModelAdded(hosted(name).spec))
+            self.models.note(ev.ModelAdded(hosted(name).spec))
 
     def load(self, name: str) -> str:
         """Returns its segment."""
-        self.hosting.load(name)
-        assert self.hosting.note(ev.ModelUsable(name))
+        self.models.load(name)
+        assert self.models.note(ev.ModelUsable(name))
         return self.worker.segments[name]
 
 
@@ -139,18 +139,18 @@ def bench() -> Bench:
 
 def test_an_attach_that_comes_too_late_is_not_held_against_newer_weights(bench: Bench) -> None:
     first = bench.load("a")
-    bench.hosting.evict("a")
+    bench.models.evict("a")
     stale = msg.Unusable("a", first, "no such file")
-    assert bench.hosting.unusable("s0", stale) is None, "it has left the pool"
+    assert bench.models.unusable("s0", stale) is None, "it has left the pool"
     second = bench.load("a")
     assert second != first
-    bench.hosting.attached("s0", msg.Attached("a", first))
-    assert bench.hosting.unusable("s0", stale) is None, "it is back, elsewhere"
+    bench.models.attached("s0", msg.Attached("a", first))
+    assert bench.models.unusable("s0", stale) is None, "it is back, elsewhere"
     record = bench.directory.get("a")
     assert (record.state, record.attached) == (ModelState.LOADING, set())
-    bench.hosting.attached("s0", msg.Attached("a", second))
+    bench.models.attached("s0", msg.Attached("a", second))
     assert record.attached == {"s0"}
-    failed = bench.hosting.unusable("s0", msg.Unusable("a", second, "bad manifest"))
+    failed = bench.models.unusable("s0", msg.Unusable("a", second, "bad manifest"))
     assert failed == ev.ModelFailed("a", "slice s0: bad manifest")
     assert record.state is ModelState.FAILED
     assert not bench.pool.held
@@ -158,11 +158,11 @@ def test_an_attach_that_comes_too_late_is_not_held_against_newer_weights(bench: 
 
 
 def test_a_load_that_cannot_begin_fails_its_model_alone(bench: Bench) -> None:
-    bench.hosting.load("broken")
+    bench.models.load("broken")
     [failed] = bench.posted
     assert isinstance(failed, ev.ModelFailed)
     assert "can't start new thread" in failed.reason
-    assert bench.hosting.note(failed)
+    assert bench.models.note(failed)
     assert bench.directory.get("broken").state is ModelState.FAILED
 
 
@@ -181,16 +181,16 @@ def tick(
 
 def test_a_fresh_policy_goes_on_where_the_last_one_was(bench: Bench) -> None:
     bench.load("a")
-    bench.hosting.note(ev.ModelLoaded("a", 100, 0.1))
-    bench.hosting.load("b")
+    bench.models.note(ev.ModelLoaded("a", 100, 0.1))
+    bench.models.load("b")
     got: list[Delta | Refused] = []
     jobs = JobTable()
     jobs.add(live("streaming", "s0", got))
     jobs.add(live("waiting", None, got))
     jobs.receive(Delta("streaming", (5, 6)), 1.0)
     assert jobs.withdraw_all() == ["streaming"]
-    known = bench.hosting.known
-    entries = list(retell(1000, bench.directory, known, jobs, draining=True))
+    known = bench.models.announced
+    entries = list(restart_ticks(1000, bench.directory, known, jobs, draining=True))
     assert [entry.job for entry in entries] == [None, "streaming", "waiting", None]
     policy, late = ClusterPolicy(), 1000.0
     loads: list[ClusterAction] = []

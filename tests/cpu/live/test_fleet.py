@@ -1,4 +1,4 @@
-"""Workers that take their time to die: nobody waits for them, and nobody takes their place."""
+"""Workers that die slowly: the controller does not wait, and starts no successor before."""
 
 import contextlib
 import errno
@@ -144,11 +144,11 @@ def spawned(process: "subprocess.Popen[bytes]") -> Iterator[Spawned]:
     found.end()
 
 
-def test_the_kernel_tells_who_is_on_his_way_out(spawned: Spawned) -> None:
+def test_the_kernel_tells_which_process_is_exiting(spawned: Spawned) -> None:
     assert not spawned.ending
     spawned.process.send_signal(signal.SIGKILL)
     until_s = time.monotonic() + 10.0
-    while not spawned.ending:  # a zombie until somebody waits for it
+    while not spawned.ending:  # a zombie until it is reaped
         assert time.monotonic() < until_s
     spawned.process.wait()
     assert spawned.ending
@@ -165,7 +165,7 @@ def no_descriptors() -> Generator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_a_lack_of_descriptors_is_nobodys_death(spawned: Spawned) -> None:
+def test_a_lack_of_descriptors_is_no_workers_death(spawned: Spawned) -> None:
     with no_descriptors():
         with pytest.raises(OSError, match="Too many open files"):
             os.open(os.devnull, os.O_RDONLY)
@@ -200,7 +200,7 @@ def test_the_reserve_is_lent_and_kept() -> None:
 
 
 class Starved(NoSpawner):
-    """Of what starting a process takes."""
+    """The resources that starting a process takes."""
 
     starved = True
 

@@ -25,11 +25,11 @@ from c2cserve.core.events import (
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import Step
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_engine import PausedKv, Usage, WeightUse
-from c2cserve.serving.worker.slice_world import SliceWorld
+from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
 
@@ -38,13 +38,13 @@ class Engine:
     """Steps are over when `finish` is called, from any thread."""
 
     parked = False
-    renewals = 37
-    weights = WeightUse(
-        3, 5, 7, graph_steps=2, flash_steps=23, flash_missed_steps=29, lent_bytes=11, peer_bytes=6
-    )
-    paused_kv = PausedKv(13, 17, 19)
+    stats = SliceStats(
+        weights_kept_bytes=3, weights_hit_bytes=5, weights_streamed_bytes=7, graph_steps=2,
+        flash_steps=23, flash_missed_steps=29, weights_lent_bytes=11, weights_peer_bytes=6,
+        kv_host_bytes=13, kv_out_bytes=17, kv_in_bytes=19, parts_rebuilt=37,
+    )  # fmt: skip
 
-    def __init__(self, world: SliceWorld) -> None:
+    def __init__(self, world: WorkerWorld) -> None:
         self._world = world
         self._steps: deque[int] = deque()
         self._over: deque[SliceEvent] = deque()
@@ -77,7 +77,7 @@ class Engine:
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
-        self._world.ring()
+        self._world.notify()
 
     def fail(self) -> None:
         self._over.append(StepFailed(self._steps.popleft(), "no"))
@@ -91,8 +91,8 @@ class Bench:
         ends = socket.socketpair()
         self.controller, self.channel = map(Channel, ends)
         self.page = StatusPage(folder / "page", create=True)
-        self.usage = Usage(0, 0, 0, 0, 0, 41, 43)
-        self.world = SliceWorld(self.channel, self.page, lambda: self.usage, list)
+        self.policy_stats = SliceStats(step_retries=41, retries_failed=43)
+        self.world = WorkerWorld(self.channel, self.page, lambda: self.policy_stats, list)
         self.engine = Engine(self.world)
         self.world.start(self.engine, "", 1)
         self.tell(msg.Attach(SPEC, "segment.1", {}, ""), msg.Switch("m", active=True))
@@ -153,14 +153,14 @@ def test_the_page_tells_what_computes(bench: Bench) -> None:
     assert page[Field.STEP_STARTED_S] == 0.0, "a parked step does not"
     bench.engine.finish()
     bench.wait()
-    assert (page[Field.STEPS], page[Field.BUSY_S]) == (2.0, 0.5)
-    weights = (Field.WEIGHTS_KEPT_BYTES, Field.WEIGHTS_HIT_BYTES, Field.WEIGHTS_STREAMED_BYTES)
-    assert [page[field] for field in weights] == [3.0, 5.0, 7.0]
-    assert (page[Field.FLASH_STEPS], page[Field.FLASH_MISSED_STEPS]) == (23.0, 29.0)
-    assert (page[Field.WEIGHTS_LENT_BYTES], page[Field.WEIGHTS_PEER_BYTES]) == (11.0, 6.0)
-    assert page[Field.GRAPH_STEPS] == 2.0
-    kv = (Field.KV_HOST_BYTES, Field.KV_OUT_BYTES, Field.KV_IN_BYTES)
-    assert [page[field] for field in kv] == [13.0, 17.0, 19.0]
+    stats = page.stats()
+    assert (stats.steps, page[Field.BUSY_S]) == (2, 0.5)
+    assert stats.weights_kept_bytes == 3
+    assert (stats.weights_hit_bytes, stats.weights_streamed_bytes) == (5, 7)
+    assert (stats.flash_steps, stats.flash_missed_steps) == (23, 29)
+    assert (stats.weights_lent_bytes, stats.weights_peer_bytes) == (11, 6)
+    assert stats.graph_steps == 2
+    assert (stats.kv_host_bytes, stats.kv_out_bytes, stats.kv_in_bytes) == (13, 17, 19)
 
 
 def test_the_engine_says_whose_tokens_are_chained(bench: Bench) -> None:
@@ -191,17 +191,17 @@ def test_a_request_that_can_not_be_taken_fails_alone(bench: Bench) -> None:
 
 def test_a_failed_step_is_counted_and_is_no_progress(bench: Bench) -> None:
     page = bench.page
-    bench.usage = Usage(1, 0, 0, 0, 0, 41, 43)
+    bench.policy_stats = SliceStats(running=1, step_retries=41, retries_failed=43)
     bench.wait(0.01)
     before_s = page[Field.PROGRESS_S]
     bench.run(1)
     bench.engine.fail()
     assert bench.wait() == [StepFailed(1, "no")]
-    assert page[Field.STEP_FAILURES] == 1.0
-    assert (page[Field.STEPS], page[Field.STEP_STARTED_S]) == (0.0, 0.0)
+    stats = page.stats()
+    assert stats.step_failures == 1
+    assert (stats.steps, page[Field.STEP_STARTED_S]) == (0, 0.0)
     assert page[Field.PROGRESS_S] == before_s
-    counted = (Field.STEP_RETRIES, Field.RETRIES_FAILED, Field.PARTS_REBUILT)
-    assert [page[field] for field in counted] == [41.0, 43.0, 37.0]
+    assert (stats.step_retries, stats.retries_failed, stats.parts_rebuilt) == (41, 43, 37)
     bench.run(2)
     bench.engine.finish()
     bench.wait()
@@ -276,7 +276,7 @@ def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: 
     assert len(bench.wait()) == 4
     bench.world.deliver([Delta("ended", (1,), finish=FinishReason.STOP)])
     bench.run(1)
-    bench.usage = Usage(1, 0, 0, 0, 0)
+    bench.policy_stats = SliceStats(running=1)
     bench.tell(msg.Reset(1), msg.Switch("m", active=True), msg.Submit(job("a")), msg.Reset(2))
     heard(bench)
     assert bench.wait() == [Withdrawn("a"), Deactivated("m")]
@@ -285,7 +285,7 @@ def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: 
     assert bench.wait() == [StepDone(1, (), 0.25)]
     assert bench.wait(0.05) == []
     assert heard(bench) == [], "the policy still holds it"
-    bench.usage = Usage(0, 0, 0, 0, 0)
+    bench.policy_stats = SliceStats()
     events = bench.wait()
     assert heard(bench) == [msg.ResetDone(1)]
     assert [type(event).__name__ for event in events] == [

@@ -177,5 +177,5 @@ def test_a_full_disk_ends_the_record_and_not_the_server(caplog: pytest.LogCaptur
     ]
 
 
-def test_nothing_is_written_when_nobody_asked() -> None:
+def test_nothing_is_written_without_a_record() -> None:
     assert no_record(1.0, [Draining()], []) is None

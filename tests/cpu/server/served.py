@@ -49,7 +49,7 @@ class Served:
         assert not self._thread.is_alive()
 
     def says(self, tokens: list[int], **how: object) -> None:
-        """From now on every job answers with these tokens."""
+        """Make every job answer with these tokens from now on."""
         self.gateway.play = lambda job: Play(tokens, **how)  # pyright: ignore[reportArgumentType]
 
     def plays(self, play: Callable[[Job], Play]) -> None:

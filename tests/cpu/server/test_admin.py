@@ -231,3 +231,12 @@ def test_errors_are_counted_by_route(served: Served) -> None:
     before = count()
     served.http.post("/v1/completions", content=json.dumps({**COMPLETION, "n": 0}))
     assert count() == before + 1
+
+
+def test_metrics_of_slices_have_the_names_that_dashboards_ask_for(served: Served) -> None:
+    """The file lists name, type and help text of each family: dashboards and alerts rely on it."""
+    families = text_string_to_metric_families(served.http.get("/metrics").text)
+    shown = {(one.name, one.type, one.documentation) for one in families}
+    expected = Path(__file__).with_name("slice_metric_families.tsv").read_text().splitlines()
+    of_slices = {one for one in shown if one[0].startswith("c2cserve:slice_")}
+    assert of_slices <= {tuple(line.split("\t")) for line in expected} <= shown

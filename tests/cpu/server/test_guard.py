@@ -95,7 +95,7 @@ def test_pages_of_the_server_s_own_origin(served: Served) -> None:
 
 
 def test_no_answer_is_for_other_origins(served: Served) -> None:
-    """By default there is no CORS: browsers show no page what it asked for elsewhere."""
+    """There is no CORS by default: browsers show a page no answer of another origin."""
     preflight = {"origin": APP, "access-control-request-method": "POST"}
     answers = [
         served.http.get("/v1/models", headers={"origin": APP}),

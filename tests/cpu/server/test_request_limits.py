@@ -112,7 +112,7 @@ def test_a_prompt_is_never_cut_in_silence(tmp_path: Path) -> None:
 
 
 class Panics:
-    """As the library does: what it raises is no Exception."""
+    """Raise as the library does: its error is no Exception."""
 
     class PanicException(BaseException):
         pass

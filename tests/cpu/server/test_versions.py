@@ -19,11 +19,11 @@ from c2cserve.core.request import Job
 from c2cserve.runtime.gateway import ModelFiles, Refused, Superseded
 from c2cserve.server.settings import RequestLimits, ServerSettings, TextSettings
 from c2cserve.server.text import pool as text_pool
-from c2cserve.server.text.messages import FromText, Open, Target, ToText, Work
+from c2cserve.server.text.messages import FromText, OpenModel, Target, TextRequest, ToText
 from c2cserve.server.text.pool import TextPool
 
 numbers = itertools.count(2)
-"""Of versions: none is known to a server from an earlier test."""
+"""Numbers for versions, so that no server has seen one in an earlier test."""
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +46,7 @@ def ask(served: Served, path: str = "/v1/completions", **fields: Any) -> tuple[i
 
 
 def refuse_old(served: Served) -> None:
-    """As the live gateway does."""
+    """Refuse as the live gateway does."""
 
     def play(job: Job) -> Play:
         old = job.request.model != served.gateway.files[BYTE].key
@@ -101,7 +101,7 @@ def test_reloads_without_end_are_a_503(served: Served) -> None:
 
 @pytest.mark.parametrize("found", [1, 2])
 def test_files_that_changed_are_refused_and_cost_no_process(served: Served, found: int) -> None:
-    """Before the tokenizer is read, or while it was read."""
+    """The files change before the tokenizer is read, or while it is read."""
     calls = itertools.count(1)
 
     def check() -> None:
@@ -152,13 +152,13 @@ def test_metrics_and_answers_name_the_model_not_its_version(served: Served) -> N
 
 
 @pytest.fixture
-def opened(monkeypatch: pytest.MonkeyPatch) -> list[Open]:
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[OpenModel]:
     """What processes are told to open from now on."""
-    messages: list[Open] = []
+    messages: list[OpenModel] = []
     ask: Callable[..., Any] = text_pool._Process.ask
 
     async def noted(self: Any, message: ToText, timeout_s: float) -> FromText:
-        if isinstance(message, Open):
+        if isinstance(message, OpenModel):
             messages.append(message)
         return await ask(self, message, timeout_s)
 
@@ -167,12 +167,14 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Open]:
 
 
 async def _work(pool: TextPool, files: ModelFiles) -> None:
-    work = Work("completions", b'{"model":"m","prompt":"a"}', Target.of(files), RequestLimits())
+    work = TextRequest(
+        "completions", b'{"model":"m","prompt":"a"}', Target.of(files), RequestLimits()
+    )
     await pool.work(work, files, "prompt")
 
 
 async def test_tokenizers_of_versions_that_are_gone_are_dropped(
-    byte_dir: Path, opened: list[Open]
+    byte_dir: Path, opened: list[OpenModel]
 ) -> None:
     pool = TextPool(TextSettings(processes=1, tokenizers=2), 64)
     pool.start()

@@ -1,1 +1,1 @@
-"""API keys and tenants: who asks, what a key may ask for, and what it has used."""
+"""API keys and tenants: identity, limits and usage of each key."""

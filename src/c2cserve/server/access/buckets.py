@@ -3,15 +3,15 @@
 import math
 
 _EPSILON = 1e-6
-"""Rounding of a level that was refilled in many small parts."""
+"""Tolerance for the rounding of a level that was refilled in many small parts."""
 
 
 class TokenBucket:
     """Holds at most `per_minute` units, and is refilled evenly by as many each minute.
 
-    Between two moments `t` seconds apart, at most `per_minute * (1 + t / 60)` units can be taken by
-    callers that ask `wait_s` first. `take` itself never refuses: what is known only afterwards may
-    bring the level below zero, and callers that ask then wait until that debt is refilled.
+    Callers that ask `wait_s` first take at most `per_minute * (1 + t / 60)` units between two
+    moments `t` seconds apart. `take` itself never refuses. Usage that is known only afterwards may
+    bring the level below zero; callers that ask then wait until that debt is refilled.
     Moments are seconds of any one clock; a moment before the last one counts as the last one.
     """
 
@@ -23,7 +23,7 @@ class TokenBucket:
         self._as_of_s = now
 
     def level(self, now: float) -> float:
-        """Return the units that are there; negative for a debt."""
+        """Return the units in the bucket; negative for a debt."""
         self._refill(now)
         return self._level
 
@@ -32,8 +32,8 @@ class TokenBucket:
         return max(0, math.floor(self.level(now) + _EPSILON))
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Return the seconds until `amount` units are there: 0 if they are, infinity if they never
-        will be, because they are more than the bucket holds."""
+        """Return the seconds until the bucket has `amount` units: 0 if it has them now, infinity if
+        they are more than it can hold."""
         if amount > self.per_minute:
             return math.inf
         missing = amount - self.level(now)

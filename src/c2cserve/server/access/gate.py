@@ -1,4 +1,4 @@
-"""Who may ask for what: the one place where requests meet keys, limits and counters."""
+"""The gate: the one place where requests are checked against keys and limits, and counted."""
 
 import asyncio
 import logging
@@ -15,19 +15,19 @@ from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.keyfile import KeysFileError, read_keys
 from c2cserve.server.access.keyring import Denied, Key, Keyring
 from c2cserve.server.access.quota import Exceeded
-from c2cserve.server.access.usage import Usage, Used, model_name, used_by
+from c2cserve.server.access.usage import UsageTotals, Used, model_name, used_by
 from c2cserve.server.access.usage_log import UsageLine, UsageLog
 from c2cserve.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from c2cserve.server.choices import Choice
+    from c2cserve.server.choices import ChoiceStream
     from c2cserve.server.prepare import Prepared
 
 log = logging.getLogger(__name__)
 
 
 class Gate:
-    """Used on the server's event loop."""
+    """Identifies callers, and applies the limits of their keys. Used on the server's event loop."""
 
     def __init__(
         self, api_keys: Sequence[str] = (), keys_file: Path | None = None,
@@ -38,11 +38,12 @@ class Gate:
         Raises ValueError (KeysFileError among them) for keys that cannot be used, OSError for a
         usage log that cannot be written."""
         self.keyring = Keyring(api_keys, from_file=keys_file is not None, share=share)
-        self.usage = Usage()
+        self.usage = UsageTotals()
         self.reloads = {"ok": 0, "failed": 0}
-        """Times that the keys file was read again, by how that ended."""
+        """Outcome -> how often the keys file was read again with it."""
         self.broken = ""
-        """Why the keys file could not be read the last time; its keys before that are in force."""
+        """Why the last read of the keys file failed, else empty. The keys read before stay in
+        force."""
         self._keys_file = keys_file
         self._loaded = datetime.now(UTC)
         self._reloading = asyncio.Lock()
@@ -65,15 +66,15 @@ class Gate:
         return found
 
     def arrive(self, key: Key, request_id: str) -> "Lease":
-        """Count a request before anything is done for it. Raises ApiError (429)."""
+        """Count a request before any work is done for it. Raises ApiError (429)."""
         exceeded = key.quota.arrive(time.monotonic())
         if exceeded is not None:
             raise self.exceeded(key, exceeded)
         return Lease(self, key, request_id)
 
     def check_model(self, key: Key, model: str, gateway: Gateway) -> None:
-        """`model`: an id or an alias; what is none is another's to refuse. Raises ApiError (403)
-        for a model that the key may not use."""
+        """Check that the key may use a model. `model`: an id or an alias; an unknown name passes,
+        and is refused later. Raises ApiError (403)."""
         if key.quota.limits.models is None or not model:
             return
         try:
@@ -94,8 +95,8 @@ class Gate:
         return ApiError(403, message, param=param, code=code)
 
     def exceeded(self, key: Key, exceeded: Exceeded, param: str = "") -> ApiError:
-        """Count a refusal, and return it: a 429, or a 400 that names `param` when waiting is of no
-        use."""
+        """Count a refusal, and return it: a 429, or a 400 that names `param` if waiting cannot
+        help."""
         limit, allowed, asked = exceeded.limit, exceeded.allowed, exceeded.asked
         self.usage.refused[key.name, limit] += 1
         if exceeded.wait_s == math.inf:
@@ -115,9 +116,12 @@ class Gate:
     # ---- the keys file --------------------------------------------------------------------------
 
     async def reload(self) -> int:
-        """Read the keys file again and take its keys from now on; requests under way go on. Return
-        the number of its keys. Raises ApiError (400 for a file that cannot be used: the keys of
-        before stay in force; 409 without a keys file)."""
+        """Read the keys file again, and use its keys from now on. Requests in flight go on. Return
+        the number of keys.
+
+        Raises ApiError (400) for a file that cannot be used: the keys read before stay in force.
+        Raises ApiError (409) if the server has no keys file.
+        """
         path = self._keys_file
         if path is None:
             raise ApiError(409, "this server has no keys file (--keys)")
@@ -144,7 +148,7 @@ class Gate:
             try:
                 await self.reload()
             except ApiError:
-                return  # it is in the log
+                return  # `reload` has logged it
 
     # ---- what operators see ---------------------------------------------------------------------
 
@@ -164,7 +168,7 @@ class Gate:
 
 
 class Lease:
-    """What one request holds of its key's limits, from its arrival to its end."""
+    """The places and tokens of its key that one request holds, from its arrival to its end."""
 
     def __init__(self, gate: Gate, key: Key, request_id: str) -> None:
         self.key = key
@@ -173,12 +177,12 @@ class Lease:
         self._places = 1
         self._prompt_tokens = 0
         self._output_tokens = 0
-        """Charged so far."""
+        """Output tokens charged so far."""
 
     def admit(self, prepared: "Prepared", headers: Mapping[str, str], param: str) -> None:
-        """Take a place for each choice and the tokens of its prompts; again, when the request is
-        prepared again. `param`: the field with the prompts. Raises ApiError (403, 429, or 400 for
-        a request that is larger than a limit)."""
+        """Take a place for each choice, and charge the tokens of the prompts. Called again when the
+        request is prepared again. `param`: the field with the prompts. Raises ApiError: 403, 429,
+        or 400 for a request that is larger than a limit."""
         self._check_wishes(prepared, headers)
         key, now = self.key, time.monotonic()
         tokens, choices = sum(len(one.tokens) for one in prepared.prompts), len(prepared.jobs)
@@ -189,12 +193,12 @@ class Lease:
         self._places, self._prompt_tokens, self._output_tokens = choices, tokens, 0
 
     def produced(self, tokens: int) -> None:
-        """Charge output as it comes. `tokens`: new ones, of any choice."""
+        """Charge output as it is produced. `tokens`: new tokens of any choice."""
         self._output_tokens += tokens
         self.key.quota.charge(tokens, time.monotonic())
 
-    def settle(self, prepared: "Prepared", choices: Sequence["Choice"]) -> None:
-        """The choices have ended, however: count what they used, and give back what they hold."""
+    def close(self, prepared: "Prepared", choices: Sequence["ChoiceStream"]) -> None:
+        """Count what the ended choices have used, and give back what they hold."""
         used = used_by(prepared, choices)
         self.produced(used.output_tokens - self._output_tokens)
         self.key.quota.give_back(self._prompt_tokens - used.prompt_tokens, time.monotonic())
@@ -206,11 +210,11 @@ class Lease:
             self._log(model, used, choices)
 
     def end(self) -> None:
-        """Give the places back. More than once does nothing."""
+        """Give the places back. A second call does nothing."""
         self.key.quota.leave(self._places)
         self._places = 0
 
-    def _log(self, model: str, used: Used, choices: Sequence["Choice"]) -> None:
+    def _log(self, model: str, used: Used, choices: Sequence["ChoiceStream"]) -> None:
         if self._gate.log is None:
             return
         finish: dict[str, int] = {}
@@ -223,8 +227,8 @@ class Lease:
         self._gate.log.write(line)
 
     def _check_wishes(self, prepared: "Prepared", headers: Mapping[str, str]) -> None:
-        """What a request says of its priority and its targets; what the model has by itself is
-        the operator's choice."""
+        """Check the priority and the latency targets that a request asks for. The model's own ones
+        are the operator's choice, and pass. Raises ApiError (403)."""
         limits, asked, slo = self.key.quota.limits, prepared.asked, prepared.jobs[0].request.slo
         highest = limits.max_priority
         if highest is not None and asked.priority is not None and asked.priority > highest:

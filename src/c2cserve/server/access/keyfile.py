@@ -1,7 +1,7 @@
 """The keys file: read whole or not at all, and replaced whole.
 
-It is JSON because a command writes it: `c2cserve keys` changes one entry and leaves the others as
-they are, which a TOML file with its author's comments and layout would not survive.
+It is JSON because a command writes it. `c2cserve keys` changes one entry and leaves the others as
+they are. In a TOML file, comments and layout would be lost.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ _BYTES_MAX = 64 << 20
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._@-]{0,63}\Z"
 """Names are labels of metrics, fields of CSV files and words of a log."""
 _FORBIDDEN = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
-"""Groups may read: that is how containers get files of secrets."""
+"""Permissions that a keys file must not give. Its group may read it: containers get secrets so."""
 
 Name = Annotated[str, msgspec.Meta(pattern=_NAME)]
 Moment = Annotated[datetime, msgspec.Meta(tz=True)]
@@ -39,7 +39,7 @@ class KeyRecord(
 
     id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{12}\Z")]
     name: Name
-    """What logs, metrics and exports call it. No other key of the file has it."""
+    """The key's name in logs, metrics and exports. It is unique in the file."""
     salt: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
     sha256: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
     created: Moment
@@ -57,7 +57,8 @@ class KeyRecord(
         return self.tenant or self.name
 
     def state(self, now: datetime) -> Literal["active", "revoked", "expired"]:
-        """`now` has a time zone. A moment of revocation that has not come yet does not count."""
+        """Return the key's state. `now` has a time zone. A future moment of revocation does not
+        count yet."""
         if self.revoked is not None and self.revoked <= now:
             return "revoked"
         if self.expires is not None and self.expires <= now:
@@ -74,8 +75,8 @@ _NO_KEYS = KeysFile(1, ())
 
 
 def read_keys(path: Path) -> KeysFile:
-    """Raises KeysFileError for a file that is not there, that others may read, or that is wrong
-    anywhere: half of a keys file is not a keys file."""
+    """Read a keys file, whole or not at all. Raises KeysFileError for a missing file, a file that
+    others may read, and a file with any mistake."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:
@@ -100,10 +101,12 @@ def read_keys(path: Path) -> KeysFile:
 
 
 def change_keys(path: Path, change: Callable[[KeysFile], KeysFile]) -> None:
-    """Replace the file by what `change` makes of it, at once for every reader; a file that is not
-    there counts as one without keys. Another process that changes it waits. Raises KeysFileError,
-    and what `change` raises; the file is as before then."""
-    # Behind a link, the file that it leads to is replaced, not the link.
+    """Replace the file by the result of `change`, atomically for every reader. A missing file
+    counts as one without keys. Another process that changes the file waits.
+
+    Raises KeysFileError, and what `change` raises; the file is as before then.
+    """
+    # If the path is a link, its target is replaced, not the link.
     path = Path(os.path.realpath(path))
     try:
         with _locked(path.parent):
@@ -128,7 +131,7 @@ def _check_file(path: Path, found: os.stat_result) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Generator[None]:
-    """The directory is locked: the file itself is another one after each change, and a lock file
+    """Hold a lock on the directory. The file itself is a new one after each change, and a lock file
     would stay behind."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -140,7 +143,7 @@ def _locked(directory: Path) -> Generator[None]:
 
 
 def _replace(path: Path, content: bytes, before: os.stat_result | None) -> None:
-    """Write a new file beside `path` (mode 0600 from the start), and put it in its place."""
+    """Write a new file beside `path` (mode 0600 from the start), and rename it to `path`."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with open(descriptor, "wb") as file:
@@ -157,6 +160,7 @@ def _replace(path: Path, content: bytes, before: os.stat_result | None) -> None:
 
 
 def _keep_owner(descriptor: int, before: os.stat_result) -> None:
-    """A server that runs as another user than the command can still read the file."""
+    """Give the new file the owner and mode of the old one, so that a server that runs as another
+    user can still read it."""
     os.fchown(descriptor, before.st_uid, before.st_gid)
     os.fchmod(descriptor, stat.S_IMODE(before.st_mode))

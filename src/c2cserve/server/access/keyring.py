@@ -1,4 +1,4 @@
-"""The keys that a server accepts now, found in one look-up, whatever their number."""
+"""The keys that a server accepts now. Finding one takes one look-up, however many there are."""
 
 import hashlib
 import hmac
@@ -19,12 +19,12 @@ _ALL_SIMPLE = "*"
 
 @dataclass(eq=False, slots=True)
 class Key:
-    """One caller of the server. Requests under way keep theirs through changes of the file."""
+    """One caller of the server. Requests in flight keep their key through changes of the file."""
 
     name: str
     """A label that is safe to show; empty when the server asks for no keys."""
     tenant: str
-    """Whose work it is, for fair shares and caches; empty when the server asks for no keys."""
+    """The unit of fair shares and prefix caches; empty when the server asks for no keys."""
     cache_group: str
     quota: Quota
     record: KeyRecord | None = None
@@ -33,7 +33,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Denied:
-    """Why a request is not let in."""
+    """Why a request is refused."""
 
     message: str
     code: str | None
@@ -41,8 +41,8 @@ class Denied:
 
 _MISSING = Denied("You did not provide an API key: send Authorization: Bearer KEY", None)
 _WRONG = Denied("Incorrect API key provided", "invalid_api_key")
-_NOBODY = ("0" * 32, "0" * 64)
-"""Salt and hash for ids that no key has: they take as long to refuse as a wrong secret."""
+_NO_KEY = ("0" * 32, "0" * 64)
+"""Salt and hash for unknown ids: their refusal takes as long as that of a wrong secret."""
 
 
 def bearer(header: str | None) -> bytes | None:
@@ -54,11 +54,13 @@ def bearer(header: str | None) -> bytes | None:
 
 
 class Keyring:
-    """Keys given as options, and those of the keys file. Without any of both, everybody may ask."""
+    """The keys given as options and the keys of the keys file. Without both, every request may
+    pass."""
 
     def __init__(self, simple: Iterable[str], *, from_file: bool, share: bool = False) -> None:
-        """`from_file`: there is a keys file, so that a key is asked for even while it has none.
-        Raises ValueError for a key given as an option that is empty."""
+        """`from_file`: there is a keys file, so a key is required even while the file has none.
+        `share`: the keys `simple` reuse each other's prefixes. Raises ValueError for an empty
+        key."""
         now = time.monotonic()
         group = _ALL_SIMPLE if share else ""
         self._pepper = secrets.token_bytes(32)
@@ -67,7 +69,7 @@ class Keyring:
             if not text:
                 raise ValueError("an API key is empty")
             digest = self._digest(text.encode())
-            # The label tells keys apart, and nothing about them: its salt is this process's.
+            # The label distinguishes keys and reveals nothing: its salt is this process's own.
             name = f"option:{digest[:_OPTION_NAME_BYTES].hex()}"
             self._simple[digest] = Key(name, name, group, Quota(KeyLimits(), now))
         self._by_id: dict[str, Key] = {}
@@ -76,40 +78,41 @@ class Keyring:
             self._anonymous = Key("", "", "", Quota(KeyLimits(), now))
 
     def present(self) -> list[Key]:
-        """Return those given as options, then those of the file, in its order."""
+        """Return the keys given as options, then those of the file in its order."""
         return [*self._simple.values(), *self._by_id.values()]
 
     def replace(self, records: Sequence[KeyRecord]) -> None:
-        """Take the file's keys as they are now. A key that was there before keeps its counters."""
+        """Use these keys of the file from now on. A key that stays keeps its counters."""
         now, before = time.monotonic(), self._by_id
         self._by_id = {}
         for record in records:
-            known = before.get(record.id)
-            if known is None:
+            same = before.get(record.id)
+            if same is None:
                 quota = Quota(record.limits, now)
             else:
-                quota = known.quota
+                quota = same.quota
                 quota.change(record.limits, now)
             self._by_id[record.id] = Key(
                 record.name, record.tenant_name, record.cache_group or "", quota, record
             )
 
     def find(self, header: str | None) -> Key | Denied:
-        """`header`: Authorization's value. The time that this takes depends on no secret."""
+        """Return the key of an Authorization header, or why there is none. The time that this takes
+        depends on no secret."""
         if self._anonymous is not None:
             return self._anonymous
         given = bearer(header)
         if given is None:
             return _MISSING
-        # Of a digest with a secret salt, a client cannot choose the beginning: that a look-up
-        # compares it in a time that depends on it tells nothing about the key.
+        # The time of this look-up depends on the digest. That reveals nothing about a key: the
+        # digest's salt is secret, so a client cannot choose how its digest begins.
         simple = self._simple.get(self._digest(given))
         if simple is not None:
             return simple
         id_, secret = split_key(given) or ("", given)
         key = self._by_id.get(id_)
         record = None if key is None else key.record
-        salt, sha256 = _NOBODY if record is None else (record.salt, record.sha256)
+        salt, sha256 = _NO_KEY if record is None else (record.salt, record.sha256)
         if not is_secret(secret, salt, sha256) or key is None or record is None:
             return _WRONG
         state = record.state(datetime.now(UTC))

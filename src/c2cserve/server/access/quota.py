@@ -1,4 +1,4 @@
-"""What a key may use, and what it has used of that. Pure: the time is handed in."""
+"""The limits of a key, and its use of them. The functions are pure: callers pass the time."""
 
 import math
 from dataclasses import dataclass
@@ -17,43 +17,43 @@ LIMITS = (
     "requests_per_minute", "tokens_per_minute", "concurrency", "models", "max_priority",
     "min_ttft_ms", "min_tpot_ms",
 )  # fmt: skip
-"""What a request can be refused for, by the names of the fields of `KeyLimits`."""
+"""The limits that can refuse a request: the fields of `KeyLimits`."""
 _FREED_S = 1.0
-"""When a place of `concurrency` is free is not known: a guess for `Retry-After`."""
+"""A guess for `Retry-After`: nothing says when a place of `concurrency` will be free."""
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What one key may ask for. None: as much as the server allows everybody."""
+    """The limits of one key. None: the server's own limits alone apply."""
 
     requests_per_minute: Count | None = None
     tokens_per_minute: Count | None = None
     """Prompt and output tokens, as `usage` counts them."""
     concurrency: Count | None = None
-    """Choices that are under way."""
+    """Choices in flight."""
     models: tuple[Pattern, ...] | None = None
     """Patterns of model ids, as shells have them (`org/*`)."""
     max_priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] | None = None
     """The highest `priority` that a request may ask for."""
     min_ttft_ms: Milliseconds | None = None
-    """The tightest targets that the headers `x-slo-ttft-ms`"""
+    """The tightest target that the header `x-slo-ttft-ms` may ask for."""
     min_tpot_ms: Milliseconds | None = None
-    """and `x-slo-tpot-ms` may ask for."""
+    """The tightest target that the header `x-slo-tpot-ms` may ask for."""
 
     def allows_model(self, model: str) -> bool:
-        """`model`: an id of the catalogue, not an alias."""
+        """Return whether the key may use a model. `model`: an id of the catalogue, not an alias."""
         return self.models is None or any(fnmatchcase(model, one) for one in self.models)
 
 
 @dataclass(frozen=True, slots=True)
 class Exceeded:
-    """A limit that a request does not fit in now."""
+    """A limit that a request would exceed now."""
 
     limit: str
     allowed: int
     asked: int
     """What the request would have taken."""
     wait_s: float
-    """Until it may fit; infinite for a request that never will."""
+    """The seconds until it may fit; infinite for a request that never will."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Quota:
         self._tokens = _bucket(self._tokens, limits.tokens_per_minute, now)
 
     def arrive(self, now: float) -> Exceeded | None:
-        """Count a request and take a place for it, unless a limit is exceeded. That its tokens are
-        more than there are is found before they are counted if there are none at all."""
+        """Count a request and take a place for it, unless a limit is exceeded. A key without any
+        token left is refused here, before the request is tokenized."""
         exceeded = (
             self._no_room(1)
             or _short("requests_per_minute", self._requests, 1, now)
@@ -106,7 +106,7 @@ class Quota:
         return exceeded
 
     def charge(self, tokens: int, now: float) -> None:
-        """Output that was made: it may bring the key into debt."""
+        """Charge tokens. Output may bring the key into debt."""
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
@@ -118,7 +118,7 @@ class Quota:
         self.running -= places
 
     def rates(self, now: float) -> dict[str, Rate]:
-        """Return the limits that refill, by what they count: `requests`, `tokens`."""
+        """Return the refilling limits: `requests` and `tokens` -> the state of the bucket."""
         buckets = {"requests": self._requests, "tokens": self._tokens}
         return {
             name: Rate(
@@ -137,7 +137,7 @@ class Quota:
 
 
 def _bucket(bucket: TokenBucket | None, per_minute: int | None, now: float) -> TokenBucket | None:
-    """`bucket` by a limit that may have changed. A new limit begins with a full one."""
+    """Return `bucket` resized to a limit that may have changed. A new limit gets a full bucket."""
     if per_minute is None:
         return None
     if bucket is None:

@@ -1,9 +1,9 @@
-"""A key's text: `c2c_<id>_<secret>`, and what is kept of it.
+"""A key's text, `c2c_<id>_<secret>`, and the hash of it that is stored.
 
-The id finds the key's record in one look-up; it is no secret. Of the secret, only a SHA-256 with a
-salt of its own is kept. A password needs a slow hash because it can be guessed. These secrets are
-192 random bits and cannot be, whatever a guess costs; a slow hash would only make each request, and
-each wrong key that a stranger sends, cost the server milliseconds.
+The id finds the key's record in one look-up, and is no secret. Of the secret, only a SHA-256 with a
+salt of its own is stored. A password needs a slow hash because it can be guessed. These secrets are
+192 random bits, which cannot be guessed at any speed. A slow hash would only make each request cost
+the server milliseconds, also a request with a wrong key.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def make_key() -> NewKey:
 
 
 def split_key(given: bytes) -> tuple[str, bytes] | None:
-    """Return the id and the secret of what a client sent; None if it has not a key's form."""
+    """Return the id and the secret in a client's token; None if it has not the form of a key."""
     match = _KEY.fullmatch(given)
     return None if match is None else (match[1].decode(), match[2])
 
@@ -45,5 +45,5 @@ def hash_secret(salt: str, secret: bytes) -> str:
 
 
 def is_secret(secret: bytes, salt: str, sha256: str) -> bool:
-    """Compare in a time that does not tell how much of the hash is right."""
+    """Compare in a time that does not reveal how much of the hash is right."""
     return hmac.compare_digest(hash_secret(salt, secret), sha256)

@@ -1,4 +1,4 @@
-"""What every key has used since the start of the server, and refusals by limit."""
+"""Usage of every key since the start of the server, and refusals by limit."""
 
 import csv
 import io
@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from c2cserve.core.model import name_of
 
 if TYPE_CHECKING:
-    from c2cserve.server.choices import Choice
+    from c2cserve.server.choices import ChoiceStream
     from c2cserve.server.prepare import Prepared
 
 
 @dataclass(slots=True)
 class Used:
-    """Work that was done. Prompts count once, however many choices answer them, as in `usage`."""
+    """Work that was done. A prompt counts once, however many choices answer it, as in `usage`."""
 
     requests: int = 0
-    """Of which at least one choice reached a slice."""
+    """Requests of which at least one choice reached a slice."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of the prompt tokens, those whose KV was there already."""
+    """Prompt tokens whose KV was in the prefix cache."""
     output_tokens: int = 0
 
     def add(self, more: "Used") -> None:
@@ -37,7 +37,7 @@ FIELDS = tuple(asdict(Used()))
 _COLUMNS = ("key", "tenant", "model", *FIELDS)
 
 
-def used_by(prepared: "Prepared", choices: Sequence["Choice"]) -> Used:
+def used_by(prepared: "Prepared", choices: Sequence["ChoiceStream"]) -> Used:
     """Return what a request has used so far. Prompts that reached no slice cost nothing."""
     used, each = Used(), len(choices) // max(1, len(prepared.prompts))
     for number, prompt in enumerate(prepared.prompts):
@@ -54,8 +54,8 @@ def model_name(prepared: "Prepared") -> str:
     return name_of(prepared.jobs[0].request.model)
 
 
-class Usage:
-    """Counters of a run. There is one per key and model that have met."""
+class UsageTotals:
+    """What keys have used in this run: one `Used` per pair of key and model seen together."""
 
     def __init__(self) -> None:
         self.since = datetime.now(UTC)

@@ -1,7 +1,7 @@
 """The usage log: a line of JSON for each request that was served, appended to a file.
 
-A thread writes it, so that a slow disk holds no request up. A disk that is full costs lines, which
-are counted, and a line in the server's log: never a request.
+A thread writes it, so a slow disk delays no request. If the disk is full, lines are lost. They are
+counted, and the server's log says so; no request fails for it.
 """
 
 import logging
@@ -14,21 +14,21 @@ from typing import Literal
 
 import msgspec
 
-from c2cserve.server.access.usage import Usage, Used
+from c2cserve.server.access.usage import UsageTotals, Used
 
 log = logging.getLogger(__name__)
 
 _WAITING_MAX = 10_000
-"""Lines that a disk may be behind; later ones are lost."""
+"""Lines that may wait for the disk; further ones are lost."""
 _AT_ONCE = 256
 _CLOSE_S = 5.0
-"""For what is still to be written when the server ends."""
+"""Time to write the remaining lines when the server ends."""
 _MODE = 0o600
 _Order = Literal["reopen", "close"]
 
 
 class UsageLine(msgspec.Struct, frozen=True):
-    """One request that at least one choice of reached a slice."""
+    """The line of one request, of which at least one choice reached a slice."""
 
     time: datetime
     """When it ended."""
@@ -45,10 +45,10 @@ class UsageLine(msgspec.Struct, frozen=True):
 
 
 class UsageLog:
-    """Used on the server's event loop."""
+    """The log and its writing thread. Used on the server's event loop."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError for a file that cannot be appended to."""
+        """Open the file and start the thread. Raises OSError if the file cannot be appended to."""
         self._path = path
         self._queue: queue.Queue[UsageLine | _Order] = queue.Queue(_WAITING_MAX)
         self._encoder = msgspec.json.Encoder()
@@ -78,14 +78,14 @@ class UsageLog:
                 log.error("%s: the disk is too slow, lines are lost", self._path)
 
     def reopen(self) -> None:
-        """Go on in a new file when the old one was renamed."""
+        """Open the file of this name again, because the old file was renamed (log rotation)."""
         try:
             self._queue.put_nowait("reopen")
         except queue.Full:
             log.error("%s: not opened again, the disk is too slow", self._path)
 
     def close(self) -> None:
-        """Write what waits. Blocks, for a few seconds at most."""
+        """Write the waiting lines. Blocks for a few seconds at most."""
         try:
             self._queue.put("close", timeout=_CLOSE_S)
         except queue.Full:
@@ -107,7 +107,7 @@ class UsageLog:
                 self._reopen()
 
     def _next(self) -> tuple[list[bytes], _Order | None]:
-        """Wait for lines, and take those that are there; an order ends them."""
+        """Wait for lines, and return those in the queue up to the next order, and that order."""
         lines, item = list[bytes](), self._queue.get()
         while True:
             if isinstance(item, str):
@@ -154,16 +154,17 @@ class UsageLog:
 
 
 def _open(path: Path) -> tuple[int, bool]:
-    """Return a descriptor, and whether the file ends within a line: its writer was killed then."""
+    """Return a descriptor, and whether the file ends within a line because its writer was
+    killed."""
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _MODE)
     size = os.fstat(file).st_size
     return file, size > 0 and os.pread(file, 1, size - 1) != b"\n"
 
 
 def sum_lines(path: Path) -> tuple[list[dict[str, object]], int]:
-    """Return the file's usage per key and model, and how many of its lines are none: torn by a full
-    disk or a killed server. Raises OSError."""
-    usage, broken = Usage(), 0
+    """Return the file's usage per key and model, and the number of broken lines, which a full disk
+    or a killed server leaves. Raises OSError."""
+    usage, broken = UsageTotals(), 0
     decode = msgspec.json.Decoder(UsageLine).decode
     with path.open("rb") as file:
         for text in file:

@@ -1,4 +1,4 @@
-"""From the tokens of a growing output to its text, up to its stop strings."""
+"""Detokenizing a growing output, up to its stop strings."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,9 +7,9 @@ from c2cserve.server.text.vocabulary import Vocabulary
 
 
 class Detokenizer:
-    """Text of a growing output, exact to the character, at a constant cost per token.
+    """Turns tokens of a growing output into text, at a constant cost per token.
 
-    The concatenated text is what decoding prompt and output in one piece says after the prompt.
+    The texts, joined, equal what decoding prompt and output together gives after the prompt.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
@@ -20,7 +20,7 @@ class Detokenizer:
         return "".join([self._text.add(token) for token in tokens])
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return the text that was held back."""
         return self._text.finish()
 
 
@@ -30,7 +30,7 @@ class _ByteText:
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
         self._raw = vocabulary.raw
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        # The prompt may end within a character; more than four bytes back there is no such one.
+        # The prompt may end within a character. A character has at most four bytes.
         tail = b""
         for token in reversed(prompt):
             tail = self._raw(token) + tail
@@ -48,8 +48,8 @@ class _ByteText:
 class _PieceText:
     """SentencePiece with byte fallback (Llama 2, Mistral): tokens are text, or one byte each.
 
-    A run of bytes is text if all of it is UTF-8, else a replacement character per byte: it is held
-    until it ends. The first space of a text is not shown, if nothing was shown before.
+    A run of bytes is text if all of it is UTF-8, else a replacement character per byte. So it is
+    held until it ends. The first space of a text is not shown, if no text was shown before.
     """
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int]) -> None:
@@ -61,7 +61,7 @@ class _PieceText:
             if byte is None:
                 break
             self._run.insert(0, byte)
-        # Of a run the prompt ends in, only an unfinished character belongs to the output.
+        # If the prompt ends in a run, only its unfinished character belongs to the output.
         whole = codecs.getincrementaldecoder("utf-8")("ignore")
         whole.decode(bytes(self._run))
         self._run = bytearray(whole.getstate()[0])
@@ -91,8 +91,8 @@ class _PieceText:
 
 
 class _WindowText:
-    """Any other decoder: the difference of two decodings of a short window, held back while it ends
-    in the middle of a character."""
+    """Any other decoder: the difference of two decodings of a short window. It is held back while
+    the window ends in the middle of a character."""
 
     _CONTEXT = 6
 
@@ -120,10 +120,10 @@ class _WindowText:
 
 
 class StopStrings:
-    """Cuts a text where one of some strings begins, also when it arrives in pieces.
+    """Cuts a text where a stop string begins, also when it arrives in pieces.
 
-    The string that is complete first counts, the longest of several that end together: so the
-    result does not depend on how the text is cut into pieces.
+    The string that is complete first counts. Of several that end together, the longest counts. So
+    the result does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
@@ -131,7 +131,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """Text that can be shown now, and whether a stop string was found."""
+        """Return the text that can be shown now, and whether a stop string was found."""
         if not self._stops:
             return text, False
         self._held += text
@@ -148,7 +148,7 @@ class StopStrings:
         return held
 
     def _overlap(self, stop: str) -> int:
-        """Length of the longest end of the text that begins the stop string."""
+        """Return the length of the longest end of the text that begins the stop string."""
         for size in range(min(len(stop) - 1, len(self._held)), 0, -1):
             if self._held.endswith(stop[:size]):
                 return size

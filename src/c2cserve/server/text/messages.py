@@ -1,4 +1,4 @@
-"""What the server and its text processes say to each other: frames of MessagePack."""
+"""The messages between the server and its text processes: frames of MessagePack."""
 
 from typing import Literal
 
@@ -10,24 +10,24 @@ from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.vocabulary import VocabularyFacts
 
 FRAME_HEAD_BYTES = 4
-"""The length of the message behind it, little-endian."""
+"""Bytes of the head of a frame: the length of the message behind it, little-endian."""
 
 Api = Literal["completions", "chat"]
 
 
-class Open(msgspec.Struct, tag=True):
-    """Load the tokenizer of a model's version. Answered by `Opened`."""
+class OpenModel(msgspec.Struct, tag=True):
+    """Load the tokenizer of a model's version. Answered by `ModelOpened`."""
 
     version: str
     path: str
     facts: bool
-    """Send back what the server must know of the vocabulary."""
+    """Whether the answer contains the vocabulary."""
     drop: list[str]
-    """Versions whose tokenizers are forgotten first."""
+    """Versions whose tokenizers are dropped before loading this one."""
 
 
 class Target(msgspec.Struct, frozen=True):
-    """The version of a model that a request is for, as far as its text needs it."""
+    """The facts about a model's version that preparing a request's text needs."""
 
     version: str
     max_context: int
@@ -39,19 +39,19 @@ class Target(msgspec.Struct, frozen=True):
         return cls(files.key, files.max_context, files.vocab_size, files.eos_token_ids)
 
 
-class Work(msgspec.Struct, tag=True):
-    """Validate a request's body, render and tokenize it. Answered by `Done`."""
+class TextRequest(msgspec.Struct, tag=True):
+    """Validate a request's body, render and tokenize it. Answered by `TextResult`."""
 
     api: Api
     body: bytes
     target: Target | None
-    """A version that was opened; None: validate only."""
+    """A version whose tokenizer is loaded; None: validate only."""
     limits: RequestLimits
     cache_salt: bytes = b""
-    """Of the cache group that the request's key belongs to (server/cache_salts.py)."""
+    """The salt of the request's cache group (server/cache_salts.py)."""
 
 
-class Opened(msgspec.Struct, tag=True):
+class ModelOpened(msgspec.Struct, tag=True):
     facts: VocabularyFacts | None
 
 
@@ -59,7 +59,7 @@ class Asked(msgspec.Struct):
     """A checked request without its prompts."""
 
     model: str
-    """As the request names it."""
+    """The model's name in the request."""
     chat: bool
     n: int
     stream: bool
@@ -72,32 +72,32 @@ class Asked(msgspec.Struct):
 
 class TokenizedPrompt(msgspec.Struct):
     tokens: bytes
-    """32 bits each."""
+    """Token ids, 32 bits each."""
     hashes: bytes
-    """64 bits each, one per full block."""
+    """Prefix hashes, 64 bits each, one per full block."""
     text: str
-    """For `echo`; empty for chats."""
+    """The prompt's text for `echo`; empty for chats."""
     max_new_tokens: int
 
 
-class Done(msgspec.Struct, tag=True):
+class TextResult(msgspec.Struct, tag=True):
     asked: Asked
     prompts: list[TokenizedPrompt]
 
 
-class Failed(msgspec.Struct, tag=True):
-    """`Open` or `Work` failed, as the client is told."""
+class TextFailure(msgspec.Struct, tag=True):
+    """`OpenModel` or `TextRequest` failed; the fields are those of the client's error."""
 
     status: int
     message: str
     param: str | None = None
     code: str | None = None
     broken: bool = False
-    """The process can not be trusted any more: a library of it broke."""
+    """The process must be replaced, because a library in it broke."""
 
 
-ToText = Open | Work
-FromText = Opened | Done | Failed
+ToText = OpenModel | TextRequest
+FromText = ModelOpened | TextResult | TextFailure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_text = msgspec.msgpack.Decoder(ToText).decode

@@ -1,7 +1,7 @@
-"""The server's text processes: what a client sends is validated, rendered and tokenized there.
+"""The server's text processes, which validate, render and tokenize what clients send.
 
-A request that takes too long costs its own process, which is killed and replaced. One model's
-requests never take the last process, so what a checkpoint's author wrote holds up no other model.
+If a request takes too long, its process is killed and replaced. One model's requests never take the
+last process, so a checkpoint's slow template or tokenizer delays no other model.
 """
 
 import asyncio
@@ -20,13 +20,13 @@ from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
-    Done,
-    Failed,
     FromText,
-    Open,
-    Opened,
+    ModelOpened,
+    OpenModel,
+    TextFailure,
+    TextRequest,
+    TextResult,
     ToText,
-    Work,
     decode_from_text,
     frame,
 )
@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 _READ_BYTES = 1 << 20
 _WAIT_S = 30.0
-"""For a process, before 429."""
+"""Time that a request waits for a process before it gets 429."""
 _RETRY_S = 5.0
 # A tokenizer's own threads would fight the slices for their cores.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
 
 class _Broken(Exception):
-    """The process ended, or can not be trusted with another request."""
+    """The process ended, or must not get another request."""
 
 
 class _Process:
@@ -51,10 +51,10 @@ class _Process:
 
     def __init__(self, settings: TextSettings) -> None:
         self._opened: OrderedDict[str, None] = OrderedDict()
-        """Versions of models whose tokenizers it has; the least recently used first."""
+        """Versions of models whose tokenizers are loaded, the least recently used first."""
         self._dropped: set[str] = set()
-        """Those that it has for nothing, until it is asked to open another one."""
-        self._kept = settings.tokenizers
+        """Versions whose tokenizers are of no use; the next `OpenModel` drops them."""
+        self._capacity = settings.tokenizers
         self._end, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
@@ -74,7 +74,8 @@ class _Process:
         return self._process.poll() is None
 
     async def ask(self, message: ToText, timeout_s: float) -> FromText:
-        """Raises TimeoutError and _Broken; then, or when cancelled, the process is of no use."""
+        """Return the answer to a message. Raises TimeoutError and _Broken. After these, or when
+        cancelled, the process must be replaced."""
         async with asyncio.timeout(timeout_s):
             try:
                 if self._streams is None:
@@ -95,15 +96,15 @@ class _Process:
         self._opened.move_to_end(version)
 
     async def open(self, files: ModelFiles, *, facts: bool, timeout_s: float) -> FromText:
-        """Load a tokenizer, whose files are those that were checked, in place of what is of no use
-        any more. Raises as `ask` does, and `Refused`."""
+        """Load a tokenizer, after a check that its files are unchanged, and drop those of no use.
+        Raises as `ask` does, and `Refused`."""
         await asyncio.to_thread(files.check_tokenizer)
-        if not self.has(files.key) and len(self._opened) >= self._kept:
+        if not self.has(files.key) and len(self._opened) >= self._capacity:
             self._drop(next(iter(self._opened)))
-        message = Open(files.key, files.path, facts, list(self._dropped))
+        message = OpenModel(files.key, files.path, facts, list(self._dropped))
         self._dropped.clear()
         answer = await self.ask(message, timeout_s)
-        if isinstance(answer, Opened):
+        if isinstance(answer, ModelOpened):
             self._opened[files.key] = None
             try:
                 await asyncio.to_thread(files.check_tokenizer)
@@ -117,12 +118,12 @@ class _Process:
         self._dropped.add(version)
 
     def forget(self, model: str) -> None:
-        """Drop the tokenizers of all its versions."""
+        """Drop the tokenizers of all versions of a model."""
         for version in [one for one in self._opened if name_of(one) == model]:
             self._drop(version)
 
     async def end(self) -> None:
-        """Kill it and reap it."""
+        """Kill the process and reap it."""
         if self._streams is not None:
             self._streams[1].transport.abort()
         else:
@@ -132,27 +133,28 @@ class _Process:
 
 
 class TextPool:
-    """Used on the server's event loop. `start` before use, `close` after."""
+    """The text processes and their queue. Used on the server's event loop, between `start` and
+    `close`."""
 
     def __init__(self, settings: TextSettings, vocabularies: int) -> None:
-        """`vocabularies`: kept at most; the least recently used ones make way."""
+        """`vocabularies`: the most to keep; the least recently used ones make way."""
         self._settings = settings
         self._idle: list[_Process] = []
         self._busy: dict[_Process, str] = {}
-        """Each with the version of a model it works for."""
+        """Process -> the version of a model that it works for."""
         self._waiting: OrderedDict[asyncio.Future[_Process], str] = OrderedDict()
         self._vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
-        """By version."""
+        """Version -> its vocabulary, the least recently used first."""
         self._vocabularies_max = vocabularies
         self._endings: set[asyncio.Task[None]] = set()
         self.killed: Counter[str] = Counter({"timeout": 0, "broken": 0, "cancelled": 0})
-        """Processes that had to be replaced, by why."""
+        """Reason -> processes that were replaced for it."""
 
     def start(self) -> None:
         self._idle = [_Process(self._settings) for _ in range(self._settings.processes)]
 
     async def close(self) -> None:
-        """Nothing waits for what a process does right now."""
+        """End all processes, without waiting for their present work."""
         processes = [*self._idle, *self._busy]
         self._idle, self._busy = [], {}
         for waiter in self._waiting:
@@ -168,7 +170,7 @@ class TextPool:
         return [one.pid for one in (*self._idle, *self._busy)]
 
     def forget(self, model: str) -> None:
-        """The model was removed or reloaded: nothing of its versions is kept."""
+        """Drop all data of a model that was removed or reloaded."""
         for version in [one for one in self._vocabularies if name_of(one) == model]:
             del self._vocabularies[version]
         for process in (*self._idle, *self._busy):
@@ -177,11 +179,11 @@ class TextPool:
     # ---- work ---------------------------------------------------------------------------------
 
     async def work(
-        self, work: Work, files: ModelFiles | None, param: str
-    ) -> tuple[Done, Vocabulary | None]:
-        """`files`: of the work's target; without them, there is no vocabulary. `param`: the field
-        to blame when it takes too long. Raises ApiError, and `Refused` when the tokenizer's files
-        are not those that were checked."""
+        self, work: TextRequest, files: ModelFiles | None, param: str
+    ) -> tuple[TextResult, Vocabulary | None]:
+        """Have a process prepare a request. `files`: those of its target; without them, there is no
+        vocabulary. `param`: the field to blame when it takes too long. Raises ApiError, and
+        `Refused` when the tokenizer's files have changed."""
         async with self._process("" if files is None else files.key) as process:
             vocabulary = None if files is None else await self._vocabulary(process, files)
             limit_s = self._settings.timeout_s
@@ -193,13 +195,13 @@ class TextPool:
                     "limit (--text-timeout)"
                 )
                 raise ApiError(400, message, param=param, code="limit_exceeded") from error
-            assert isinstance(answer, Done | Failed)
-            if isinstance(answer, Failed):
+            assert isinstance(answer, TextResult | TextFailure)
+            if isinstance(answer, TextFailure):
                 raise _api_error(answer)
             return answer, vocabulary
 
     async def _vocabulary(self, process: _Process, files: ModelFiles) -> Vocabulary:
-        """Of a model's version, which the process has opened then."""
+        """Return the vocabulary of a version, and have its tokenizer loaded in the process."""
         version = files.key
         vocabulary = self._vocabularies.get(version)
         if vocabulary is not None and process.has(version):
@@ -211,9 +213,9 @@ class TextPool:
             answer = await process.open(files, facts=vocabulary is None, timeout_s=limit_s)
         except TimeoutError as error:
             raise unservable(version, "its tokenizer takes too long to load") from error
-        if isinstance(answer, Failed):
+        if isinstance(answer, TextFailure):
             raise _api_error(answer)
-        assert isinstance(answer, Opened)
+        assert isinstance(answer, ModelOpened)
         if answer.facts is not None:
             try:
                 vocabulary = Vocabulary(answer.facts)
@@ -230,7 +232,7 @@ class TextPool:
 
     @asynccontextmanager
     async def _process(self, version: str) -> AsyncGenerator[_Process]:
-        """A process for one model's request. Whatever goes wrong with it is noted and mended."""
+        """Lend a process to one model's request. A process that fails is counted and replaced."""
         process = await self._take(version)
         lost: str | None = "cancelled"
         try:
@@ -267,12 +269,13 @@ class TextPool:
             raise self._crowded() from error
         finally:
             self._waiting.pop(waiter, None)
-            # It may have been handed one in the moment in which it was given up.
+            # A process may have been assigned in the moment of giving up.
             if not claimed and waiter.done() and not waiter.cancelled():
                 self._give_back(waiter.result(), None)
 
     def _hand_out(self) -> None:
-        """Idle processes to whoever waits longest, if its model has not all the others."""
+        """Assign idle processes to the longest waiting requests. A request is passed over while its
+        model has all processes but one."""
         most = max(1, self._settings.processes - 1)
         used = Counter(name_of(version) for version in self._busy.values())
         for waiter, version in list(self._waiting.items()):
@@ -292,7 +295,7 @@ class TextPool:
             waiter.set_result(process)
 
     def _give_back(self, process: _Process, lost: str | None) -> None:
-        """`lost`: why the process is of no use any more."""
+        """Take a process back. `lost`: why it must be replaced, if it must."""
         if self._busy.pop(process, None) is None:
             return  # the pool was closed
         if lost is None:
@@ -315,7 +318,7 @@ class TextPool:
         return ApiError(429, text, code="rate_limit_exceeded", retry_after_s=_RETRY_S)
 
 
-def _api_error(failed: Failed) -> ApiError:
+def _api_error(failed: TextFailure) -> ApiError:
     error = ApiError(failed.status, failed.message, param=failed.param, code=failed.code)
     if failed.broken:
         error.__cause__ = _Broken()

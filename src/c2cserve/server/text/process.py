@@ -1,7 +1,7 @@
 """A text process: validates, renders and tokenizes for the server, one request at a time.
 
-Standard input is its socket. It may take for ever, run out of memory or crash: the server kills it,
-starts another, and one request has failed.
+Its standard input is its socket. It may take for ever, run out of memory or crash. Then the server
+kills it and starts another, and only one request has failed.
 """
 
 import ctypes
@@ -15,12 +15,12 @@ from pathlib import Path
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
-    Failed,
     FromText,
-    Open,
-    Opened,
+    ModelOpened,
+    OpenModel,
+    TextFailure,
+    TextRequest,
     ToText,
-    Work,
     decode_to_text,
     frame,
 )
@@ -32,23 +32,23 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Texts:
-    """The tokenizers of this process, and what is done with them."""
+    """The tokenizers of this process, and the work with them."""
 
     def __init__(self) -> None:
         self._tokenizers: dict[str, Tokenizer] = {}
-        """By version of a model."""
+        """Version of a model -> its tokenizer."""
 
     def answer(self, message: ToText) -> FromText:
         try:
-            return self._open(message) if isinstance(message, Open) else self._work(message)
+            return self._open(message) if isinstance(message, OpenModel) else self._work(message)
         except ApiError as error:
-            return Failed(error.status, error.message, error.param, error.code)
+            return TextFailure(error.status, error.message, error.param, error.code)
         except MemoryError:
-            return Failed(400, "the request takes more memory than one may", broken=True)
+            return TextFailure(400, "the request takes more memory than one may", broken=True)
         except RecursionError:
-            return Failed(400, "the request is nested too deeply")
+            return TextFailure(400, "the request is nested too deeply")
 
-    def _open(self, message: Open) -> Opened:
+    def _open(self, message: OpenModel) -> ModelOpened:
         for version in message.drop:
             self._tokenizers.pop(version, None)
         try:
@@ -56,9 +56,9 @@ class _Texts:
         except TokenizerError as error:
             raise unservable(message.version, str(error)) from error
         self._tokenizers[message.version] = tokenizer
-        return Opened(tokenizer.facts() if message.facts else None)
+        return ModelOpened(tokenizer.facts() if message.facts else None)
 
-    def _work(self, message: Work) -> FromText:
+    def _work(self, message: TextRequest) -> FromText:
         target = message.target
         return do_work(message, None if target is None else self._tokenizers[target.version])
 
@@ -74,8 +74,9 @@ def _receive(end: socket.socket, size: int) -> bytes | None:
     return bytes(data)
 
 
-def _settle(memory_bytes: int) -> None:
-    """Die with the server, leave signals to it, and take no more memory than it allows."""
+def _set_limits(memory_bytes: int) -> None:
+    """Set up the process: it dies with the server, ignores signals meant for the server, and has a
+    limit of memory."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -84,7 +85,7 @@ def _settle(memory_bytes: int) -> None:
 
 
 def main(memory_bytes: int) -> None:
-    _settle(memory_bytes)
+    _set_limits(memory_bytes)
     end = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     texts = _Texts()
     with end:

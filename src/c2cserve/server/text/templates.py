@@ -1,8 +1,7 @@
-"""Chat templates: rendered by Jinja in a sandbox, with the conventions checkpoint authors write
-them for.
+"""Chat templates: rendered by Jinja in a sandbox, with the conventions of checkpoint authors.
 
-The sandbox bounds what a template can reach, not how long it runs: it is rendered where it can be
-killed (server/text/process.py).
+The sandbox bounds what a template can access, not how long it runs. So it is rendered in a process
+that can be killed (server/text/process.py).
 """
 
 import json
@@ -21,14 +20,14 @@ from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read
 from c2cserve.server.text.vocabulary import TokenizerError
 
 _WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
-"""What reading templates that assume too much raises."""
+"""Exceptions of reading templates that are not as assumed."""
 
 
 class ChatTemplate:
     """A model's template, with the special tokens it may name."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises TokenizerError and FileProblem."""
+        """Read and parse the template. Raises TokenizerError and FileProblem."""
         config = read_object(directory / "tokenizer_config.json", CONFIG_BYTES_MAX) or {}
         self._specials = _special_tokens(config)
         self._template = _templates(directory, config).get("default")
@@ -36,15 +35,18 @@ class ChatTemplate:
     def render(
         self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
     ) -> str:
-        """The chat as the model's template writes it. Raises TokenizerError: there is no template,
-        it refuses the chat or fails (with its line), or writes more than `chars_max` characters."""
+        """Return the chat as the model's template writes it.
+
+        Raises TokenizerError if there is no template, if it refuses the chat or fails (with its
+        line), or if it writes more than `chars_max` characters.
+        """
         if self._template is None:
             raise TokenizerError("the model has no chat template; use /v1/completions")
-        known = {"messages": messages, "add_generation_prompt": True, **self._specials}
+        variables = {"messages": messages, "add_generation_prompt": True, **self._specials}
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate({**extra, **known}):
+            for part in self._template.generate({**extra, **variables}):
                 parts.append(part)
                 size += len(part)
                 if chars_max is not None and size > chars_max:
@@ -63,7 +65,7 @@ class ChatTemplate:
 
 
 def _line(error: BaseException) -> str:
-    """Where in the template it happened: Jinja gives tracebacks the template's own lines."""
+    """Return the line of the template where an error arose: Jinja's tracebacks have these lines."""
     where, trace = "", error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -84,7 +86,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what a model is trained on; for rendering it is nothing."""
+    """`{% generation %}` marks what a model is trained on; rendering ignores it."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's way of declaring tags
 
@@ -94,7 +96,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Template]:
-    """chat_template.jinja if there is one, else what tokenizer_config.json says."""
+    """Return the templates in chat_template.jinja, or else those in tokenizer_config.json."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -124,4 +126,4 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Temp
         }
     except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
         what = one_line(error)
-        raise TokenizerError(f"{directory}: the chat template can not be read: {what}") from error
+        raise TokenizerError(f"{directory}: the chat template cannot be read: {what}") from error

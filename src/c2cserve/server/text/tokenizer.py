@@ -15,14 +15,15 @@ from c2cserve.server.text.templates import ChatTemplate
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary, VocabularyFacts, refusal
 
 _NORMALIZED = 3
-"""Times that a normal form (NFC) makes a text shorter, at most: bytes of UTF-8."""
+"""Largest factor by which a normal form (NFC) makes a text shorter, in bytes of UTF-8."""
 
 
 class Tokenizer(Vocabulary):
-    """A vocabulary that can read as well. Thread-safe."""
+    """A vocabulary that can also turn text into tokens. Thread-safe."""
 
     def __init__(self, directory: Path, model: str = "") -> None:
-        """`model` salts the prefix hashes. Raises TokenizerError."""
+        """Load the tokenizer of a checkpoint. `model` salts the prefix hashes. Raises
+        TokenizerError."""
         path = directory / "tokenizer.json"
         try:
             text = read_text(path, TOKENIZER_BYTES_MAX)
@@ -36,7 +37,7 @@ class Tokenizer(Vocabulary):
             )
         try:
             self._fast: Any = FastTokenizer.from_str(text)
-            # A prompt is never cut nor filled up in silence, whatever the file was saved with.
+            # A prompt is never truncated or padded in silence, whatever the file asks for.
             self._fast.no_truncation()
             self._fast.no_padding()
         except BaseException as error:
@@ -47,7 +48,7 @@ class Tokenizer(Vocabulary):
         self.token_bytes_max = self._token_bytes_max()
 
     def facts(self) -> VocabularyFacts:
-        """What the server must know of it to show its tokens."""
+        """Return what the server needs to show tokens."""
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
         added: dict[int, Any] = self._fast.get_added_tokens_decoder()
         kind, strips = _decoder_kind(_state(self._fast.decoder))
@@ -58,7 +59,8 @@ class Tokenizer(Vocabulary):
         )  # fmt: skip
 
     def _decoder_only(self, vocab: dict[str, int]) -> str:
-        """The merges are what takes a tokenizer long to load, and decoding needs none."""
+        """Return a tokenizer that only decodes, as JSON. It has no merges, which take long to
+        load."""
         words = FastTokenizer(WordLevel(vocab, next(iter(vocab), "")))
         words.decoder = self._fast.decoder
         for token in self._fast.get_added_tokens_decoder().values():
@@ -66,8 +68,8 @@ class Tokenizer(Vocabulary):
         return words.to_str()
 
     def _token_bytes_max(self) -> int | None:
-        """Bytes of text that one token stands for at most; None where there is no such bound (some
-        tokenizers write any run of unknown characters, or of spaces, as one token)."""
+        """Return the most bytes of text that one token stands for; None if there is no bound. Some
+        tokenizers write any run of unknown characters, or of spaces, as one token."""
         normalizers = _steps(self._fast.normalizer, "normalizers")
         readers = _steps(self._fast.pre_tokenizer, "pretokenizers")
         spelled = {
@@ -88,9 +90,10 @@ class Tokenizer(Vocabulary):
     # ---- text to tokens -------------------------------------------------------------------------
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """`special`: add what the tokenizer adds around a text (BOS). Raises TokenizerError."""
+        """Return the tokens of a text. `special`: add the tokenizer's own around it (BOS). Raises
+        TokenizerError."""
         try:
-            # As a batch of one: it keeps no offsets, and takes a third of the time.
+            # This call keeps no offsets, and takes a third of the time.
             (encoding,) = self._fast.encode_batch_fast([text], add_special_tokens=special)
         except BaseException as error:
             raise refusal(error, "the tokenizer cannot take this text") from error
@@ -99,7 +102,7 @@ class Tokenizer(Vocabulary):
     def render(
         self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
     ) -> str:
-        """The chat as the model's template writes it. Raises TokenizerError."""
+        """Return the chat as the model's template writes it. Raises TokenizerError."""
         return self._template.render(messages, extra, chars_max)
 
     def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
@@ -115,12 +118,12 @@ class Tokenizer(Vocabulary):
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as its file writes it."""
+    """Return a part of a tokenizer as its file writes it."""
     return json.loads(part.__getstate__()) if part else {}
 
 
 def _steps(part: Any, name: str) -> list[dict[str, Any]]:
-    """The same as a list, whether it is one step, a sequence or nothing."""
+    """Return the steps of a part, which is one step, a sequence of steps or nothing."""
     found = _state(part)
     if found.get("type") == "Sequence":
         return list(found.get(name) or ())
@@ -128,7 +131,7 @@ def _steps(part: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _grows(normalizer: dict[str, Any]) -> bool:
-    """The step never makes a text shorter, or (NFC) by a known factor at most."""
+    """Return whether a step never makes a text shorter, or (NFC) only by a bounded factor."""
     if normalizer["type"] != "Replace":
         return normalizer["type"] in ("NFC", "Prepend")
     pattern = normalizer["pattern"].get("String")

@@ -1,7 +1,7 @@
-"""What a model's tokens say: enough to turn them into text, without the tokenizer that reads text.
+"""A model's vocabulary: enough to turn tokens into text, but not text into tokens.
 
 A tokenizer takes a second to load and holds the interpreter's lock meanwhile. So the server has
-only this of it, which a text process sends (server/text/pool.py).
+only its vocabulary, which a text process sends (server/text/pool.py).
 """
 
 from typing import Any
@@ -13,27 +13,27 @@ from c2cserve.files.reading import one_line
 
 
 class TokenizerError(ValueError):
-    """The model's tokenizer or template can not be used; says why."""
+    """The model's tokenizer or template cannot be used; the message says why."""
 
 
 class VocabularyFacts(msgspec.Struct):
-    """A vocabulary on its way from one process to another."""
+    """The data of a vocabulary, sent from one process to another."""
 
     kind: str
-    """`bytes`, `pieces` or `other`: how tokens are spelled."""
+    """The spelling of tokens: `bytes`, `pieces` or `other`."""
     strips: bool
     """The first space of a text is not shown."""
     pieces: dict[int, str]
     specials: list[int]
     decoder: str = ""
-    """For `other`: a tokenizer as JSON that decodes and does nothing else."""
+    """A tokenizer as JSON that only decodes; empty unless `kind` is `other`."""
 
 
 class Vocabulary:
-    """Thread-safe."""
+    """Turns tokens into text. Thread-safe."""
 
     def __init__(self, facts: VocabularyFacts) -> None:
-        """Raises TokenizerError."""
+        """Raises TokenizerError if the decoder cannot be loaded."""
         self.kind, self.strips = facts.kind, facts.strips
         self._pieces = facts.pieces
         self._specials = frozenset(facts.specials)
@@ -42,21 +42,19 @@ class Vocabulary:
         self._raws: dict[int, bytes] = {}
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
-        """Without special tokens, unless asked for. Only for `other` vocabularies.
-
-        Raises TokenizerError.
-        """
+        """Return the text of tokens. `special`: show special tokens too. Only for `other`
+        vocabularies. Raises TokenizerError."""
         try:
             return self._decoder.decode(ids, skip_special_tokens=not special)
         except BaseException as error:
             raise refusal(error) from error
 
     def token_text(self, token: int) -> tuple[str, list[int]]:
-        """One token for log-probabilities: its text and its bytes."""
-        known = self._texts.get(token)
-        if known is None:
-            known = self._texts[token] = self._token_text(token)
-        return known
+        """Return text and bytes of a token, as log-probabilities show it."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self._token_text(token)
+        return text
 
     def _token_text(self, token: int) -> tuple[str, list[int]]:
         if self.kind == "other":
@@ -67,13 +65,13 @@ class Vocabulary:
         return raw.decode(errors="replace"), list(raw)
 
     def raw(self, token: int) -> bytes:
-        """What the token adds to the text, where that does not depend on its neighbours (`kind` is
-        not `other`); nothing for special tokens."""
-        known = self._raws.get(token)
-        if known is None:
-            known = b"" if token in self._specials else self._spelled(token)
-            self._raws[token] = known
-        return known
+        """Return the bytes that a token adds to the text; empty for special tokens. Only for kinds
+        where that does not depend on its neighbours (not `other`)."""
+        raw = self._raws.get(token)
+        if raw is None:
+            raw = b"" if token in self._specials else self._spelled(token)
+            self._raws[token] = raw
+        return raw
 
     def _spelled(self, token: int) -> bytes:
         piece = self._pieces.get(token, "")
@@ -84,7 +82,7 @@ class Vocabulary:
         return bytes(_BYTES[char] for char in piece) if spelled else piece.encode()
 
     def byte(self, token: int) -> int | None:
-        """The byte a byte-fallback token stands for."""
+        """Return the byte that a byte-fallback token stands for, None for other tokens."""
         raw = self.raw(token)
         if self.kind != "pieces" or len(raw) != 6 or not raw.startswith(b"<0x"):
             return None
@@ -102,15 +100,18 @@ def _decoder(text: str) -> Any:
 
 
 def refusal(error: BaseException, what: str = "the tokenizer failed") -> BaseException:
-    """What to raise for a failure of the `tokenizers` library: it raises bare Exceptions, and its
-    defects (Rust's panics) are BaseExceptions. What stops a process is none of its failures."""
+    """Return what to raise for an exception of the `tokenizers` library.
+
+    The library raises bare Exceptions, and its defects (Rust's panics) are BaseExceptions. Other
+    BaseExceptions, such as KeyboardInterrupt, are not its failures and are returned unchanged.
+    """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{what}: {one_line(error)}")
     return error
 
 
 def _byte_table() -> dict[str, int]:
-    """Byte-level BPE writes every byte as a printable character: the inverse of that."""
+    """Return character -> byte: byte-level BPE writes every byte as a printable character."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}

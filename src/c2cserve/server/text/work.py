@@ -1,7 +1,7 @@
-"""From a request's body to what an engine needs: checked, rendered, tokenized, within limits.
+"""Turning a request's body into an engine's input: validate, render, tokenize, check limits.
 
-Pure functions of a body and a tokenizer. Their cost grows with what a client sends and with what a
-checkpoint's author wrote, so they run in processes that can be killed (server/text/process.py).
+These are pure functions of a body and a tokenizer. Their cost grows with the body and with the
+checkpoint's template. So they run in processes that can be killed (server/text/process.py).
 """
 
 import random
@@ -16,36 +16,38 @@ from c2cserve.server.cache_salts import request_salt
 from c2cserve.server.errors import ApiError, of_validation
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text.messages import Asked, Done, Target, TokenizedPrompt, Work
+from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
 _GREEDY_BELOW = 1e-5
-"""Temperatures that single precision can not divide by: the likeliest token is drawn, as it would
-be anyway."""
+"""Temperatures below this, by which single precision cannot divide, count as 0. The result is the
+same: the likeliest token."""
 _TOP_P_MIN = 1e-9
-"""Below the share of any likeliest token, and far from zero in single precision."""
+"""The smallest `top_p`: below the share of any likeliest token, and far from zero in single
+precision."""
 
 
-def do_work(work: Work, tokenizer: Tokenizer | None) -> Done:
-    """Without a tokenizer, the body is validated and there are no prompts. Raises ApiError."""
+def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
+    """Prepare a request's text. Without a tokenizer, the body is only validated and the result has
+    no prompts. Raises ApiError."""
     body = _validated(work)
     texts = _texts(body)
     _check_counts(body, len(texts), work.limits)
     if work.target is None or tokenizer is None:
-        return Done(_asked(body, Sampling(seed=0)), [])
+        return TextResult(_asked(body, Sampling(seed=0)), [])
     sampling = _sampling(body, work.target)
     salt = request_salt(work.cache_salt, body.cache_salt)
     reader = _Reader(tokenizer, work.target, body, work.limits, salt)
     try:
-        return Done(_asked(body, sampling), [reader.read(text) for text in texts])
+        return TextResult(_asked(body, sampling), [reader.read(text) for text in texts])
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
 
 
-def _validated(work: Work) -> CompletionBody | ChatBody:
+def _validated(work: TextRequest) -> CompletionBody | ChatBody:
     kind = CompletionBody if work.api == "completions" else ChatBody
     try:
         return kind.model_validate_json(work.body)
@@ -58,7 +60,7 @@ def _prompt_field(body: Common) -> str:
 
 
 def _texts(body: CompletionBody | ChatBody) -> list[Any]:
-    """The prompts, each a text or token ids; of a chat, its messages are the only one."""
+    """Return the prompts, each a text or token ids. The messages of a chat are one prompt."""
     if isinstance(body, ChatBody):
         return [body.messages]
     given: Any = body.prompt
@@ -70,7 +72,7 @@ def _texts(body: CompletionBody | ChatBody) -> list[Any]:
 
 
 def _check_counts(body: CompletionBody | ChatBody, prompts: int, limits: RequestLimits) -> None:
-    """Everything that can be counted before it is tokenized."""
+    """Check all limits that apply before tokenizing. Raises ApiError (400)."""
     choices = prompts * (body.n or 1)
     within("n", f"{prompts} prompts x n are {choices} choices", choices, limits.choices, "choices")
     stops = len(body.stops)
@@ -91,7 +93,7 @@ def _check_counts(body: CompletionBody | ChatBody, prompts: int, limits: Request
 
 
 def within(param: str, what: str, count: int, limit: int, option: str) -> None:
-    """Raises ApiError (400), which names the field, the limit and the option that sets it."""
+    """Check one limit. Raises ApiError (400), which names the field, the limit and its option."""
     if count > limit:
         raise ApiError(
             400, f"{what}; this server's limit is {limit} (--max-{option})", param=param,
@@ -109,7 +111,7 @@ class _Reader:
         self, tokenizer: Tokenizer, target: Target, body: CompletionBody | ChatBody,
         limits: RequestLimits, salt: bytes,
     ) -> None:  # fmt: skip
-        """`salt`: of the prefix hashes."""
+        """`salt` goes into the prefix hashes."""
         self._salt = salt
         self._tokenizer = tokenizer
         self._target = target
@@ -117,7 +119,7 @@ class _Reader:
         self._limits = limits
         self._field = _prompt_field(body)
         self._tokens = 0
-        """Of all choices so far."""
+        """Prompt tokens of all choices so far."""
 
     def read(self, given: Any) -> TokenizedPrompt:
         body, text = self._body, ""
@@ -134,7 +136,7 @@ class _Reader:
             text = self._checked(tokens)
         echo = isinstance(body, CompletionBody) and bool(body.echo)
         scored = echo and body.logprobs is not None
-        # Every position's logits are wanted then: nothing may come from the cache.
+        # The logits of every position are needed then, so no KV may come from the cache.
         hashes = () if scored else self._tokenizer.prefix_hashes(tokens, self._salt)
         return TokenizedPrompt(
             array("I", tokens).tobytes(), array("Q", hashes).tobytes(), text if echo else "",
@@ -142,7 +144,8 @@ class _Reader:
         )  # fmt: skip
 
     def _checked(self, tokens: list[int]) -> str:
-        """Given token ids as text, for `echo`. Raises ApiError for ids that there are not."""
+        """Return given token ids as text, for `echo`. Raises ApiError for ids outside the
+        vocabulary."""
         vocab_size = self._target.vocab_size
         if max(tokens) >= vocab_size:
             raise ApiError(
@@ -157,7 +160,8 @@ class _Reader:
         return self._tokenizer.render(messages, extra, self._limits.prompt_chars)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        """A text that can not fit whatever its tokens are is refused unread."""
+        """Return the tokens of a text. A text that is too long for any tokens is refused before it
+        is tokenized. Raises ApiError."""
         longest, room = self._tokenizer.token_bytes_max, self._target.max_context
         size = len(text) if longest is None else len(text.encode())
         if longest is not None and size > longest * room:
@@ -173,7 +177,8 @@ class _Reader:
         return tokens
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
-        """A tokenizer may know tokens that the model has no embedding of. Raises ApiError."""
+        """Check that the model has embeddings of all tokens: its tokenizer may make others. Raises
+        ApiError."""
         if tokens and (largest := max(tokens)) >= self._target.vocab_size:
             raise ApiError(
                 400,
@@ -183,7 +188,7 @@ class _Reader:
             )
 
     def _count(self, tokens: int) -> None:
-        """Raises ApiError when all choices so far have more tokens than one request may."""
+        """Count the tokens of a prompt for all its choices. Raises ApiError beyond the limit."""
         self._tokens += tokens * (self._body.n or 1)
         within(
             self._field, f"the prompts of all choices have {self._tokens} tokens", self._tokens,
@@ -191,7 +196,8 @@ class _Reader:
         )  # fmt: skip
 
     def _max_new_tokens(self, count: int) -> int:
-        """Tokens to draw after `count` of the prompt. Raises ApiError: they do not fit."""
+        """Return the tokens to sample after `count` of the prompt. Raises ApiError if they do not
+        fit."""
         if count == 0:
             raise ApiError(400, "the prompt has no tokens", param=self._field)
         body, room = self._body, self._target.max_context - count
@@ -231,7 +237,8 @@ def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
 
 
 def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
-    """Within what single precision and 32-bit integers hold: an engine needs no checks."""
+    """Return sampling parameters within single precision and 32-bit integers, so that an engine
+    needs no checks. Raises ApiError."""
     bias = tuple((int(token), value) for token, value in (body.logit_bias or {}).items())
     for field, tokens in (
         ("logit_bias", [token for token, _ in bias]),

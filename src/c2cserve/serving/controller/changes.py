@@ -1,8 +1,8 @@
 """Changes of the catalogue while it is served: adding, removing and reloading models.
 
-Everything here runs on the server's event loop, changes of one model one after another. The loop's
-order is what makes a switch exact: a request was either handed to the controller before the switch,
-and ends on the old version, or it is prepared for the new one.
+Everything here runs on the server's event loop, changes of one model one after another. The order
+of that loop makes a switch exact. A request that was handed to the controller before the switch
+ends on the old version; every other request is prepared for the new one.
 """
 
 import asyncio
@@ -20,12 +20,13 @@ from c2cserve.serving.controller.host import HostedModel, ModelHost
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.02
-"""How often a reload looks whether the new weights are there."""
+_POLL_S = 0.02
+"""How often a reload checks whether the new weights have been loaded."""
 _START_S = 2.0
 """A load beside the old weights that has not begun by then found no room after all."""
 _ATTACH_S = 30.0
-"""A slice that has not mapped the new weights by then is not waited for: its requests will."""
+"""The switch does not wait longer for a slice to map the new weights: that slice's requests
+wait."""
 
 
 class ModelChanges:
@@ -37,26 +38,27 @@ class ModelChanges:
         running: Callable[[], set[str]],
         slices: Callable[[], set[str]],
     ) -> None:
-        """`running`: versions that have requests, waiting ones too; `slices`: those that are up."""
+        """`running`: versions that have requests, waiting ones too; `slices`: slices that are
+        up."""
         self._host = host
         self._directory = directory
         self._post = post
         self._running = running
         self._slices = slices
         self._locks: dict[str, tuple[asyncio.Lock, list[None]]] = {}
-        """By catalogue id, with an entry for each change that holds it or waits for it."""
+        """Catalogue id -> its lock, and an entry for each change that holds it or waits for it."""
         self._forgotten: dict[str, asyncio.Future[None]] = {}
-        """By version."""
+        """Version -> the removal that waits until the controller has forgotten it."""
 
     def found(self, name: str) -> ModelRecord | BrokenModel:
-        """Raises `Refused` (404)."""
+        """Return the model that has this id or alias. Raises `Refused` (404)."""
         model = self._directory.find(name)
         if model is None:
             raise Refused(404, f"the model {name!r} does not exist")
         return model
 
     @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncGenerator[None, None]:
+    async def _locked(self, name: str) -> AsyncGenerator[None, None]:
         """Hold the model's lock, which lives as long as some change needs it."""
         lock, users = self._locks.setdefault(name, (asyncio.Lock(), []))
         users.append(None)
@@ -71,14 +73,14 @@ class ModelChanges:
     # ---- adding ---------------------------------------------------------------------------------
 
     def add_hosted(self, hosted: HostedModel) -> None:
-        """Raises `Refused` (409) when a name is taken."""
+        """Add a checked entry. Raises `Refused` (409) when a name is taken."""
         self._directory.add(ModelRecord(hosted))
         self._post(ModelAdded(hosted.spec))
 
     async def add(self, entry: dict[str, object]) -> HostedModel:
-        """Nothing is known of the entry's files before its names are claimed. Raises `Refused`."""
+        """Check an entry, downloading its files if need be, and add it. Raises `Refused`."""
         taken = entry.get("id")
-        if isinstance(taken, str):  # told before anything is downloaded
+        if isinstance(taken, str):  # refused before anything is downloaded
             self._directory.check_free((taken,))
         hosted = await asyncio.to_thread(self._host.prepare, entry)
         self.add_hosted(hosted)
@@ -87,9 +89,9 @@ class ModelChanges:
     # ---- removing -------------------------------------------------------------------------------
 
     async def remove(self, name: str) -> None:
-        """Returns when the model has drained and is gone. Raises `Refused` (404)."""
+        """Drain a model and take it out. Return when it is gone. Raises `Refused` (404)."""
         model = self.found(name)
-        async with self._turn(model.name):
+        async with self._locked(model.name):
             model = self.found(model.name)  # a change before this one may have removed it
             if isinstance(model, BrokenModel):
                 self._directory.forget(model)
@@ -105,13 +107,13 @@ class ModelChanges:
         await asyncio.shield(waiter)
 
     def forgotten(self, version: str) -> None:
-        """The controller has forgotten it."""
+        """Note that the controller has forgotten the version."""
         waiter = self._forgotten.pop(version, None)
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
     def end(self) -> None:
-        """The controller has ended: nothing will be forgotten any more."""
+        """Note that the controller has ended, so that no removal will complete any more."""
         for waiter in self._forgotten.values():
             if not waiter.done():
                 waiter.set_exception(Refused(503, "the server is shutting down"))
@@ -119,10 +121,10 @@ class ModelChanges:
     # ---- reloading ------------------------------------------------------------------------------
 
     async def reload(self, name: str) -> ModelRecord | BrokenModel:
-        """Read the model's files again. Returns once its names lead to the new version; whatever
-        fails before leaves the old one serving. Raises `Refused` (400, 404, 503)."""
+        """Read the model's files again. Return once its names lead to the new version. A failure
+        before that leaves the old version serving. Raises `Refused` (400, 404, 503)."""
         name = self.found(name).name
-        async with self._turn(name):
+        async with self._locked(name):
             old = self.found(name)
             try:
                 hosted = await asyncio.to_thread(self._host.prepare, old.entry)
@@ -143,8 +145,9 @@ class ModelChanges:
             return self.found(name)
 
     async def _replace(self, old: ModelRecord, new: ModelRecord) -> None:
-        """Beside the old weights if the pool can take both. Else requests wait for the new ones
-        while the old ones drain. Raises `Refused` if the old version goes on."""
+        """Load the new version beside the old weights if the pool can take both. Otherwise requests
+        wait for the new weights while the old version drains. Raises `Refused` if the old version
+        goes on serving."""
         if not _has_memory(old):
             self._switch(new)
             self._post(ModelAdded(new.hosted.spec))
@@ -183,8 +186,8 @@ class ModelChanges:
         return stays + new.hosted.spec.weight_bytes <= self._host.budget_bytes
 
     async def _loaded(self, old: ModelRecord, new: ModelRecord) -> None:
-        """Until the new version can take over: loaded and mapped by every slice, or the old one has
-        lost its weights. Raises `Refused` if the new one fails."""
+        """Wait until the new version can take over: every slice has loaded and mapped it, or the
+        old version has lost its weights. Raises `Refused` if the new version fails."""
         started_s = time.monotonic()
         ready_s: float | None = None
         while _has_memory(old):
@@ -206,7 +209,7 @@ class ModelChanges:
                         return
                 case _:
                     pass
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
 
 def _has_memory(record: ModelRecord) -> bool:

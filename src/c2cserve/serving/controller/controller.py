@@ -1,8 +1,8 @@
 """The controller's loop, and a fresh one in its place when it breaks.
 
 A defect in the policy or in the world must not end a server whose workers are sound and whose
-clients wait. The loop starts anew with a fresh policy, which is told what is known
-(`serving.controller.books`); a loop that breaks again and again ends the server.
+clients wait. The loop starts anew with a fresh policy, which `serving.controller.restart` brings up
+to date. A loop that breaks again and again ends the server.
 """
 
 import logging
@@ -15,7 +15,7 @@ from c2cserve.core.events import ClusterEvent
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Policy, Recorder
 from c2cserve.serving.controller.fleet import FleetDown
-from c2cserve.serving.controller.world import Aborted, World
+from c2cserve.serving.controller.world import Aborted, ControllerWorld
 
 log = logging.getLogger(__name__)
 
@@ -23,21 +23,22 @@ _BREAKS_MAX = 5
 _WINDOW_S = 60.0
 
 Loop = tuple[Policy[ClusterEvent, ClusterAction], Recorder[ClusterEvent, ClusterAction]]
-"""A policy that knows nothing yet, and the record of its stream."""
+"""A policy without any state yet, and the record of its stream."""
 
 
 class Controller:
-    def __init__(self, world: World, make_loop: Callable[[int], Loop]) -> None:
-        """`make_loop` is called with the number of the loop: with 1 at once, which may raise."""
+    def __init__(self, world: ControllerWorld, make_loop: Callable[[int], Loop]) -> None:
+        """`make_loop` takes the number of the loop. It is called with 1 at once, and may raise."""
         self._world = world
         self._make_loop = make_loop
         self._loop = make_loop(1)
         self._number = 1
         self._breaks: deque[float] = deque()
-        """When it broke lately, by no request's fault."""
+        """Recent times when the loop broke and no request was at fault."""
 
     def run(self) -> str | None:
-        """Until drained (None), or until it cannot go on (why, in one line)."""
+        """Run until drained, or until the loop cannot go on. Return None after a drain, else the
+        reason in one line."""
         broken = False
         while True:
             try:
@@ -58,7 +59,8 @@ class Controller:
                 broken = True
 
     def _start_anew(self) -> None:
-        """A request at fault is gone: it and the break that told of it do not count."""
+        """Prepare a fresh loop. If a request was at fault, it has failed by now: then neither this
+        break nor the one that led to it counts."""
         if self._world.restart():
             for _ in range(min(2, len(self._breaks))):
                 self._breaks.pop()

@@ -1,7 +1,8 @@
-"""The catalogue as the live server knows it: every model, by id and alias, with its state.
+"""The catalogue in the live server: every model, by id and alias, with its state.
 
-A model has one version that its names lead to. While it is reloaded it has another one, which has
-no name yet or no longer: the new one until it can answer, then the old one until it has drained.
+The names of a model lead to one of its versions. While the model is reloaded there is a second
+version without names. That is the new version until it can answer, then the old version until it
+has drained.
 
     reload   names ─▶ phi     phi#2 is loading
     switch   names ─▶ phi#2   phi finishes what it has
@@ -26,24 +27,24 @@ class ModelRecord:
     error: str = ""
     created_s: int = field(default_factory=lambda: int(time.time()))
     slices: set[str] = field(default_factory=set[str])
-    """Where it is active."""
+    """Slices on which it is active."""
     failing: dict[str, str] = field(default_factory=dict[str, str])
-    """Slices that gave it up, and why."""
+    """Slices that gave it up -> why."""
     attached: set[str] = field(default_factory=set[str])
     """Slices whose workers have mapped it."""
     draining: bool = False
-    """It finishes what it has and takes nothing new, wherever its weights are."""
+    """It finishes its requests and takes no new ones, wherever its weights are."""
     superseded: bool = False
     """Another version has its names."""
 
     @property
     def id(self) -> str:
-        """The version's."""
+        """The id of the version."""
         return self.hosted.spec.id
 
     @property
     def name(self) -> str:
-        """The catalogue's id."""
+        """The id in the catalogue, the same for all versions."""
         return self.hosted.spec.name
 
     @property
@@ -59,7 +60,7 @@ class ModelRecord:
 
     @property
     def in_pool(self) -> bool:
-        """Usable: its segment exists and workers can map it."""
+        """Whether its segment exists, so that workers can map it."""
         return bool(self.segment)
 
     def out_of_pool(self, state: ModelState = ModelState.COLD, error: str = "") -> None:
@@ -93,35 +94,35 @@ class Directory:
     def __init__(self) -> None:
         self._versions: dict[str, ModelRecord] = {}
         self._current: dict[str, ModelRecord | BrokenModel] = {}
-        """By catalogue id."""
+        """Catalogue id -> the version that its names lead to."""
         self._names: dict[str, str] = {}
         """Ids and aliases -> catalogue id."""
 
     def __iter__(self) -> Iterator[ModelRecord]:
-        """All versions."""
+        """Iterate over all versions."""
         return iter(list(self._versions.values()))
 
     def models(self) -> list[ModelRecord | BrokenModel]:
-        """What names lead to."""
+        """Return the versions that names lead to."""
         return list(self._current.values())
 
     def check_free(self, names: tuple[str, ...]) -> None:
-        """Raises `Refused` (409) when a name is taken."""
+        """Check that names are free. Raises `Refused` (409) when a name is taken."""
         for name in names:
             if (owner := self._names.get(name)) is not None:
                 raise Refused(409, f"the name {name!r} is already used by model {owner!r}")
 
     def add(self, model: ModelRecord | BrokenModel) -> None:
-        """Raises `Refused` (409) when a name is taken."""
+        """Add a model with its names. Raises `Refused` (409) when a name is taken."""
         self.check_free(model.names)
         self.switch(model)
 
     def add_beside(self, record: ModelRecord) -> None:
-        """A version without names, until `switch`."""
+        """Add a version that has no names until `switch`."""
         self._versions[record.id] = record
 
     def switch(self, model: ModelRecord | BrokenModel) -> None:
-        """Names lead to this version of its model from now on, at once."""
+        """Make the model's names lead to this version, from now on and at once."""
         if isinstance(model, ModelRecord):
             self._versions[model.id] = model
         before = self._current.get(model.name)
@@ -134,7 +135,7 @@ class Directory:
         return version in self._versions
 
     def find(self, name: str) -> ModelRecord | BrokenModel | None:
-        """By id or alias."""
+        """Return the model that has this id or alias."""
         model = self._names.get(name)
         return None if model is None else self._current.get(model)
 
@@ -145,7 +146,7 @@ class Directory:
         return self._versions.get(version)
 
     def remove(self, version: str) -> None:
-        """The version is forgotten; its names are free if they led to it."""
+        """Forget the version, and free its names if they lead to it."""
         record = self._versions.pop(version)
         if self._current.get(record.name) is record:
             self.forget(record)

@@ -1,8 +1,8 @@
 """All worker processes of a server: kept running, one per slice.
 
-A worker that dies or hangs is replaced at once; one that keeps dying is replaced with growing
-delays, for ever: once a slice has been up, nothing that happens to workers ends the server. What
-the controller must know of it comes out of `reap`.
+A worker that dies or hangs is replaced at once. A worker that keeps dying is replaced with growing
+delays, for ever. Once a slice has been up, no fault of workers ends the server. `reap`
+yields what the controller must know of it.
 """
 
 import logging
@@ -23,13 +23,14 @@ _END_POLL_S = 0.01
 _BACK_OFF_FIRST_S = 2.0
 _SPARE_RETRY_S = 5.0
 _PAUSE_S = 2.0
-"""Workers are looked at several times a second. If not, the server itself did not run."""
+"""Workers are checked several times a second. After a longer gap, the server itself did not run."""
 _SOUND_S = 10.0
-"""A worker that was up for so long did start."""
+"""A worker that was up for longer has started successfully."""
 _START_FDS = 8
-"""File descriptors that starting a worker takes at most, for the moment;"""
+"""Most file descriptors that are open only while a worker starts."""
 _WORKER_FDS = 4
-"""and those that it keeps: its channel, its pidfd, its stat file, the mapping of its page."""
+"""Descriptors that a worker keeps: its channel, its pidfd, its stat file, the mapping of its
+page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +60,24 @@ class Outage:
 
 
 @dataclass(slots=True)
-class Slot:
+class WorkerSlot:
     """A slice and its current worker, if one runs."""
 
     config: WorkerConfig
     worker: Worker | None = None
-    leaving: Worker | None = None
-    """The one before, killed but not gone: what it holds of its device is not free yet."""
+    previous: Worker | None = None
+    """The worker before, killed but not gone: the device memory that it holds is not free yet."""
     started_s: float = 0.0
     restart_at_s: float = 0.0
     failures: int = 0
-    """Incarnations in a row that died before they were up for ten seconds, or could not start."""
+    """Consecutive incarnations that could not start, or died before they were up for ten
+    seconds."""
     reason: str = ""
-    """Why the last one ended."""
+    """Why the last incarnation ended."""
 
     @property
     def backs_off(self) -> bool:
-        """Its workers fail again and again, and none is up."""
+        """Whether its workers fail again and again, and none is up."""
         return self.failures > 1 and not (self.worker is not None and self.worker.up)
 
     @property
@@ -102,10 +104,10 @@ class Fleet:
     ) -> None:
         self._prefix = prefix
         self.settings = settings
-        self.slots = {config.slice.id: Slot(config) for config in configs}
+        self.slots = {config.slice.id: WorkerSlot(config) for config in configs}
         self._spawner = Spawner()
         self._excused: set[str] = set()
-        """Slices whose worker died of a request."""
+        """Slices whose worker died because of a request."""
         self._spare_due_s = 0.0
         self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
         self._ever_up = False
@@ -125,19 +127,19 @@ class Fleet:
         slots = list(self.slots.values())
         if not all(slot.backs_off for slot in slots):
             return None
-        starts = [0.0 if one.worker or one.leaving else one.restart_at_s - now for one in slots]
+        starts = [0.0 if one.worker or one.previous else one.restart_at_s - now for one in slots]
         reasons = sorted({f"slice {slot.slice.id}: {slot.reason}" for slot in slots})
         return Outage(f"no slice is up ({'; '.join(reasons)})", max(0.0, min(starts)))
 
     def start_due(self, now: float) -> None:
-        """(Re)start every slice without a worker whose delay has passed, once the last one is gone;
-        keep a spare process once all are up. Waits for nobody. Raises `FleetDown` when nothing can
-        be started, and nothing ever could."""
+        """Start a worker on every slice that has none, if its delay has passed and its last worker
+        is gone. Keep a spare process once all slices are up. Never blocks. Raises `FleetDown` when
+        no worker can be started, and none ever could."""
         for slot in self.slots.values():
-            if slot.leaving is not None and slot.leaving.exit_code is not None:
-                slot.leaving.close()
-                slot.leaving = None
-            if slot.worker or slot.leaving or now < slot.restart_at_s:
+            if slot.previous is not None and slot.previous.exit_code is not None:
+                slot.previous.close()
+                slot.previous = None
+            if slot.worker or slot.previous or now < slot.restart_at_s:
                 continue
             try:
                 with self._reserve.lent():
@@ -152,7 +154,7 @@ class Fleet:
             self._keep_spare(now)
 
     def _start(self, config: WorkerConfig) -> Worker:
-        """Raises OSError."""
+        """Start one worker. Raises OSError."""
         spawned = self._spawner.take()
         try:
             return Worker(config, self._prefix, spawned)
@@ -169,8 +171,8 @@ class Fleet:
                 log.error("no spare worker process for now: %s", error)
             self._spare_due_s = now + _SPARE_RETRY_S
 
-    def _failed(self, slot: Slot, reason: str, now: float) -> None:
-        """Another incarnation in a row has. Raises `FleetDown`."""
+    def _failed(self, slot: WorkerSlot, reason: str, now: float) -> None:
+        """Count a failed incarnation, and delay the next one. Raises `FleetDown`."""
         if reason != slot.reason:
             log.error("worker of slice %s: %s", slot.slice.id, reason)
         slot.failures += 1
@@ -184,14 +186,15 @@ class Fleet:
         slot.restart_at_s = now + delay_s
 
     def excuse(self, slice_id: str) -> None:
-        """The worker that `reap` has just yielded died with a request that others died with before:
-        its successor starts without delay. There are few such deaths
+        """Start the successor of the worker that `reap` has just yielded without delay. That worker
+        died with a request with which others had died before. Such deaths are few
         (`policy.cluster.suspects`)."""
         self._excused.add(slice_id)
 
     def reap(self, now: float) -> Iterator[tuple[Worker, str]]:
-        """Workers found dead, hung or failed to start, with the reason; the caller takes what each
-        still said. Raises `FleetDown` when nothing can be started, and nothing ever could."""
+        """Yield workers that are dead, hung or did not start, with the reason. The caller receives
+        the last messages of each. Raises `FleetDown` when no worker can be started, and none ever
+        could."""
         self._ever_up |= bool(self.up)
         if now - self._reaped_s > _PAUSE_S:  # the whole machine may have been stopped meanwhile
             self._watching_since_s = now
@@ -203,7 +206,7 @@ class Fleet:
             worker.kill()
             log.error("worker of slice %s (pid %d): %s", slot.slice.id, worker.pid, reason)
             yield worker, reason
-            slot.worker, slot.leaving = None, worker
+            slot.worker, slot.previous = None, worker
             excused = slot.slice.id in self._excused
             self._excused.discard(slot.slice.id)
             sound = worker.up and now - slot.started_s > _SOUND_S
@@ -214,7 +217,7 @@ class Fleet:
                 slot.reason = reason  # logged above
                 self._failed(slot, reason, now)
 
-    def _verdict(self, slot: Slot, worker: Worker, now: float) -> str | None:
+    def _verdict(self, slot: WorkerSlot, worker: Worker, now: float) -> str | None:
         if (code := worker.exit_code) is not None:
             return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
         if worker.ending:
@@ -225,8 +228,8 @@ class Fleet:
         return worker.hung(now, now - self._watching_since_s, *limits)
 
     def close(self, grace_s: float) -> None:
-        """End all workers and reap them. Workers that are up are told to quit, all at the same
-        time, and get `grace_s`; the others have nothing to finish and are killed at once."""
+        """End all workers and reap them. Workers that are up get `Quit`, all at the same time, and
+        `grace_s` to end. The others have nothing to finish and are killed at once."""
         began_s = time.monotonic()
         workers = [w for slot in self.slots.values() if (w := slot.worker) is not None]
         for worker in workers:
@@ -242,8 +245,8 @@ class Fleet:
         for worker in workers:
             worker.kill()
         for slot in self.slots.values():
-            for worker in (slot.worker, slot.leaving):
+            for worker in (slot.worker, slot.previous):
                 if worker is not None:
                     worker.close()
-            slot.worker = slot.leaving = None
+            slot.worker = slot.previous = None
         log.info("all workers ended within %.2f s", time.monotonic() - began_s)

@@ -20,19 +20,19 @@ from c2cserve.serving.controller.directory import BrokenModel, Directory
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
-from c2cserve.serving.controller.overload import FrontDoor
+from c2cserve.serving.controller.overload import OverloadCheck
 from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
-from c2cserve.serving.controller.world import World
+from c2cserve.serving.controller.world import ControllerWorld
 
 _GRACE_S = 2.0
-"""Of workers that were told to quit: a step that is under way ends first."""
-_LOOK_S = 1.0
-"""How often slices are looked at, for how busy they are."""
+"""Workers that got `Quit` have this long to end: a step under way is finished first."""
+_SAMPLE_S = 1.0
+"""How often the busy time of slices is sampled."""
 _STALLED_S = 5.0
-"""A controller loop that has not come round for so long is not healthy (it does every 0.25 s)."""
+"""A controller loop without a tick for longer is not healthy (it ticks every 0.25 s)."""
 
 
-class _Stream:
+class _OutputStream:
     """One request's output on its way to the event loop."""
 
     __slots__ = ("_items", "_waiter")
@@ -42,7 +42,7 @@ class _Stream:
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: Delta | Refused) -> None:
-        """On the event loop."""
+        """Add an item. Called on the event loop."""
         self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -55,7 +55,7 @@ class _Stream:
 
 
 class LiveGateway:
-    """`runtime.gateway.Gateway` over a fleet of workers. Made on the event loop it serves."""
+    """`runtime.gateway.Gateway` over a fleet of workers. It is made on the event loop it serves."""
 
     def __init__(
         self,
@@ -67,8 +67,8 @@ class LiveGateway:
         burst_s: float = BURST_S,
     ) -> None:
         """`make_loop`: see `Controller`. `on_end` is called on the event loop when the controller
-        has ended: with None after a drain, else with the reason it could not go on. The workers end
-        from then on; `join` waits for them."""
+        has ended: with None after a drain, else with the reason. The workers end from then on;
+        `join` waits for them."""
         self._instance = instance
         self._loop = asyncio.get_running_loop()
         self._fleet = fleet
@@ -76,12 +76,14 @@ class LiveGateway:
         self._on_end = on_end
         self._directory = Directory()
         self._jobs = JobTable()
-        self._outbox: list[tuple[_Stream, Delta | Refused]] = []
+        self._outbox: list[tuple[_OutputStream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
-        self._door = FrontDoor(burst_s)
+        self._overload = OverloadCheck(burst_s)
         self._busy = BusyShares()
-        self._world = World(fleet, host, self._directory, self._jobs, self._flush, self._forgotten)
+        self._world = ControllerWorld(
+            fleet, host, self._directory, self._jobs, self._flush, self._forgotten
+        )
         self._controller = Controller(self._world, make_loop)
         self._changes = ModelChanges(
             host, self._directory, self._world.post, lambda: set(self._jobs.counts()),
@@ -91,16 +93,16 @@ class LiveGateway:
 
     def start(self) -> None:
         self._thread.start()
-        self._look()
+        self._sample()
 
-    def _look(self) -> None:
-        self._busy.look(list(self._fleet.slots.values()), time.monotonic())
-        self._loop.call_later(_LOOK_S, self._look)
+    def _sample(self) -> None:
+        self._busy.sample(list(self._fleet.slots.values()), time.monotonic())
+        self._loop.call_later(_SAMPLE_S, self._sample)
 
     # ---- the controller's thread --------------------------------------------------------------
 
     def post(self, event: ClusterEvent) -> None:
-        """For the model host's listener, from any thread."""
+        """Hand an event to the controller. The model host's listener calls it from any thread."""
         self._world.post(event)
 
     def _control(self) -> None:
@@ -120,7 +122,7 @@ class LiveGateway:
     # ---- the event loop -----------------------------------------------------------------------
 
     @staticmethod
-    def _hand_out(batch: list[tuple[_Stream, Delta | Refused]]) -> None:
+    def _hand_out(batch: list[tuple[_OutputStream, Delta | Refused]]) -> None:
         for stream, item in batch:
             stream.put(item)
 
@@ -135,12 +137,12 @@ class LiveGateway:
     def resolve(self, name: str) -> ModelFiles | None:
         model = self._directory.find(name)
         if isinstance(model, BrokenModel):
-            raise Refused(503, f"the model {model.name!r} can not be served: {model.error}")
+            raise Refused(503, f"the model {model.name!r} cannot be served: {model.error}")
         return None if model is None else model.hosted.files
 
     def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
         now = time.monotonic()
-        return self._door.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
+        return self._overload.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)
@@ -153,13 +155,13 @@ class LiveGateway:
         outage = self._fleet.outage(time.monotonic())
         if outage is not None and outage.retry_s > 0.0:
             raise Refused(503, outage.reason, outage.retry_s)
-        self._door.prepared()
+        self._overload.prepared()
         request = job.request
         waited_s = time.monotonic() - request.arrival_s
-        late = self._door.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
+        late = self._overload.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
         if late is not None:
             raise late
-        stream = _Stream()
+        stream = _OutputStream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
         ended = False
@@ -190,7 +192,7 @@ class LiveGateway:
             counters=self._world.counters,
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
-            refused_early=self._door.refused,
+            refused_early=self._overload.refused,
         )
 
     @property
@@ -214,11 +216,12 @@ class LiveGateway:
         return next(status for status in self.models() if status.id == model)
 
     def add_hosted(self, hosted: HostedModel) -> None:
-        """Raises `Refused` (409) when a name is taken."""
+        """Add a checked entry. Raises `Refused` (409) when a name is taken."""
         self._changes.add_hosted(hosted)
 
     def add_broken(self, broken: BrokenModel) -> None:
-        """A model that is `failed` from the start. Raises `Refused` (409) when a name is taken."""
+        """Add a model that is `failed` from the start. Raises `Refused` (409) when a name is
+        taken."""
         self._directory.add(broken)
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
@@ -233,12 +236,12 @@ class LiveGateway:
     # ---- shutting down ------------------------------------------------------------------------
 
     def drain(self) -> None:
-        """Refuse what is new, finish what is there; `on_end` follows."""
+        """Refuse new requests and finish the others; `on_end` follows."""
         self._draining = True
         self._world.post(Draining())
 
     def abort(self, reason: str) -> None:
-        """End now; what is in flight is refused."""
+        """End now, and refuse the requests in flight."""
         self._draining = True
         self._world.abort(reason)
 

@@ -1,6 +1,6 @@
-"""What the live controller needs of whoever keeps models: the catalogue, their files, the pool.
+"""The port between the live controller and the models: the catalogue, their files, the pool.
 
-Implemented in `cli` (which alone may join the catalogue, the engine's layouts and the pool).
+`serving.controller.catalog_host` implements it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from c2cserve.runtime.gateway import ModelFiles
 @dataclass(frozen=True, slots=True)
 class HostedModel:
     """A checked catalogue entry, ready to load: one version of a model (`core.model.version_id`).
-    All that is known of its files is in it, so versions cannot get in each other's way."""
+    It holds all that was read of its files, so versions do not affect each other."""
 
     spec: ModelSpec
     files: ModelFiles
@@ -24,8 +24,8 @@ class HostedModel:
 
 
 class ModelHost(Protocol):
-    """Models are named by their versions. Thread-safe. Loading reports `ModelUsable`,
-    `ModelLoaded`, `ModelFailed` to the listener it was made with, from its own threads."""
+    """Thread-safe; models are named by their versions. Loading reports `ModelUsable`,
+    `ModelLoaded` and `ModelFailed` to the host's listener, from the host's own threads."""
 
     def prepare(self, entry: dict[str, object]) -> HostedModel:
         """Resolve, download if need be, and check everything that can be checked before weights
@@ -34,13 +34,13 @@ class ModelHost(Protocol):
         ...
 
     def load(self, model: HostedModel) -> None:
-        """Start loading; returns at once. What goes wrong is reported as `ModelFailed`, also that
-        a file is not what it was when it was checked."""
+        """Start loading, and return at once. Failures are reported as `ModelFailed`; a file that
+        differs from the checked one is a failure too."""
         ...
 
     def segment(self, model: str) -> str | None:
-        """Path of the model's segment, from `ModelUsable` until `evict`; None if its load has
-        failed since, which is then reported next."""
+        """Return the path of the model's segment, from `ModelUsable` until `evict`. Return None if
+        the load has failed since; `ModelFailed` is then reported next."""
         ...
 
     def evict(self, model: str) -> None:
@@ -51,7 +51,7 @@ class ModelHost(Protocol):
 
     @property
     def files_changed(self) -> int:
-        """How often a file was found to be another one than was checked."""
+        """How often a file was found to differ from the one that was checked."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """The controller's record of every request in flight: what was asked, what was sent.
 
-It is the one place that knows which tokens a client already has, and so what a lost slice's
-requests continue from.
+Only this table holds the tokens that each client already has. The requests of a lost slice continue
+from there.
 """
 
 import logging
@@ -23,7 +23,8 @@ from c2cserve.core.request import Delta, FinishReason, Job, Request
 from c2cserve.runtime.gateway import Refused
 
 Sink = Callable[["Delta | Refused"], None]
-"""Takes one request's output, in order; called on the controller's thread, must not block."""
+"""A function that takes one request's output, in order. The controller's thread calls it, so it
+must not block."""
 
 
 log = logging.getLogger(__name__)
@@ -37,25 +38,26 @@ class LiveJob:
     output: list[int] = field(default_factory=list[int])
     prompt_reported: bool = False
     deaths: int = 0
-    """Slices it was on that were lost, since it last made progress."""
+    """Slices that were lost with it since it last made progress."""
     recalled: bool = False
-    """Its slice has been asked to give it back (`core.actions.Recall`)."""
+    """The controller asked its slice to give it back (`core.actions.Recall`)."""
     moved: bool = False
-    """It began anew on another slice, or on the same one."""
+    """It was placed again, on another slice or on the same one."""
     lost_slice: str = ""
-    """The one that it was on before it began anew."""
+    """The slice that it was on before it was placed again."""
 
     @property
     def request(self) -> Request:
         return self.job.request
 
     @property
-    def untold(self) -> bool:
-        """Nothing of its output was sent."""
+    def unsent(self) -> bool:
+        """Whether no token of its output was sent yet."""
         return not self.output and not self.request.sent
 
     def remaining(self) -> Job:
-        """What is left to do, as of the last token received: the prompt grows by the output."""
+        """Return what is left to do after the last token received: the prompt grows by the
+        output."""
         if not self.output:
             return self.job
         request = replace(
@@ -67,7 +69,7 @@ class LiveJob:
         return replace(self.job, request=request, tokens=self.job.tokens + tuple(self.output))
 
     def begin_anew(self) -> Request:
-        """It is on no slice any more: it goes on from what its client has."""
+        """Take it off its slice, so that it continues from what its client has."""
         self.job = self.remaining()
         self.output.clear()
         self.lost_slice, self.slice_id = self.slice_id or self.lost_slice, None
@@ -98,23 +100,23 @@ class JobTable:
         return self._jobs.pop(request_id, None)
 
     def live(self) -> list[LiveJob]:
-        """All of them, oldest first."""
+        """Return all requests, oldest first."""
         return list(self._jobs.values())
 
     def clear(self) -> list[LiveJob]:
-        """Forget all of them; returns what was in flight."""
+        """Forget all requests, and return them."""
         jobs = list(self._jobs.values())
         self._jobs.clear()
         return jobs
 
     def receive(self, delta: Delta, now: float) -> list[ClusterEvent]:
-        """Hand a worker's delta to its client; return what the policy must hear of it. Deltas of
+        """Hand a worker's delta to its client, and return the events for the policy. Deltas of
         requests that ended meanwhile (cancelled) are dropped."""
         live = self._jobs.get(delta.request_id)
         if live is None:
             return []
         events: list[ClusterEvent] = []
-        if delta.tokens and live.untold:
+        if delta.tokens and live.unsent:
             events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
         if live.moved:
             delta = self._without_repeats(live, delta)
@@ -134,8 +136,8 @@ class JobTable:
         return events
 
     def fail(self, request_id: str, reason: str) -> list[ClusterEvent]:
-        """End a request that cannot go on: its client gets an error. Return what the policy must
-        hear, nothing if the request has ended already."""
+        """End a request that cannot go on: its client gets an error. Return the events for the
+        policy, none if the request has ended already."""
         live = self._jobs.pop(request_id, None)
         if live is None:
             return []
@@ -149,14 +151,15 @@ class JobTable:
 
     @staticmethod
     def _without_repeats(live: LiveJob, delta: Delta) -> Delta:
-        """A resumed request reports its prompt, cache use and timing again: the client has them."""
+        """Remove what a resumed request reports again and its client has: its prompt, cache use and
+        timing."""
         if not live.prompt_reported:
             return delta
         return replace(delta, prompt_logprobs=(), cached_tokens=0, timing=None)
 
     def give_back(self, request_id: str, slice_id: str) -> Recalled | Returned | None:
-        """A slice returned the request: return what the policy must hear, None if the request has
-        ended meanwhile."""
+        """Note that a slice returned the request. Return the event for the policy, None if the
+        request has ended meanwhile."""
         live = self._jobs.get(request_id)
         if live is None or live.slice_id != slice_id:
             return None
@@ -172,9 +175,9 @@ class JobTable:
         return any(live.deaths > 1 for live in self._on(slice_id))
 
     def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
-        """The slice is gone: return its requests, which continue from what the clients have, and
-        what the policy must hear of those that cannot. Which of them is to blame for a worker's
-        death is the policy's to say (`policy.cluster.suspects`)."""
+        """Take all requests off a lost slice. Return those that continue from what their clients
+        have, and the events for the policy about those that cannot. The policy decides which
+        request is to blame for a worker's death (`policy.cluster.suspects`)."""
         displaced: list[Request] = []
         failed: list[ClusterEvent] = []
         for live in self._on(slice_id):
@@ -182,7 +185,7 @@ class JobTable:
             try:
                 displaced.append(live.begin_anew())
             except Exception as fault:
-                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                log.exception("request %s cannot go on", request_id, extra={"job": request_id})
                 failed += self.blame(request_id, fault)
             else:
                 live.deaths += 1
@@ -190,8 +193,7 @@ class JobTable:
         return tuple(displaced), failed
 
     def withdraw_all(self) -> list[str]:
-        """No slice has any of them any more: all that were on one begin anew. Return their ids.
-        None of them is blamed for that."""
+        """Take all requests off their slices, and return their ids. No request is blamed for it."""
         moved: list[str] = []
         for live in self.live():
             if live.slice_id is None:
@@ -200,7 +202,7 @@ class JobTable:
                 live.begin_anew()
             except Exception as fault:
                 request_id = live.request.id
-                log.exception("request %s can not go on", request_id, extra={"job": request_id})
+                log.exception("request %s cannot go on", request_id, extra={"job": request_id})
                 self.blame(request_id, fault)
             else:
                 moved.append(live.request.id)
@@ -210,11 +212,11 @@ class JobTable:
         return [live for live in self._jobs.values() if live.slice_id == slice_id]
 
     def of_tenants(self) -> list[int]:
-        """Requests of each tenant that has some. Callable from any thread."""
+        """Return the number of requests of each tenant that has some. Callable from any thread."""
         return list(Counter(live.request.tenant for live in list(self._jobs.values())).values())
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Per model: requests dispatched, requests waiting. Callable from any thread."""
+        """Return per model: requests dispatched, requests waiting. Callable from any thread."""
         counts: dict[str, tuple[int, int]] = {}
         for live in list(self._jobs.values()):
             running, waiting = counts.get(live.request.model, (0, 0))
@@ -226,7 +228,7 @@ class JobTable:
 
 
 def log_moved(request_ids: Sequence[str], why: str) -> None:
-    """Log which requests a fault has hit that was not their own."""
+    """Log which requests are affected by a fault that was not their own."""
     if request_ids:
         log.warning(
             "%s; requests that continue from what their clients have: %s",

@@ -1,8 +1,8 @@
-"""Refusing in an overload before anything is done for a request.
+"""Refusing requests in an overload before any work is done for them.
 
-The controller's policy refuses what would be late, by its queue. But what comes before it takes
-processor time that answers need: to read a body, to tokenize it, to send it there. And requests may
-wait there as well, where neither the policy nor a limit on its queue sees them.
+The controller's policy knows its queue, and refuses requests that would be late. But reading,
+tokenizing and sending a body comes before that, and takes processor time that answers need.
+Requests may also wait before they reach the policy, where it cannot see them.
 """
 
 from collections import Counter
@@ -13,28 +13,29 @@ from c2cserve.policy.cluster.admission import IN_TIME_SHARE, Standing, Throughpu
 from c2cserve.runtime.gateway import Refused
 
 
-class FrontDoor:
-    """Lets requests in, or refuses those whose first token would be late. Used on the server's
-    event loop."""
+class OverloadCheck:
+    """Decides which requests are refused because their first token would be late. Used on the
+    server's event loop."""
 
     def __init__(self, burst_s: float) -> None:
         """`burst_s`: as `policy.cluster.admission.AdmissionSettings` has it."""
         self._preparing = Throughput()
-        """Requests that are prepared per second while others wait for that."""
+        """Requests prepared per second, measured while others wait for it."""
         self._standing = Standing(burst_s)
         self.refused = 0
 
     def prepared(self) -> None:
-        """A request is on its way to the controller."""
+        """Note that a request was prepared and goes to the controller."""
         self._preparing.finished()
 
     def refusal(
         self, backlog: Backlog, tenant: str, ttft_s: float, preparing: Mapping[str, int], now: float
     ) -> Refused | None:
-        """Why a request that comes now is refused. None: it can be in time, or this is no overload.
+        """Return why a request that arrives now is refused; None if it can be in time, or if there
+        is no overload.
 
-        `backlog`: what the policy told last. `preparing`: each tenant's requests that came in and
-        did not reach the controller yet."""
+        `backlog`: the policy's latest one. `preparing`: tenant -> its requests that have arrived
+        and have not reached the controller yet."""
         crowd = sum(preparing.values())
         self._preparing.look(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
@@ -55,8 +56,8 @@ class FrontDoor:
         return Refused(429, reason, max(1.0, expected_s))
 
     def too_late(self, backlog: Backlog, waited_s: float, ttft_s: float) -> Refused | None:
-        """Why a request that has been prepared is refused all the same: in an overload, it is late
-        already."""
+        """Return why a prepared request is refused after all: there is an overload, and it is late
+        already. None if it may go on."""
         if waited_s <= ttft_s or not (self._standing.is_long or backlog.per_s):
             return None
         self.refused += 1

@@ -1,4 +1,4 @@
-"""File descriptors kept for what must not fail when the process has no others left."""
+"""File descriptors in reserve, for work that must not fail when the process has no others left."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ from collections.abc import Generator
 class Reserve:
     """Placeholders in the process's table of descriptors. Used by one thread.
 
-    They are closed while they are lent. Another thread may take them in that moment (a connection
-    is accepted): a reserve makes what borrows it likely to succeed, and it may still fail.
+    They are closed while they are lent. Another thread may take them in that moment, for example to
+    accept a connection. So the borrower is likely to succeed, and may still fail.
     """
 
     def __init__(self, size: int) -> None:
@@ -19,7 +19,7 @@ class Reserve:
 
     @contextlib.contextmanager
     def lent(self) -> Generator[None]:
-        """So many more descriptors can be opened inside."""
+        """Free the reserve's descriptors for use inside the context."""
         self.close()
         try:
             yield
@@ -27,7 +27,7 @@ class Reserve:
             self._fill()
 
     def _fill(self) -> None:
-        """As far as there are descriptors; the rest is tried again with the next loan."""
+        """Open placeholders as far as descriptors are left. The next loan tries again."""
         with contextlib.suppress(OSError):
             while len(self._held) < self._size:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))

@@ -3,53 +3,55 @@
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from c2cserve.core.model import ModelState, ModelStatus, name_of
 from c2cserve.runtime.gateway import SliceStatus, Snapshot
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
-from c2cserve.serving.controller.fleet import Slot
+from c2cserve.serving.controller.fleet import WorkerSlot
 from c2cserve.serving.controller.host import ModelHost
 from c2cserve.serving.controller.jobs import JobTable
 from c2cserve.serving.ipc.status_page import Field
 
 _WINDOW_S = 5.0
-"""Shares are of so long, or of the time since the worker's start if that is shorter."""
+"""Shares are over this time, or over the time since the worker's start if that is shorter."""
 
 COUNTERS = (
     "rejected_429", "rejected_503", "refused_queue_full", "refused_overload", "refused_patience",
     "slice_lost", "model_loads", "model_load_failures",
     "model_evictions", "models_given_up", "controller_restarts",
 )  # fmt: skip
-"""Shown from the start, at 0: a rate over a counter's first appearance misses it."""
+"""Counters that are shown from the start, at 0: a rate misses a counter's first appearance."""
 
 
 class BusyShares:
-    """How busy slices are, from looks at their status pages a second apart or so."""
+    """The busy shares of slices, from samples of their status pages about a second apart."""
 
     def __init__(self) -> None:
-        self._looks: dict[str, deque[tuple[int, float, float]]] = {}
-        """Per slice: the worker's process, when, and its busy time then, seconds."""
+        self._samples: dict[str, deque[tuple[int, float, float]]] = {}
+        """Slice -> samples: the worker's process id, the time, its busy time so far; seconds."""
 
-    def look(self, slots: Sequence[Slot], now: float) -> None:
+    def sample(self, slots: Sequence[WorkerSlot], now: float) -> None:
         for slot in slots:
             worker = slot.worker
-            looks = self._looks.setdefault(slot.slice.id, deque())
-            if worker is None or (looks and looks[-1][0] != worker.pid):
-                looks.clear()
+            samples = self._samples.setdefault(slot.slice.id, deque())
+            if worker is None or (samples and samples[-1][0] != worker.pid):
+                samples.clear()
             if worker is not None:
-                looks.append((worker.pid, now, worker.page[Field.BUSY_S]))
-            # The one just outside of the window stays: the share is of the time since it.
-            while len(looks) > 1 and now - looks[1][1] >= _WINDOW_S:
-                looks.popleft()
+                samples.append((worker.pid, now, worker.page[Field.BUSY_S]))
+            # The sample just outside the window stays: the share is over the time since it.
+            while len(samples) > 1 and now - samples[1][1] >= _WINDOW_S:
+                samples.popleft()
 
-    def share(self, slot: Slot, now: float) -> float:
+    def share(self, slot: WorkerSlot, now: float) -> float:
         worker = slot.worker
         if worker is None:
             return 0.0
         since_s, before_s = slot.started_s, 0.0
-        looks = self._looks.get(slot.slice.id)
-        if looks and looks[0][0] == worker.pid:
-            _, since_s, before_s = looks[0]
+        samples = self._samples.get(slot.slice.id)
+        if samples and samples[0][0] == worker.pid:
+            _, since_s, before_s = samples[0]
         spent_s = worker.page[Field.BUSY_S] - before_s
         return max(0.0, min(1.0, spent_s / max(1e-3, now - since_s)))
 
@@ -59,7 +61,7 @@ def take_snapshot(
     instance: str,
     started_s: float,
     draining: bool,
-    slots: Sequence[Slot],
+    slots: Sequence[WorkerSlot],
     directory: Directory,
     jobs: JobTable,
     host: ModelHost,
@@ -72,7 +74,7 @@ def take_snapshot(
     `refused_early`: requests that were refused before they reached the controller."""
     counts = _by_name(jobs.counts())
     up = {slot.slice.id for slot in slots if slot.state == "up"}
-    known = {
+    totals = {
         **dict.fromkeys(COUNTERS, 0),
         **counters,
         "refused_early": refused_early,
@@ -91,7 +93,7 @@ def take_snapshot(
         running=sum(running for running, _ in counts.values()),
         waiting=sum(waiting for _, waiting in counts.values()),
         tenants=tuple(sorted(jobs.of_tenants())),
-        counters={name: float(count) for name, count in known.items()},
+        counters={name: float(count) for name, count in totals.items()},
     )
 
 
@@ -111,8 +113,8 @@ def _status(
     up: set[str],
     counts: dict[str, tuple[int, int]],
 ) -> ModelStatus:
-    """A model by its catalogue id; requests and slices of a version that drains are its own.
-    `up`: slices that are. A model that all of them gave up is failed."""
+    """Return a model's status by its catalogue id. Requests and slices of a draining version count
+    as the model's. `up`: slices that are up. A model that all of them gave up is `failed`."""
     if isinstance(model, BrokenModel):
         return ModelStatus(
             id=model.name, aliases=model.aliases, state=ModelState.FAILED, max_context=0,
@@ -153,8 +155,8 @@ def _trouble(
     return ""
 
 
-def _down(slot: Slot, now: float) -> str:
-    """The trouble of a slice that is not up."""
+def _down(slot: WorkerSlot, now: float) -> str:
+    """Return the trouble of a slice that is not up."""
     if not slot.backs_off:
         return ""
     delay_s = slot.restart_at_s - now
@@ -163,61 +165,34 @@ def _down(slot: Slot, now: float) -> str:
 
 
 def _slice_status(
-    slot: Slot, directory: Directory, busy: BusyShares, stall_timeout_s: float
+    slot: WorkerSlot, directory: Directory, busy: BusyShares, stall_timeout_s: float
 ) -> SliceStatus:
-    """A slice without a worker shows zeros."""
+    """Return a slice's status. A slice without a worker shows zeros."""
     worker = slot.worker
-    fields = dict.fromkeys(Field, 0.0)
-    last_model = ""
+    stats, last_model, stalled_s, beat_s = SliceStats(), "", 0.0, 0.0
     now = time.monotonic()
     if worker is not None:
-        fields = {field: worker.page[field] for field in Field}
-        last = int(fields[Field.LAST_MODEL])
+        stats, beat_s = worker.page.stats(), worker.page[Field.BEAT_S]
+        last = int(worker.page[Field.LAST_MODEL])
         last_model = name_of(worker.attached[last]) if 0 <= last < len(worker.attached) else ""
+        stalled_s = worker.stalled_s(now)
     up = worker is not None and worker.up
-    stalled_s = 0.0 if worker is None else worker.stalled_s(now)
     active = tuple(sorted({r.name for r in directory if slot.slice.id in r.slices}))
     failed = tuple(sorted({r.name for r in directory if slot.slice.id in r.failing}))
     return SliceStatus(
+        **asdict(stats),
         id=slot.slice.id,
         kind=slot.slice.kind,
         state=slot.state,
         pid=0 if worker is None else worker.pid,
         cpus=slot.slice.cpus,
         restarts=slot.restarts,
-        running=int(fields[Field.RUNNING]),
-        waiting=int(fields[Field.WAITING]),
         active_models=active,
         last_model=last_model,
-        kv_used_bytes=int(fields[Field.KV_USED_BYTES]),
         kv_total_bytes=slot.slice.kv_bytes,
-        steps=int(fields[Field.STEPS]),
-        switches=int(fields[Field.SWITCHES]),
         busy_share=busy.share(slot, now),
-        prompt_tokens=int(fields[Field.PROMPT_TOKENS]),
-        output_tokens=int(fields[Field.OUTPUT_TOKENS]),
-        cached_tokens=int(fields[Field.CACHED_TOKENS]),
-        preemptions=int(fields[Field.PREEMPTIONS]),
-        weights_kept_bytes=int(fields[Field.WEIGHTS_KEPT_BYTES]),
-        weights_hit_bytes=int(fields[Field.WEIGHTS_HIT_BYTES]),
-        weights_streamed_bytes=int(fields[Field.WEIGHTS_STREAMED_BYTES]),
-        graph_steps=int(fields[Field.GRAPH_STEPS]),
-        graph_captures=int(fields[Field.GRAPH_CAPTURES]),
-        graph_capture_failures=int(fields[Field.GRAPH_CAPTURE_FAILURES]),
-        graphs_dropped=int(fields[Field.GRAPHS_DROPPED]),
-        flash_steps=int(fields[Field.FLASH_STEPS]),
-        flash_missed_steps=int(fields[Field.FLASH_MISSED_STEPS]),
-        weights_lent_bytes=int(fields[Field.WEIGHTS_LENT_BYTES]),
-        weights_peer_bytes=int(fields[Field.WEIGHTS_PEER_BYTES]),
-        kv_host_bytes=int(fields[Field.KV_HOST_BYTES]),
-        kv_out_bytes=int(fields[Field.KV_OUT_BYTES]),
-        kv_in_bytes=int(fields[Field.KV_IN_BYTES]),
-        step_failures=int(fields[Field.STEP_FAILURES]),
-        step_retries=int(fields[Field.STEP_RETRIES]),
-        retries_failed=int(fields[Field.RETRIES_FAILED]),
-        parts_rebuilt=int(fields[Field.PARTS_REBUILT]),
         failed_models=failed,
         stalled_s=stalled_s,
         trouble=_trouble(active, failed, stalled_s, stall_timeout_s) if up else _down(slot, now),
-        heartbeat_age_s=max(0.0, now - fields[Field.BEAT_S]) if up else 0.0,
+        heartbeat_age_s=max(0.0, now - beat_s) if up else 0.0,
     )

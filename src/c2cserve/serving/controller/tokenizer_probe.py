@@ -1,8 +1,8 @@
 """Trying tokenizers in a process of their own, before the server loads them.
 
 A tokenizer's file can make the library panic, abort, run for ever or take all memory. Here that
-ends a child process; the server only hears that the tokenizer is no good. The child answers a line
-of JSON with a line of JSON and ends with its standard input.
+ends a child process only, and the server refuses the tokenizer. The child answers a line of JSON
+with a line of JSON, and ends with its standard input.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary
 
 _TRY_CPU_S = 10
-"""The largest known vocabularies load in two or three."""
+"""Processor time for one tokenizer. The largest vocabularies load in two or three seconds."""
 _ANSWER_S = 120
-"""On a busy machine, its start included."""
+"""Wall time for one answer on a busy machine, including the start of the child."""
 _MEMORY_BYTES = 8 << 30
 _TEXTS = ("", "The quick brown fox, 3.14.", "na\u00efve \u4f60\u597d \U0001f680\n\t x")
 
@@ -89,7 +89,7 @@ class TokenizerProbe:
 
 
 def try_tokenizer(directory: Path, vocab_size: int) -> str:
-    """Why the tokenizer cannot be used; nothing if it can."""
+    """Return why the tokenizer cannot be used; an empty string if it can."""
     try:
         tokenizer = Tokenizer(directory)
         shown = Vocabulary(tokenizer.facts())

@@ -40,25 +40,27 @@ _STAT_BYTES = 4096
 
 
 class Garbled(Exception):
-    """A worker said something that is no message. Nothing that it says after that is heard."""
+    """A worker sent bytes that are not a message. Nothing that it sends later is read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A worker process and our end of its channel: it has the other as its standard input.
+    """A worker process and the controller's end of its channel. The other end is its standard
+    input.
 
-    All descriptors that watching the process takes are opened with it. To find it dead later takes
-    none, so a shortage of descriptors cannot be taken for its death."""
+    All descriptors for watching the process are opened at its start. Finding it dead later needs no
+    more, so a shortage of descriptors cannot look like its death.
+    """
 
     process: "subprocess.Popen[bytes]"
     channel: Channel
     pidfd: int
     stat_fd: int
-    """Of /proc/PID/stat."""
+    """A descriptor of /proc/PID/stat."""
 
     @classmethod
     def watch(cls, process: "subprocess.Popen[bytes]", channel: Channel) -> "Spawned":
-        """Raises OSError, having opened nothing."""
+        """Open what watching the process takes. Raises OSError, and then leaves nothing open."""
         pidfd = os.pidfd_open(process.pid)
         try:
             stat_fd = os.open(f"/proc/{process.pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
@@ -69,8 +71,8 @@ class Spawned:
 
     @property
     def ending(self) -> bool:
-        """Killed and on its way out. With a GPU's driver taking its memory apart that takes
-        seconds, in which its channel stays open and its pidfd is silent."""
+        """Whether it was killed and is exiting. A GPU's driver may take seconds to free its memory.
+        Until then its channel stays open and its pidfd shows nothing."""
         try:
             stat = os.pread(self.stat_fd, _STAT_BYTES, 0)
         except ProcessLookupError:
@@ -78,7 +80,7 @@ class Spawned:
         return bool(int(stat.rpartition(b")")[2].split()[6]) & _EXITING)
 
     def end(self) -> None:
-        """Kill it if need be, and reap it."""
+        """Kill the process if need be, and reap it."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -117,14 +119,14 @@ class Spawner:
         self._spare: Spawned | None = None
 
     def take(self) -> Spawned:
-        """The spare process if it is alive, else a new one. Raises OSError."""
+        """Return the spare process if it is alive, else a new one. Raises OSError."""
         self.keep_spare()
         spare, self._spare = self._spare, None
         assert spare is not None
         return spare
 
     def keep_spare(self) -> None:
-        """Raises OSError."""
+        """Start a spare process unless there is a live one. Raises OSError."""
         if self._spare is not None and self._spare.process.poll() is not None:
             self._spare.end()
             self._spare = None
@@ -139,8 +141,8 @@ class Spawner:
 class Worker:
     """An incarnation (`epoch`) of a slice's worker process.
 
-    Status pages lie beside the pool's segments under the instance's name, so that whatever removes
-    a dead run's segments removes them too.
+    Status pages lie beside the pool's segments under the instance's name, so that the cleanup of a
+    dead run's segments removes them too.
     """
 
     def __init__(self, template: WorkerConfig, prefix: Path, spawned: Spawned) -> None:
@@ -152,10 +154,10 @@ class Worker:
         self.attached: list[str] = []
         """Models in the order of their `Attach` messages."""
         self.segments: dict[str, str] = {}
-        """Those it has been told to attach and not to detach, and their segments."""
+        """Models that it was asked to attach and not to detach -> their segments."""
         self.resetting = 0
-        """Number of the last `Reset` while its `ResetDone` is to come, else 0."""
-        self._said: deque[bytes] = deque()
+        """The number of the last `Reset` until its `ResetDone` arrives, else 0."""
+        self._received: deque[bytes] = deque()
         self._garbled = False
         self._spawned = spawned
         self.channel = spawned.channel
@@ -173,16 +175,16 @@ class Worker:
 
     @property
     def ending(self) -> bool:
-        """Killed and on its way out."""
+        """Whether it was killed and is exiting."""
         return self._spawned.ending
 
     def send(self, message: ToWorker) -> None:
-        """Never blocks, and never fails for what the worker does: what a dead one does not get is
-        placed again. A message that cannot be encoded raises, and nothing of it is sent."""
+        """Send without blocking. A dead worker is no failure: its requests are placed again. A
+        message that cannot be encoded raises, and nothing of it is sent."""
         self.channel.send(encode(message))
 
     def attach(self, message: Attach) -> None:
-        """Once for each segment of a model, however often it is called."""
+        """Send `Attach`, once for each segment of a model."""
         model = message.spec.id
         if self.segments.get(model) != message.segment:
             self.send(message)
@@ -199,12 +201,12 @@ class Worker:
         self.send(Reset(number))
 
     def receive(self) -> Iterator[ToController]:
-        """Each message once: those that the caller has not come to yet are kept for the next call.
+        """Yield each message once. Messages that the caller does not take stay for the next call.
         Raises `Garbled`."""
-        self._said.extend(self.channel.receive())
-        while self._said and not self._garbled:
+        self._received.extend(self.channel.receive())
+        while self._received and not self._garbled:
             try:
-                message = decode_to_controller(self._said.popleft())
+                message = decode_to_controller(self._received.popleft())
             except msgspec.MsgspecError as error:
                 self._garbled = True
                 raise Garbled(str(error)) from error
@@ -213,8 +215,8 @@ class Worker:
     def hung(
         self, now: float, watched_s: float, beat_timeout_s: float, step_timeout_s: float
     ) -> str | None:
-        """Why this worker must be considered hung, or None. `watched_s`: for how long it has been
-        watched without a pause; no silence counts for longer."""
+        """Return why this worker counts as hung, or None. `watched_s`: how long it has been watched
+        without a pause; no silence counts for longer."""
         if not self.up:
             return None
         silent_s = min(watched_s, now - self.page[Field.BEAT_S])
@@ -228,10 +230,10 @@ class Worker:
         return None
 
     def stalled_s(self, now: float) -> float:
-        """How long the slice has had requests without a step being done (or waiting for weights).
-        Failed steps do not count as done."""
+        """Return how long the slice has had requests without completing a step. Time spent waiting
+        for weights does not count; failed steps do not count as completed."""
         page = self.page
-        busy = page[Field.RUNNING] or page[Field.WAITING]
+        busy = page.stat("running") or page.stat("waiting")
         return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
 
     def kill(self) -> None:
@@ -247,7 +249,7 @@ class Worker:
 def first_config(
     slice_: Slice, log_level: str, log_format: LogFormat, record: str | None
 ) -> WorkerConfig:
-    """The template of a slice's first incarnation; `next_config` makes the following ones."""
+    """Return the template of a slice's first incarnation; `next_config` makes the later ones."""
     return WorkerConfig(slice_, 1, "", log_level, log_format, record)
 
 

@@ -1,11 +1,11 @@
 """The controller's world when it is real: processes, messages and the clock.
 
-`World` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.cluster`. Everything
-in it runs on the controller's thread, except `post`, which any thread may call.
+`ControllerWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.cluster`.
+Everything in it runs on the controller's thread, except `post`, which any thread may call.
 
-What goes wrong with one request ends that request, with one model's load that load, with one worker
-that worker. Any other exception leaves `wait` or `submit` and ends the loop, which `restart`
-prepares to begin anew (`serving.controller.controller`).
+A fault of one request ends that request, a fault of one load that load, a fault of one worker that
+worker. Any other exception leaves `wait` or `submit` and ends the loop. `restart` then prepares a
+fresh loop (`serving.controller.controller`).
 """
 
 import contextlib
@@ -46,26 +46,26 @@ from c2cserve.core.events import (
     StepTimes,
 )
 from c2cserve.runtime.gateway import Refused, Superseded
-from c2cserve.serving.controller.books import Entry, retell
 from c2cserve.serving.controller.directory import Directory
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import ModelHost
-from c2cserve.serving.controller.hosting import Hosting
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
+from c2cserve.serving.controller.loaded_models import LoadedModels
+from c2cserve.serving.controller.restart import RestartTick, restart_ticks
 from c2cserve.serving.controller.workers import Garbled, Worker
 from c2cserve.serving.ipc import messages as msg
 
 log = logging.getLogger(__name__)
 
 _TICK_S = 0.25
-"""How often an idle controller looks after its workers."""
+"""How often an idle controller checks its workers."""
 
 
 class Aborted(Exception):
-    """The server gives up on what is in flight (drain time is over, or no worker starts)."""
+    """The server abandons the requests in flight (drain time is over, or no worker starts)."""
 
 
-class World:
+class ControllerWorld:
     def __init__(
         self,
         fleet: Fleet,
@@ -86,23 +86,23 @@ class World:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Loaders and signals may post until the process ends: its number is not given away before.
         weakref.finalize(self, os.close, self._wake_fd)
-        self._looked_s = 0.0
+        self._checked_s = 0.0
         self._abort: str | None = None
         self._draining = False
-        self._owed: list[ClusterEvent] = []
-        """Events that carrying out actions has brought."""
-        self._books: deque[Entry] = deque()
-        """What a fresh policy still has to be told."""
-        self._telling: str | None = None
-        """The request that the policy is being told of out of the books."""
+        self._follow_ups: list[ClusterEvent] = []
+        """Events that came of carrying out actions, for the next tick."""
+        self._restart_ticks: deque[RestartTick] = deque()
+        """Ticks that a fresh policy must still get before anything else."""
+        self._restarted_request: str | None = None
+        """The request that the present restart tick is about."""
         self._resets = 0
         self.counters: Counter[str] = Counter(
             models_given_up=0, controller_restarts=0, poison_requests=0, recalled_requests=0
         )
-        self._hosting = Hosting(fleet, host, directory, self.counters, self.post)
+        self._models = LoadedModels(fleet, host, directory, self.counters, self.post)
         self.last_tick_s = time.monotonic()
         self.backlog = Backlog()
-        """As the policy told it last; read by other threads."""
+        """The policy's latest one; other threads read it."""
 
     # ---- any thread ---------------------------------------------------------------------------
 
@@ -118,16 +118,16 @@ class World:
 
     def wait(self, until: float | None) -> tuple[float, Sequence[ClusterEvent]]:
         events: list[ClusterEvent] = []
-        self._telling = None
+        self._restarted_request = None
         while True:
-            if not self._books:
+            if not self._restart_ticks:
                 self._collect(events)
             now = self.last_tick_s = time.monotonic()
             if self._abort is not None:
                 raise Aborted(self._abort)
-            if self._books:
-                entry = self._books.popleft()
-                self._telling = entry.job
+            if self._restart_ticks:
+                entry = self._restart_ticks.popleft()
+                self._restarted_request = entry.job
                 return now, entry.events
             if events or (until is not None and now >= until):
                 return now, events
@@ -143,21 +143,21 @@ class World:
                     poller.register(slot.worker.channel, slot.worker.channel.interest)
         ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
         if any(slot.worker and slot.worker.pidfd in ready for slot in self._fleet.slots.values()):
-            self._looked_s = 0.0
+            self._checked_s = 0.0
 
     def _collect(self, events: list[ClusterEvent]) -> None:
-        owed, self._owed = self._owed, []
-        events += owed
+        follow_ups, self._follow_ups = self._follow_ups, []
+        events += follow_ups
         self._take_inbox(events)
         for slot in self._fleet.slots.values():
             if slot.worker is not None:
                 slot.worker.channel.flush()
                 self._take_messages(slot.worker, events)
         now = time.monotonic()
-        if now - self._looked_s >= _TICK_S:
-            self._looked_s = now
+        if now - self._checked_s >= _TICK_S:
+            self._checked_s = now
             for worker, reason in self._fleet.reap(now):
-                self._bury(worker, reason, events)
+                self._lose(worker, reason, events)
             self._fleet.start_due(now)
         self._flush()
 
@@ -170,11 +170,11 @@ class World:
                 self._jobs.add(item)
                 events.append(Arrived(item.request))
             elif isinstance(item, Cancelled):
-                # The request may have ended by itself while the word was on its way.
+                # The request may have ended by itself before the cancellation arrived.
                 live = self._jobs.drop(item.request_id)
                 if live is not None:
                     events.append(item)
-            elif self._hosting.note(item):
+            elif self._models.note(item):
                 self._draining |= isinstance(item, Draining)
                 events.append(item)
 
@@ -183,24 +183,24 @@ class World:
             for message in worker.receive():
                 events.extend(self._take_message(worker, message))
         except Garbled as error:
-            log.error("slice %s: its worker ends, for it said no message: %s",
+            log.error("slice %s: its worker ends, for it sent no valid message: %s",
                       worker.slice.id, error)  # fmt: skip
             worker.kill()
 
     def _take_message(self, worker: Worker, message: msg.ToController) -> Iterator[ClusterEvent]:
         match message:
             case msg.Hello():
-                yield from self._welcome(worker, message)
+                yield from self._greet(worker, message)
             case msg.Unusable():
-                if (failed := self._hosting.unusable(worker.slice.id, message)) is not None:
+                if (failed := self._models.unusable(worker.slice.id, message)) is not None:
                     yield failed
             case msg.Attached():
-                self._hosting.attached(worker.slice.id, message)
+                self._models.attached(worker.slice.id, message)
             case msg.ResetDone(number) if number == worker.resetting:
                 worker.resetting = 0
                 yield SliceUp(worker.slice)
             case _ if worker.resetting:
-                pass  # of requests and models that it has no more: they begin anew
+                pass  # about requests and models that it no longer has
             case msg.Output(deltas):
                 now = time.monotonic()
                 for delta in deltas:
@@ -212,7 +212,7 @@ class World:
                 give_back = partial(self._give_back, request_id, worker.slice.id)
                 yield from self._guarded(request_id, give_back)
             case msg.Failed() | msg.Recovered():
-                yield from self._take_trouble(worker.slice.id, message)
+                yield from self._take_failure(worker.slice.id, message)
             case msg.ResetDone():
                 pass
 
@@ -223,16 +223,16 @@ class World:
         try:
             return list(handle())
         except Exception as fault:
-            log.exception("request %s can not be handled", request_id, extra={"job": request_id})
+            log.exception("request %s cannot be handled", request_id, extra={"job": request_id})
             return self._jobs.blame(request_id, fault)
 
-    def _welcome(self, worker: Worker, hello: msg.Hello) -> Iterator[ClusterEvent]:
+    def _greet(self, worker: Worker, hello: msg.Hello) -> Iterator[ClusterEvent]:
         log.info(
             "slice %s is up (pid %d, epoch %d, cpus %s, %s)",
             worker.slice.id, worker.pid, hello.epoch, worker.slice.cpus, hello.isa,
         )  # fmt: skip
         worker.up = True
-        self._hosting.attach_all(worker)
+        self._models.attach_all(worker)
         yield SliceUp(worker.slice)
 
     def _give_back(self, request_id: str, slice_id: str) -> Iterator[ClusterEvent]:
@@ -241,10 +241,10 @@ class World:
             self.counters["recalled_requests"] += isinstance(event, Recalled)
             yield event
 
-    def _take_trouble(
+    def _take_failure(
         self, slice_id: str, message: msg.Failed | msg.Recovered
     ) -> Iterator[ClusterEvent]:
-        """What a slice says of models that fail there; events of forgotten models are left out."""
+        """Handle a slice's report of a model that fails there. Forgotten models are left out."""
         record = self._directory.version(message.model)
         if record is None:
             return
@@ -259,13 +259,13 @@ class World:
                 record.failing.pop(slice_id, None)
                 yield InstanceRecovered(slice_id, model)
 
-    def _bury(self, worker: Worker, reason: str, events: list[ClusterEvent]) -> None:
-        """Take the last words of a dead worker, then place its requests again."""
+    def _lose(self, worker: Worker, reason: str, events: list[ClusterEvent]) -> None:
+        """Read the last messages of a dead worker, then place its requests again."""
         if not worker.up:
             return
         slice_id = worker.slice.id
         self._take_messages(worker, events)
-        self._hosting.lost(slice_id)
+        self._models.lost(slice_id)
         if self._jobs.suspected(slice_id):
             self._fleet.excuse(slice_id)
         displaced, failed = self._jobs.displace(slice_id)
@@ -277,29 +277,29 @@ class World:
     # ---- starting anew ------------------------------------------------------------------------
 
     def restart(self) -> bool:
-        """Prepare for a fresh policy: have all workers reset, and tell it what is known. True: one
-        request was at fault, and has failed.
+        """Prepare for a fresh policy: reset all workers, and queue the restart ticks. Return
+        whether one request was at fault; it has failed then.
 
-        All requests continue from what their clients have. That cannot change meanwhile: what a
-        worker says of requests before its `ResetDone` is void, and until then none is sent there.
+        All requests continue from what their clients have. That cannot change meanwhile: a worker's
+        messages about requests are void until its `ResetDone`, and it gets no request before.
         """
         self._resets += 1
         self.counters["controller_restarts"] += 1
-        culprit, self._telling = self._telling, None
+        culprit, self._restarted_request = self._restarted_request, None
         if culprit is not None:
             log.error("request %s breaks the controller's loop", culprit, extra={"job": culprit})
             fault = RuntimeError("the controller's loop broke when it was told of this request")
             self._jobs.blame(culprit, fault)
-        self._hosting.nothing_active()
+        self._models.nothing_active()
         log_moved(self._jobs.withdraw_all(), "the controller's loop started anew")
-        self._owed.clear()
+        self._follow_ups.clear()
         self.backlog = Backlog()
         for worker in self._fleet.up:
             worker.reset(self._resets)
-            self._hosting.attach_all(worker)
-        self._books = deque(
-            retell(
-                self._host.budget_bytes, self._directory, self._hosting.known, self._jobs,
+            self._models.attach_all(worker)
+        self._restart_ticks = deque(
+            restart_ticks(
+                self._host.budget_bytes, self._directory, self._models.announced, self._jobs,
                 draining=self._draining,
             )
         )  # fmt: skip
@@ -310,10 +310,10 @@ class World:
     def submit(self, action: ClusterAction) -> None:
         match action:
             case Dispatch() | Withdraw() | Reject() | Recall(unstarted=True):
-                tell = partial(self._tell_of_request, action)
-                self._owed += self._guarded(action.request_id, tell)
+                carry_out = partial(self._carry_out, action)
+                self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
-                self._hosting.load(model)
+                self._models.load(model)
             case Activate(model, slice_id):
                 self._directory.get(model).slices.add(slice_id)
                 self._send(slice_id, msg.Switch(model, active=True))
@@ -321,9 +321,9 @@ class World:
                 self._directory.get(model).slices.discard(slice_id)
                 self._send(slice_id, msg.Switch(model, active=False))
             case Evict(model):
-                self._hosting.evict(model)
+                self._models.evict(model)
             case Forget(model):
-                self._hosting.forget(model)
+                self._models.forget(model)
                 self._forgotten(model)
             case Replace(slice_id, reason):
                 self._replace(slice_id, reason)
@@ -332,9 +332,7 @@ class World:
             case ResizeKv() | Recall():
                 raise TypeError(f"only simulated rivals do this: {action}")
 
-    def _tell_of_request(
-        self, action: Dispatch | Withdraw | Reject | Recall
-    ) -> Sequence[ClusterEvent]:
+    def _carry_out(self, action: Dispatch | Withdraw | Reject | Recall) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
                 live = self._jobs.get(request_id)
@@ -366,7 +364,7 @@ class World:
         live = self._jobs.drop(reject.request_id)
         record = None if live is None else self._directory.version(live.request.model)
         replaced = record is None or record.superseded
-        if live is not None and live.untold and replaced:
+        if live is not None and live.unsent and replaced:
             live.sink(Superseded())
         else:
             self.counters[f"rejected_{reject.status}"] += 1
@@ -377,7 +375,8 @@ class World:
         self._flush()
 
     def _refusal(self, reject: Reject) -> Refused:
-        """While no slice is up, it is of no use to come back before one can be."""
+        """Return the answer to a refused request. While no slice is up, its retry time is not
+        before one can be."""
         outage = self._fleet.outage(time.monotonic())
         if reject.status != 503 or outage is None:
             return Refused(reject.status, reject.reason, reject.retry_after_s)

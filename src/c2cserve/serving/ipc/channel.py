@@ -1,8 +1,8 @@
 """Messages between the controller and one worker: a pair of stream sockets, each message behind
 its length.
 
-There is no thread in between: what is sent wakes the other side itself, and lies in the kernel
-before `send` returns, so it outlives a sender that is killed the moment after.
+There is no thread in between: a message wakes the other side directly. It lies in the kernel before
+`send` returns, so it survives the death of its sender.
 """
 
 import errno
@@ -14,7 +14,7 @@ from collections import deque
 _LENGTH = struct.Struct("<I")
 _CHUNK_BYTES = 1 << 18
 _LATER = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
-"""No fault of the other side: worth another try."""
+"""Errors that are not the other side's fault: another try may succeed."""
 
 
 class Channel:
@@ -27,25 +27,25 @@ class Channel:
         self._received = bytearray()
         self._messages: deque[bytes] = deque()
         self.closed = False
-        """The other side is gone: nothing more comes, and what is sent is lost."""
+        """The other side is gone: no message arrives any more, and sent ones are lost."""
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
     def interest(self) -> int:
-        """What to poll for: messages, and room if the other side has not taken all of ours."""
+        """The events to poll for: messages, and room if some of ours are unsent."""
         return select.POLLIN | (select.POLLOUT if self._unsent else 0)
 
     def send(self, message: bytes) -> None:
-        """What the other side can not take now is kept for `flush`."""
+        """Send a message. The part that the other side cannot take now waits for `flush`."""
         if not self.closed:
             self._unsent += _LENGTH.pack(len(message))
             self._unsent += message
             self.flush()
 
     def flush(self) -> None:
-        """Send what was kept, as far as the other side takes it."""
+        """Send what is unsent, as far as the other side takes it."""
         try:
             while self._unsent:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -65,7 +65,7 @@ class Channel:
         self._unsent.clear()
 
     def receive(self) -> list[bytes]:
-        """All messages that are there."""
+        """Return all messages that have arrived."""
         while not self.closed:
             try:
                 chunk = self._socket.recv(_CHUNK_BYTES)
@@ -94,7 +94,7 @@ class Channel:
         del data[:at]
 
     def next(self) -> bytes:
-        """The next message. Raises EOFError if there is none to come."""
+        """Return the next message, waiting for it. Raises EOFError if none will come."""
         while not self._messages:
             self._messages.extend(self.receive())
             if not self._messages:
@@ -104,7 +104,7 @@ class Channel:
         return self._messages.popleft()
 
     def wait(self, timeout_s: float | None, also: int | None = None) -> None:
-        """Until something can be received, or sent that was kept, or read from the file `also`, or
+        """Wait until a message arrives, unsent bytes can be sent, the file `also` can be read, or
         the time is over."""
         poller = select.poll()
         poller.register(self, self.interest)

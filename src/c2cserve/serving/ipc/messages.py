@@ -1,6 +1,6 @@
-"""What the controller and a worker say to each other: msgpack over one channel per worker.
+"""The messages between the controller and a worker: msgpack over one channel per worker.
 
-Tagged msgspec structs, decoded strictly; the payload types are core's own.
+They are tagged msgspec structs, decoded strictly. The payload types are those of `core`.
 """
 
 import msgspec
@@ -12,11 +12,11 @@ from c2cserve.serving.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True):
-    """Everything a worker is told when it is started."""
+    """The configuration that a worker gets at its start."""
 
     slice: Slice
     epoch: int
-    """Counts the incarnations of this slice's worker, from 1."""
+    """The number of this incarnation of the slice's worker, from 1."""
     status_path: str
     log_level: str
     log_format: LogFormat
@@ -27,7 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """A model came into the pool: map its segment, build everything small about it."""
+    """A model came into the pool: map its segment and build its small parts."""
 
     spec: ModelSpec
     segment: str
@@ -37,13 +37,13 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Detach(msgspec.Struct, frozen=True, tag=True):
-    """The model leaves the pool: unmap it. None of its requests is here any more."""
+    """The model leaves the pool: unmap it. It has no requests on this slice any more."""
 
     model: str
 
 
 class Switch(msgspec.Struct, frozen=True, tag=True):
-    """The controller activates (or deactivates) an attached model on this slice."""
+    """Activate or deactivate an attached model on this slice."""
 
     model: str
     active: bool
@@ -58,22 +58,22 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
 
 
 class Recall(msgspec.Struct, frozen=True, tag=True):
-    """Give the request back (`Returned`) if it has no memory here yet; else keep it, and say
+    """Return the request (`Returned`) if it has no memory here yet. Otherwise keep it, and send
     nothing."""
 
     request_id: str
 
 
 class Reset(msgspec.Struct, frozen=True, tag=True):
-    """The controller's loop has started anew: withdraw all requests, deactivate all models, keep
-    what is attached, and answer `ResetDone` when no step can draw for those requests any more.
-    Messages behind this one wait until then."""
+    """The controller's loop has started anew: withdraw all requests and deactivate all models.
+    Attached models stay attached. Answer `ResetDone` when no step can sample for those requests any
+    more. Messages behind this one wait until then."""
 
     number: int
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is left to do: exit."""
+    """Exit: no work is left."""
 
 
 ToWorker = Attach | Detach | Switch | Submit | Withdraw | Recall | Reset | Quit
@@ -87,13 +87,13 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
-    """All that one step drew."""
+    """All tokens that one step sampled."""
 
     deltas: tuple[Delta, ...]
 
 
 class Measured(msgspec.Struct, frozen=True, tag=True):
-    """Lately measured step times of a model on this slice, for the controller's estimates."""
+    """Recently measured step times of a model on this slice, for the controller's estimates."""
 
     model: str
     decode_step_s: float
@@ -101,8 +101,8 @@ class Measured(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
-    """This worker could not attach the model. `segment` is the one of `Attach`: the model may have
-    been evicted since, or loaded again into another one."""
+    """This worker could not attach the model. `segment` is the one of `Attach`: since then the
+    model may have been evicted, or loaded into another segment."""
 
     model: str
     segment: str
@@ -131,13 +131,13 @@ class Recovered(msgspec.Struct, frozen=True, tag=True):
 
 
 class Returned(msgspec.Struct, frozen=True, tag=True):
-    """The request is not here any more: place it again. All that it drew was said before."""
+    """The request has left this slice: place it again. All its tokens were sent before this."""
 
     request_id: str
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag=True):
-    """The `Reset` of this number is done. What was said of requests before is void."""
+    """The `Reset` of this number is done. Earlier messages about requests are void."""
 
     number: int
 

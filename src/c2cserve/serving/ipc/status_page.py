@@ -1,8 +1,9 @@
-"""One worker's vital signs, in a small shared-memory page: written there, read here, no messages.
+"""One worker's vital signs and counters, in a small page of shared memory. The worker writes it and
+the controller reads it, without messages.
 
-A worker that computes can not answer, one that is stopped can not either; the page tells the two
-apart, because a thread of the worker writes the time into it while the step runs. All fields are
-float64; a reader may see fields of two neighbouring moments, never a torn number.
+A worker that computes cannot answer, and a stopped worker cannot either. The page tells the two
+apart, because a thread of the worker writes the time into it while the step runs. All values are
+float64. A reader may see values of two neighbouring moments, never a torn number.
 """
 
 import mmap
@@ -10,60 +11,44 @@ import os
 from enum import IntEnum
 from pathlib import Path
 
+from c2cserve.runtime.slice_stats import STATS, SliceStats, StatSource
+
 
 class Field(IntEnum):
+    """Vital signs. They lie before the values of `SliceStats`."""
+
     BEAT_S = 0
-    """CLOCK_MONOTONIC (one clock for all processes of a machine) of the last sign of life."""
+    """The time of the last sign of life, by CLOCK_MONOTONIC (one clock for all processes)."""
     STEP_STARTED_S = 1
-    """When the step that now computes began; 0 while none does."""
-    BUSY_S = 2
-    STEPS = 3
-    SWITCHES = 4
-    RUNNING = 5
-    WAITING = 6
-    KV_USED_BYTES = 7
-    PROMPT_TOKENS = 8
-    OUTPUT_TOKENS = 9
-    CACHED_TOKENS = 10
-    PREEMPTIONS = 11
-    LAST_MODEL = 12
+    """The time when the present step began; 0 while no step computes."""
+    PROGRESS_S = 2
+    """The time when a step was last completed, or when the slice last had no work."""
+    BUSY_S = 3
+    """Seconds spent in steps since the worker's start."""
+    LAST_MODEL = 4
     """Index into the order in which models were attached to this incarnation; -1: none yet."""
-    WEIGHTS_KEPT_BYTES = 13
-    WEIGHTS_HIT_BYTES = 14
-    WEIGHTS_STREAMED_BYTES = 15
-    GRAPH_STEPS = 16
-    WEIGHTS_LENT_BYTES = 17
-    WEIGHTS_PEER_BYTES = 18
-    KV_HOST_BYTES = 19
-    KV_OUT_BYTES = 20
-    KV_IN_BYTES = 21
-    FLASH_STEPS = 22
-    FLASH_MISSED_STEPS = 23
-    STEP_FAILURES = 24
-    STEP_RETRIES = 25
-    RETRIES_FAILED = 26
-    PARTS_REBUILT = 27
-    PROGRESS_S = 28
-    """When a step was last done, or the slice had none to do."""
-    GRAPH_CAPTURES = 29
-    GRAPH_CAPTURE_FAILURES = 30
-    GRAPHS_DROPPED = 31
 
 
-_BYTES = len(Field) * 8
+_INDEX = {stat.name: len(Field) + i for i, stat in enumerate(STATS)}
+_BY_SOURCE = {
+    source: [(stat.name, _INDEX[stat.name]) for stat in STATS if stat.source is source]
+    for source in StatSource
+}
+_BYTES = (len(Field) + len(STATS)) * 8
 
 
 class StatusPage:
-    """Created by the controller, opened by the worker."""
+    """The page of one worker. The controller creates it and the worker opens it."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
-        """Raises OSError, also when the filesystem is full; nothing is left behind then."""
+        """Create or open the page. Raises OSError, also when the filesystem is full, and then
+        leaves no file behind."""
         self.path = path
         flags = os.O_RDWR | (os.O_CREAT | os.O_TRUNC if create else 0)
         fd = os.open(path, flags, 0o600)
         try:
             if create:
-                # The memory now: a full filesystem is an error here, not SIGBUS at the first touch.
+                # Allocate now: a full filesystem is an error here, not SIGBUS at the first access.
                 os.posix_fallocate(fd, 0, _BYTES)
             self._map = mmap.mmap(fd, _BYTES)
         except OSError:
@@ -85,7 +70,23 @@ class StatusPage:
     def add(self, field: Field, value: float) -> None:
         self._fields[field] += value
 
+    def add_stat(self, name: str, amount: int) -> None:
+        """Add to the counter of this name. Raises KeyError if the table has none."""
+        self._fields[_INDEX[name]] += amount
+
+    def write_stats(self, stats: SliceStats, source: StatSource) -> None:
+        """Write the values that come from `source`; the others stay as they are."""
+        for name, index in _BY_SOURCE[source]:
+            self._fields[index] = getattr(stats, name)
+
+    def stat(self, name: str) -> int:
+        """Read one value. Raises KeyError if the table has none of this name."""
+        return int(self._fields[_INDEX[name]])
+
+    def stats(self) -> SliceStats:
+        return SliceStats(**{name: int(self._fields[index]) for name, index in _INDEX.items()})
+
     def remove(self) -> None:
-        """Remove the file. The mapping goes with the last reader: a snapshot may be taken of it
-        on another thread right now."""
+        """Remove the file. The mapping ends with its last reader: another thread may be taking a
+        snapshot of it right now."""
         self.path.unlink(missing_ok=True)

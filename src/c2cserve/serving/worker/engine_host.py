@@ -24,8 +24,8 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
-from c2cserve.serving.worker.slice_engine import PausedKv, WeightUse
-from c2cserve.serving.worker.slice_world import SliceWorld
+from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from c2cserve.memory.peer_pool import PeerPool
 
 _SAMPLER_THREADS = 4
-"""Of a GPU slice, for rows that its GPU does not draw itself."""
+"""Threads of a GPU slice for rows that its GPU does not sample itself."""
 
 
 class _Backend(Protocol):
-    """What one kind of slice has in place of the other's."""
+    """The parts that differ between the kinds of slices."""
 
     executor: Executor
     isa: str
@@ -46,7 +46,7 @@ class _Backend(Protocol):
 
     @property
     def device(self) -> torch.device | None:
-        """Where vectors are kept; None for the host."""
+        """The device of small tensors; None for the host."""
         ...
 
     def warm(self, config: ModelConfig) -> None: ...
@@ -56,26 +56,28 @@ class _Backend(Protocol):
     def close(self, model: str, path: Path) -> None: ...
 
     def begin(self, step: Step) -> None:
-        """It is about to be submitted."""
+        """Note that the step is about to be submitted."""
         ...
 
     def polled(self) -> None: ...
 
     def make_room(self, kv_end_bytes: int | None) -> None:
-        """KV is about to come back, somewhere below."""
+        """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
         ...
 
     @property
-    def weights(self) -> WeightUse: ...
+    def stats(self) -> SliceStats:
+        """The engine's rows of which only this kind of slice knows the values."""
+        ...
 
 
 class _CpuBackend:
-    """Weights are near: a mapping is all, and it goes with the last tensor in it."""
+    """A CPU slice: weights are read where they are mapped. A mapping ends with its last tensor."""
 
     device: torch.device | None = None
-    weights = WeightUse()
+    stats = SliceStats()
 
-    def __init__(self, slice_: Slice, world: SliceWorld) -> None:
+    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
@@ -107,18 +109,18 @@ class _CpuBackend:
 
 
 class _GpuBackend:
-    """Weights are mapped and registered once in the process; what is used stays near."""
+    """A GPU slice: weights are mapped and registered once per process, and cached when used."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: SliceWorld, shared: "SharedGpu"
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
     ) -> None:
-        """The calling thread becomes the slice's. Raises `NoEngine`."""
+        """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
-        self._gpu = gpu = shared.open(slice_, share, sampler, world.ring)
+        self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
         self._names: dict[str, str] = {}
-        """Of models' segments."""
+        """Model -> the name of its segment."""
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
@@ -133,7 +135,7 @@ class _GpuBackend:
     def open(self, model: str, path: Path) -> Segment:
         segment = self._shared.segments.open(path)
         self._names[model] = path.name
-        self._look()  # an older view may take the segment's addresses for another's
+        self._refresh_peers()  # an older view may confuse the segment's addresses with another's
         if self._gpu.cache is not None:
             self._gpu.cache.add(model, segment.data.ctypes.data, segment.data.nbytes)
         return segment
@@ -157,7 +159,7 @@ class _GpuBackend:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
     def polled(self) -> None:
-        self._look()
+        self._refresh_peers()
         if not self.executor.computing:
             self._shared.streaming.discard(self._id)
 
@@ -165,15 +167,15 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             self._gpu.cache.make_room(kv_end_bytes)
 
-    def _look(self) -> None:
+    def _refresh_peers(self) -> None:
         if self._gpu.peers is not None:
             self._gpu.peers.look()
 
     @property
-    def weights(self) -> WeightUse:
+    def stats(self) -> SliceStats:
         cache, graphs = self._gpu.cache, self._gpu.ops.graphs
         flash = self._gpu.flashinfer.flash
-        steps = WeightUse(
+        steps = SliceStats(
             graph_steps=0 if graphs is None else graphs.replays,
             graph_captures=0 if graphs is None else graphs.captures,
             graph_capture_failures=0 if graphs is None else graphs.failures,
@@ -185,23 +187,23 @@ class _GpuBackend:
             return steps
         counts, peers = cache.counts, self._gpu.peers
         return replace(
-            steps, kept_bytes=cache.bytes, hit_bytes=counts.hit_bytes,
-            streamed_bytes=counts.streamed_bytes, peer_bytes=counts.peer_bytes,
-            lent_bytes=0 if peers is None else peers.pool.bytes,
+            steps, weights_kept_bytes=cache.bytes, weights_hit_bytes=counts.hit_bytes,
+            weights_streamed_bytes=counts.streamed_bytes, weights_peer_bytes=counts.peer_bytes,
+            weights_lent_bytes=0 if peers is None else peers.pool.bytes,
         )  # fmt: skip
 
 
 class NoEngine(Exception):
-    """The slice can not compute here; the message is one line that says why and what helps."""
+    """The slice cannot compute here; the message is one line with the reason and what helps."""
 
 
 class WorkerEngine:
-    """`serving.worker.slice_world.SliceEngine` of any kind of slice. Raises `NoEngine`."""
+    """The `serving.worker.slice_engine.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
     def __init__(
-        self, slice_: Slice, world: SliceWorld, *, shared: "SharedGpu | None" = None
+        self, slice_: Slice, world: WorkerWorld, *, shared: "SharedGpu | None" = None
     ) -> None:
-        """`shared`: of the slices of one GPU that this process computes for."""
+        """`shared`: the GPU resources that all slices in this process use."""
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
@@ -248,21 +250,17 @@ class WorkerEngine:
         return self._executor.parked
 
     @property
-    def weights(self) -> WeightUse:
-        return self._backend.weights
-
-    @property
-    def renewals(self) -> int:
-        return self._executor.renewals
-
-    @property
-    def paused_kv(self) -> PausedKv:
-        host = self._backend.host_kv
-        return PausedKv(host.used_bytes, host.counts.out_bytes, host.counts.in_bytes)
+    def stats(self) -> SliceStats:
+        paused = self._backend.host_kv
+        return replace(
+            self._backend.stats, parts_rebuilt=self._executor.renewals,
+            kv_host_bytes=paused.used_bytes, kv_out_bytes=paused.counts.out_bytes,
+            kv_in_bytes=paused.counts.in_bytes,
+        )  # fmt: skip
 
 
 class SharedGpu:
-    """What a process does once for a GPU, however many slices it has there. Thread-safe."""
+    """Resources of a GPU that exist once per process, for all its slices there. Thread-safe."""
 
     def __init__(self, share: GpuShare) -> None:
         self._share = share
@@ -272,17 +270,17 @@ class SharedGpu:
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
         self.streaming: set[str] = set()
-        """Slices that have steps under way: they share the link."""
+        """Slices that have steps in flight: they share the link."""
 
     @property
     def segments(self) -> "PinnedSegments":
-        assert self._segments is not None, "nobody has opened the GPU"
+        assert self._segments is not None, "no slice has opened the GPU"
         return self._segments
 
     def open(
-        self, slice_: Slice, share: GpuShare, sampler: CpuOps, ring: Callable[[], None]
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
     ) -> "GpuParts":
-        """One slice's parts; the calling thread becomes the slice's. Raises `NoEngine`."""
+        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
         from c2cserve.devices.binding import BindingError, bind
         from c2cserve.devices.partitions import PartitionError, split_sms
@@ -300,14 +298,14 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, ring=ring, keeper=Residency(slice_.kv_bytes),
+                    profile=share.profile, ring=notify, keeper=Residency(slice_.kv_bytes),
                     peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
 
     def _borrow(self, device: int) -> "PeerPool | None":
-        """Memory of the GPUs that lend some; None where none does."""
+        """Open the memory that other GPUs lend; None if none does."""
         from c2cserve.devices.binding import find_device
         from c2cserve.engine.gpu.peers import open_peers
 

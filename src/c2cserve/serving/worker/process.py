@@ -21,13 +21,13 @@ from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.messages import Measured, WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
-from c2cserve.serving.worker.shared_gpu_process import lodge, open_house
-from c2cserve.serving.worker.slice_engine import Usage
-from c2cserve.serving.worker.slice_world import Quitting, SliceWorld
+from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
+from c2cserve.serving.worker.world import Quitting, WorkerWorld
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -35,21 +35,23 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MAX_IN_FLIGHT = 2
-"""Steps of a GPU slice: the next one is launched while one runs. A CPU slice computes them on the
-thread that plans them."""
+"""Steps in flight on a GPU slice: the next one is launched while one runs. A CPU slice computes its
+steps on the thread that plans them, one at a time."""
 _CPU_NICE = 5
-"""Of CPU slices. They compute without pause on cores that the server and its text processes use as
-well: with equal rights, each hop of a request between these waits for its turn behind a step."""
+"""Niceness of CPU slices. They compute without pause on cores that the server and its text
+processes use too. With equal priority, each hop of a request between those processes would wait for
+a step."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
 _NO_ENGINE = 3
-"""Exit status when the slice's hardware or what it needs is not there."""
+"""Exit status when the slice's hardware, or a library that it needs, is missing."""
 
 
 def worker() -> None:
-    """Standard input is its channel, its configuration the first message. Ends with its server."""
+    """Run one worker. Its standard input is its channel; the first message is its configuration.
+    The process ends with its server."""
     _die_with(os.getppid())
-    # Before the configuration is read: a spare process has done the slow part when it is needed.
+    # Before the configuration is read: a spare process has then done the slow part in advance.
     from c2cserve.serving.worker.engine_host import WorkerEngine
 
     end = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
@@ -62,14 +64,14 @@ def worker() -> None:
         os.nice(_CPU_NICE)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the server decides when to end
     if config.slice.kind == "green":
-        _share_gpu(config, message, end)
+        _serve_part_of_gpu(config, message, end)
     else:
         _serve(config, channel, partial(WorkerEngine, config.slice))
     _end(0)
 
 
-def _share_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
-    """One process computes for all slices that are parts of this one's GPU."""
+def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
+    """Serve a part of a GPU: one process computes for all slices that are parts of the same GPU."""
     from c2cserve.serving.worker.engine_host import SharedGpu, WorkerEngine
 
     share = config.slice.gpu
@@ -77,38 +79,38 @@ def _share_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None
     shared = SharedGpu(share)
 
     def serve(data: bytes, channel: socket.socket) -> None:
-        lodger = msgspec.json.decode(data, type=WorkerConfig)
-        make = partial(WorkerEngine, lodger.slice, shared=shared)
-        _serve(lodger, Channel(channel), make)
+        member = msgspec.json.decode(data, type=WorkerConfig)
+        make = partial(WorkerEngine, member.slice, shared=shared)
+        _serve(member, Channel(channel), make)
 
     name = f"c2cserve.{os.getppid()}.{share.uuid}"
     while True:
-        house = open_house(name, serve, lambda: os._exit(1))
-        if house is not None:
+        process = open_shared_process(name, serve, lambda: os._exit(1))
+        if process is not None:
             serve(message, end)
-            house.close()
+            process.close()
             return
-        status = lodge(name, message, end)
+        status = join_shared_process(name, message, end)
         if status is not None:
             _end(status)
 
 
 def _serve(
-    config: WorkerConfig, channel: Channel, make: "Callable[[SliceWorld], WorkerEngine]"
+    config: WorkerConfig, channel: Channel, make: "Callable[[WorkerWorld], WorkerEngine]"
 ) -> None:
-    """One slice, on the calling thread, until it is told to quit. Ends the process if it fails."""
+    """Serve one slice on the calling thread until `Quit`. A failure ends the process."""
     from c2cserve.serving.worker.engine_host import NoEngine
 
     policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
-    world = SliceWorld(channel, page, _usage(policy), _measured(policy))
+    world = WorkerWorld(channel, page, _policy_stats(policy), _measured(policy))
     try:
         engine = make(world)
     except NoEngine as error:
-        log.error("slice %s can not start: %s", config.slice.id, error)
+        log.error("slice %s cannot start: %s", config.slice.id, error)
         os._exit(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
-    gc.freeze()  # what is there now stays: the collector need not look at it again
+    gc.freeze()  # objects that exist now stay: the collector need not visit them again
     failed = False
     try:
         run(policy, world, world, _recorder(config))
@@ -124,8 +126,8 @@ def _serve(
 
 
 def _end(status: int) -> NoReturn:
-    """End the process without taking anything in it apart. Whatever a worker holds, the kernel and
-    the driver take back faster: destructors unregister the pool page by page, one after another."""
+    """End the process without running destructors. The kernel and the driver take memory back
+    faster: destructors would unregister the pool page by page."""
     logging.shutdown()
     os._exit(status)
 
@@ -135,7 +137,7 @@ def _max_in_flight(slice_: Slice) -> int:
 
 
 def _die_with(parent: int) -> None:
-    """Be killed when the server's controller ends, however it ends."""
+    """Have the kernel kill this process when the server ends, in whatever way."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)  # it ended before the line above
@@ -149,14 +151,15 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
-def _usage(policy: SlicePolicy) -> Callable[[], Usage]:
-    def usage() -> Usage:
-        return Usage(
-            policy.running, policy.waiting, policy.arena.held_bytes, policy.cached_tokens,
-            policy.preemptions, policy.retries, policy.given_up,
+def _policy_stats(policy: SlicePolicy) -> Callable[[], SliceStats]:
+    def stats() -> SliceStats:
+        return SliceStats(
+            running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
+            cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
+            step_retries=policy.retries, retries_failed=policy.given_up,
         )  # fmt: skip
 
-    return usage
+    return stats
 
 
 def _measured(policy: SlicePolicy) -> Callable[[], Sequence[Measured]]:

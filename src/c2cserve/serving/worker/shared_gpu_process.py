@@ -1,15 +1,16 @@
-"""Slices of one GPU under one roof: partitions compute at the same time only within one process.
+"""One process for all slices of a GPU: partitions compute at the same time only within one process.
 
-The server starts a process per slice. Of those whose slices are parts of the same GPU, the first
-becomes the house: it splits the GPU once and runs its own slice. The others lodge there: each hands
-over its configuration and its channel to the controller, and from then on only lives as its slice
-does.
+The server starts a process per slice. Several slices may be parts of the same GPU. The first of
+their processes becomes the *shared process*: it splits the GPU once and runs its own slice. The
+others *join* it as members. A member hands over its configuration and its channel to the
+controller, and then lives as long as its slice.
 
-    server --- channel ---> lodger's process --- configuration, channel ---> house: a thread
-                            ends with its slice <------- b"0", or nothing ---
+    server --- channel ---> member --- configuration, channel ---> shared process: a thread
+                            ends with its slice <--- b"0", or nothing ---
 
-A process that is killed takes its slice with it, and a thread can not be killed alone: when a
-lodger's process ends before its slice does, the house ends, and with it every lodger.
+A process that is killed takes its slice with it, and a thread cannot be killed alone. Therefore all
+abort together: if a member's process ends before its slice, the shared process ends, and with it
+every member.
 """
 
 import contextlib
@@ -25,119 +26,121 @@ log = logging.getLogger(__name__)
 _DONE = b"0"
 _LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")
-_WAITING = 64
+_BACKLOG = 64
 
 Serve = Callable[[bytes, socket.socket], None]
 """Run a slice to its end, given its configuration and its channel's socket."""
 
 
-class House:
-    """Made by `open_house`."""
+class SharedGpuProcess:
+    """The accepting side of the shared process. `open_shared_process` makes it."""
 
-    def __init__(self, listener: socket.socket, serve: Serve, fall: Callable[[], None]) -> None:
+    def __init__(self, listener: socket.socket, serve: Serve, abort: Callable[[], None]) -> None:
         self._listener = listener
         self._serve = serve
-        self._fall = fall
+        self._abort = abort
         self._lock = threading.Lock()
-        self._lodgers: list[threading.Thread] = []
-        self._accepting = threading.Thread(target=self._accept, name="house", daemon=True)
+        self._members: list[threading.Thread] = []
+        self._accepting = threading.Thread(target=self._accept, name="shared-gpu", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """Take nobody else in, and wait for the lodgers' slices to end."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # which wakes who accepts; closing does not
+        """Accept no further members, and wait until the members' slices have ended."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread; `close` does not
         self._listener.close()
         self._accepting.join()  # until then the name is taken
         with self._lock:
-            lodgers = list(self._lodgers)
-        for lodger in lodgers:
-            lodger.join()
+            members = list(self._members)
+        for member in members:
+            member.join()
 
     def _accept(self) -> None:
         while True:
             try:
-                door, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            if not _is_ours(door):
-                door.close()
+            if not _is_same_user(connection):
+                connection.close()
                 continue
-            lodger = threading.Thread(target=self._take_in, args=(door,), daemon=True)
+            member = threading.Thread(target=self._run_member, args=(connection,), daemon=True)
             with self._lock:
-                self._lodgers.append(lodger)
-            lodger.start()
+                self._members.append(member)
+            member.start()
 
-    def _take_in(self, door: socket.socket) -> None:
-        config, channel = _receive(door)
+    def _run_member(self, connection: socket.socket) -> None:
+        config, channel = _receive(connection)
         ended = threading.Event()
-        watch = threading.Thread(target=self._watch, args=(door, ended), daemon=True)
+        watch = threading.Thread(target=self._watch, args=(connection, ended), daemon=True)
         watch.start()
-        with door, channel:
+        with connection, channel:
             verdict = _DONE
             try:
                 self._serve(config, channel)
             except Exception:
                 log.exception("a slice failed: its GPU's process ends")
                 verdict = b""
-                self._fall()
+                self._abort()
             ended.set()
-            with contextlib.suppress(OSError):  # the lodger may be gone
-                door.sendall(verdict)
-                door.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the member may be gone
+                connection.sendall(verdict)
+                connection.shutdown(socket.SHUT_RDWR)
             watch.join()
 
-    def _watch(self, door: socket.socket, ended: threading.Event) -> None:
-        """A lodger says nothing: what can be read is its end."""
+    def _watch(self, connection: socket.socket, ended: threading.Event) -> None:
+        """Wait for the member's end. A member sends nothing more, so any read result is its end."""
         with contextlib.suppress(OSError):
-            door.recv(1)
+            connection.recv(1)
         if not ended.is_set():
             log.error("a slice's process was ended before its slice: so is its GPU's")
-            self._fall()
+            self._abort()
 
 
-def open_house(name: str, serve: Serve, fall: Callable[[], None]) -> House | None:
-    """Be the process of all slices that use `name`; None if another one is. `fall` ends the process
-    at once."""
+def open_shared_process(
+    name: str, serve: Serve, abort: Callable[[], None]
+) -> SharedGpuProcess | None:
+    """Become the shared process of all slices that use `name`; None if another process is it.
+    `abort` ends the process at once."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(f"\0{name}")  # without a file: it goes with its process
     except OSError:
         listener.close()
         return None
-    listener.listen(_WAITING)
-    return House(listener, serve, fall)
+    listener.listen(_BACKLOG)
+    return SharedGpuProcess(listener, serve, abort)
 
 
-def lodge(name: str, config: bytes, channel: socket.socket) -> int | None:
-    """Have the house run this process's slice; returns the exit status when it has ended, None if
-    there is no house."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+def join_shared_process(name: str, config: bytes, channel: socket.socket) -> int | None:
+    """Have the shared process run this process's slice. Return the exit status when the slice has
+    ended, None if there is no shared process."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
-            door.connect(f"\0{name}")
-            socket.send_fds(door, [_LENGTH.pack(len(config))], [channel.fileno()])
-            door.sendall(config)
+            connection.connect(f"\0{name}")
+            socket.send_fds(connection, [_LENGTH.pack(len(config))], [channel.fileno()])
+            connection.sendall(config)
         except OSError:
             return None
         try:
-            said = door.recv(1)
+            verdict = connection.recv(1)
         except OSError:
-            said = b""
-    return 0 if said == _DONE else 1
+            verdict = b""
+    return 0 if verdict == _DONE else 1
 
 
-def _receive(door: socket.socket) -> tuple[bytes, socket.socket]:
-    head, descriptors, _, _ = socket.recv_fds(door, _LENGTH.size, 1)
+def _receive(connection: socket.socket) -> tuple[bytes, socket.socket]:
+    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     config = bytearray()
     (length,) = _LENGTH.unpack(head)
     while len(config) < length:
-        part = door.recv(length - len(config))
+        part = connection.recv(length - len(config))
         if not part:
-            raise EOFError("a lodger went before it came in")
+            raise EOFError("a member ended before its configuration was complete")
         config += part
     return bytes(config), socket.socket(fileno=descriptors[0])
 
 
-def _is_ours(door: socket.socket) -> bool:
-    raw = door.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _is_same_user(connection: socket.socket) -> bool:
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, user, _ = _CREDENTIALS.unpack(raw)
     return user == os.getuid()

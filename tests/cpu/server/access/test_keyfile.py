@@ -1,4 +1,4 @@
-"""The keys file: whole or not at all, for its readers and for those who change it."""
+"""The keys file: whole or not at all, for readers and writers."""
 
 import json
 import os

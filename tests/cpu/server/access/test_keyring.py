@@ -47,13 +47,13 @@ def test_a_header_of_spaces_is_read_at_once() -> None:
     assert time.monotonic() - start_s < 0.2
 
 
-def test_without_keys_everybody_may_ask() -> None:
+def test_without_keys_every_request_passes() -> None:
     found = Keyring((), from_file=False).find(None)
     assert isinstance(found, Key)
     assert (found.name, found.tenant) == ("", "")
 
 
-def test_a_keys_file_without_keys_lets_nobody_in() -> None:
+def test_a_keys_file_without_keys_lets_no_request_in() -> None:
     found = Keyring((), from_file=True).find(None)
     assert isinstance(found, Denied)
 

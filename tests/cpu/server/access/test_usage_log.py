@@ -107,7 +107,7 @@ def test_part_of_a_write_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sum_lines(path)[1] == 1
 
 
-def test_a_slow_disk_holds_nobody_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_disk_delays_no_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "usage.jsonl"
     os.mkfifo(path)  # takes 64 KiB, then nothing
     log = UsageLog(path)

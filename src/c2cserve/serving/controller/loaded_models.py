@@ -1,4 +1,5 @@
-"""Models between the pool, the directory and the workers: loaded, attached, detached, evicted."""
+"""Pool residency of models: loading and evicting them, attaching them to workers and detaching
+them."""
 
 import logging
 from collections import Counter
@@ -22,9 +23,9 @@ from c2cserve.serving.ipc import messages as msg
 log = logging.getLogger(__name__)
 
 
-class Hosting:
-    """Used by the controller's thread alone. A model that cannot be loaded or attached is failed:
-    its trouble is never the server's."""
+class LoadedModels:
+    """Keeps the pool, the directory and the workers in step. Used by the controller's thread alone.
+    A model that cannot be loaded or attached becomes `failed`; the server goes on."""
 
     def __init__(
         self,
@@ -40,22 +41,22 @@ class Hosting:
         self._directory = directory
         self._counters = counters
         self._post = post
-        self.known: dict[str, str] = {}
-        """Versions that the policy was told of, and what they replace."""
+        self.announced: dict[str, str] = {}
+        """Versions that the policy was notified of -> the versions that they replace."""
 
     def note(self, event: ClusterEvent) -> bool:
-        """Keep the directory up to date. False: the model was forgotten or given up meanwhile (its
-        last load may still report), and the policy need not hear of it."""
+        """Update the directory by an event. Return whether the policy must see the event. It need
+        not if the model was forgotten or given up meanwhile: its last load may still report."""
         model = getattr(event, "model", None)
         if model is not None and model not in self._directory:
             return False
         match event:
             case ModelAdded(spec, replaces):
-                self.known[spec.id] = replaces
+                self.announced[spec.id] = replaces
             case ModelUsable(model):
                 record, segment = self._directory.get(model), self._host.segment(model)
                 if record.state is not ModelState.LOADING or segment is None:
-                    return False  # given up, or failed, while the word was on its way
+                    return False  # given up, or failed, before this event arrived
                 record.segment = segment
                 self._attach(record, self._fleet.up)
             case ModelLoaded(model):
@@ -76,7 +77,7 @@ class Hosting:
     # ---- the pool -------------------------------------------------------------------------------
 
     def load(self, model: str) -> None:
-        """Begin to; whatever goes wrong is posted as `ModelFailed`."""
+        """Begin to load a model. Any failure is posted as `ModelFailed`."""
         record = self._directory.get(model)
         record.state = ModelState.LOADING
         record.error = ""
@@ -93,7 +94,7 @@ class Hosting:
     def forget(self, model: str) -> None:
         self._unload(self._directory.get(model))
         self._directory.remove(model)
-        self.known.pop(model, None)
+        self.announced.pop(model, None)
 
     def _unload(
         self, record: ModelRecord, state: ModelState = ModelState.COLD, error: str = ""
@@ -109,7 +110,7 @@ class Hosting:
     # ---- workers --------------------------------------------------------------------------------
 
     def attach_all(self, worker: Worker) -> None:
-        """All that is in the pool and that the worker has not been told of."""
+        """Attach all models in the pool that the worker was not asked to attach yet."""
         for record in self._directory:
             if record.in_pool:
                 self._attach(record, [worker])
@@ -124,34 +125,34 @@ class Hosting:
             log.exception("attach of %s", record.id)
             self._fail(record.id, fault)
 
-    def unusable(self, slice_id: str, said: msg.Unusable) -> ModelFailed | None:
-        """A worker could not attach a model. None: not these weights, but earlier ones, which were
-        evicted while the word to attach them was on its way."""
-        if self._current(said.model, said.segment) is None:
-            log.info("slice %s: %s has left the pool already", slice_id, said.segment)
+    def unusable(self, slice_id: str, message: msg.Unusable) -> ModelFailed | None:
+        """Handle a worker's failure to attach a model. Return None if it was about earlier weights,
+        which were evicted before the worker read the message to attach them."""
+        if self._current(message.model, message.segment) is None:
+            log.info("slice %s: %s has left the pool already", slice_id, message.segment)
             return None
-        failed = ModelFailed(said.model, f"slice {slice_id}: {said.reason}")
+        failed = ModelFailed(message.model, f"slice {slice_id}: {message.reason}")
         self.note(failed)
         return failed
 
-    def attached(self, slice_id: str, said: msg.Attached) -> None:
-        if (record := self._current(said.model, said.segment)) is not None:
+    def attached(self, slice_id: str, message: msg.Attached) -> None:
+        if (record := self._current(message.model, message.segment)) is not None:
             record.attached.add(slice_id)
 
     def _current(self, model: str, segment: str) -> ModelRecord | None:
-        """The model's record, if these are the weights that it has now."""
+        """Return the model's record if `segment` holds its present weights."""
         record = self._directory.version(model)
         return record if record is not None and record.segment == segment else None
 
     def lost(self, slice_id: str) -> None:
-        """Nothing is attached or active on the slice any more."""
+        """Note that nothing is attached or active on the slice any more."""
         for record in self._directory:
             record.slices.discard(slice_id)
             record.failing.pop(slice_id, None)
             record.attached.discard(slice_id)
 
     def nothing_active(self) -> None:
-        """All slices begin anew, with what is attached."""
+        """Note that no model is active on any slice; attached models stay attached."""
         for record in self._directory:
             record.slices.clear()
             record.failing.clear()

@@ -1,7 +1,8 @@
-"""What a fresh policy is told when the controller's loop starts anew while workers live on.
+"""The ticks that bring a fresh policy up to date when the controller's loop starts anew.
 
-Everything that the one before knew and that matters is kept outside of it: models and their
-weights in the directory and the pool, requests and what their clients have in the table of jobs.
+Workers live on meanwhile. Everything that mattered to the policy before is kept outside of it.
+Models and their weights are in the directory and the pool; requests, and the tokens that their
+clients have, are in the table of jobs.
 """
 
 import itertools
@@ -25,37 +26,37 @@ from c2cserve.serving.controller.jobs import JobTable, LiveJob
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """Events of one tick. `job`: the request that they are about, if it is one."""
+class RestartTick:
+    """The events of one tick. `job`: the request that they are about, if there is one."""
 
     events: tuple[ClusterEvent, ...]
     job: str | None = None
 
 
-def retell(
+def restart_ticks(
     budget_bytes: int,
     directory: Directory,
-    known: Mapping[str, str],
+    announced: Mapping[str, str],
     jobs: JobTable,
     *,
     draining: bool,
-) -> Iterator[Entry]:
-    """Yield the ticks of a fresh policy, of which no slice is known yet.
+) -> Iterator[RestartTick]:
+    """Yield the first ticks of a fresh policy, before any slice is up for it.
 
-    `known`: versions that the one before was told of, and what they replace. Each request has a
-    tick of its own: if the loop breaks in it, that request is at fault. What refuses newcomers
-    comes last.
+    `announced`: versions that the policy before was notified of, and the versions that they
+    replace. Each request has a tick of its own: if the loop breaks in it, that request is at fault.
+    Events that make the policy refuse newcomers come last.
     """
-    records = [(directory.get(one), known[one]) for one in known if one in directory]
+    records = [(directory.get(one), announced[one]) for one in announced if one in directory]
     states = (_state(record, replaces) for record, replaces in records)
-    yield Entry((PoolState(budget_bytes), *itertools.chain.from_iterable(states)))
+    yield RestartTick((PoolState(budget_bytes), *itertools.chain.from_iterable(states)))
     for live in jobs.live():
-        yield Entry((_resumed(live),), live.request.id)
+        yield RestartTick((_resumed(live),), live.request.id)
     for record, _ in records:
         if record.draining:
-            yield Entry((ModelRemoving(record.id),))
+            yield RestartTick((ModelRemoving(record.id),))
     if draining:
-        yield Entry((Draining(),))
+        yield RestartTick((Draining(),))
 
 
 def _state(record: ModelRecord, replaces: str) -> Iterator[ClusterEvent]:
@@ -69,7 +70,8 @@ def _state(record: ModelRecord, replaces: str) -> Iterator[ClusterEvent]:
 
 
 def _resumed(live: LiveJob) -> ClusterEvent:
-    """A request that was placed before is never refused for being late."""
+    """Return the event for one request. A request that was placed before is never refused as
+    late."""
     if live.moved:
         return SliceLost(live.lost_slice, (live.request,))
     return Arrived(live.request)

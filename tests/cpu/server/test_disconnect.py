@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from served import BYTE, Served
 
-from c2cserve.server.disconnect import unless_gone
+from c2cserve.server.disconnect import unless_disconnected
 
 pytestmark = pytest.mark.alone
 
@@ -131,23 +131,23 @@ async def test_work_that_ends_first_is_answered_or_raised() -> None:
         await asyncio.sleep(0)
         return 10 // result
 
-    assert await unless_gone(client.receive, work(2)) == 5
+    assert await unless_disconnected(client.receive, work(2)) == 5
     with pytest.raises(ZeroDivisionError):
-        await unless_gone(client.receive, work(0))
+        await unless_disconnected(client.receive, work(0))
     client.gone.set()
     await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1, "nobody watches any more"
 
 
 @pytest.mark.parametrize("client_too", [False, True])
-async def test_a_cancellation_by_somebody_else_is_theirs(client_too: bool) -> None:
+async def test_another_cancellation_reaches_its_caller(client_too: bool) -> None:
     client, started = Client(), asyncio.Event()
 
     async def work() -> None:
         started.set()
         await asyncio.sleep(30)
 
-    task = asyncio.create_task(unless_gone(client.receive, work()))
+    task = asyncio.create_task(unless_disconnected(client.receive, work()))
     await started.wait()
     if client_too:
         client.gone.set()
@@ -161,5 +161,5 @@ async def test_a_cancellation_by_somebody_else_is_theirs(client_too: bool) -> No
 async def test_who_leaves_gets_nothing_and_the_task_goes_on() -> None:
     client = Client()
     asyncio.get_running_loop().call_soon(client.gone.set)
-    assert await unless_gone(client.receive, asyncio.sleep(30, "late")) is None
+    assert await unless_disconnected(client.receive, asyncio.sleep(30, "late")) is None
     assert await asyncio.sleep(0, "on") == "on"

@@ -1,6 +1,7 @@
 """The models of a server: catalogue entries, their files, their layouts, the pool.
 
-Joins what may not know each other: the catalogue, the engine's layouts and the weight pool.
+This module joins parts that must not import each other: the catalogue, the engine's layouts and the
+weight pool.
 """
 
 import logging
@@ -52,13 +53,13 @@ _WRONG = (
     TokenizerError,
     OSError,
 )
-"""What reading a checkpoint that cannot be served raises."""
+"""Exceptions of reading a checkpoint that cannot be served."""
 _REASON_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared(HostedModel):
-    """With what its load needs."""
+    """A hosted model, and what its load needs."""
 
     plan: LayoutPlan
     sources: dict[str, TensorSource]
@@ -76,11 +77,11 @@ class _Checked:
     sources: dict[str, TensorSource]
     seal: Seal
     tokenizer: Seal
-    """Of the tokenizer's files alone."""
+    """The seal of the tokenizer's files alone."""
 
 
 class CatalogHost:
-    """`serving.controller.host.ModelHost`."""
+    """The `serving.controller.host.ModelHost` of a catalogue and a pool."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class CatalogHost:
         post: Callable[[ClusterEvent], None],
         kv_bytes: int,
     ) -> None:
-        """`base_dir`: what relative paths of entries start from. `roots`: where the checkpoints of
-        entries lie that are not the catalogue's. `post` takes the pool's news.
+        """`base_dir`: what relative paths of entries start from. `roots`: the directories for
+        checkpoints of entries that are not in the catalogue's file. `post` takes the pool's events.
         `kv_bytes`: the largest slice's KV memory."""
         self._kv_bytes = kv_bytes
         self._base_dir = base_dir
@@ -99,10 +100,10 @@ class CatalogHost:
         self._post = post
         self._lock = threading.Lock()
         self._versions: Counter[str] = Counter()
-        """Made so far, by catalogue id."""
+        """Catalogue id -> number of versions made so far."""
         self._tokenizers = TokenizerProbe()
         self._good_tokenizers: set[tuple[bytes | int, ...]] = set()
-        """Digests of files, and size of the vocabulary, that were tried."""
+        """Vocabulary size and file digests of the tokenizers that passed the check."""
         self._changes = 0
         listener = Listener(
             usable=lambda model: self._post(ModelUsable(model)),
@@ -129,7 +130,8 @@ class CatalogHost:
         return _hosted(entry, parsed, checked, version, size, check)
 
     def _roots_for(self, entry: dict[str, object], parsed: CatalogEntry) -> ModelRoots | None:
-        """What the entry's files are held to: None for the catalogue's. Raises CatalogError."""
+        """Return the roots that the entry's files must lie under, None for an entry of the
+        catalogue's file. Raises CatalogError."""
         if self._roots.trusts(entry):
             return None
         if parsed.path is None:
@@ -162,7 +164,7 @@ class CatalogHost:
         return _Checked(directory, raw, config, plan, sources, seal, tokenizer)
 
     def _check_tokenizer(self, directory: Path, vocab_size: int, seal: Seal) -> None:
-        """Models often share one: what was found good is not tried again."""
+        """Try a tokenizer, unless the same one passed before: models often share one."""
         digests = (b"" if one is None else one.digest for one in seal.files.values())
         key = (vocab_size, *digests)
         if key not in self._good_tokenizers:
@@ -170,7 +172,8 @@ class CatalogHost:
             self._good_tokenizers.add(key)
 
     def _check_size(self, checked: _Checked) -> int:
-        """Bytes the model takes of the pool. Raises CheckpointError if it can never run here."""
+        """Return the bytes that the model takes in the pool. Raises CheckpointError if it can never
+        run here."""
         size, block = segment_bytes(checked.plan), checked.config.kv_block_bytes
         if block > self._kv_bytes:
             raise CheckpointError(
@@ -194,17 +197,18 @@ class CatalogHost:
             self._post(ModelFailed(version, str(error)))
 
     def _check_weights(self, model: _Prepared) -> None:
-        """On a loader's thread. Raises CheckpointError."""
+        """Check that no file has changed. Runs on a loader's thread. Raises CheckpointError."""
         if (reason := self._changed(model.spec.name, model.seal)) is not None:
             raise CheckpointError(reason)
 
     def _check_unchanged(self, name: str, tokenizer: Seal) -> None:
-        """On a tokenizer's thread. Raises `Refused`."""
+        """Check that the tokenizer has not changed. Runs on a thread. Raises `Refused`."""
         if (reason := self._changed(name, tokenizer)) is not None:
-            raise Refused(503, f"the model {name!r} can not be served: {reason}")
+            raise Refused(503, f"the model {name!r} cannot be served: {reason}")
 
     def _changed(self, name: str, seal: Seal) -> str | None:
-        """Why the files cannot be used beside what was read of them before, logged and counted."""
+        """Return why the files no longer match what was read of them, after logging and counting
+        it; None if they match."""
         if (what := seal.changed()) is None:
             return None
         with self._lock:
@@ -243,7 +247,8 @@ class CatalogHost:
 
 
 def _check_encodable(raw: dict[str, object]) -> None:
-    """Workers get the config as a message, which not every JSON fits into."""
+    """Check that the config fits into a message for workers: not every JSON does. Raises
+    ConfigError."""
     try:
         msgspec.msgpack.encode(raw)
     except (OverflowError, ValueError, TypeError, RecursionError) as error:

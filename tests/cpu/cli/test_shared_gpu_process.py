@@ -1,4 +1,4 @@
-"""Slices under one roof: a lodger's slice runs in the house's process, and they fall together."""
+"""A member's slice runs in the GPU's shared process, and they abort together."""
 
 import os
 import socket
@@ -17,21 +17,22 @@ from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.serving.ipc.channel import Channel as WorkerChannel
 from c2cserve.serving.ipc.messages import WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
-from c2cserve.serving.worker.shared_gpu_process import lodge, open_house
+from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
 
 _NAMES = count()
-LODGER = """
+MEMBER = """
 import socket, sys
-from c2cserve.serving.worker.shared_gpu_process import lodge
-print(lodge(sys.argv[1], b"killed", socket.socket(fileno=int(sys.argv[2]))), flush=True)
+from c2cserve.serving.worker.shared_gpu_process import join_shared_process
+channel = socket.socket(fileno=int(sys.argv[2]))
+print(join_shared_process(sys.argv[1], b"killed", channel), flush=True)
 """
-HOUSE = """
+SHARED = """
 import os, sys, time
-from c2cserve.serving.worker.shared_gpu_process import open_house
+from c2cserve.serving.worker.shared_gpu_process import open_shared_process
 def serve(config, channel):
     channel.sendall(b"in")
     time.sleep(60)
-house = open_house(sys.argv[1], serve, lambda: os._exit(1))
+shared = open_shared_process(sys.argv[1], serve, lambda: os._exit(1))
 print("open", flush=True)
 time.sleep(60)
 """
@@ -52,7 +53,7 @@ class Slices:
     """Says its configuration to the controller, and quits when told to."""
 
     def __init__(self) -> None:
-        self.fell = threading.Event()
+        self.aborted = threading.Event()
 
     def serve(self, config: bytes, channel: socket.socket) -> None:
         channel.sendall(b"I am " + config)
@@ -75,16 +76,16 @@ def channels() -> Iterator[list[Channel]]:
             end.close()
 
 
-def test_lodgers_run_in_the_house_until_their_slices_end(
+def test_members_run_in_the_shared_process_until_their_slices_end(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    house = open_house(name, slices.serve, slices.fell.set)
-    assert house is not None
-    assert open_house(name, slices.serve, slices.fell.set) is None
+    shared = open_shared_process(name, slices.serve, slices.aborted.set)
+    assert shared is not None
+    assert open_shared_process(name, slices.serve, slices.aborted.set) is None
     long = b"x" * 300_000
     for i, (_, its) in enumerate(channels):
-        threads.submit(lodge, name, b"slice %d" % i if i else long, its)
+        threads.submit(join_shared_process, name, b"slice %d" % i if i else long, its)
     said = b""
     while len(said) < 5 + len(long):
         said += channels[0][0].recv(1 << 20)
@@ -93,68 +94,70 @@ def test_lodgers_run_in_the_house_until_their_slices_end(
         assert channels[i][0].recv(99) == b"I am slice %d" % i
     for mine, _ in channels:
         mine.sendall(b"quit")
-    house.close()
-    assert not slices.fell.is_set()
-    again = open_house(name, slices.serve, slices.fell.set)
+    shared.close()
+    assert not slices.aborted.is_set()
+    again = open_shared_process(name, slices.serve, slices.aborted.set)
     assert again is not None
     again.close()
 
 
-def test_a_lodger_learns_how_its_slice_ended(
+def test_a_member_learns_how_its_slice_ended(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    house = open_house(name, slices.serve, slices.fell.set)
-    assert house is not None
+    shared = open_shared_process(name, slices.serve, slices.aborted.set)
+    assert shared is not None
     mine, its = channels[0]
-    status = threads.submit(lodge, name, b"one", its)
+    status = threads.submit(join_shared_process, name, b"one", its)
     assert mine.recv(99) == b"I am one"
     mine.sendall(b"quit")
     assert status.result(10) == 0
-    house.close()
+    shared.close()
 
 
-def test_a_slice_that_fails_takes_the_house_with_it(
+def test_a_slice_that_fails_takes_the_shared_process_with_it(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    house = open_house(name, slices.serve, slices.fell.set)
-    assert house is not None
+    shared = open_shared_process(name, slices.serve, slices.aborted.set)
+    assert shared is not None
     mine, its = channels[0]
-    threads.submit(lodge, name, b"one", its)
+    threads.submit(join_shared_process, name, b"one", its)
     assert mine.recv(99) == b"I am one"
     mine.sendall(b"fail")
-    assert slices.fell.wait(10)
-    house.close()
+    assert slices.aborted.wait(10)
+    shared.close()
 
 
-def test_a_killed_lodger_takes_the_house_with_it(name: str, channels: list[Channel]) -> None:
+def test_a_killed_member_takes_the_shared_process_with_it(
+    name: str, channels: list[Channel]
+) -> None:
     slices = Slices()
-    house = open_house(name, slices.serve, slices.fell.set)
-    assert house is not None
+    shared = open_shared_process(name, slices.serve, slices.aborted.set)
+    assert shared is not None
     mine, its = channels[0]
-    command = [sys.executable, "-c", LODGER, name, str(its.fileno())]
-    with subprocess.Popen(command, pass_fds=[its.fileno()]) as lodger:
+    command = [sys.executable, "-c", MEMBER, name, str(its.fileno())]
+    with subprocess.Popen(command, pass_fds=[its.fileno()]) as member:
         assert mine.recv(99) == b"I am killed"
-        assert not slices.fell.is_set()
-        lodger.kill()
-    assert slices.fell.wait(10)
+        assert not slices.aborted.is_set()
+        member.kill()
+    assert slices.aborted.wait(10)
     mine.sendall(b"quit")
-    house.close()
+    shared.close()
 
 
-def test_a_house_that_dies_ends_its_lodgers(
+def test_a_shared_process_that_dies_ends_its_members(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOUSE, name], stdout=subprocess.PIPE) as house:
-        assert house.stdout is not None
-        assert house.stdout.readline() == b"open\n"
+    with subprocess.Popen([sys.executable, "-c", SHARED, name], stdout=subprocess.PIPE) as shared:
+        assert shared.stdout is not None
+        assert shared.stdout.readline() == b"open\n"
         mine, its = channels[0]
-        status = threads.submit(lodge, name, b"one", its)
+        status = threads.submit(join_shared_process, name, b"one", its)
         assert mine.recv(99) == b"in"
-        house.kill()
+        shared.kill()
     assert status.result(10) == 1
-    assert lodge(name, b"one", its) is None
+    assert join_shared_process(name, b"one", its) is None
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
@@ -176,6 +179,6 @@ def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
     for mine, config in told:  # once both are there
         WorkerChannel(mine).send(config)
     said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
-    # Who opened the house says 3, its lodger 1; who came after its end opened another.
+    # The shared process exits with 3 and its member with 1; a later one becomes another shared one.
     assert sorted(worker.returncode for worker in workers) in ([1, 3], [3, 3])
-    assert any("can not start: torch finds no GPU" in text for text in said)
+    assert any("cannot start: torch finds no GPU" in text for text in said)

@@ -1,8 +1,8 @@
 """A worker's world when it is real: the controller's messages, the engine, the clock.
 
-`SliceWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
-runs inline in `submit`, or is launched there and its end rung by the engine, which wakes `wait`; a
-thread of its own only keeps the status page's clock going.
+`WorkerWorld` is the `Source` and the `Executor` of `runtime.driver.run` for `policy.slice`. A step
+runs inline in `submit`, or `submit` launches it and the engine calls `notify` at its end, which
+wakes `wait`. A second thread only keeps the clock of the status page going.
 """
 
 import contextlib
@@ -29,10 +29,11 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job
+from c2cserve.runtime.slice_stats import SliceStats, StatSource
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_engine import SliceEngine, Usage
+from c2cserve.serving.worker.slice_engine import SliceEngine
 
 log = logging.getLogger(__name__)
 
@@ -42,21 +43,21 @@ _PARKED_POLL_S = 0.001
 
 
 class Quitting(Exception):
-    """The controller said `Quit`, or is gone."""
+    """The controller sent `Quit`, or is gone."""
 
 
-class SliceWorld:
+class WorkerWorld:
     def __init__(
         self,
         channel: Channel,
         page: StatusPage,
-        usage: Callable[[], Usage],
+        policy_stats: Callable[[], SliceStats],
         measured: Callable[[], Sequence[msg.Measured]],
     ) -> None:
-        """`usage` is read after every tick; `measured` about once a second."""
+        """`policy_stats` is read after every tick; `measured` about once a second."""
         self._channel = channel
         self._page = page
-        self._usage = usage
+        self._policy_stats = policy_stats
         self._measured = measured
         self._engine: SliceEngine | None = None
         self._specs: dict[str, ModelSpec] = {}
@@ -64,15 +65,15 @@ class SliceWorld:
         self._attaches = 0
         self._events: list[SliceEvent] = []
         self._messages: deque[bytes] = deque()
-        """What came while a reset was under way, to be taken when it is done."""
-        self._held: set[str] = set()
-        """Requests that were taken and have not ended, as far as is known here."""
+        """Messages that arrived during a reset; they are handled when it is done."""
+        self._accepted: set[str] = set()
+        """Requests that were accepted and have not ended or been returned."""
         self._active: set[str] = set()
         self._resetting: int | None = None
         self._last_model = ""
-        self._under_way: set[int] = set()
-        """Steps that are not parked."""
-        self._doorbell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._in_flight: set[int] = set()
+        """Ids of steps that were submitted and have neither ended nor parked."""
+        self._notifier = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reported_s = 0.0
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
@@ -106,22 +107,22 @@ class SliceWorld:
         self._events.append(event)
         if isinstance(event, StepDone | StepFailed | StepParked):
             now = time.monotonic()
-            self._under_way.discard(event.step_id)
-            self._page[Field.STEP_STARTED_S] = now if self._under_way else 0.0
+            self._in_flight.discard(event.step_id)
+            self._page[Field.STEP_STARTED_S] = now if self._in_flight else 0.0
             if isinstance(event, StepDone):
                 self._page.add(Field.BUSY_S, event.compute_s)
-                self._page.add(Field.STEPS, 1.0)
+                self._page.add_stat("steps", 1)
                 self._page[Field.PROGRESS_S] = now
             elif isinstance(event, StepFailed):
-                self._page.add(Field.STEP_FAILURES, 1.0)
+                self._page.add_stat("step_failures", 1)
 
-    def ring(self) -> None:
-        """The engine has something to be polled. Callable from any thread."""
-        os.eventfd_write(self._doorbell, 1)
+    def notify(self) -> None:
+        """Wake `wait`, because the engine has something to poll. Callable from any thread."""
+        os.eventfd_write(self._notifier, 1)
 
     def deliver(self, deltas: Sequence[Delta]) -> None:
-        self._page.add(Field.OUTPUT_TOKENS, sum(len(delta.tokens) for delta in deltas))
-        self._held -= {delta.request_id for delta in deltas if delta.finish is not None}
+        self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
+        self._accepted -= {delta.request_id for delta in deltas if delta.finish is not None}
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
     # ---- Source ---------------------------------------------------------------------------------
@@ -134,15 +135,15 @@ class SliceWorld:
             self.engine.poll()
             self._end_reset()
             now = time.monotonic()
-            if self.engine.parked or not (page[Field.RUNNING] or page[Field.WAITING]):
+            if self.engine.parked or not (page.stat("running") or page.stat("waiting")):
                 page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._doorbell)
-            with contextlib.suppress(BlockingIOError):  # nobody rang
-                os.eventfd_read(self._doorbell)
+            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._notifier)
+            with contextlib.suppress(BlockingIOError):  # no notification
+                os.eventfd_read(self._notifier)
 
     def _take_messages(self) -> None:
         self._messages.extend(self._channel.receive())
@@ -152,7 +153,8 @@ class SliceWorld:
             raise Quitting
 
     def _decode(self, data: bytes) -> msg.ToWorker | None:
-        """None: a request that does not decode, which has failed. Raises for other messages."""
+        """Decode a message. Return None for a request that does not decode, which has failed then.
+        Raises for other messages."""
         try:
             return msg.decode_to_worker(data)
         except msgspec.MsgspecError as fault:
@@ -167,7 +169,7 @@ class SliceWorld:
             case msg.Submit(job):
                 self._add(job)
             case msg.Withdraw(request_id):
-                self._held.discard(request_id)
+                self._accepted.discard(request_id)
                 self.emit(Withdrawn(request_id))
             case msg.Recall(request_id):
                 self.emit(RecallAsked(request_id))
@@ -186,17 +188,17 @@ class SliceWorld:
 
     def _add(self, job: Job) -> None:
         request = job.request
-        self._page.add(Field.PROMPT_TOKENS, request.prompt_len - request.sent)
+        self._page.add_stat("prompt_tokens", request.prompt_len - request.sent)
         try:
             if request.model not in self._active:
                 raise RuntimeError(f"{request.model} is not active on this slice")
             chained = self.engine.add(job)
         except Exception as fault:
-            # What is wrong with one request must not end the others on this slice.
-            log.exception("request %s can not be taken", request.id)
+            # A fault of one request must not end the others on this slice.
+            log.exception("request %s cannot be taken", request.id)
             self._refuse(request.id, fault)
         else:
-            self._held.add(request.id)
+            self._accepted.add(request.id)
             self.emit(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
@@ -204,7 +206,8 @@ class SliceWorld:
         self.deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
 
     def _switch(self, model: str, active: bool) -> None:
-        """Of a model that is not attached nothing becomes active: its requests fail one by one."""
+        """Activate or deactivate a model. A model that is not attached stays inactive: its requests
+        fail one by one."""
         if active and model in self._specs:
             self._active.add(model)
             self.emit(Activated(self._specs[model]))
@@ -215,24 +218,24 @@ class SliceWorld:
     # ---- beginning anew -------------------------------------------------------------------------
 
     def _reset(self, number: int) -> None:
-        """Withdraw and deactivate all that there is. Messages wait until that is done: they may be
-        of the same requests and models."""
-        log.warning("the controller's loop started anew: %d requests end here", len(self._held))
+        """Withdraw all requests and deactivate all models. Later messages wait until that is done:
+        they may be about the same requests and models."""
+        log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
-        for request_id in sorted(self._held):
+        for request_id in sorted(self._accepted):
             self.emit(Withdrawn(request_id))
         for model in sorted(self._active):
             self.emit(Deactivated(model))
-        self._held.clear()
+        self._accepted.clear()
         self._active.clear()
 
     def _end_reset(self) -> None:
-        """A reset is done when the policy was told of all withdrawals and holds no request, not
-        even one in a step under way: nothing more is drawn for them, nor said of them."""
+        """End a reset when the policy has seen all withdrawals and holds no request, not even in a
+        step in flight. No token is sampled or sent for those requests from then on."""
         if self._resetting is None or self._events:
             return
-        usage = self._usage()
-        if not usage.running and not usage.waiting and not self._under_way:
+        held = self._policy_stats()
+        if not held.running and not held.waiting and not self._in_flight:
             self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
             self._resetting = None
             self._take_messages()
@@ -266,32 +269,8 @@ class SliceWorld:
             log.exception("detach of %s failed", model)
 
     def _report(self) -> None:
-        usage = self._usage()
-        page = self._page
-        page[Field.RUNNING] = usage.running
-        page[Field.WAITING] = usage.waiting
-        page[Field.KV_USED_BYTES] = usage.kv_used_bytes
-        page[Field.CACHED_TOKENS] = usage.cached_tokens
-        page[Field.PREEMPTIONS] = usage.preemptions
-        page[Field.STEP_RETRIES] = usage.retries
-        page[Field.RETRIES_FAILED] = usage.retries_failed
-        page[Field.PARTS_REBUILT] = self.engine.renewals
-        weights = self.engine.weights
-        page[Field.WEIGHTS_KEPT_BYTES] = weights.kept_bytes
-        page[Field.WEIGHTS_HIT_BYTES] = weights.hit_bytes
-        page[Field.WEIGHTS_STREAMED_BYTES] = weights.streamed_bytes
-        page[Field.GRAPH_STEPS] = weights.graph_steps
-        page[Field.GRAPH_CAPTURES] = weights.graph_captures
-        page[Field.GRAPH_CAPTURE_FAILURES] = weights.graph_capture_failures
-        page[Field.GRAPHS_DROPPED] = weights.graphs_dropped
-        page[Field.FLASH_STEPS] = weights.flash_steps
-        page[Field.FLASH_MISSED_STEPS] = weights.flash_missed_steps
-        page[Field.WEIGHTS_LENT_BYTES] = weights.lent_bytes
-        page[Field.WEIGHTS_PEER_BYTES] = weights.peer_bytes
-        kv = self.engine.paused_kv
-        page[Field.KV_HOST_BYTES] = kv.host_bytes
-        page[Field.KV_OUT_BYTES] = kv.out_bytes
-        page[Field.KV_IN_BYTES] = kv.in_bytes
+        self._page.write_stats(self._policy_stats(), StatSource.POLICY)
+        self._page.write_stats(self.engine.stats, StatSource.ENGINE)
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now
@@ -310,7 +289,7 @@ class SliceWorld:
                 self._channel.send(msg.encode(msg.Recovered(model)))
             case Return(request_id):
                 self.engine.submit(action)
-                self._held.discard(request_id)
+                self._accepted.discard(request_id)
                 self._channel.send(msg.encode(msg.Returned(request_id)))
             case _:
                 self.engine.submit(action)
@@ -319,10 +298,10 @@ class SliceWorld:
         page = self._page
         model = action.step.model
         if model != self._last_model:
-            page.add(Field.SWITCHES, 1.0 if self._last_model else 0.0)
+            page.add_stat("switches", 1 if self._last_model else 0)
             self._last_model = model
             page[Field.LAST_MODEL] = self._attach_order[model]
-        if not self._under_way:
+        if not self._in_flight:
             page[Field.STEP_STARTED_S] = time.monotonic()
-        self._under_way.add(action.step.id)
+        self._in_flight.add(action.step.id)
         self.engine.submit(action)

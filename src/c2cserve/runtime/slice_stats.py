@@ -1,0 +1,115 @@
+"""The table of what a worker counts about its slice.
+
+Each row is a field of `SliceStats`: its name, kind, unit, help text and where the worker reads it.
+The status page, the snapshot, the admin API and `/metrics` are made from this table. A new row
+needs one more place only: the code that counts.
+"""
+
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Literal
+
+Kind = Literal["gauge", "counter"]
+
+
+class StatSource(Enum):
+    """Where a worker reads a value."""
+
+    LOOP = "loop"
+    """The slice's loop adds to the page when something happens."""
+    POLICY = "policy"
+    """The slice's policy counts; the loop copies the value after every tick."""
+    ENGINE = "engine"
+    """The engine counts; the loop copies the value after every tick."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stat:
+    """One row of the table."""
+
+    name: str
+    """The field of `SliceStats`, also the key in the admin API."""
+    kind: Kind
+    unit: str
+    help: str
+    """The help text in `/metrics`."""
+    source: StatSource
+    metric: str
+    """The full name in `/metrics`."""
+
+
+def _row(kind: Kind, unit: str, source: StatSource, help_: str, metric: str = "") -> int:
+    """Return a dataclass field (typed as its values are) that carries the row."""
+    row = {"kind": kind, "unit": unit, "source": source, "help": help_, "metric": metric}
+    return field(default=0, metadata=row)
+
+
+def _gauge(unit: str, source: StatSource, help_: str) -> int:
+    return _row("gauge", unit, source, help_)
+
+
+def _counter(unit: str, source: StatSource, help_: str, metric: str = "") -> int:
+    return _row("counter", unit, source, help_, metric)
+
+
+_LOOP, _POLICY, _ENGINE = StatSource.LOOP, StatSource.POLICY, StatSource.ENGINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SliceStats:
+    """Values of the table for one slice. Counters start at 0 with the worker's process. Weights,
+    graphs and FlashInfer concern GPU slices only: a CPU slice shows 0."""
+
+    running: int = _gauge("requests", _POLICY, "Requests started.")
+    waiting: int = _gauge("requests", _POLICY, "Requests queued at the slice.")
+    kv_used_bytes: int = _gauge("bytes", _POLICY, "KV cache held by requests.")
+    weights_kept_bytes: int = _gauge(
+        "bytes", _ENGINE, "Weights kept in what KV leaves of the arena."
+    )
+    weights_lent_bytes: int = _gauge(
+        "bytes", _ENGINE, "Weights in memory that neighbouring GPUs lend to the slice's GPU."
+    )
+    kv_host_bytes: int = _gauge(
+        "bytes", _ENGINE, "KV in host memory, of requests that are paused or may be."
+    )
+    steps: int = _counter("steps", _LOOP, "Steps run.")
+    switches: int = _counter("steps", _LOOP, "Steps that ran another model than the step before.")
+    prompt_tokens: int = _counter("tokens", _LOOP, "Prompt tokens received.")
+    output_tokens: int = _counter("tokens", _LOOP, "Tokens drawn.")
+    cached_tokens: int = _counter("tokens", _POLICY, "Prompt tokens reused.")
+    preemptions: int = _counter(
+        "requests", _POLICY, "Requests preempted for memory.", "vllm:num_preemptions"
+    )
+    weights_hit_bytes: int = _counter("bytes", _ENGINE, "Bytes of weights that steps read in HBM.")
+    weights_streamed_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes of weights that steps read over the link."
+    )
+    weights_peer_bytes: int = _counter(
+        "bytes", _ENGINE, "Of those, from memory that neighbouring GPUs lend."
+    )
+    graph_steps: int = _counter("steps", _ENGINE, "Steps launched as one CUDA graph.")
+    graph_captures: int = _counter("graphs", _ENGINE, "CUDA graphs captured.")
+    graph_capture_failures: int = _counter(
+        "graphs", _ENGINE, "Captures that failed: such steps are launched kernel by kernel."
+    )
+    graphs_dropped: int = _counter(
+        "graphs", _ENGINE, "CUDA graphs dropped for newer ones, or because weights moved."
+    )
+    flash_steps: int = _counter("steps", _ENGINE, "Long steps with FlashInfer's attention.")
+    flash_missed_steps: int = _counter("steps", _ENGINE, "Those it has no module for.")
+    kv_out_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied to host memory.")
+    kv_in_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied back.")
+    step_failures: int = _counter("steps", _LOOP, "Steps that ended with an exception.")
+    step_retries: int = _counter("requests", _POLICY, "Requests of failed steps that ran again.")
+    retries_failed: int = _counter("requests", _POLICY, "Those that failed again, alone.")
+    parts_rebuilt: int = _counter(
+        "rebuilds", _ENGINE, "How often GPU state was built anew after a failed step."
+    )
+
+
+def _stat(name: str, kind: Kind, unit: str, source: StatSource, help: str, metric: str) -> Stat:
+    return Stat(name, kind, unit, help, source, metric or f"c2cserve:slice_{name}")
+
+
+STATS: tuple[Stat, ...] = tuple(_stat(one.name, **one.metadata) for one in fields(SliceStats))
+"""The rows, in the order of the fields."""
