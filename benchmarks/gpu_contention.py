@@ -41,7 +41,7 @@ class _Lane:
     """`gpu_engine_run.Machine` of one partition."""
 
     def __init__(self, parts: GpuParts, sampler: Any) -> None:
-        self.device, self.arena, self.staging = parts.device, parts.arena, parts.place
+        self.device, self.arena, self.staging = parts.device, parts.arena, parts.to_device
         self.host_sampler, self.linear, self._parts = sampler, parts.linear, parts
         self.flash = parts.flashinfer.flash
 

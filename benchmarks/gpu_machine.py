@@ -59,7 +59,7 @@ class Gpu:
         self.host_sampler = CpuOps(1).sample
         self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=self.choice)
         self.device, self.arena = self._parts.device, self._parts.arena
-        self.staging, self.warm = self._parts.place, self._parts.warm
+        self.staging, self.warm = self._parts.to_device, self._parts.warm
         self.lane = self._parts.lane
         self.flash: Flash | None = self._parts.flashinfer.flash
         self.homes: list[Home] = ["host"]

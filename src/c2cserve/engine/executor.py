@@ -62,7 +62,7 @@ class Executor:
         deliver: Callable[[list[Delta]], None],
         clock: Callable[[], float],
         *,
-        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
+        to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: Callable[[Exception], bool] = lambda _: False,
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
@@ -76,7 +76,7 @@ class Executor:
         self._launched: deque[Run] = deque()
         self._collected_s = 0.0
         self._slice_id = slice_id
-        self._place = place
+        self._to_device = to_device
         self._fatal = fatal
         self._renew = renew
         self.renewals = 0
@@ -204,8 +204,8 @@ class Executor:
         if decoder is None:
             raise RuntimeError(f"{run.step.model} is not attached to this slice")
         batch = build_batch(run.parts, run.seqs)
-        if self._place is not None:
-            batch = self._place(batch)
+        if self._to_device is not None:
+            batch = self._to_device(batch)
         if source is not None:
             batch = replace(batch, ids=self._ops.chained(batch.ids, source))
         started_s = self._clock()

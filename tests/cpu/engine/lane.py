@@ -81,7 +81,7 @@ class Lane:
 
     def __init__(
         self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
-        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
+        to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.events: list[SliceEvent] = []
@@ -89,7 +89,7 @@ class Lane:
         ticks = itertools.count()
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
-            self.events.append, self.deltas.extend, lambda: float(next(ticks)), place=place,
+            self.events.append, self.deltas.extend, lambda: float(next(ticks)), to_device=to_device,
             fatal=lambda fault: isinstance(fault, fatal), renew=renew,
         )  # fmt: skip
         self._steps = itertools.count()
