@@ -178,7 +178,7 @@ class Engine:
         self._deltas: list[Delta] = []
         self.executor = Executor(
             "bench", self.ops, self.arena, self._events.append, self._deltas.extend,
-            time.perf_counter, place=machine.staging,
+            time.perf_counter, to_device=machine.staging,
         )  # fmt: skip
         self._kv: dict[str, KvLayout] = {}
         self._vocab: dict[str, int] = {}

@@ -116,14 +116,14 @@ def ours_at(
                 return _MovedWeights(segment, gpu.device)
 
     return Ours(
-        folder, ops=gpu.ops, blocks=blocks, device=gpu.device, place=gpu.place, weights=weights,
-        longest=longest,
+        folder, ops=gpu.ops, blocks=blocks, device=gpu.device, to_device=gpu.to_device,
+        weights=weights, longest=longest,
     )  # fmt: skip
 
 
 def on_gpu(gpu: GpuParts) -> Lane:
     """An executor of the slice."""
-    return Lane(gpu.ops, arena=gpu.arena, place=gpu.place)
+    return Lane(gpu.ops, arena=gpu.arena, to_device=gpu.to_device)
 
 
 def no_sampler(logits: Tensor, rows: object) -> Drawn:

@@ -35,7 +35,8 @@ def folder() -> Iterator[Path]:
 def gpu() -> Iterator[GpuParts]:
     before = torch.cuda.current_stream()
     with torch.no_grad():
-        yield open_gpu(0, 256 << 20, no_sampler, profile="assumed", keeper=Residency(256 << 20))
+        policy = Residency(256 << 20)
+        yield open_gpu(0, 256 << 20, no_sampler, profile="assumed", cache_policy=policy)
     torch.cuda.synchronize()
     torch.cuda.set_stream(before)
 

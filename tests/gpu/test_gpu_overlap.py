@@ -47,7 +47,7 @@ class Loop:
         self.deltas: list[Delta] = []
         self.executor = Executor(
             "s", gpu.ops, gpu.arena, self.events.append, self.deltas.extend, time.monotonic,
-            place=gpu.place, host_kv=gpu.host_kv,
+            to_device=gpu.to_device, host_kv=gpu.host_kv,
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self.events.append(
@@ -167,21 +167,21 @@ def test_a_whole_batch_of_large_rows_is_drawn_as_the_cpu_draws_it(dtype: torch.d
     assert sum(a != b for a, b in zip(ids, want, strict=True)) <= 2
 
 
-def test_the_bell_rings_when_a_step_is_over(
+def test_the_end_of_a_step_is_notified(
     gpu: GpuParts, segments: PinnedSegments, folder: Path
 ) -> None:
     make(folder, "llama")
     model = LateModel(folder, 1024, device=gpu.device, open_=segments.open).load_all()
-    rung = threading.Semaphore(0)
-    parts = open_gpu(0, 64 << 20, no_sampler, profile="assumed", ring=rung.release)
+    notified = threading.Semaphore(0)
+    parts = open_gpu(0, 64 << 20, no_sampler, profile="assumed", notify=notified.release)
     try:
         lane = on_gpu(parts)
         lane.attach("m", model.decoder)
         lane.add("a", "m", PROMPT[:40], 2)
         done = lane.step(("a", 0, 40))
         assert isinstance(done, StepDone)
-        assert rung.acquire(timeout=10)
-        assert not rung.acquire(timeout=0.05)
+        assert notified.acquire(timeout=10)
+        assert not notified.acquire(timeout=0.05)
         parts.finish()
     finally:
         torch.cuda.set_stream(gpu.stream)

@@ -31,8 +31,9 @@ def gpu() -> Iterator[GpuParts]:
     with torch.no_grad():
         peers = open_peers(0, [1], LENT_BYTES, Lending(LENT_BYTES))
         yield open_gpu(
-            0, 256 << 20, no_sampler, profile="assumed", keeper=Residency(256 << 20), peers=peers
-        )
+            0, 256 << 20, no_sampler, profile="assumed", cache_policy=Residency(256 << 20),
+            peers=peers,
+        )  # fmt: skip
     torch.cuda.synchronize()
     torch.cuda.set_stream(before)
 
@@ -89,7 +90,7 @@ def test_the_same_bits_from_a_neighbour(
     while peers.pool.bytes < 0.9 * streamed / 6:  # six passes
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    peers.look()
+    peers.refresh()
     there = talk(gpu, ours, 1)
     for one, other in zip(at_home, there, strict=True):
         assert torch.equal(one, other)
@@ -113,10 +114,10 @@ def test_another_model_at_the_same_addresses_is_itself(
         place = folder / str(turn)
         place.mkdir()
         ours = attach(gpu, segments, place, ("llama", "qwen2")[turn % 2])
-        peers.look()
+        peers.refresh()
         if turn >= 2:
             time.sleep(0.2)  # copies are made
-            peers.look()
+            peers.refresh()
         logits = talk(gpu, ours, 0)
         for one, other in zip(logits, answers.setdefault(turn % 2, logits), strict=True):
             assert torch.equal(one, other)

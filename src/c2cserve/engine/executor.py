@@ -1,12 +1,14 @@
 """Running steps on a slice: sequences, arena, sampling, parked steps.
 
-The policy decides which sequences run and where their KV lies; the executor knows tokens. What
-computes is given to it: operators, and an arena in memory they reach. `submit` launches a step: it
-is over at once where operators compute inline, else `poll` collects what it drew when that is
-known. One that meets weights still loading is parked, and resumed by `poll`.
+The policy decides which sequences run and where their KV lies; the executor knows tokens. It is
+given what computes: operators, and an arena in memory that they reach.
 
-    launched   [ step 7 | step 8 ]      collected in this order; step 8 may read what step 7 draws
-    parked     [ step 5 | step 6 ]      step 6 has requests of step 5 and can not start before it
+    launched   [ step 7 | step 8 ]      collected in this order; step 8 may read step 7's sample
+    parked     [ step 5 | step 6 ]      step 6 has requests of step 5 and cannot start before it
+
+`submit` launches a step. Where operators compute inline the step is over at once, else `poll`
+collects its sample when that is known. A step that meets weights still loading is parked, and
+`poll` resumes it.
 """
 
 import logging
@@ -51,7 +53,7 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """`runtime.ports.Executor` for slice actions, plus what feeds it. Not thread-safe."""
+    """The `runtime.ports.Executor` of slice actions. Not thread-safe."""
 
     def __init__(
         self,
@@ -62,21 +64,23 @@ class Executor:
         deliver: Callable[[list[Delta]], None],
         clock: Callable[[], float],
         *,
-        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
+        to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: Callable[[Exception], bool] = lambda _: False,
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
     ) -> None:
-        """`arena`: uint8, all of the slice's KV memory. `place` moves a batch, made on the host,
-        to where the operators read it (None: that is the host). An exception that `fatal` says
-        yes to is not a step's own: it is raised out of `submit` or `poll`, and the executor is not
-        to be used again. After any other one `renew` waits for what is launched and builds anew
-        what operators keep from step to step (None: they keep nothing). `host_kv`: where requests
-        are that are paused, if the policy may."""
+        """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
+        where the operators read it (None: that is the host).
+
+        An exception for which `fatal` is true is not a step's own. It is raised out of `submit` or
+        `poll`, and the executor must not be used again. After any other exception `renew` waits for
+        what is launched, and builds anew what operators keep from step to step (None: they keep
+        nothing). `host_kv` holds the KV of paused requests, if the policy pauses any.
+        """
         self._launched: deque[Run] = deque()
         self._collected_s = 0.0
         self._slice_id = slice_id
-        self._place = place
+        self._to_device = to_device
         self._fatal = fatal
         self._renew = renew
         self.renewals = 0
@@ -100,16 +104,18 @@ class Executor:
         self._models.pop(model, None)
 
     def add(self, job: Job) -> bool:
-        """Whether the request's next step may be submitted before its last one is done. (What is
-        asked for its first row is the most that is: tokens are banned only at the beginning.) What
-        this raises is the request's own fault, and nothing of it is held then."""
+        """Add a request. Return whether its next step may be submitted before its last one is done.
+
+        Its first row decides that: later rows need no more, as tokens are banned only at the
+        beginning. What this raises is the request's own fault, and nothing of it is held then.
+        """
         seq = Sequence.of(job, self._clock())
         seq.chained = self._ops.chains(seq.row_sampling())
         self._seqs[job.request.id] = seq
         return seq.chained
 
     def __len__(self) -> int:
-        """Requests held."""
+        """Return the number of requests held."""
         return len(self._seqs)
 
     # ---- steps ----------------------------------------------------------------------------------
@@ -129,7 +135,7 @@ class Executor:
                 else:
                     self._end(request_id)
             case Truncate(request_id):
-                self._truncate(self._seqs[request_id])
+                self._deliver([self._seqs[request_id].truncated()])
                 self._end(request_id)
             case Fail(request_id, reason):
                 self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
@@ -146,7 +152,7 @@ class Executor:
         return bool(self._parked)
 
     def poll(self) -> None:
-        """Collect what is done, and resume parked steps; those that still wait park again."""
+        """Collect what is done, and resume parked steps. Steps that still wait park again."""
         self._collect()
         for move in self._host_kv.finished():
             self._emit(MoveDone(move.request_id, move.direction))
@@ -161,7 +167,7 @@ class Executor:
 
     def _move(self, move: Move) -> None:
         seq = self._seqs.get(move.request_id)
-        if seq is None:  # it ended in a step of which the policy has not heard
+        if seq is None:  # it ended in a step whose outcome the policy has not seen
             self._emit(MoveDone(move.request_id, move.direction))
             return
         if move.direction == "out":
@@ -170,7 +176,7 @@ class Executor:
         self._host_kv.start(move, self._models[seq.job.request.model].kv.block_bytes)
 
     def _end(self, request_id: str) -> None:
-        """Nothing of it is held any more, its copies on the host from the end of a move on."""
+        """Hold nothing of a request any more; its copies on the host go at the end of a move."""
         self._seqs.pop(request_id, None)
         if not self._host_kv.busy(request_id):
             self._host_kv.forget(request_id)
@@ -185,7 +191,7 @@ class Executor:
             self._advance(run, self._work(run))
 
     def _behind_parked(self, run: Run) -> bool:
-        """Whether a request of it has its step before this one parked."""
+        """Return whether one of its requests has an earlier step that is parked."""
         ids = {part.request_id for part in run.step.seqs}
         return any(part.request_id in ids for other, _ in self._parked for part in other.step.seqs)
 
@@ -196,7 +202,7 @@ class Executor:
         run.parked_since_s = self._clock()
 
     def _work(self, run: Run) -> Work:
-        """All of a step that can fail: what it raises fails this step alone."""
+        """Do all of a step that can fail. What it raises fails this step alone."""
         source = self._take_parts(run)
         if not run.parts:
             return Drawn([], [])
@@ -204,8 +210,8 @@ class Executor:
         if decoder is None:
             raise RuntimeError(f"{run.step.model} is not attached to this slice")
         batch = build_batch(run.parts, run.seqs)
-        if self._place is not None:
-            batch = self._place(batch)
+        if self._to_device is not None:
+            batch = self._to_device(batch)
         if source is not None:
             batch = replace(batch, ids=self._ops.chained(batch.ids, source))
         started_s = self._clock()
@@ -215,19 +221,22 @@ class Executor:
                 seq.clock.switched = run.switched
                 seq.clock.switch_s = started_s - run.picked_s
         logits = yield from decoder.forward(batch, self._ops, self._arena)
-        return self._draw(run, logits)
+        return self._sample(run, logits)
 
     def _take_parts(self, run: Run) -> Tensor | None:
-        """Bring the sequences up to date with the policy. Returns what their unknown tokens are to
-        be read from (None: all are known), and if that is not one draw, waits for it."""
+        """Bring the sequences up to date with the policy, and note those that are present.
+
+        Return the tensor to read their unknown tokens from, None if all are known. Where the
+        unknown tokens are not all in one sample, wait for them.
+        """
         unknown = [
             seq
             for part in run.step.seqs
             if (seq := self._present(part)) is not None and part.start + part.tokens > seq.length
         ]
-        draw = unknown[0].draw if unknown else None
-        source = None if draw is None else draw.chain
-        if any(not seq.chained or seq.draw is not draw for seq in unknown):
+        sample = unknown[0].sample if unknown else None
+        source = None if sample is None else sample.chain
+        if any(not seq.chained or seq.sample is not sample for seq in unknown):
             source = None
             self._collect(wait=True)
         for part in run.step.seqs:
@@ -239,12 +248,12 @@ class Executor:
         return source
 
     def _present(self, part: SeqStep) -> Sequence | None:
-        """The part's request. None: it ended, or a step of it failed, and the policy had not heard
-        of that; the step is without it."""
+        """Return the part's request. None: it ended, or a step of it failed, and the policy had not
+        seen that. The step runs without it."""
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _draw(self, run: Run, logits: Tensor) -> Draw:
+    def _sample(self, run: Run, logits: Tensor) -> Draw:
         rows: list[int] = []
         row = 0
         for part, seq in zip(run.parts, run.seqs, strict=True):
@@ -254,14 +263,14 @@ class Executor:
             elif part.emits:
                 row += 1
             if part.emits:
-                run.drawing.append(seq)
+                run.sampled.append(seq)
                 rows.append(row - 1)
         picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        draw = self._ops.sample(picked, [seq.row_sampling() for seq in run.drawing])
-        for row, seq in enumerate(run.drawing):
-            seq.drawing += 1
-            seq.draw, seq.row = draw, row
-        return draw
+        sample = self._ops.sample(picked, [seq.row_sampling() for seq in run.sampled])
+        for row, seq in enumerate(run.sampled):
+            seq.in_flight += 1
+            seq.sample, seq.row = sample, row
+        return sample
 
     def _advance(self, run: Run, work: Work) -> None:
         """Launch the step, or what of it has its weights."""
@@ -272,11 +281,11 @@ class Executor:
         try:
             next(work)
         except StopIteration as end:
-            run.draw = end.value
+            run.sample = end.value
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            self._collect(wait=True)  # what steps before it drew is not lost
+            self._collect(wait=True)  # what earlier steps sampled is not lost
             self._survive(run, fault)
         else:
             run.compute_s += self._clock() - started_s
@@ -287,8 +296,11 @@ class Executor:
         self._collect()
 
     def _survive(self, run: Run, fault: Exception) -> None:
-        """A step failed, and neither the slice nor any other step: what the exception may have left
-        half done is built anew before anything else runs. Raises what `renew` does."""
+        """Survive a failed step: neither the slice nor any other step fails with it.
+
+        What the exception may have left half done is built anew before anything else runs. Raises
+        what `renew` does.
+        """
         log.error("step %d of %s failed", run.step.id, run.step.model, exc_info=fault)
         run.failed = f"{type(fault).__name__}: {fault}"
         for seq in run.seqs:
@@ -297,48 +309,48 @@ class Executor:
             self._renew()
             self.renewals += 1
 
-    # ---- what came of it ------------------------------------------------------------------------
+    # ---- outcomes -------------------------------------------------------------------------------
 
     def _collect(self, *, wait: bool = False) -> None:
-        """Complete the steps that are done, in their order; all that are launched if `wait`."""
+        """Complete the steps that are done, in their order; if `wait`, all that are launched."""
         while self._launched:
             run = self._launched[0]
-            if not (wait or run.draw is None or run.draw.done):
+            if not (wait or run.sample is None or run.sample.done):
                 return
             self._launched.popleft()
             self._complete(run)
 
     def _complete(self, run: Run) -> None:
-        drawn: Drawn | None = None
+        tokens: Drawn | None = None
         try:
-            if run.draw is not None:
-                drawn = run.draw.collect()
+            if run.sample is not None:
+                tokens = run.sample.collect()
                 for part, seq, logits in run.scored:
                     note_prompt(part, seq, logits)
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            drawn = None
+            tokens = None
             self._survive(run, fault)
         now = self._clock()
         # It ran from its launch on, or from the end of what was launched before.
         run.compute_s += now - max(run.launched_s, self._collected_s)
         self._collected_s = now
-        if run.draw is not None:
-            for seq in run.drawing:
-                seq.drawing -= 1
-        if drawn is None:
+        if run.sample is not None:
+            for seq in run.sampled:
+                seq.in_flight -= 1
+        if tokens is None:
             self._emit(StepFailed(run.step.id, run.failed))
             return
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
-        self._record(run, drawn)
+        self._record(run, tokens)
         if run.deltas:
             self._deliver(run.deltas)
         self._emit(StepDone(run.step.id, tuple(run.outcomes), run.compute_s))
 
     def _holds(self, seq: Sequence) -> bool:
-        """Whether it has not ended: it may have, in the step before one under way."""
+        """Return whether the request is held. It may have ended in the step before this one."""
         return self._seqs.get(seq.job.request.id) is seq
 
     def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
@@ -347,19 +359,10 @@ class Executor:
         run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
         self._end(request_id)
 
-    def _truncate(self, seq: Sequence) -> None:
-        request_id = seq.job.request.id
-        if seq.position:
-            delta = Delta(request_id, finish=FinishReason.LENGTH)
-        else:
-            reason = f"the prompt's {seq.length} tokens do not fit into the slice's KV memory"
-            delta = Delta(request_id, finish=FinishReason.ERROR, error=reason)
-        self._deliver([delta])
+    # ---- sampled tokens -------------------------------------------------------------------------
 
-    # ---- drawing --------------------------------------------------------------------------------
-
-    def _record(self, run: Run, drawn: Drawn) -> None:
-        for i, (seq, token) in enumerate(zip(run.drawing, drawn.ids, strict=True)):
+    def _record(self, run: Run, tokens: Drawn) -> None:
+        for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
             if seq.lost or not self._holds(seq):
                 continue
             if token < 0:
@@ -367,31 +370,23 @@ class Executor:
                 continue
             logprobs: tuple[TokenLogprob, ...] = ()
             if seq.job.sampling.logprobs is not None:
-                top = tuple(drawn.top[i]) if drawn.top else ()
-                logprobs = (TokenLogprob(token, drawn.logprobs[i], top),)
+                top = tuple(tokens.top[i]) if tokens.top else ()
+                logprobs = (TokenLogprob(token, tokens.logprobs[i], top),)
             self._take(run, seq, token, logprobs)
 
     def _take(
         self, run: Run, seq: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
     ) -> None:
-        """Record a drawn token and say so."""
+        """Record a sampled token and its delta."""
         request = seq.job.request
         seq.tokens[seq.length] = token
         seq.length += 1
         finish: FinishReason | None = None
         if token in seq.job.sampling.stop_token_ids:
             finish = FinishReason.STOP
-        elif seq.drawn >= request.max_new_tokens:
+        elif seq.sampled >= request.max_new_tokens:
             finish = FinishReason.LENGTH
-        if seq.delivered:
-            delta = Delta(request.id, (token,), logprobs, finish=finish)
-        else:
-            seq.delivered = True
-            delta = Delta(
-                request.id, (token,), logprobs, tuple(seq.prompt_logprobs), finish,
-                seq.cached_tokens, seq.clock.timing(self._slice_id),
-            )  # fmt: skip
-        run.deltas.append(delta)
+        run.deltas.append(seq.delta(token, logprobs, finish, self._slice_id))
         run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
         if finish is not None:
             self._end(request.id)

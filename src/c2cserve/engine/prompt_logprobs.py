@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, for who asks for them."""
+"""Log-probabilities of prompt tokens, for the requests that ask for them."""
 
 import torch
 from torch import Tensor
@@ -12,8 +12,10 @@ _SCORED_ROWS = 32
 
 
 def note_prompt(part: SeqStep, seq: Sequence, logits: Tensor) -> None:
-    """Log-probabilities of the prompt tokens that follow the step's positions, those noted
-    before a preemption left out."""
+    """Note the log-probabilities of the prompt tokens that follow the step's positions.
+
+    Those noted before a preemption are left out.
+    """
     wanted = min(seq.job.sampling.prompt_logprobs or 0, logits.shape[1])
     known = len(seq.prompt_logprobs)  # of tokens 1 ... known
     stop = min(part.start + part.tokens, seq.job.request.prompt_len - 1)

@@ -1,4 +1,4 @@
-"""A step between its submission and what comes of it."""
+"""A step between its submission and its outcome."""
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from c2cserve.engine.sequences import Sequence
 from c2cserve.kernels.ops import Draw
 
 Work = Generator[list[int], None, Draw]
-"""A step from building its batch to the launch of drawing; yields when weights are missing."""
+"""A step from building its batch to the launch of sampling. It yields when weights are missing."""
 
 
 @dataclass(slots=True)
@@ -23,20 +23,20 @@ class Run:
     picked_s: float
     switched: bool
     parts: list[SeqStep] = field(default_factory=list[SeqStep])
-    """Of the requests that are still here when it starts."""
+    """The parts of requests that are still here when it starts."""
     seqs: list[Sequence] = field(default_factory=list[Sequence])
-    drawing: list[Sequence] = field(default_factory=list[Sequence])
-    """Those whose tokens are drawn, in the order of the rows."""
+    sampled: list[Sequence] = field(default_factory=list[Sequence])
+    """The sequences that get a token, in the order of the rows."""
     scored: list[tuple[SeqStep, Sequence, Tensor]] = field(
         default_factory=list[tuple[SeqStep, Sequence, Tensor]]
     )
-    """Parts whose prompt tokens' log-probabilities are wanted, and their logits."""
-    draw: Draw | None = None
+    """The parts whose prompt tokens' log-probabilities are wanted, and their logits."""
+    sample: Draw | None = None
     compute_s: float = 0.0
     launched_s: float = 0.0
-    """When its last part began to be launched."""
+    """The time when the launch of its last part began."""
     parked_since_s: float | None = None
     failed: str = ""
-    """Why it could not be launched, or collected: it draws nothing."""
+    """The reason why it was not launched or collected; it samples nothing then."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
     deltas: list[Delta] = field(default_factory=list[Delta])

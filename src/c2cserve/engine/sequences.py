@@ -1,4 +1,4 @@
-"""What the executor keeps of a request: its tokens, its block table, how to sample."""
+"""A request as the executor knows it: its tokens, its block table, how to sample."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from c2cserve.core.request import BLOCK_TOKENS, Job, Timing, TokenLogprob
+from c2cserve.core.request import (
+    BLOCK_TOKENS,
+    Delta,
+    FinishReason,
+    Job,
+    Timing,
+    TokenLogprob,
+)
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
 from c2cserve.kernels.ops import Draw, RowSampling
 
 
 @dataclass(slots=True)
-class Clockwork:
-    """When things happened to a request before its first token, seconds of the executor's clock."""
+class FirstTokenClock:
+    """The times of a request before its first token, in seconds of the executor's clock."""
 
     added_s: float
     started_s: float | None = None
@@ -36,25 +43,25 @@ class Clockwork:
 class Sequence:
     job: Job
     tokens: NDArray[np.int32]
-    """Capacity for everything that may be drawn; the first `length` are known."""
+    """Room for all tokens that may be sampled; the first `length` are known."""
     length: int
     blocks: NDArray[np.int64]
-    """Capacity for all of them; the first `block_count` are set."""
-    clock: Clockwork
+    """Room for all blocks; the first `block_count` are set."""
+    clock: FirstTokenClock
     block_count: int = 0
     moved_in: bool = False
-    """Its KV came back from the host, and the step that tells its new table has not come yet."""
+    """Its KV came back from the host, and no step has brought its new table yet."""
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     delivered: bool = False
     lost: bool = False
-    """A step of it failed: what steps in flight draw for it is in vain, until it begins anew."""
+    """A step of it failed. What steps in flight sample for it is not used, until it begins anew."""
     chained: bool = False
-    """Its rows are such that `Ops.chains`."""
-    drawing: int = 0
-    """Tokens being drawn by steps that are not collected yet."""
-    draw: Draw | None = None
-    """Of the last of them, in its row `row`."""
+    """`Ops.chains` holds for its rows."""
+    in_flight: int = 0
+    """Tokens that steps sample which are not collected yet."""
+    sample: Draw | None = None
+    """The sample of the last of these steps, which has the token in its row `row`."""
     row: int = 0
 
     @classmethod
@@ -64,22 +71,24 @@ class Sequence:
         tokens = np.empty(capacity, np.int32)
         tokens[: request.prompt_len] = job.tokens
         blocks = np.empty(-(-capacity // BLOCK_TOKENS), np.int64)
-        return cls(job, tokens, request.prompt_len, blocks, Clockwork(now))
+        return cls(job, tokens, request.prompt_len, blocks, FirstTokenClock(now))
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn here."""
+    def sampled(self) -> int:
+        """Tokens sampled here."""
         return self.length - self.job.request.prompt_len
 
     @property
     def position(self) -> int:
-        """Index of the next output token to be drawn, those sent before a resume included."""
-        return self.job.request.sent + self.drawn + self.drawing
+        """The index of the next output token. Tokens sent before a resume count."""
+        return self.job.request.sent + self.sampled + self.in_flight
 
     def scores_prompt(self, part: SeqStep) -> bool:
-        """Whether the logits of all the step's positions are wanted: log-probabilities of prompt
-        tokens are asked for, and some of those that follow these positions are not known yet (a
-        preempted request computes its prompt again)."""
+        """Return whether the logits of all the step's positions are wanted.
+
+        They are where log-probabilities of prompt tokens are asked for and some of those after
+        these positions are missing. A preempted request, which computes its prompt again, has them.
+        """
         if self.job.sampling.prompt_logprobs is None or self.job.request.sent:
             return False
         last = min(part.start + part.tokens, self.job.request.prompt_len - 1)
@@ -89,7 +98,7 @@ class Sequence:
         """Bring the block table up to date with the policy's."""
         if step.fresh:
             self.block_count = 0
-            if not self.drawn and not self.job.request.sent and not self.moved_in:
+            if not self.sampled and not self.job.request.sent and not self.moved_in:
                 self.cached_tokens = step.start
             self.moved_in = self.lost = False
         count = len(step.new_blocks)
@@ -98,7 +107,7 @@ class Sequence:
             self.block_count += count
 
     def slots(self, first: int, stop: int) -> list[int]:
-        """Where tokens [first, stop) lie: their blocks' offsets * 16 + places in them."""
+        """Return the slots of tokens [first, stop): their blocks' offsets * 16 + places in them."""
         if stop - first == 1:
             return [int(self.blocks[first // BLOCK_TOKENS]) * BLOCK_TOKENS + first % BLOCK_TOKENS]
         at = np.arange(first, stop, dtype=np.int64)
@@ -106,7 +115,33 @@ class Sequence:
         slots: list[int] = offsets.tolist()
         return slots
 
+    def delta(
+        self,
+        token: int,
+        logprobs: tuple[TokenLogprob, ...],
+        finish: FinishReason | None,
+        slice_id: str,
+    ) -> Delta:
+        """Return what the server gets of a sampled token. The first one says how it came about."""
+        request_id = self.job.request.id
+        if self.delivered:
+            return Delta(request_id, (token,), logprobs, finish=finish)
+        self.delivered = True
+        return Delta(
+            request_id, (token,), logprobs, tuple(self.prompt_logprobs), finish,
+            self.cached_tokens, self.clock.timing(slice_id),
+        )  # fmt: skip
+
+    def truncated(self) -> Delta:
+        """Return the end of a request that does not fit into the slice's KV memory."""
+        request_id = self.job.request.id
+        if self.position:
+            return Delta(request_id, finish=FinishReason.LENGTH)
+        reason = f"the prompt's {self.length} tokens do not fit into the slice's KV memory"
+        return Delta(request_id, finish=FinishReason.ERROR, error=reason)
+
     def row_sampling(self) -> RowSampling:
+        """Return how to sample the next token."""
         sampling, request = self.job.sampling, self.job.request
         output_start = request.prompt_len - request.sent
         penalized = (
@@ -137,8 +172,8 @@ class Sequence:
 
 
 def build_batch(parts: list[SeqStep], seqs: list[Sequence]) -> ForwardBatch:
-    """The tokens of a step's parts, concatenated. One that is still being drawn is `-1 - row`, to
-    be read from its draw by `Ops.chained`."""
+    """Concatenate the tokens of a step's parts. A token in flight is `-1 - row`, which
+    `Ops.chained` replaces out of its sample."""
     ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from c2cserve.memory.layout import ITEM_BYTES
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.memory.segment import Segment, State
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -18,7 +18,7 @@ class WeightsLost(RuntimeError):
 
 
 class Weights:
-    """Views, never copies; the tensors must not be written to."""
+    """Views of a segment, never copies. The tensors must not be written to."""
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
@@ -36,7 +36,7 @@ class Weights:
 
     @property
     def complete(self) -> bool:
-        """Everything is loaded (known from the last look)."""
+        """Whether everything is loaded, as far as the last call of `missing` showed."""
         return self._complete
 
     def has(self, name: str) -> bool:
@@ -46,7 +46,7 @@ class Weights:
         return self._segment.group(name)
 
     def missing(self, groups: Iterable[int]) -> list[int]:
-        """Those of the groups that are not loaded yet. Raises WeightsLost if they never will be."""
+        """Return the groups that are not loaded yet. Raises WeightsLost if they never will be."""
         if self._complete:
             return []
         missing = [group for group in groups if not self._segment.ready(group)]
@@ -61,8 +61,7 @@ class Weights:
             self._segment.want(group)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
-        """Rows of a table that is not loaded yet, read from the checkpoint, as the table will have
-        them."""
+        """Read rows of a table that is not loaded yet from the checkpoint, in the table's dtype."""
         source = self._segment.row_sources[name]
         columns = self._segment.tensors[name].shape[1]
         row_bytes = columns * ITEM_BYTES[source.dtype]

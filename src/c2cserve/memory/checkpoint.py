@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.files.reading import (
     INDEX_BYTES_MAX,
     FileProblem,
@@ -16,7 +17,7 @@ from c2cserve.files.reading import (
     open_regular,
     read_object,
 )
-from c2cserve.memory.layout import Dtype, LayoutPlan
+from c2cserve.memory.layout import LayoutPlan
 
 _HEADER_BYTES_MAX = 32 << 20
 """Some hundred thousand tensors in one file."""
@@ -34,12 +35,12 @@ _SHOWN = 5
 
 
 class CheckpointError(ValueError):
-    """The checkpoint can not be served; one line that says which file or tensor, and what to do."""
+    """The checkpoint cannot be served. One line names the file or tensor, and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSource:
-    """Where a checkpoint tensor lies. `dtype` None: a type that weights can not have here."""
+    """The bytes of a checkpoint tensor. `dtype` is None for a type that weights cannot have."""
 
     path: Path
     offset: int
@@ -51,7 +52,7 @@ class TensorSource:
 
 
 def find_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory, sharded or not. Raises CheckpointError."""
+    """Return a checkpoint directory's safetensors files, sharded or not. Raises CheckpointError."""
     names = _listed(directory / "model.safetensors.index.json")
     for name in names:
         if not is_file(directory / name):
@@ -77,7 +78,7 @@ def find_files(directory: Path) -> list[Path]:
 
 
 def _listed(index: Path) -> list[str]:
-    """The files that an index names; none if there is no index. Raises CheckpointError."""
+    """Return the files that an index names, none without an index. Raises CheckpointError."""
     try:
         content = read_object(index, INDEX_BYTES_MAX)
         if content is None:
@@ -98,7 +99,8 @@ def _listed(index: Path) -> list[str]:
 
 
 def _no_shard_missing(directory: Path, files: list[Path]) -> None:
-    """Shards without an index still say in their names how many they are."""
+    """Check that no shard is missing: without an index, the shards' names tell their number.
+    Raises CheckpointError."""
     names = {path.name for path in files}
     for name in sorted(names):
         if (match := _SHARD.fullmatch(name)) is None:
@@ -113,7 +115,10 @@ def _no_shard_missing(directory: Path, files: list[Path]) -> None:
 
 
 def read_header(path: Path) -> dict[str, TensorSource]:
-    """Tensors of one file by name, checked against the file's real size. Raises CheckpointError."""
+    """Return the tensors of one file by name, checked against the file's real size.
+
+    Raises CheckpointError.
+    """
     try:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -145,7 +150,7 @@ def read_header(path: Path) -> dict[str, TensorSource]:
 
 
 def _shown(name: object) -> str:
-    """A name that the file chose, fit for one line of a log or a terminal."""
+    """Return a name out of the file, fit for one line of a log or a terminal."""
     return one_line(name, _NAME_SHOWN)
 
 
@@ -195,7 +200,7 @@ def _no_overlaps(path: Path, tensors: dict[str, TensorSource]) -> None:
 
 
 def open_checkpoint(directory: Path, plan: LayoutPlan) -> dict[str, TensorSource]:
-    """Every tensor the plan needs, with names, shapes and dtypes checked.
+    """Return every tensor the plan needs, with names, shapes and dtypes checked.
 
     Raises CheckpointError naming the tensors, what was expected and what was found.
     """
@@ -231,7 +236,7 @@ def open_checkpoint(directory: Path, plan: LayoutPlan) -> dict[str, TensorSource
 
 
 def open_for_reading(path: Path) -> int:
-    """A descriptor for positional reads, with read-ahead asked for."""
+    """Return a descriptor for positional reads, with read-ahead asked for."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return fd

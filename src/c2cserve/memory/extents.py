@@ -1,5 +1,8 @@
-"""Room in one stretch of memory for blocks of many sizes, in pieces if need be: while bytes are
-free a block finds room, however they are scattered. No memory is touched."""
+"""An allocator for blocks of many sizes in one range of memory, in pieces if need be.
+
+As long as enough bytes are free a block finds room, however they are scattered. It touches no
+memory.
+"""
 
 from bisect import bisect_left
 
@@ -11,10 +14,10 @@ class Extents:
     def __init__(self, size: int) -> None:
         self.free_bytes = size
         self._free: list[Extent] = [(0, size)] if size else []
-        """In order; no two touch."""
+        """The free extents, in order. No two touch."""
 
     def take(self, size: int) -> list[Extent] | None:
-        """The first `size` free bytes; None: there are not so many."""
+        """Return the first `size` free bytes, None if fewer are free."""
         if size > self.free_bytes:
             return None
         self.free_bytes -= size
@@ -31,7 +34,7 @@ class Extents:
         return taken
 
     def give(self, extents: list[Extent]) -> None:
-        """Raises ValueError for bytes that are free already."""
+        """Give extents back. Raises ValueError for bytes that are free already."""
         for start, stop in extents:
             self._give(start, stop)
 

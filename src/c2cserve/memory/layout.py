@@ -1,16 +1,14 @@
-"""How a model's weights lie in its pool segment: data, made by the engine, obeyed by the loader.
+"""How a model's weights lie in its pool segment: data that the engine makes and the loader follows.
 
 Tensors lie in the order of `LayoutPlan.tensors`, fused as the kernels want them. They are filled
-group by group, in the order of `LayoutPlan.groups`; a *group* is what becomes usable as a whole:
-the embedding table, one layer, one expert of one layer, the head.
+group by group, in the order of `LayoutPlan.groups`. A *group* becomes usable as a whole: the
+embedding table, one layer, one expert of one layer, the head.
 """
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
-Dtype = Literal["float32", "float16", "bfloat16"]
-ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 
 
 class PlanError(ValueError):
@@ -75,7 +73,7 @@ class LayoutPlan:
         return sum(tensor.bytes for tensor in self.tensors)
 
     def check(self) -> None:
-        """Raises `PlanError` unless every tensor is filled once, from inside its sources."""
+        """Check that every tensor is filled once, from inside its sources. Raises `PlanError`."""
         runs: dict[str, list[tuple[int, int]]] = {tensor.name: [] for tensor in self.tensors}
         for group in self.groups:
             for part in group.parts:

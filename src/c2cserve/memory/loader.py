@@ -1,7 +1,7 @@
 """Filling a segment from a checkpoint: parallel reads straight into shared memory, on demand first.
 
-A group that some worker wants is taken before the next one in load order, chunk by chunk, so what
-computes waits for what it needs and not for what happens to come first.
+A group that a worker wants is taken before the next one in load order, chunk by chunk. So a step
+waits for the weights it needs, not for those that come first in the file.
 """
 
 import os
@@ -15,16 +15,17 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.files.patience import open_patiently
 from c2cserve.kernels.native import convert
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource, open_for_reading
-from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan, Part
+from c2cserve.memory.layout import LayoutPlan, Part
 from c2cserve.memory.segment import Segment, State
 
 _CHUNK_BYTES = 8 << 20
 
 Read = Callable[[int, memoryview, int], int]
-"""(descriptor, buffer, file offset) -> bytes read; `os.preadv` in real life."""
+"""(descriptor, buffer, file offset) -> bytes read; `os.preadv` but in tests."""
 
 
 def pread(fd: int, buffer: memoryview, offset: int) -> int:
@@ -83,8 +84,8 @@ class Loader:
         self._cancelled.set()
 
     def run(self) -> None:
-        """Raises CheckpointError (a read failed or a file changed) or LoadCancelled; the segment's
-        state is then FAILED."""
+        """Load everything. Raises CheckpointError (a read failed or a file changed) or
+        LoadCancelled; the segment's state is FAILED then."""
         paths = {chunk.path for chunks in self._left for chunk in chunks}
         try:
             for path in paths:
@@ -107,8 +108,8 @@ class Loader:
                 os.close(fd)
 
     def _run_threads(self) -> None:
-        """Raises what went wrong first: an error on one thread stops the others, which is not what
-        the caller wants to hear of."""
+        """Load on all threads. Raises the error that came first: it stops the other threads, and
+        what they raise then is of no interest."""
         with ThreadPoolExecutor(self._threads, thread_name_prefix="load") as pool:
             futures = [pool.submit(self._work) for _ in range(self._threads)]
         errors = [error for future in futures if (error := future.exception()) is not None]
@@ -119,7 +120,7 @@ class Loader:
             raise LoadCancelled
 
     def _work(self) -> None:
-        # What is read, and behind it what it is converted to: at most twice as much.
+        # A chunk as it is read, and behind it as it is converted, to at most twice its size.
         buffer = np.empty(3 * _CHUNK_BYTES, np.uint8)
         try:
             while not self._cancelled.is_set() and (chunk := self._next()) is not None:

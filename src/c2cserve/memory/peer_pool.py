@@ -1,14 +1,15 @@
 """Copies of the pool's weights in memory that neighbouring GPUs lend, kept up to date by a thread.
 
-Readers (a slice each) never wait for it: each holds a *view*, where which weights can be read, and
-takes the next one between two launches. What a view does not show is read in host memory, which has
-everything. A place is written again only when no reader can still be reading it:
-
     thread    publish a view without the piece .......... wait for all marks, copy, publish
-    reader      launch | look: mark, new view | launch ...      (idle ones look twice a second)
+    reader      launch | refresh: mark, new view | launch ...   (idle ones twice a second)
     its GPU            | ........ old launches run | mark
 
-`mark` is an event after all that was launched by the old view.
+Each slice is a reader, and no reader ever waits for the thread. A reader holds a *view*: which
+weights can be read, and where. It takes the newest view between two launches. Weights that the view
+does not show are read in host memory, which has all of them.
+
+A place is written again only when no reader can still be reading it. A *mark* is an event after
+everything that was launched with the old view.
 """
 
 import logging
@@ -25,12 +26,12 @@ from c2cserve.memory.places import Places
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.5
+_REFRESH_S = 0.5
 _CHUNK_BYTES = 64 << 20
-"""Of a copy: how long a model that leaves has to wait for one that is under way."""
+"""A copy is cut into chunks: a model that is removed waits for one chunk, not for the copy."""
 
 _USES = 4096
-"""Steps between two looks; if there are more, the last ones say enough."""
+"""Steps noted between two refreshes; of more steps, the last ones are enough."""
 
 
 class Neighbour(Protocol):
@@ -43,11 +44,13 @@ class Neighbour(Protocol):
     def size(self) -> int: ...
 
     def copy(self, target: int, source: int, size: int) -> None:
-        """From host memory into it; over when it returns."""
+        """Copy from host memory to this memory. The copy is over when this returns."""
         ...
 
 
-class Turn(Protocol):
+class NextPiece(Protocol):
+    """A piece to copy, and the pieces to drop for it."""
+
     @property
     def model(self) -> str: ...
 
@@ -59,13 +62,13 @@ class Turn(Protocol):
 
 
 class Lender(Protocol):
-    """Decides what is copied: in the product `policy.weights.lending.Lending`."""
+    """Decides what is copied; in the product it is `policy.weights.lending.Lending`."""
 
     def add(self, model: str, sizes: Mapping[Hashable, int]) -> None: ...
 
     def used(self, model: str, now: float) -> None: ...
 
-    def next(self, now: float) -> Turn | None: ...
+    def next(self, now: float) -> NextPiece | None: ...
 
     def refuse(self, key: Hashable) -> None: ...
 
@@ -73,6 +76,8 @@ class Lender(Protocol):
 
 
 class Mark(Protocol):
+    """An event on a GPU."""
+
     def synchronize(self) -> object: ...
 
 
@@ -82,22 +87,22 @@ class Lendable:
 
     address: int
     pieces: tuple[tuple[int, int], ...]
-    """(start, stop) from `address`: what is copied at once."""
+    """(start, stop), counted from `address`. A piece is copied and dropped as a whole."""
     complete: Callable[[], bool]
-    """Whether all of it is loaded. Asked by the pool's thread."""
+    """Returns whether all weights are loaded. Called on the pool's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which host addresses can be read elsewhere."""
+    """The host addresses that can be read on other GPUs."""
 
     version: int = 0
     starts: tuple[int, ...] = ()
     spans: tuple[tuple[int, int], ...] = ()
     """(end in host memory, distance to the copy) of the span that begins there."""
 
-    def there(self, address: int, size: int) -> int | None:
-        """Where a copy of [address, address + size) is."""
+    def copy_of(self, address: int, size: int) -> int | None:
+        """Return the address of a copy of [address, address + size), None if there is none."""
         at = bisect_right(self.starts, address) - 1
         if at < 0:
             return None
@@ -109,14 +114,14 @@ class View:
 class _Copied:
     start: int
     stop: int
-    """In host memory."""
+    """Addresses in host memory."""
     neighbour: int
     place: int
-    """In the neighbour's, from its beginning."""
+    """The offset in the neighbour's memory."""
 
 
 class PeerPool:
-    """One per process and GPU, for all of its slices. Thread-safe."""
+    """The copies of one GPU's weights, shared by all of its slices. Thread-safe."""
 
     def __init__(self, neighbours: Sequence[Neighbour], lender: Lender) -> None:
         self._neighbours = neighbours
@@ -131,7 +136,7 @@ class PeerPool:
         self._copying = ""
         self.view = View()
         self.bytes = 0
-        """Copied and to be read now."""
+        """Bytes that can be read on other GPUs now."""
         self._thread = threading.Thread(target=self._work, name="peers", daemon=True)
         self._thread.start()
 
@@ -141,28 +146,32 @@ class PeerPool:
             self._changed.notify_all()
 
     def remove(self, model: str) -> None:
-        """Nobody reads the model any more. Afterwards nothing touches its host memory, and views
-        taken from now on do not know it."""
+        """Forget a model that no reader reads any more.
+
+        Afterwards nothing touches its host memory, and new views do not show it.
+        """
         with self._changed:
             self._models.pop(model, None)
             self._loading.pop(model, None)
             for key in self._lender.remove(model):
                 copied = self._copied.pop(key, None)
-                if copied is not None:  # else it is on its way, and freed when that is over
+                if copied is not None:  # else its copy is under way, and frees the place at its end
                     self._places[copied.neighbour].free(copied.place)
             self._publish()
             while self._copying == model:
                 self._changed.wait()
 
     def used(self, model: str) -> None:
-        """A step of it is about to run. Never waits."""
+        """Note that a step of the model is about to run. Never wait."""
         self._uses.append((model, time.monotonic()))
 
     def join(self, reader: "Borrower") -> None:
+        """Add a reader, which has the current view."""
         with self._changed:
             self._readers[reader] = (self.view.version, None)
 
     def adopted(self, reader: "Borrower", version: int, mark: Mark) -> None:
+        """Note that a reader has a new view. `mark` covers what it launched with the old one."""
         with self._changed:
             self._readers[reader] = (version, mark)
             self._changed.notify_all()
@@ -175,48 +184,48 @@ class PeerPool:
                 while self._bring_one():
                     pass
                 with self._changed:
-                    self._changed.wait(_LOOK_S)
+                    self._changed.wait(_REFRESH_S)
         except RuntimeError:
-            # An error of CUDA's: slices meet it too if it is theirs. What is copied stays.
+            # A CUDA error: slices meet it too if it is theirs. What is copied stays.
             log.exception("no more weights are copied into lent memory")
             with self._changed:
                 self._copying = ""
                 self._changed.notify_all()
 
     def _bring_one(self) -> bool:
-        """Copy one piece; whether there may be another."""
+        """Copy one piece. Return whether there may be another."""
         with self._changed:
-            turn = self._next()
-            if turn is None:
+            following = self._next()
+            if following is None:
                 return False
-            weights = self._models[turn.model]
-            freed = [self._copied.pop(key) for key in turn.victims]
+            weights = self._models[following.model]
+            freed = [self._copied.pop(key) for key in following.victims]
             self._publish()
         if freed:
             self._wait_for_readers(self.view.version)
         with self._changed:
             for old in freed:
                 self._places[old.neighbour].free(old.place)
-            if self._models.get(turn.model) is not weights:
-                return True  # it left meanwhile
-            piece = self._find_place(weights, turn.key)
+            if self._models.get(following.model) is not weights:
+                return True  # the model was removed meanwhile
+            piece = self._find_place(weights, following.key)
             if piece is None:
-                self._lender.refuse(turn.key)
+                self._lender.refuse(following.key)
                 return True
-            # Not before: who removes a model waits for this, and may be a reader waited for above.
-            self._copying = turn.model
-        done = self._copy(turn.model, piece)
+            # Only now: `remove` waits for this, and its caller may be a reader waited for above.
+            self._copying = following.model
+        done = self._copy(following.model, piece)
         with self._changed:
             self._copying = ""
             self._changed.notify_all()
-            if done and turn.model in self._models:
-                self._copied[turn.key] = piece
+            if done and following.model in self._models:
+                self._copied[following.key] = piece
                 self._publish()
             else:
                 self._places[piece.neighbour].free(piece.place)
         return True
 
-    def _next(self) -> Turn | None:
+    def _next(self) -> NextPiece | None:
         while self._uses:
             self._lender.used(*self._uses.popleft())
         for model, weights in list(self._loading.items()):
@@ -229,7 +238,7 @@ class PeerPool:
         return self._lender.next(time.monotonic())
 
     def _wait_for_readers(self, version: int) -> None:
-        """Until nothing that was launched before they had this view still runs."""
+        """Wait until nothing still runs that readers launched before they had this view."""
         with self._changed:
             while any(seen < version for seen, _ in self._readers.values()):
                 self._changed.wait()
@@ -238,7 +247,7 @@ class PeerPool:
             mark.synchronize()
 
     def _find_place(self, weights: Lendable, key: Hashable) -> _Copied | None:
-        """Called with the lock."""
+        """Take a place for a piece, None if there is none. Called with the lock held."""
         assert isinstance(key, tuple)
         start, stop = weights.pieces[key[1]]
         for number, places in enumerate(self._places):
@@ -248,7 +257,7 @@ class PeerPool:
         return None
 
     def _copy(self, model: str, piece: _Copied) -> bool:
-        """False: the model left."""
+        """Copy a piece in chunks. Return False if the model was removed meanwhile."""
         neighbour = self._neighbours[piece.neighbour]
         for start in range(piece.start, piece.stop, _CHUNK_BYTES):
             if model not in self._models:
@@ -258,7 +267,7 @@ class PeerPool:
         return True
 
     def _publish(self) -> None:
-        """Called with the lock."""
+        """Make a view of all pieces. Called with the lock held."""
         pieces = sorted(self._copied.values(), key=lambda one: one.start)
         spans = tuple(
             (one.stop, self._neighbours[one.neighbour].address + one.place - one.start)
@@ -270,11 +279,11 @@ class PeerPool:
 
 @dataclass(slots=True, eq=False)
 class Borrower:
-    """A slice's reading of the pool; `memory.hbm_cache.Homes`. Belongs to the slice's thread."""
+    """A reader of the pool: one slice's view. It belongs to the slice's thread."""
 
     pool: PeerPool
     mark: Callable[[], Mark]
-    """An event after all that the slice has launched."""
+    """Returns an event after everything that the slice has launched."""
     _view: View = field(default_factory=View)
 
     def __post_init__(self) -> None:
@@ -283,11 +292,11 @@ class Borrower:
 
     @property
     def changes(self) -> int:
-        """Raised whenever weights may be elsewhere."""
+        """A number that rises whenever a weight may have moved."""
         return self._view.version
 
-    def look(self) -> None:
-        """Take the newest view, between two launches. Cheap where there is none."""
+    def refresh(self) -> None:
+        """Take the newest view, between two launches. Cheap when the view is the newest."""
         view = self.pool.view
         if view is not self._view:
             mark = self.mark()
@@ -295,6 +304,6 @@ class Borrower:
             self.pool.adopted(self, view.version, mark)
 
     def source(self, w: WeightHandle) -> WeightHandle:
-        """Where W, whose home is host memory, is best read."""
-        there = self._view.there(w.pointer, w.bytes)
-        return w if there is None else replace(w, pointer=there, home="peer", owner=None)
+        """Return where to read W, whose home is host memory: there, or in a copy."""
+        copy = self._view.copy_of(w.pointer, w.bytes)
+        return w if copy is None else replace(w, pointer=copy, home="peer", owner=None)

@@ -1,8 +1,8 @@
-"""Host memory the GPU reads: segments registered with CUDA, once in each process that maps them.
+"""Host memory that the GPU reads: segments registered with CUDA, once in each process.
 
-The pages are the pool's own shared memory, so however many processes register a segment, it is in
-memory once. Registering takes the driver's locks and stalls kernels that start meanwhile: it
-belongs to a model's entry into the pool, never to a switch. Pieces are at most 32 GiB, since one
+The pages are the pool's own shared memory: a segment is in memory once, however many processes
+register it. Registering takes the driver's locks and stalls kernels that start meanwhile. So it
+is done when a model enters the pool, never at a switch. Pieces are at most 32 GiB, since one
 registration of 512 GiB or more fails.
 """
 
@@ -17,14 +17,14 @@ _PAGE = mmap.PAGESIZE
 
 
 class PinningError(RuntimeError):
-    """Memory could not be registered with CUDA; says what the driver said."""
+    """Memory could not be registered with CUDA. The message has the driver's error."""
 
 
 class PinnedRegion:
     """`size` bytes from `address` on, readable by every GPU of this process until `close`.
 
-    Read-only mappings are registered read-only where the machine can, so a worker's kernels can
-    not write to the pool. Raises `PinningError`; what was registered before the failure is undone.
+    Read-only mappings are registered read-only where the machine can: a worker's kernels cannot
+    write to the pool. Raises `PinningError`, after undoing what was registered before the failure.
     """
 
     def __init__(self, address: int, size: int) -> None:
@@ -52,7 +52,7 @@ class PinnedRegion:
             if int(code) == 0:
                 self._pieces.append(address)
                 return
-            self._cuda.cudaGetLastError()  # else the next call of anybody would report it
+            self._cuda.cudaGetLastError()  # else the next CUDA call would report the error
         raise PinningError(f"cudaHostRegister of {size} bytes: {code.name}")
 
     def _device_address(self, address: int) -> int:
@@ -63,7 +63,7 @@ class PinnedRegion:
         return int(pointer)
 
     def close(self) -> None:
-        """Only when no kernel or copy reads it any more."""
+        """Unregister the memory. No kernel or copy may read it any more."""
         while self._pieces:
             self._cuda.cudaHostUnregister(self._pieces.pop())
 

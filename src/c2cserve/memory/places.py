@@ -1,4 +1,7 @@
-"""Places in one stretch of memory: first fit, at multiples of 256 bytes. No memory is touched."""
+"""An allocator of places in a range of memory: first fit, at multiples of 256 bytes.
+
+It touches no memory.
+"""
 
 from bisect import insort
 
@@ -12,7 +15,7 @@ class Places:
         """(start, stop), in order."""
 
     def take(self, size: int) -> int | None:
-        """The start of the first gap of `size` bytes."""
+        """Return the start of the first gap of `size` bytes, None if there is none."""
         start = 0
         for first, stop in [*self._taken, (self._size, self._size)]:
             if start + size <= first:
@@ -22,7 +25,7 @@ class Places:
         return None
 
     def free(self, start: int) -> None:
-        """Raises ValueError for a place nobody has taken."""
+        """Give a place back. Raises ValueError for a place that is not taken."""
         for at, (first, _) in enumerate(self._taken):
             if first == start:
                 del self._taken[at]

@@ -1,7 +1,7 @@
-"""The host weight pool: which models' segments exist, within a budget, removed without fail.
+"""The host weight pool: the models' segments, within a budget, and removed without fail.
 
-Which model goes when memory is short is the policy's decision; the pool only refuses to go over
-its budget.
+Which model is evicted when memory is short is the policy's decision. The pool only refuses to go
+over its budget.
 """
 
 import errno
@@ -30,14 +30,14 @@ PREFIX = "c2cserve"
 _LOADS_AT_ONCE = 2
 _REMOVALS_AT_ONCE = 8
 _UNMAP_S = 10.0
-"""How long after an eviction its memory may still be mapped: a worker lets go between two steps."""
+"""How long after an eviction its memory may still be mapped: workers unmap it between two steps."""
 _RETRY_S = 0.02
 _CLEANER_S = 1.0
 """How long another server's clean-up may hold a lock that is not its own."""
 
 
 class PoolError(RuntimeError):
-    """The pool can not take the model; one line with numbers and what to do."""
+    """The pool cannot take the model. One line has the numbers and says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Pool:
         threads: int = 4,
         read: Read = pread,
     ) -> None:
-        """Takes the instance's lock in `directory`; raises PoolError if another run has it."""
+        """Take the instance's lock in `directory`. Raises PoolError if another run has it."""
         self.instance = instance
         self.directory = directory
         self.budget_bytes = budget_bytes
@@ -91,7 +91,7 @@ class Pool:
 
     @property
     def prefix(self) -> Path:
-        """Everything of this instance in the directory begins so."""
+        """The beginning of the names of all of this instance's files."""
         return self.directory / f"{PREFIX}.{self.instance}"
 
     @property
@@ -105,16 +105,18 @@ class Pool:
         return 0 if segment is None else segment.loaded_bytes
 
     def path(self, model: str) -> Path:
-        """The model's segment. Raises KeyError if it has none."""
+        """Return the path of the model's segment. Raises KeyError if it has none."""
         return self._entries[model].path
 
     def load(
         self, model: str, plan: LayoutPlan, sources: dict[str, TensorSource],
         check: Callable[[], None] = _no_check,
     ) -> None:  # fmt: skip
-        """Begin to load; the listener hears the rest. `check` is called before the first read and
-        after the last: what it raises (CheckpointError) fails the load. Raises PoolError when the
-        model does not fit."""
+        """Begin to load; the listener is notified of the rest.
+
+        `check` is called before the first read and after the last. What it raises (CheckpointError)
+        fails the load. Raises PoolError when the model does not fit.
+        """
         size = segment_bytes(plan)
         with self._lock:
             if model in self._entries:
@@ -176,13 +178,13 @@ class Pool:
         try:
             entry.loader.run()
         finally:
-            # The loader knows the entry and the entry the loader: left so, an evicted segment would
-            # stay mapped here, and its memory taken, until the garbage collector came by.
+            # Entry and loader refer to each other. Left so, an evicted segment would stay mapped
+            # here, and its memory taken, until the garbage collector ran.
             entry.loader = None
 
     def _create(self, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]) -> Segment:
-        """A full filesystem is an error, unless a model was evicted just now: its memory comes back
-        when the last worker has unmapped it."""
+        """Create the segment. A full filesystem is an error, unless a model was evicted just now:
+        its memory comes back when the last worker has unmapped it."""
         create = partial(Segment.create, entry.path, plan, sources)
         while True:
             try:
@@ -215,8 +217,8 @@ class Pool:
         self._listener.failed(model, reason)
 
     def evict(self, model: str) -> None:
-        """Drop the model (or give up its load). Mappings that exist stay valid. A model that is
-        not there is fine."""
+        """Drop the model, or cancel its load. Mappings that exist stay valid. A model that is not
+        in the pool is no error."""
         with self._lock:
             entry = self._entries.pop(model, None)
             if entry is None:
@@ -229,7 +231,7 @@ class Pool:
             remove_segment(entry.path)
 
     def close(self) -> None:
-        """Give up all loads and remove everything of this instance."""
+        """Cancel all loads and remove everything of this instance."""
         with self._lock:
             entries = list(self._entries.values())
             self._entries.clear()
@@ -237,7 +239,7 @@ class Pool:
                 entry.gone, entry.segment = True, None
                 if entry.loader is not None:
                     entry.loader.cancel()
-        # The last mapping is gone as a rule: to remove a segment is to free its pages, one by one.
+        # As a rule no mapping is left, and removing a segment frees its pages, one by one.
         with ThreadPoolExecutor(_REMOVALS_AT_ONCE, thread_name_prefix="pool-remove") as removals:
             list(removals.map(remove_segment, [entry.path for entry in entries]))
         self._executor.shutdown(wait=True, cancel_futures=True)
@@ -250,10 +252,10 @@ def _lock_path(directory: Path, instance: str) -> Path:
 
 
 def _take_lock(directory: Path, instance: str) -> int:
-    """The instance's lock, and none of its files left from a dead run of that name.
+    """Take the instance's lock, and remove the files of a dead run of that name.
 
-    A server that cleans up at this moment may take the new lock file for a dead run's: it holds its
-    lock for an instant, and removes the file, which then has to be made again.
+    Another server that cleans up at this moment may take the new lock file for a dead run's. It
+    holds the lock for an instant and removes the file, which then has to be made again.
     """
     path = _lock_path(directory, instance)
     deadline = time.monotonic() + _CLEANER_S
@@ -276,7 +278,7 @@ def _take_lock(directory: Path, instance: str) -> int:
 
 
 def _names(path: Path, fd: int) -> bool:
-    """The path still leads to the open file."""
+    """Return whether the path still leads to the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -296,9 +298,11 @@ def remove_instance(directory: Path, instance: str) -> None:
 
 
 def remove_dead_runs(directory: Path) -> list[str]:
-    """Remove what killed servers left behind: every instance whose lock nobody holds. Two servers
-    that start at once do not disturb each other: each holds its lock before it creates files.
-    Other users' runs are theirs to remove."""
+    """Remove what killed servers left behind: every instance whose lock is free. Return them.
+
+    Two servers that start at once do not disturb each other: each holds its lock before it creates
+    files. Runs of other users are left alone.
+    """
     removed: list[str] = []
     for lock in directory.glob(f"{PREFIX}.*.lock"):
         try:

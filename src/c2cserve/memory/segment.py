@@ -6,7 +6,7 @@
       [ state ][ bytes loaded ][ reason ][ ready flag per group ][ wanted flag per group ]
 
 The manifest names every tensor's offset, shape and dtype. A group's ready flag is set after its
-last byte is written; a worker that needs a group sets its wanted flag: the loader takes it next.
+last byte is written. A worker that needs a group sets its wanted flag: the loader takes it next.
 """
 
 import json
@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.memory.checkpoint import TensorSource
-from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan
+from c2cserve.memory.layout import LayoutPlan
 
 _MAGIC = b"c2cseg1\0"
 _PAGE = 4096
@@ -43,7 +44,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RowSource:
-    """Where rows of a tensor can be read while it is not loaded yet."""
+    """A file with the rows of a tensor that is not loaded yet."""
 
     path: Path
     offset: int
@@ -59,10 +60,11 @@ class TensorPlace:
 
 
 def place_tensors(plan: LayoutPlan, base: int) -> tuple[dict[str, TensorPlace], int]:
-    """Offsets of all tensors from `base` on, and the segment's size in bytes.
+    """Return the offsets of all tensors from `base` on, and the segment's size in bytes.
 
-    A layer begins at a multiple of 2 MiB, so that huge pages can hold it, unless padding would take
-    more than 1/32 of the weights (a catalogue of small models); then of 64 bytes, as all tensors.
+    A layer begins at a multiple of 2 MiB, so that huge pages can hold it. Where padding would take
+    more than 1/32 of the weights (small models), it begins at a multiple of 64 bytes, as all
+    tensors do.
     """
     places, end = _place(plan, base, _HUGE)
     if end - base - plan.bytes > plan.bytes * _PADDING_SHARE_MAX:
@@ -81,12 +83,13 @@ def _place(plan: LayoutPlan, base: int, layer_alignment: int) -> tuple[dict[str,
 
 
 def segment_bytes(plan: LayoutPlan) -> int:
-    """What a model takes of the pool: weights, padding, and a manifest of the usual size."""
+    """Return what a model takes of the pool: weights, padding, a manifest of the usual size."""
     return place_tensors(plan, _manifest_room(plan))[1]
 
 
 def _manifest_room(plan: LayoutPlan) -> int:
-    """Bytes kept for the header: generous, so that placement does not depend on the text."""
+    """Return the bytes reserved for the header. They are generous, so that placement does not
+    depend on the text."""
     entries = len(plan.tensors) + len(plan.groups)
     return -(-(_PAGE + 400 * entries) // _PAGE) * _PAGE
 
@@ -95,7 +98,7 @@ class Segment:
     """A mapped segment. Use `create` (the pool's loader) or `open` (workers)."""
 
     def __init__(self, path: Path, write_fd: int | None = None) -> None:
-        """Takes over `write_fd`, a descriptor to write weights through."""
+        """Own `write_fd`, a descriptor to write weights through."""
         self.path = path
         self._write_fd = write_fd
         self._map = _map_file(path, False)
@@ -125,7 +128,7 @@ class Segment:
     @classmethod
     def create(cls, path: Path, plan: LayoutPlan, sources: dict[str, TensorSource]) -> "Segment":
         """Reserve the memory and write the manifest. Raises OSError (ENOSPC) when there is no room,
-        leaving nothing behind."""
+        and leaves nothing behind then."""
         room = _manifest_room(plan)
         places, size = place_tensors(plan, room)
         files: dict[str, int] = {}
@@ -141,7 +144,7 @@ class Segment:
             raise ValueError(f"{path}: the manifest of {len(manifest)} bytes is too long")
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            # Every page now: a full filesystem is an error here, not a signal at first touch.
+            # Reserve every page now: a full filesystem is an error here, not a signal later.
             os.posix_fallocate(fd, 0, size)
             header = _MAGIC + struct.pack("<Q", len(manifest)) + manifest
             os.pwrite(fd, header, 0)
@@ -167,19 +170,22 @@ class Segment:
     # ---- tensors --------------------------------------------------------------------------------
 
     def raw(self, name: str) -> NDArray[np.uint8]:
-        """A tensor's bytes: a view, not a copy."""
+        """Return a view of a tensor's bytes, not a copy."""
         place = self.tensors[name]
         size = int(np.prod(place.shape)) * ITEM_BYTES[place.dtype]
         return self._data[place.offset : place.offset + size]
 
     @property
     def data(self) -> NDArray[np.uint8]:
-        """All of the mapping."""
+        """The bytes of the whole mapping."""
         return self._data
 
     def write(self, offset: int, data: memoryview) -> None:
-        """By the loader; thread-safe. Through the file and not the mapping: the kernel then neither
-        clears a page before it is overwritten nor takes a fault for each, which halves a load."""
+        """Write weights; the loader calls this, on any thread.
+
+        Writing goes through the file and not the mapping. The kernel then neither clears a page
+        before it is overwritten nor takes a fault for each, which halves a load's time.
+        """
         assert self._write_fd is not None, "opened read-only"
         done = 0
         while done < len(data):
@@ -195,7 +201,7 @@ class Segment:
         return self._group_index[name]
 
     def ready(self, group: int) -> bool:
-        """True: the group's bytes are there, and reads after this see them."""
+        """Return whether the group's bytes are there. If so, reads after this see them."""
         if not self._ready[group]:
             return False
         self._fence()
@@ -209,12 +215,12 @@ class Segment:
         return bool(self._wanted[group])
 
     def first_wanted(self, among: NDArray[np.bool_]) -> int | None:
-        """The first group in load order that is wanted and for which `among` holds."""
+        """Return the first group in load order that is wanted and for which `among` holds."""
         hits = np.flatnonzero((self._wanted != 0) & among)
         return int(hits[0]) if len(hits) else None
 
     def set_ready(self, group: int) -> None:
-        """By the loader, after the group's last byte."""
+        """Mark a group as ready. The loader calls this after the group's last byte."""
         self._fence()
         self._ready[group] = 1
 
@@ -234,7 +240,7 @@ class Segment:
 
     @property
     def reason(self) -> str:
-        """Why the state is FAILED, else nothing."""
+        """The reason for the state FAILED, else an empty text."""
         if self.state is not State.FAILED:
             return ""
         return self._reason.tobytes().rstrip(b"\0").decode(errors="replace")
@@ -249,7 +255,7 @@ class Segment:
         return int(self._loaded[0])
 
     def add_loaded(self, count: int) -> None:
-        """By the loader alone, under its lock."""
+        """Count loaded bytes. Only the loader calls this, under its lock."""
         self._loaded[0] += np.uint64(count)
 
     def populate(self) -> None:
@@ -258,11 +264,11 @@ class Segment:
 
 
 class _Fence:
-    """Nothing moves across a call: neither earlier memory accesses to after it nor later ones to
-    before it. x86 keeps stores, and loads, in order by itself; ARM (Grace) does not.
+    """A full memory barrier: no memory access moves across a call, in either direction.
 
-    Releasing a lock is a store-release and taking one a load-acquire, and a release is never
-    reordered with an acquire that follows it (ARM's memory model, "barrier-ordered-before").
+    x86 keeps stores in order by itself, and loads too; ARM (Grace) does not. Releasing a lock is a
+    store-release, and taking one is a load-acquire. A release is never reordered with an acquire
+    that follows it (ARM's memory model, "barrier-ordered-before").
     """
 
     def __init__(self) -> None:
@@ -280,7 +286,7 @@ def control_path(path: Path) -> Path:
 
 
 def remove_segment(path: Path) -> None:
-    """Take it out of the directory; mappings stay valid until they go."""
+    """Remove a segment from the directory. Mappings stay valid until they are closed."""
     path.unlink(missing_ok=True)
     control_path(path).unlink(missing_ok=True)
 
@@ -288,8 +294,10 @@ def remove_segment(path: Path) -> None:
 def _row_sources(
     plan: LayoutPlan, sources: dict[str, TensorSource], files: dict[str, int]
 ) -> dict[str, list[object]]:
-    """Tensors that are one checkpoint tensor as it is: their rows can be read from the file, given
-    by its number in `files`."""
+    """Return where rows can be read in the checkpoint: of tensors that equal one checkpoint tensor.
+
+    Files are given by their numbers in `files`, which grows.
+    """
     parts: dict[str, list[str]] = {}
     for group in plan.groups:
         for part in group.parts:

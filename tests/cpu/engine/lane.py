@@ -12,6 +12,7 @@ from c2cserve.core.actions import Drop, Fail, RunStep, Truncate
 from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config, read_config
@@ -21,7 +22,6 @@ from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import Ops
 from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
-from c2cserve.memory.layout import ITEM_BYTES
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment, State
 
@@ -81,7 +81,7 @@ class Lane:
 
     def __init__(
         self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
-        place: Callable[[ForwardBatch], ForwardBatch] | None = None,
+        to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.events: list[SliceEvent] = []
@@ -89,7 +89,7 @@ class Lane:
         ticks = itertools.count()
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
-            self.events.append, self.deltas.extend, lambda: float(next(ticks)), place=place,
+            self.events.append, self.deltas.extend, lambda: float(next(ticks)), to_device=to_device,
             fatal=lambda fault: isinstance(fault, fatal), renew=renew,
         )  # fmt: skip
         self._steps = itertools.count()

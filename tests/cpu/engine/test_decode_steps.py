@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_graphs import FakeAllocator, install
 from interpreted import DEVICE
-from test_seats import HIDDEN, model, rope
+from test_graph_binding import HIDDEN, model, rope
 from torch import Tensor
 
 from c2cserve.engine.gpu import graphs as graphs_module
@@ -59,7 +59,7 @@ class Launches:
 
 @dataclass
 class Cache:
-    """The weight cache: all weights are in HBM, or none."""
+    """In place of `HbmCache`: all weights are in HBM, or none."""
 
     resident: bool = True
     changes: int = 0

@@ -25,7 +25,7 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
     lane = part("lane")
     lane.copies = part("copies")
     parts = SimpleNamespace(
-        stream=part("steps"), lane=lane, ops=part("ops"), place=part("staging"),
+        stream=part("steps"), lane=lane, ops=part("ops"), to_device=part("staging"),
         flashinfer=SimpleNamespace(flash=part("plans")), cache=part("cache"),
     )  # fmt: skip
     parts.finish = lambda: GpuParts.finish(cast(Any, parts))

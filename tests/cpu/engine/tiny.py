@@ -20,7 +20,7 @@ from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment
 
-Place = Callable[[ForwardBatch], ForwardBatch]
+ToDevice = Callable[[ForwardBatch], ForwardBatch]
 COMMON: dict[str, Any] = {
     "vocab_size": 160, "hidden_size": 72, "num_hidden_layers": 3, "num_attention_heads": 6,
     "num_key_value_heads": 2, "intermediate_size": 100, "max_position_embeddings": 256,
@@ -113,10 +113,10 @@ class Ours:
 
     def __init__(
         self, directory: Path, dtype: str = "auto", ops: Ops | None = None, blocks: int = 64, *,
-        device: torch.device | None = None, place: Place | None = None,
+        device: torch.device | None = None, to_device: ToDevice | None = None,
         weights: Callable[[Segment], Weights] = Weights, longest: int = 256,
     ) -> None:  # fmt: skip
-        """`device` and `place`: as a decoder and an executor take them."""
+        """`device` and `to_device`: as a decoder and an executor take them."""
         self.config: ModelConfig = parse_config(read_config(directory), dtype)
         names = frozenset(n for path in find_files(directory) for n in read_header(path))
         plan = plan_layout(self.config, names)
@@ -126,7 +126,7 @@ class Ours:
         self.segment = Segment.open(directory / "segment")
         self.decoder = Decoder(self.config, weights(self.segment), longest, device)
         self.ops = ops or CpuOps(2)
-        self._place = place
+        self._to_device = to_device
         size = blocks * self.decoder.kv.block_bytes
         self.arena = make_arena(size).to(device or "cpu")
         self.table: dict[int, list[int]] = {}
@@ -166,7 +166,7 @@ class Ours:
             logit_rows=torch.arange(len(ids)),
             longest=max(context),
         )
-        if self._place is not None:
-            batch = self._place(batch)
+        if self._to_device is not None:
+            batch = self._to_device(batch)
         logits = run_to_end(self.decoder.forward(batch, self.ops, self.arena))
         return list(logits.split([len(tokens) for _, tokens, _ in parts]))

@@ -98,7 +98,7 @@ def test_weights_are_read_there_once_they_are_loaded_copied_and_looked_for() -> 
     part = model.parts[1]
     assert reader.source(part) == part, "a launch goes on with the view it began with"
     changes = reader.changes
-    reader.look()
+    reader.refresh()
     assert reader.changes > changes
     there = reader.source(part)
     assert (there.home, there.shape, bytes_of(there)) == ("peer", part.shape, {7})
@@ -119,11 +119,11 @@ def test_a_model_that_leaves_is_read_at_home_and_its_host_memory_let_go() -> Non
     memory.gate.set()
     left.join(10)
     assert not left.is_alive()
-    reader.look()
+    reader.refresh()
     assert reader.source(model.parts[0]).home == "host"
     pool.add("other", other.weights)
     until(lambda: pool.bytes == 2 * PIECE, "its places are free again")
-    reader.look()
+    reader.refresh()
     assert bytes_of(reader.source(other.parts[0])) == {8}
 
 
@@ -134,7 +134,7 @@ def test_a_place_is_not_written_while_a_reader_may_still_read_it() -> None:
     reader = reader_of(pool, marks, busy=True)
     pool.add("cold", cold.weights)
     until(lambda: pool.bytes == 2 * PIECE, "copied")
-    reader.look()
+    reader.refresh()
     reading = reader.source(cold.parts[0])
     pool.add("hot", hot.weights)
     until(lambda: not pool._loading, "known")
@@ -142,14 +142,14 @@ def test_a_place_is_not_written_while_a_reader_may_still_read_it() -> None:
     until(lambda: pool.bytes < 2 * PIECE, "a piece has to go")
     time.sleep(0.05)
     assert bytes_of(reading) == {1}, "the reader has not looked"
-    reader.look()
+    reader.refresh()
     assert marks[-1].waited.wait(10)
     assert bytes_of(reading) == {1}, "what it launched before still runs"
     assert reader.source(cold.parts[0]).home == "host"
     marks[-1].over.set()
 
     def done() -> bool:
-        reader.look()
+        reader.refresh()
         for mark in marks:
             mark.over.set()
         return all(reader.source(part).home == "peer" for part in hot.parts)
@@ -165,7 +165,7 @@ def test_a_reader_that_removes_a_model_while_it_is_waited_for_is_not_waited_for_
     reader = reader_of(pool, [])
     pool.add("cold", cold.weights)
     until(lambda: pool.bytes == 2 * PIECE, "copied")
-    reader.look()
+    reader.refresh()
     pool.add("hot", hot.weights)
     until(lambda: not pool._loading, "known")
     pool.used("hot")
@@ -173,7 +173,7 @@ def test_a_reader_that_removes_a_model_while_it_is_waited_for_is_not_waited_for_
     pool.remove("hot")  # on the reader's thread: it can not look meanwhile
 
     def back() -> bool:
-        reader.look()
+        reader.refresh()
         return all(reader.source(part).home == "peer" for part in cold.parts)
 
     until(back, "the cold model has its places again")
@@ -202,7 +202,7 @@ def test_the_cache_of_near_weights_keeps_its_keys_wherever_weights_are_read() ->
     changes = cache.changes
     pool.add("m", model.weights)
     until(lambda: pool.bytes == 2 * PIECE, "copied")
-    reader.look()
+    reader.refresh()
     assert cache.changes > changes
     assert cache.location(first).home == "hbm", "nearer still"
     assert cache.location(second).home == "peer"

@@ -1,4 +1,4 @@
-"""One allocation of a GPU's memory, taken at a slice's start and kept."""
+"""One allocation of a GPU's memory, made at a slice's start and never given back."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ class GpuMemoryError(RuntimeError):
 
 
 def gpu_arena(device: torch.device, size: int, option: str) -> Tensor:
-    """`size` bytes, uint8. Raises `GpuMemoryError`, which names the `option` that sets the size."""
+    """Allocate `size` bytes, uint8. Raises `GpuMemoryError`, which names the `option` to change."""
     try:
         return torch.empty(size, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError as error:

@@ -1,8 +1,9 @@
-"""Telling a slice's thread, which waits for messages, that a step on the GPU is over.
+"""Notification of a slice's thread, which waits for messages, that work on the GPU is over.
 
-A thread sleeps in the driver until the step's event, then rings. Asking for the event from time to
-time instead would find it late or keep a core busy, seven times over where slices share a process;
-a callback from the driver would need the interpreter's lock on the driver's own thread.
+A thread sleeps in the driver until an event is over, and then notifies. The alternatives are worse:
+
+- Polling the event notices it late or keeps a core busy, for each slice of a shared process.
+- A callback from the driver needs the interpreter's lock on the driver's own thread.
 """
 
 import threading
@@ -12,18 +13,19 @@ from queue import SimpleQueue
 import torch
 
 
-class Bell:
-    """Rings once after each event, in order. Its thread ends with the process."""
+class CompletionNotifier:
+    """Calls `notify` once after each event, in order. Its thread ends with the process."""
 
-    def __init__(self, device: torch.device, ring: Callable[[], None]) -> None:
-        """`ring`: callable from any thread."""
+    def __init__(self, device: torch.device, notify: Callable[[], None]) -> None:
+        """`notify`: callable from any thread."""
         self._device = device
-        self._ring = ring
+        self._notify = notify
         self._events: SimpleQueue[torch.cuda.Event] = SimpleQueue()
-        threading.Thread(target=self._watch, name="bell", daemon=True).start()
+        threading.Thread(target=self._watch, name="completion-notifier", daemon=True).start()
 
-    def after(self, event: torch.cuda.Event) -> None:
-        """`event` was recorded and is waited for by blocking, not by spinning."""
+    def watch(self, event: torch.cuda.Event) -> None:
+        """Notify when `event` is over. It is recorded, and made for blocking waits, not spinning
+        ones."""
         self._events.put(event)
 
     def _watch(self) -> None:
@@ -34,7 +36,7 @@ class Bell:
             try:
                 event.synchronize()
             except RuntimeError:
-                # A CUDA error sticks: the slice's thread meets it too, and knows what to do.
-                self._ring()
+                # A CUDA error sticks: the slice's thread meets it too, and handles it.
+                self._notify()
                 return
-            self._ring()
+            self._notify()

@@ -3,19 +3,19 @@
     rows of a step     1  2  4  8  16  24 .. 64  68 .. 128  136 .. 256  272 ..
                        `--- x 2 -'`--- + 8 ---'`--- + 4 --'`--- + 8 --'`- + 16
 
-A graph is wanted when its size was seen before, and while the allowance lasts: a load that sweeps
-through all sizes must not capture in every step. The graph that was unused for longest goes when
-there are too many.
+A graph is wanted when its size was seen before, and while the allowance lasts. The allowance keeps
+traffic that sweeps through all sizes from capturing in every step. When there are too many graphs,
+the one that was unused for longest is dropped.
 """
 
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
-from c2cserve.kernels.gpu.gemm.weight import Home
 
 _GRAPHS_MOST = 128
-"""Of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""
+"""Graphs of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""
 _SEEN_MOST = 8 * _GRAPHS_MOST
 _BURST = 8
 _STEPS_PER_CAPTURE = 8
@@ -121,7 +121,7 @@ class GraphCache(Generic[_Graph]):
         self._forget(lambda key: key.model != 0 and key.model not in alive)
 
     def clear(self) -> None:
-        """Drop all graphs, and what is known of sizes."""
+        """Drop all graphs, and forget the sizes that were seen."""
         self._forget(lambda _key: True)
 
     def _forget(self, gone: Callable[[GraphKey], bool]) -> None:

@@ -3,10 +3,10 @@
 torch gives a pool up with the last graph in it, and refuses to capture into it from then on
 (`use_count > 0` fails in its allocator). So the pool here has an owner besides its graphs.
 
-A capture that CUDA gives up leaves torch's two allocators, of GPU and of pinned host memory,
-recording into the pool: both forget to stop where `cudaStreamEndCapture` fails. The first can be
-told to. The second cannot; it goes on asking the graph whether an allocation belongs to it. So the
-graph is kept for good, and later captures get another pool.
+A capture that CUDA gives up leaves torch's two allocators recording into the pool, that of GPU
+memory and that of pinned host memory. Both forget to stop where `cudaStreamEndCapture` fails. The
+first can be made to stop. The second cannot: it goes on asking the graph whether an allocation
+belongs to it. So the graph is kept for good, and later captures get another pool.
 """
 
 from collections.abc import Callable
@@ -37,11 +37,12 @@ class Captured(Generic[_Result]):
 
 
 _abandoned: list[object] = []
-"""Graphs of captures that CUDA gave up, of all slices of the process."""
+"""Graphs whose capture CUDA gave up, of all slices of the process."""
 
 
 class GraphPool:
-    """One per slice: no two graphs of a slice run at once. Belongs to its thread."""
+    """The memory of one slice's graphs, of which no two run at once. It belongs to the slice's
+    thread."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -75,7 +76,7 @@ class GraphPool:
             raise self._abandon(graph, error) from error
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, error: RuntimeError) -> CaptureError:
-        """Leave a capture that did not end well, and its pool, behind."""
+        """Leave a failed capture and its pool behind; return the error to raise."""
         pool, self._pool = self._pool, None
         _abandoned.append((graph, pool))
         allocator: Any = import_module("torch._C")

@@ -3,20 +3,19 @@
 Launching a layer's kernels one by one takes the host longer than a resident model takes to run
 them. A graph is one launch. There are two kinds:
 
-- up to 64 sequences a graph knows no model (`engine.gpu.tables`), so a switch captures nothing.
-  Kernels, and therefore bits, are those that would have been launched one by one;
-- above, GEMMs are cuBLAS's, which is given addresses. A graph is a model's own, for as long as all
-  of its weights stay where they are in HBM. The rows of such a step are padded to the same number
-  however it is launched, so its bits do not depend on whether there is a graph.
+- Up to 64 sequences, a graph serves any model of its architecture (`engine.gpu.tables`), so a
+  switch captures nothing. It has the kernels that would be launched one by one, and so their bits.
+- Above 64 sequences, GEMMs are cuBLAS's, which is given addresses. Such a graph belongs to one
+  model, for as long as all of its weights stay where they are in HBM. The step's rows are padded
+  to the same number with and without a graph, so its bits are the same too.
 
-A capture that fails is logged and counted, and its size is launched kernel by kernel from then on.
+A capture that fails is logged and counted. Steps of its size are launched kernel by kernel then.
 """
 
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,47 +25,36 @@ from c2cserve.engine.gpu.graph_cache import GraphCache, GraphKey, bucket
 from c2cserve.engine.gpu.graph_pool import Captured, CaptureError, GraphPool
 from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf
 from c2cserve.engine.gpu.tables import (
+    GraphBinding,
     ModelTables,
     Rope,
-    Seat,
-    Whereabouts,
     architecture,
-    can_be_seated,
+    can_be_bound,
 )
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
-from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.gpu.graph_inputs import FixedRows
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
+from c2cserve.memory.hbm_cache import HbmCache
 
 log = logging.getLogger(__name__)
 
 _CONTEXT_LEAST = 1024
-"""Tokens; contexts are rounded up to powers of two, and block tables to as many blocks."""
+"""Tokens. Contexts are rounded up to powers of two, and block tables to as many blocks."""
 _TOKENS_MOST = 8 << 20
-"""Rows times context of a graph. Attention's scratch has 65 bytes for each with 32 heads of 128, so
+"""Rows times context of a graph. With 32 heads of 128, attention's scratch takes 65 bytes for each,
 544 MB at most. Only batches of very unequal contexts are larger."""
 
 Launch = Callable[[Tensor, Sequence[GpuLayer], TokenRows, Rope, Tensor], Tensor]
-"""`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. What it returns is to be
-added to hidden."""
-
-
-class Cached(Whereabouts, Protocol):
-    """The weight cache as graphs see it."""
-
-    def wants(self, w: WeightHandle) -> bool:
-        """Whether W would be kept if it streamed by now."""
-        ...
-
-    def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None: ...
+"""`GpuOps` launching layers one by one: hidden, layers, rows, rope, arena. Its result is still to
+be added to hidden."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """None of it keeps the model's weights alive beyond its layers."""
+    """A model as graphs know it. It does not keep the weights alive beyond the layers."""
 
     number: int
-    """From 1 on; never given to another model."""
+    """Counted from 1; never given to another model."""
     kind: int | None
     """Its architecture's number; None if graphs cannot run it."""
     sparse: bool
@@ -75,7 +63,7 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What `DecodeGraphs.run` is given."""
+    """The arguments of `DecodeGraphs.run`."""
 
     hidden: Tensor
     layers: Sequence[GpuLayer]
@@ -93,18 +81,18 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """One per slice; belongs to its thread, as its lane does."""
+    """The decode graphs of one slice. They belong to the slice's thread."""
 
-    def __init__(self, launch: Launch, launched: Counter[str], cached: Cached | None) -> None:
-        """`launched`: what `launch` counts its launches in."""
+    def __init__(self, launch: Launch, launched: Counter[str], cache: HbmCache | None) -> None:
+        """`launch` counts its launches in `launched`. `cache`: the slice's weight cache."""
         self._launch = launch
         self._launched = launched
-        self._cached = cached
+        self._cache = cache
         self._models: WeakKeyDictionary[GpuLayer, _Model] = WeakKeyDictionary()
         self._numbered = 0
         self._kinds: dict[tuple[object, ...], int] = {}
         """Numbers, because a step has no time to hash all layers' shapes."""
-        self._seats: dict[int, Seat] = {}
+        self._bindings: dict[int, GraphBinding] = {}
         self._graphs: GraphCache[_Graph] = GraphCache()
         self._pool = GraphPool()
         self.replays = 0
@@ -113,21 +101,21 @@ class DecodeGraphs:
         """Captures that failed."""
 
     def renew(self) -> None:
-        """Forget all graphs, their memory and seats; counters go on. Nothing runs meanwhile."""
+        """Forget all graphs, their memory and bindings. Counters go on. Nothing runs meanwhile."""
         self._models.clear()
-        self._seats.clear()
+        self._bindings.clear()
         self._graphs.clear()
         self._pool = GraphPool()
 
     @property
     def dropped(self) -> int:
-        """Graphs that went: for newer ones, or because weights they knew have moved."""
+        """Graphs that were dropped: for newer ones, or because a weight they read has moved."""
         return self._graphs.dropped
 
     def run(
         self, hidden: Tensor, layers: Sequence[GpuLayer], rows: TokenRows, rope: Rope, arena: Tensor
     ) -> None:
-        """Run a step's layers in place: `hidden` [T, H] becomes what the last one leaves."""
+        """Run a step's layers in place: `hidden` [T, H] becomes the last layer's output."""
         step = _Step(hidden, layers, rows, rope, arena)
         decodes = len(hidden) == len(rows.context_len)
         whole = layers[0].index == 0 and len(layers) == layers[0].shape.kv.layers
@@ -148,42 +136,43 @@ class DecodeGraphs:
     # ---- models ---------------------------------------------------------------------------------
 
     def _model(self, layers: Sequence[GpuLayer], device: torch.device) -> _Model:
-        """What is known of the model, brought up to date."""
+        """Return the model's number, kind and tables, brought up to date."""
         model = self._models.get(layers[0])
         if model is None:
             kind = None
-            if can_be_seated(layers):
+            if can_be_bound(layers):
                 kind = self._kinds.setdefault(architecture(layers), len(self._kinds))
             self._numbered += 1
             sparse = any(isinstance(layer.second, SparseHalf) for layer in layers)
             model = _Model(self._numbered, kind, sparse, ModelTables(layers, device))
             self._models[layers[0]] = model
-        if model.tables.look(self._cached, layers):
+        if model.tables.refresh(self._cache, layers):
             self._graphs.forget(model.number)
         return model
 
     def _count(self, tables: ModelTables) -> None:
-        """Weights are read without being asked for one by one."""
-        if self._cached is not None:
-            self._cached.count(tables.local_bytes, tables.far_bytes, tables.peer_bytes)
+        """Count the weights of a step that asks the cache for none of them."""
+        if self._cache is not None:
+            self._cache.count(tables.local_bytes, tables.streamed_bytes, tables.peer_bytes)
 
     # ---- decode steps ---------------------------------------------------------------------------
 
     def _replayed(self, step: _Step, model: _Model) -> bool:
-        """Run a decode step of a whole model as a graph, if there is or now comes to be one."""
+        """Run a decode step of a whole model as a graph. Return False where there is none."""
         key = self._key(step, model)
         if key is None:
             return False
-        seat = self._seats.get(key.kind)
-        if seat is None:
-            seat = self._seats[key.kind] = Seat.like(step.layers, step.hidden.device)
-        graph = self._graph(key, step, model, seat)
+        binding = self._bindings.get(key.kind)
+        if binding is None:
+            binding = GraphBinding.like(step.layers, step.hidden.device)
+            self._bindings[key.kind] = binding
+        graph = self._graph(key, step, model, binding)
         if graph is None:
             return False
         if key.model == 0:
-            seat.seat(model.tables)
+            binding.bind(model.tables)
         # A larger graph than asked for has tables of the same context.
-        seat.turn(key.context, step.rope)
+        binding.bind_rope(key.context, step.rope)
         graph.fixed.settle(step.hidden, step.rows, repeated=_repeated(key, model))
         graph.captured.graph.replay()
         _add(graph.fixed, graph.captured.result, step.hidden)
@@ -193,13 +182,13 @@ class DecodeGraphs:
         return True
 
     def _key(self, step: _Step, model: _Model) -> GraphKey | None:
-        """The graph that would run the step; None if none may."""
+        """Return the key of the graph that would run the step, None if none may."""
         tables, seqs = model.tables, len(step.hidden)
         if model.kind is None:
             return None
         missing = tables.missing
-        if self._cached is not None and missing is not None and self._cached.wants(missing):
-            return None  # its weights are to be kept as they stream by
+        if self._cache is not None and missing is not None and self._cache.wants(missing):
+            return None  # its weights are to be cached as they stream by
         rows = bucket(seqs)
         context = _rounded(step.rows.block_table.shape[1] * BLOCK_TOKENS, _CONTEXT_LEAST)
         if rows * context > _TOKENS_MOST:
@@ -211,13 +200,16 @@ class DecodeGraphs:
             number = model.number
         return GraphKey(model.kind, number, rows, context, tables.home, step.arena.data_ptr())
 
-    def _graph(self, key: GraphKey, step: _Step, model: _Model, seat: Seat) -> _Graph | None:
+    def _graph(
+        self, key: GraphKey, step: _Step, model: _Model, binding: GraphBinding
+    ) -> _Graph | None:
+        """Return the step's graph, captured now if it is time; None if there is none."""
         graphs = self._graphs
         graph = graphs.get(key)
         if graph is None and graphs.wants(key):
             graphs.keep_models({model.number for model in self._models.values()})
             try:
-                graph = self._capture(key, step, model, seat)
+                graph = self._capture(key, step, model, binding)
                 graphs.put(key, graph)
             except CaptureError as error:
                 self.failures += 1
@@ -228,14 +220,16 @@ class DecodeGraphs:
             graph = graphs.larger(key)
         return graph
 
-    def _capture(self, key: GraphKey, step: _Step, model: _Model, seat: Seat) -> _Graph:
-        """Raises `CaptureError`."""
+    def _capture(self, key: GraphKey, step: _Step, model: _Model, binding: GraphBinding) -> _Graph:
+        """Capture the step's graph. Raises `CaptureError`."""
         hidden, resident = step.hidden, model.tables.resident
         fixed = FixedRows.make(
             key.rows, hidden.shape[1], key.context, hidden.dtype, hidden.device
         )  # fmt: skip
-        layers = resident if key.model and resident else seat.stand_ins(step.layers, key.home)
-        rope, before = seat.rope(key.context, step.rope), self._launched.copy()
+        layers = resident if key.model else None
+        if not layers:
+            layers = binding.placeholder_layers(step.layers, key.home)
+        rope, before = binding.rope(key.context, step.rope), self._launched.copy()
         try:
             captured = self._pool.capture(
                 lambda: self._launch(fixed.hidden, layers, fixed.rows, rope, step.arena)
@@ -258,16 +252,16 @@ class DecodeGraphs:
 
 
 def _repeated(key: GraphKey, model: _Model) -> bool:
-    """Whether rows that are not there choose the first one's experts: see `fixed_rows`."""
+    """Return whether padding rows choose the first row's experts (`kernels.gpu.graph_inputs`)."""
     return model.sparse and key.model == 0
 
 
 def _add(fixed: FixedRows, branch: Tensor, hidden: Tensor) -> None:
-    """The rows that are there."""
+    """Add the branch to the rows of hidden; leave padding rows out."""
     count = len(hidden)
     torch.add(fixed.hidden[:count], branch[:count], out=hidden)
 
 
 def _rounded(count: int, least: int) -> int:
-    """Up to a power of two."""
+    """Round up to a power of two."""
     return max(least, 1 << (count - 1).bit_length())

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.gemm.weight import DTYPES, Home, OperandError, WeightHandle
+from c2cserve.core.tensors import Home
+from c2cserve.kernels.gpu.gemm.weight import DTYPES, OperandError, WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp
 
 
@@ -13,7 +14,7 @@ from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp
 class Matrix:
     weight: WeightHandle
     bias: Tensor | None = None
-    """On the GPU, of the weight's dtype."""
+    """It is on the GPU and has the weight's dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class GpuLayer(Layer):
 def gpu_layer(
     index: int, weights: LayerWeights, shape: LayerShape, device: torch.device
 ) -> GpuLayer:
-    """Raises `OperandError` for weights no kernel takes."""
+    """Make a layer. Raises `OperandError` for weights no kernel takes."""
 
     def matrix(weight: Tensor, bias: Tensor | None) -> Matrix:
         return Matrix(handle_of(weight, device), None if bias is None else bias.to(weight.dtype))
@@ -61,8 +62,10 @@ def gpu_layer(
 
 
 def handle_of(tensor: Tensor, device: torch.device) -> WeightHandle:
-    """A matrix where it is: in `device`'s memory, in a peer's, or in host memory, which is that of
-    a segment registered with CUDA (`memory.pinning`). Raises `OperandError`."""
+    """Return the handle of a matrix where it is: in `device`'s memory, in a peer's, or on the host.
+
+    Host memory is that of a segment registered with CUDA (`memory.pinning`). Raises `OperandError`.
+    """
     if tensor.dtype not in DTYPES or not tensor.is_contiguous():
         raise OperandError(
             f"GPU slices multiply contiguous bfloat16 or float16, not {tensor.dtype} of strides"

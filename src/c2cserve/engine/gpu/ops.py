@@ -1,6 +1,6 @@
-"""`kernels.ops.Ops` of a GPU slice: Triton between the GEMMs, and for those a lane's dataflows.
+"""The `kernels.ops.Ops` of a GPU slice: dataflows for GEMMs, and Triton between them.
 
-Weights stay at their home and are read there by every step: activations are the only thing that is
+Weights stay at their home and are read there by every step. Activations are the only thing that is
 always on the GPU. They have the weights' dtype.
 """
 
@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from c2cserve.engine.gpu.graphs import Cached, DecodeGraphs
+from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, SparseHalf, gpu_layer, handle_of
-from c2cserve.engine.gpu.sampling import HostSampler, Marked, Sampler, is_plain
+from c2cserve.engine.gpu.sampling import HostSampler, OnStepEnd, Sampler, is_plain
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.flash import Flash
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
@@ -21,10 +21,11 @@ from c2cserve.kernels.gpu.gemm.experts import Routing, by_expert, choose, gather
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 from c2cserve.kernels.ops import Draw, RowSampling
+from c2cserve.memory.hbm_cache import HbmCache
 
 
 class Multiply(Protocol):
-    """What GEMMs are left to: `kernels.gpu.gemm.linear.Linear`."""
+    """The GEMMs of a slice: `kernels.gpu.gemm.linear.Linear`."""
 
     def __call__(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor: ...
 
@@ -34,10 +35,10 @@ class Multiply(Protocol):
 
 
 class GpuOps:
-    """Launches go to the current stream of the thread that calls; nothing waits but `collect` of
-    what `sample` returns.
+    """Operators that launch on the current stream of the calling thread. Nothing waits but
+    `collect` of what `sample` returns.
 
-    What a kernel can not check it trusts: slots and block tables are the policy's. Raises as
+    Kernels trust what they cannot check: slots and block tables come from the policy. Raises as
     `kernels.gpu.gemm.linear.Linear` does.
     """
 
@@ -46,13 +47,13 @@ class GpuOps:
         multiply: Multiply,
         device: torch.device,
         host_sampler: HostSampler,
-        marked: Marked | None = None,
+        on_step_end: OnStepEnd | None = None,
         flash: Flash | None = None,
     ) -> None:
-        """`marked`: see `Sampler`. `flash`: attention of long prompts, see `attend`."""
+        """`on_step_end`: see `Sampler`. `flash`: attention of long prompts, see `attend`."""
         self._multiply = multiply
         self._device = device
-        self._sampler = Sampler(host_sampler, marked)
+        self._sampler = Sampler(host_sampler, on_step_end)
         self._arrivals = Arrivals(device)
         self._flash = flash
         self.graphs: DecodeGraphs | None = None
@@ -127,22 +128,25 @@ class GpuOps:
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> Tensor:
-        """Returns the last layer's branch, which is still to be added to `hidden`."""
+        """Launch layers. Return the last one's branch, which is still to be added to `hidden`."""
+        # The branch of the layer before is added to `hidden` where the next norm reads it.
         branch: Tensor | None = None
-        """Of the layer before: added to `hidden` where the next norm reads it."""
         for layer in layers:
             x = self._first_half(hidden, branch, layer, rows, rope, arena)
             branch = self._second_half(x, layer)
         assert branch is not None, "no layers"
         return branch
 
-    def capture_decoding(self, launched: Counter[str], cached: Cached | None) -> None:
-        """Steps of one new token a sequence run as graphs from now on."""
-        self.graphs = DecodeGraphs(self._launch_layers, launched, cached)
+    def capture_decoding(self, launched: Counter[str], cache: HbmCache | None) -> None:
+        """Run steps of one new token a sequence as graphs from now on."""
+        self.graphs = DecodeGraphs(self._launch_layers, launched, cache)
 
     def renew(self) -> None:
-        """Forget what a failed step may have left half done: graphs with their memory and seats,
-        and attention's counters, which have to be 0 between launches. Nothing runs meanwhile."""
+        """Forget what a failed step may have left half done. Nothing runs meanwhile.
+
+        That is graphs with their memory and bindings, and attention's counters, which have to be 0
+        between launches.
+        """
         self._arrivals = Arrivals(self._device)
         if self.graphs is not None:
             self.graphs.renew()

@@ -1,4 +1,4 @@
-"""Memory that neighbouring GPUs lend to a GPU's slices, and what of a segment goes there."""
+"""Memory that neighbouring GPUs lend to a GPU's slices, and the weights that are copied there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.gpu.arena import gpu_arena
 from c2cserve.engine.models.layout import EMBED, HEAD
 from c2cserve.kernels.gpu import driver
-from c2cserve.memory.layout import ITEM_BYTES
 from c2cserve.memory.peer_pool import Lendable, Lender, PeerPool
 from c2cserve.memory.segment import Segment, State, TensorPlace
 
 PIECE_BYTES = 256 << 20
-"""Of weights that are copied, and go, together; a larger tensor goes alone."""
+"""Weights are copied and dropped in pieces of this size; a larger tensor is a piece of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """`memory.peer_pool.Neighbour`: copies use the neighbour's own link to the host."""
+    """A `memory.peer_pool.Neighbour`. Copies use the neighbour's own link to the host."""
 
     memory: Tensor
     stream: torch.cuda.Stream
@@ -43,7 +43,7 @@ class _Lent:
 def open_peers(
     device: int, lenders: Sequence[int], lent_bytes: int, lender: Lender
 ) -> PeerPool:  # fmt: skip
-    """Take `lent_bytes` of each of the GPUs `lenders` for what runs on `device`.
+    """Allocate `lent_bytes` on each of the GPUs `lenders` for what runs on `device`.
 
     Raises `CudaError` without peer access, `GpuMemoryError` without room.
     """
@@ -57,8 +57,8 @@ def open_peers(
 
 
 def lendable(segment: Segment) -> Lendable:
-    """All tensors that GEMMs read. An embedding table of its own is not: a step reads a few rows
-    of it, out of host memory."""
+    """Return all tensors that GEMMs read. An embedding table that is not the head is left out: a
+    step reads only a few rows of it, from host memory."""
 
     def complete() -> bool:
         return segment.state is State.READY
@@ -69,7 +69,7 @@ def lendable(segment: Segment) -> Lendable:
 
 
 def _pieces(places: Sequence[TensorPlace]) -> list[tuple[int, int]]:
-    """Tensors that follow each other, in runs of up to `PIECE_BYTES`."""
+    """Group tensors that follow each other into runs of up to `PIECE_BYTES`."""
     pieces: list[tuple[int, int]] = []
     for place in sorted(places, key=lambda one: one.offset):
         stop = place.offset + _bytes(place)

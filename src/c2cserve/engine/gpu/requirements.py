@@ -1,4 +1,4 @@
-"""What GPU slices need besides a GPU, looked at without touching one (and without torch)."""
+"""What GPU slices need besides a GPU, checked without touching one (and without torch)."""
 
 import importlib.util
 import os
@@ -20,15 +20,15 @@ class Obstacle:
 
 
 def usable_gpus() -> tuple[Gpu, ...]:
-    """What CUDA would show a process started from here. Raises `GpuProblem`."""
+    """Return the GPUs that CUDA would show a process started from here. Raises `GpuProblem`."""
     return visible_gpus(find_gpus(find_nvml()), os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 def obstacles(
     gpus: Iterable[Gpu], profile: ProfileChoice = "measured", *, lent: bool = False
 ) -> Iterator[Obstacle]:
-    """What keeps these GPUs from serving, none if all is there. `lent`: some lend memory to
-    others, so that the link between them is used."""
+    """Yield what keeps these GPUs from serving. `lent`: some lend memory to others, so that the
+    link between them is used."""
     packages = list(_packages())
     yield from packages
     yield from _kernels()

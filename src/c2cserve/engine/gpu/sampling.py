@@ -1,9 +1,10 @@
-"""Drawing tokens of a GPU slice.
+"""Sampling tokens on a GPU slice.
 
-Plain rows, greedy or drawn, are decided on the GPU: the next step may read their ids there, and two
-numbers of each are copied to pinned memory. All others go to the CPU's sampler, which knows every
-parameter; their logits are copied whole. Both draw by the same stream, a function of (seed,
-position). Nothing waits but `collect`.
+    plain rows    greedy or sampled on the GPU     two numbers a row to pinned memory
+    other rows    sampled by the CPU's sampler     all of their logits to pinned memory
+
+The next step may read the ids of plain rows on the GPU. The CPU's sampler knows every parameter.
+Both use the same random stream, a function of (seed, position). Only `collect` waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +19,13 @@ from c2cserve.kernels.ops import Draw, Drawn, RowSampling
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Draw]
 """`Ops.sample` of the CPU: float32 logits on the host."""
 
-Marked = Callable[[torch.cuda.Event], None]
-"""Is told of the event at a step's end."""
+OnStepEnd = Callable[[torch.cuda.Event], None]
+"""Receives the event at a step's end."""
 
 
 def is_plain(row: RowSampling) -> bool:
-    """Over logits as they are, of which only the chosen one's log-probability is wanted."""
+    """Return whether a row samples from its logits as they are, and wants the log-probability of
+    the chosen token alone."""
     return (
         row.top_logprobs <= 0
         and row.repetition == 1.0
@@ -32,14 +34,14 @@ def is_plain(row: RowSampling) -> bool:
     )
 
 
-_NO_DRAW = RowSampling(seed=0, position=0, temperature=0.0)
+_GREEDY = RowSampling(seed=0, position=0, temperature=0.0)
 
 
-class GpuDraw:
-    """`kernels.ops.Draw` of a step that is on its way through the current stream."""
+class GpuSample:
+    """The `kernels.ops.Draw` of a step that is on its way through the current stream."""
 
     def __init__(self, host: HostSampler, logits: Tensor, rows: Sequence[RowSampling]) -> None:
-        """A token per row of logits [R, V]."""
+        """Launch the sampling of a token per row of logits [R, V]."""
         self._sampler = host
         self._rows = rows
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
@@ -50,11 +52,11 @@ class GpuDraw:
             self._found = _to_host(found)
         else:
             self.chain = None
-        # Whoever is not plain alone needs no gathering.
+        # Without a plain row, all rows are wanted and none is gathered.
         picked = logits if self._found is None else logits[self._others]
         self._logits = _to_host(picked) if self._others else None
         self.end: torch.cuda.Event | None = None
-        """After all of the step; None where nothing runs by itself."""
+        """Recorded after all of the step; None where nothing runs by itself."""
         if logits.device.type == "cuda":
             self.end = torch.cuda.Event(blocking=True)
             self.end.record()
@@ -84,33 +86,33 @@ class GpuDraw:
 
 
 class Sampler:
-    """One per slice: it belongs to the slice's thread."""
+    """The sampler of one slice. It belongs to the slice's thread."""
 
-    def __init__(self, host: HostSampler, marked: Marked | None = None) -> None:
+    def __init__(self, host: HostSampler, on_step_end: OnStepEnd | None = None) -> None:
         self._host = host
-        self._marked = marked
+        self._on_step_end = on_step_end
 
-    def __call__(self, logits: Tensor, rows: Sequence[RowSampling]) -> GpuDraw:
-        """Launch the drawing of a token per row of logits [R, V], the end of a step."""
-        draw = GpuDraw(self._host, logits, rows)
-        if self._marked is not None and draw.end is not None:
-            self._marked(draw.end)
-        return draw
+    def __call__(self, logits: Tensor, rows: Sequence[RowSampling]) -> GpuSample:
+        """Launch the sampling of a token per row of logits [R, V], which ends a step."""
+        sample = GpuSample(self._host, logits, rows)
+        if self._on_step_end is not None and sample.end is not None:
+            self._on_step_end(sample.end)
+        return sample
 
 
 def _decide(logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int]) -> Tensor:
-    """As `greedy`; what it says of `others` is nobody's."""
+    """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning."""
     if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
         return greedy(logits)
     elsewhere = set(others)
-    asked = asked_of([_NO_DRAW if i in elsewhere else row for i, row in enumerate(rows)])
+    asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])
     if logits.device.type == "cuda":
         asked = asked.pin_memory().to(logits.device, non_blocking=True)
     return draw(logits, asked)
 
 
 def _to_host(tensor: Tensor) -> Tensor:
-    """As it is, at the link's speed; to be read once the step is over."""
+    """Copy a tensor as it is, at the link's speed. It may be read once the step is over."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

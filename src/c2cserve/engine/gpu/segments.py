@@ -29,18 +29,19 @@ class _Held:
 
 
 class PinnedSegments:
-    """One mapping and one registration of each segment, however many slices of the process use it.
+    """One mapping and one registration of each segment, shared by all slices of the process.
     Thread-safe."""
 
     def __init__(self, pin: Pin = pin_array, peers: PeerPool | None = None) -> None:
-        """`peers`: where copies of them may lie, under their paths' names."""
+        """`peers` may copy the segments; it knows them by the names of their paths."""
         self._pin = pin
         self._peers = peers
         self._lock = threading.Lock()
         self._held: dict[Path, _Held] = {}
 
     def open(self, path: Path) -> Segment:
-        """Raises OSError (also where CUDA refuses the memory) or ValueError if it is no segment."""
+        """Map and register a segment, or count one more user of it. Raises OSError, also where
+        CUDA refuses the memory, and ValueError for a file that is no segment."""
         with self._lock:
             if path not in self._held:
                 segment = Segment.open(path)
@@ -56,8 +57,8 @@ class PinnedSegments:
             return held.segment
 
     def close(self, path: Path) -> None:
-        """One user less. The last one's work on the GPU that reads it must be over: what reads it
-        afterwards faults."""
+        """Count one user less, and release the segment after the last. The GPU must have finished
+        that user's work: a kernel that reads the segment afterwards faults."""
         with self._lock:
             held = self._held[path]
             held.users -= 1
@@ -68,8 +69,8 @@ class PinnedSegments:
                 held.region.close()
 
     def close_all(self) -> None:
-        """Whoever uses them: the GPU is done, or lost. A registration that outlives its mapping
-        stands in the way of the next that gets the same addresses."""
+        """Release all segments, used or not: the GPU is done, or lost. A registration that outlives
+        its mapping blocks the next one at the same addresses."""
         with self._lock:
             while self._held:
                 self._held.popitem()[1].region.close()

@@ -1,6 +1,6 @@
-"""A GPU slice's half of the machine: stream, kernels, dataflows, KV arena, operators.
+"""The setting up of a GPU slice: stream, kernels, dataflows, KV arena, operators.
 
-Everything that can fail or take long is done here, before the slice says it is up.
+Everything that can fail or take long is done here, before the slice reports that it is up.
 """
 
 import logging
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
-from c2cserve.engine.gpu.completion_notifier import Bell
+from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
@@ -32,9 +33,8 @@ from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.gemm.weight import Dtype
 from c2cserve.kernels.gpu.launch_context import Lane
-from c2cserve.memory.hbm_cache import HbmCache, Keeper
+from c2cserve.memory.hbm_cache import CachePolicy, HbmCache
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
 
@@ -44,12 +44,12 @@ log = logging.getLogger(__name__)
 _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
 SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, PinningError, CudaError)
-"""What `open_gpu` raises for reasons a user can do something about."""
+"""The exceptions of `open_gpu` that a user can do something about."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuParts:
-    """What `engine.executor.Executor` is given on a GPU, and what models are attached with."""
+    """The parts of a GPU slice that its executor uses, and that models are attached with."""
 
     device: torch.device
     stream: torch.cuda.Stream
@@ -57,17 +57,17 @@ class GpuParts:
     linear: Linear
     ops: GpuOps
     arena: Tensor
-    place: Staging
+    to_device: Staging
     cache: HbmCache | None
     peers: Borrower | None
-    """Copies of weights in neighbours' memory."""
+    """The slice's view of weights copied to other GPUs."""
     host_kv: HostKv
-    """Where KV of paused requests is."""
+    """The KV of paused requests."""
     flashinfer: FlashInfer
 
     def warm(self, config: ModelConfig) -> None:
-        """Have everything compiled, loaded and allocated that a model needs; quick where another
-        model of its kind was before. Raises ValueError for one that GPU slices can not run."""
+        """Compile, load and allocate everything that a model needs; quick after another model of
+        its kind. Raises ValueError for a model that GPU slices cannot run."""
         sizes = sizes_of(config)
         warm(sizes, self.device)
         for windowed in sorted({window > 0 for window in config.windows}):
@@ -76,9 +76,11 @@ class GpuParts:
         _touch_libraries(sizes, self.device)
 
     def fatal(self, fault: Exception) -> bool:
-        """Whether the process is to serve no second request: CUDA's errors stick, and a slice
-        without memory is rebuilt with all of it. Triton and cuBLAS report what they met as plain
-        `RuntimeError`: then the stream tells whether it stuck."""
+        """Return whether the process must not serve another request.
+
+        CUDA's errors stick, and a slice without memory is rebuilt with all of it. Triton and cuBLAS
+        raise a plain `RuntimeError`: then the state of the stream shows whether the error stuck.
+        """
         if isinstance(fault, _FATAL):
             return True
         try:
@@ -88,13 +90,15 @@ class GpuParts:
         return False
 
     def renew(self) -> None:
-        """Build anew what a failed step may have left half done, which is all of the slice's state
-        on the GPU but KV: graphs, work memory, plans, and weights that were on their way into the
-        cache. Models and kernels stay. Raises CUDA's errors."""
+        """Build anew what a failed step may have left half done. Raises CUDA's errors.
+
+        That is all of the slice's state on the GPU but KV: graphs, work memory, plans, and weights
+        on their way into the cache. Models and kernels stay.
+        """
         self.finish()
         self.lane.renew()
         self.ops.renew()
-        self.place.renew()
+        self.to_device.renew()
         self.flashinfer.flash.renew()
         if self.cache is not None:
             self.cache.clear()
@@ -113,17 +117,20 @@ def open_gpu(
     partition: Partition | None = None,
     profile: ProfileChoice = "measured",
     kernels: Path | None = None,
-    ring: Callable[[], None] | None = None,
-    keeper: Keeper | None = None,
+    notify: Callable[[], None] | None = None,
+    cache_policy: CachePolicy | None = None,
     peers: PeerPool | None = None,
     host_kv_bytes: int = 0,
 ) -> GpuParts:
-    """Make the calling thread a slice's thread: its work goes to the slice's own stream from now
-    on, which runs on `partition`'s SMs, or on all of the GPU `device`. `ring` is called, from
-    another thread, when a step is over. `keeper` decides which weights stay in what KV leaves of
-    the arena, and of those that do not `peers` says which can be read in a neighbour's memory;
-    without a keeper all are read at home. `host_kv_bytes`: host memory, registered here, that KV
-    may rotate through.
+    """Make the calling thread a slice's thread, and set the slice up.
+
+    The thread's work goes to the slice's own stream from now on. The stream runs on `partition`'s
+    SMs, or on all of the GPU `device`.
+
+    `notify` is called from another thread when a step is over. `cache_policy` decides which weights
+    stay in the part of the arena that KV leaves; without one no weight does. `peers` knows which
+    other weights can be read on another GPU. `host_kv_bytes` is the size of the host memory,
+    registered here, that KV may rotate through.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `PinningError` and `CudaError`.
@@ -131,60 +138,61 @@ def open_gpu(
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device) if partition is None else partition.stream
     torch.cuda.set_stream(stream)
-    # Partial sums of split GEMMs in 16 bits would make a row depend on the batch more than need be.
+    # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
     repository.load()
     lane = Lane(device, repository, None if partition is None else partition.sms)
-    where = torch.device("cuda", device)
-    arena = gpu_arena(where, kv_bytes, "--gpu-kv-bytes")
+    torch_device = torch.device("cuda", device)
+    arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
     borrower = None
     if peers is not None:
-        chooser.link_bytes_per_s("peer")  # it was measured, else the profile is no help
+        chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
         borrower = Borrower(peers, lambda: _mark(stream))
-    cache = None if keeper is None else HbmCache(arena, keeper, borrower)
+    cache = None if cache_policy is None else HbmCache(arena, cache_policy, borrower)
     linear = Linear(lane, chooser, cache)
-    marked = None if ring is None else Bell(where, ring).after
-    flashinfer = FlashInfer(where, kernels)
-    ops = GpuOps(linear, where, host_sampler, marked, flashinfer.flash)
+    on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
+    flashinfer = FlashInfer(torch_device, kernels)
+    ops = GpuOps(linear, torch_device, host_sampler, on_step_end, flashinfer.flash)
     ops.capture_decoding(linear.launched, cache)
-    host_kv = _host_kv(arena, host_kv_bytes, stream, ring)
+    host_kv = _host_kv(arena, host_kv_bytes, stream, notify)
     parts = GpuParts(
-        where,
+        torch_device,
         stream,
         lane,
         linear,
         ops,
         arena,
-        Staging(where),
+        Staging(torch_device),
         cache,
         borrower,
         host_kv,
         flashinfer,
     )
     for sizes in COMMON:
-        warm(sizes, where)
+        warm(sizes, torch_device)
     parts.finish()
     return parts
 
 
 def _host_kv(
-    arena: Tensor, size: int, stream: torch.cuda.Stream, ring: Callable[[], None] | None
+    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None] | None
 ) -> HostKv:
-    """Raises PinningError."""
+    """Allocate and register host memory for KV. Raises PinningError."""
     if not size:
         return HostKv(0, no_copies)
     memory = make_arena(size)
     region = pin_array(memory.numpy())
-    copies = KvCopies(arena, memory, region, stream, ring or (lambda: None))
+    copies = KvCopies(arena, memory, region, stream, notify or (lambda: None))
     return HostKv(size, copies)
 
 
 def sizes_of(config: ModelConfig) -> Sizes:
-    """Raises ValueError for a dtype the GPU's GEMMs have not."""
-    dtype: Dtype
+    """Return the sizes of a model's kernels. Raises ValueError for a dtype that GPU slices do not
+    run."""
+    dtype: HalfDtype
     match config.dtype:
         case "bfloat16" | "float16":
             dtype = config.dtype
@@ -216,14 +224,15 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
 
 
 def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Copy engines' work is waited for by the stream that asked for it: its end is theirs too."""
+    """Record an event after all of the slice's work. The stream waits for the copy engines, so the
+    event covers their work too."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
     return event
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
-    """cuBLAS and torch's own kernels load on first use."""
+    """Use cuBLAS and torch's own kernels once: they load on first use."""
     x = torch.zeros((2, 16), dtype=torch.bfloat16, device=device)
     x = torch.addmm(x[0], x, torch.zeros((16, 16), dtype=x.dtype, device=device))
     x += torch.mm(x, torch.zeros((16, 16), dtype=x.dtype, device=device))

@@ -11,7 +11,7 @@ from c2cserve.engine.models.decoder import ForwardBatch
 
 _FIELDS = ("ids", "positions", "q_start", "context_len", "block_table", "slots", "logit_rows")
 _ALIGNMENT = 16
-"""Of every tensor: kernels are compiled for pointers that have it."""
+"""Kernels are compiled for pointers with this alignment."""
 _BUFFERS = 2
 
 
@@ -21,7 +21,7 @@ class _Buffer:
         self.copied = torch.cuda.Event()
 
     def hold(self, size: int) -> Tensor:
-        """At least `size` bytes, once what they held before has been copied."""
+        """Return at least `size` bytes, after waiting for the last copy out of them."""
         self.copied.synchronize()
         if self.memory.shape[0] < size:
             self.memory = torch.empty(2 * size, dtype=torch.uint8, pin_memory=True)
@@ -29,7 +29,7 @@ class _Buffer:
 
 
 class Staging:
-    """`place` of an executor. Not thread-safe."""
+    """The `to_device` of an executor. Not thread-safe."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,11 +38,11 @@ class Staging:
         self.renew()
 
     def renew(self) -> None:
-        """Forget what a failed step may have left half done. Nothing is copied meanwhile."""
+        """Make new buffers after a failed step. Nothing is copied meanwhile."""
         self._buffers = [_Buffer() for _ in range(_BUFFERS)]
 
     def __call__(self, batch: ForwardBatch) -> ForwardBatch:
-        """The batch with its tensors on the GPU, as far as the current stream is concerned."""
+        """Return the batch with its tensors on the GPU, in the order of the current stream."""
         tensors: dict[str, Tensor] = {name: getattr(batch, name) for name in _FIELDS}
         offsets: list[int] = []
         size = 0
@@ -52,20 +52,20 @@ class Staging:
         self._turn = (self._turn + 1) % _BUFFERS
         buffer = self._buffers[self._turn]
         host = buffer.hold(size)
-        # By numpy: torch copies tables of a hundred sequences with all of its threads, which takes
-        # longer to begin than to do.
+        # numpy copies here: torch would start all of its threads for the tables of a hundred
+        # sequences, which takes longer than copying.
         packed = host.numpy()
         for tensor, offset in zip(tensors.values(), offsets, strict=True):
             packed[offset : offset + tensor.nbytes] = _bytes(tensor)
-        there = host.to(self._device, non_blocking=True)
+        moved_bytes = host.to(self._device, non_blocking=True)
         buffer.copied.record()
         moved = {
-            name: there[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            name: moved_bytes[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
             for (name, tensor), offset in zip(tensors.items(), offsets, strict=True)
         }
         return replace(batch, **moved, host=batch)
 
 
 def _bytes(tensor: Tensor) -> NDArray[np.uint8]:
-    """Its elements' bytes, in order."""
+    """Return the bytes of the tensor's elements, in order."""
     return np.ascontiguousarray(tensor.numpy()).reshape(-1).view(np.uint8)

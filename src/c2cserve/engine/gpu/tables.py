@@ -1,23 +1,27 @@
-"""What tells one model of an architecture from another, in the form graphs of decoding take it.
+"""What tells one model of an architecture from another, in the form that decode graphs read.
 
-A graph is captured on *stand-ins*: layers whose matrices are places for tensor maps and whose
-vectors are places in one buffer. A model is *seated* by copying its maps, vectors and rotary tables
-there: some MiB inside HBM, and nothing is captured again. Maps say where each matrix is now, at its
-home or in the weight cache, so a graph does not know that either.
+    model A   maps A | vectors A | rope A  --bind-.
+    model B   maps B | vectors B | rope B  --bind-+->  maps | vectors | rope  <-- read by the graphs
+
+A graph is captured on *placeholder weights*: layers whose matrices are places for tensor maps and
+whose vectors are places in one buffer. Binding a model copies its maps, vectors and rotary tables
+to these places. That moves some MiB inside HBM, and nothing is captured again. A map says where a
+matrix is now, at its home or in the weight cache, so a graph does not depend on that either.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.gemm.dataflows.direct import gated_map, weight_map
-from c2cserve.kernels.gpu.gemm.weight import Home, WeightHandle, for_libraries
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle, for_libraries
 from c2cserve.kernels.layer import LayerWeights, Mlp
+from c2cserve.memory.hbm_cache import HbmCache
 
 _ALIGNMENT = 16
 _K_MULTIPLE = 8
@@ -25,17 +29,8 @@ _K_MULTIPLE = 8
 Rope = tuple[Tensor, Tensor]
 
 
-class Whereabouts(Protocol):
-    """Where weights are now: `memory.hbm_cache`."""
-
-    @property
-    def changes(self) -> int: ...
-
-    def location(self, w: WeightHandle) -> WeightHandle: ...
-
-
 def matrices(layer: GpuLayer) -> Iterator[WeightHandle]:
-    """In the order of their use."""
+    """Yield the layer's matrices in the order of their use."""
     yield layer.qkv.weight
     yield layer.o.weight
     match layer.second:
@@ -46,7 +41,7 @@ def matrices(layer: GpuLayer) -> Iterator[WeightHandle]:
 
 
 def _map_makers(layer: GpuLayer) -> Iterator[Callable[[WeightHandle], bytes]]:
-    """Of the maps by which kernels read `matrices`."""
+    """Yield what makes the maps by which kernels read `matrices`."""
     yield from (weight_map, weight_map)
     match layer.second:
         case DenseHalf():
@@ -56,6 +51,7 @@ def _map_makers(layer: GpuLayer) -> Iterator[Callable[[WeightHandle], bytes]]:
 
 
 def vectors(layer: GpuLayer) -> Iterator[Tensor]:
+    """Yield the layer's norm weights, then its biases."""
     weights = layer.weights
     yield from (weights.input_norm, weights.post_norm)
     yield from weights.qk_norms or ()
@@ -69,7 +65,7 @@ def vectors(layer: GpuLayer) -> Iterator[Tensor]:
 
 
 def architecture(layers: Sequence[GpuLayer]) -> tuple[object, ...]:
-    """Equal for models that differ only in the values of their weights."""
+    """Return a key that is equal for models that differ only in the values of their weights."""
 
     def one(layer: GpuLayer) -> tuple[object, ...]:
         second = layer.second
@@ -84,14 +80,16 @@ def architecture(layers: Sequence[GpuLayer]) -> tuple[object, ...]:
     return layers[0].shape, tuple(one(layer) for layer in layers)
 
 
-def can_be_seated(layers: Sequence[GpuLayer]) -> bool:
-    """Whether kernels that go by maps take its matrices."""
+def can_be_bound(layers: Sequence[GpuLayer]) -> bool:
+    """Return whether kernels that read tensor maps take the model's matrices."""
     return all(w.k % _K_MULTIPLE == 0 for layer in layers for w in matrices(layer))
 
 
 class ModelTables:
-    """A model's own: where its weights are now, and what is copied where its architecture's graphs
-    read. Nothing in it refers to the layers it was made for."""
+    """Where a model's weights are now, and the maps and vectors that binding it copies.
+
+    Nothing in it refers to the layers it was made for.
+    """
 
     def __init__(self, layers: Sequence[GpuLayer], device: torch.device) -> None:
         self._device = device
@@ -101,86 +99,86 @@ class ModelTables:
         self.missing: WeightHandle | None = None
         """The first matrix that is not in HBM, at its home."""
         self.home: Home = "hbm"
-        """Where that one is read; `hbm` once all matrices are there."""
+        """Where `missing` is read; `hbm` once all matrices are there."""
         self.resident: list[GpuLayer] | None = None
         """The layers with all matrices where they are in HBM; None while one is elsewhere."""
         self.local_bytes = 0
-        self.far_bytes = 0
+        self.streamed_bytes = 0
         self.peer_bytes = 0
-        """Of `far_bytes`, in a neighbour's memory."""
+        """The part of `streamed_bytes` that is on another GPU."""
         self._seen = -1
         self._places: list[tuple[Home, int]] = []
 
-    def look(self, where: Whereabouts | None, layers: Sequence[GpuLayer]) -> bool:
+    def refresh(self, cache: HbmCache | None, layers: Sequence[GpuLayer]) -> bool:
         """Bring everything up to date. Return whether one of this model's weights has moved."""
-        changes = 0 if where is None else where.changes
+        changes = 0 if cache is None else cache.changes
         if changes == self._seen:
             return False
         self._seen = changes
         weights = [w for layer in layers for w in matrices(layer)]
-        now = [w if where is None else where.location(w) for w in weights]
+        now = [w if cache is None else cache.location(w) for w in weights]
         places: list[tuple[Home, int]] = [(w.home, w.pointer) for w in now]
         if places == self._places:
             return False  # what came or went was another model's
         self._places = places
-        far = [w for w in now if w.home != "hbm"]
+        streamed = [w for w in now if w.home != "hbm"]
         pairs = zip(weights, now, strict=True)
-        missing = next((w for w, there in pairs if there.home != "hbm"), None)
-        # Without its owner: a model that is detached must not be held on to.
+        missing = next((w for w, located in pairs if located.home != "hbm"), None)
+        # The owner is left out: this must not keep a detached model's memory alive.
         self.missing = None if missing is None else replace(missing, owner=None)
-        self.home = far[0].home if far else "hbm"
-        self.far_bytes = sum(w.bytes for w in far)
-        self.peer_bytes = sum(w.bytes for w in far if w.home == "peer")
-        self.local_bytes = sum(w.bytes for w in now) - self.far_bytes
-        self.resident = None if far else _located(layers, now)
+        self.home = streamed[0].home if streamed else "hbm"
+        self.streamed_bytes = sum(w.bytes for w in streamed)
+        self.peer_bytes = sum(w.bytes for w in streamed if w.home == "peer")
+        self.local_bytes = sum(w.bytes for w in now) - self.streamed_bytes
+        self.resident = None if streamed else _located(layers, now)
         maps = (make(w) for make, w in zip(self._map_makers, now, strict=True))
         packed = torch.frombuffer(bytearray().join(maps), dtype=torch.uint8)
-        # Pinned memory goes back once its copy is done; what reads the old maps is enqueued.
+        # Pinned memory is reused once its copy is done. Work that reads the old maps is enqueued.
         self.maps = packed.pin_memory().to(self._device, non_blocking=True)
         return True
 
 
 @dataclass(slots=True)
-class Seat:
-    """Where an architecture's graphs read."""
+class GraphBinding:
+    """The memory that an architecture's graphs read, and the model that is bound to it."""
 
     maps: Tensor
     vectors: Tensor
     layers: dict[Home, list[GpuLayer]]
-    """Stand-ins, by where the weights of those who sit are at the time (kernels hold to a share of
-    a link only where there is one)."""
+    """Placeholder layers by the home of the bound model's weights. Kernels keep to a share of a
+    link only where they read over one."""
     ropes: dict[int, Rope]
-    """Rotary tables by their length. A longer context has tables of its own: graphs of shorter
-    ones know the addresses of theirs."""
+    """Rotary tables by their length. A longer context has its own tables, because the graphs of
+    shorter contexts know the addresses of theirs."""
     maps_from: Tensor | None = None
     vectors_from: Tensor | None = None
     ropes_from: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
 
     @classmethod
-    def like(cls, layers: Sequence[GpuLayer], device: torch.device) -> "Seat":
-        """Return a place for models like this one."""
+    def like(cls, layers: Sequence[GpuLayer], device: torch.device) -> "GraphBinding":
+        """Return memory for models like this one."""
         count = sum(1 for layer in layers for _ in matrices(layer))
         maps = torch.zeros(count * MAP_BYTES, dtype=torch.uint8, device=device)
         packed = _packed([v for layer in layers for v in vectors(layer)])
         return cls(maps, torch.empty_like(packed), {}, {})
 
-    def stand_ins(self, layers: Sequence[GpuLayer], home: Home) -> list[GpuLayer]:
-        """Layers to capture with."""
+    def placeholder_layers(self, layers: Sequence[GpuLayer], home: Home) -> list[GpuLayer]:
+        """Return the layers to capture a graph with."""
         if home not in self.layers:
             places = iter(range(self.maps.data_ptr(), 1 << 62, MAP_BYTES))
             pieces = _pieces(self.vectors, [v for layer in layers for v in vectors(layer)])
-            self.layers[home] = [_stand_in(one, home, places, pieces) for one in layers]
+            self.layers[home] = [_placeholder(one, home, places, pieces) for one in layers]
         return self.layers[home]
 
     def rope(self, length: int, like: Rope) -> Rope:
-        """Rotary tables to capture with, for contexts of up to `length` tokens."""
+        """Return rotary tables to capture a graph with, for contexts of up to `length` tokens."""
         if length not in self.ropes:
             cos, sin = (t.new_zeros(length, t.shape[1]) for t in like)
             self.ropes[length] = cos, sin
         return self.ropes[length]
 
-    def seat(self, model: ModelTables) -> None:
-        """The next runs of graphs that know no model are this model's."""
+    def bind(self, model: ModelTables) -> None:
+        """Make the next runs of the architecture's graphs this model's."""
         if self.maps_from is not model.maps:
             self.maps.copy_(model.maps)
             self.maps_from = model.maps
@@ -188,8 +186,8 @@ class Seat:
             self.vectors.copy_(model.vectors)
             self.vectors_from = model.vectors
 
-    def turn(self, length: int, rope: Rope) -> None:
-        """The next runs of graphs for contexts of `length` tokens rotate by a model's `rope`."""
+    def bind_rope(self, length: int, rope: Rope) -> None:
+        """Make the next runs of graphs for contexts of `length` tokens rotate by `rope`."""
         if self.ropes_from.get(length) is not rope[0]:
             mine = self.rope(length, rope)
             shorter = min(length, len(rope[0]))
@@ -199,7 +197,7 @@ class Seat:
 
 
 def _located(layers: Sequence[GpuLayer], now: Sequence[WeightHandle]) -> list[GpuLayer]:
-    """Layers with their matrices as `now` has them, all in HBM, in the order of `matrices`."""
+    """Return the layers with the matrices of `now`: all in HBM, in the order of `matrices`."""
     places = iter(now)
 
     def matrix(like: Matrix) -> Matrix:
@@ -218,10 +216,11 @@ def _located(layers: Sequence[GpuLayer], now: Sequence[WeightHandle]) -> list[Gp
     return located
 
 
-def _stand_in(
+def _placeholder(
     layer: GpuLayer, home: Home, places: Iterator[int], pieces: Iterator[Tensor]
 ) -> GpuLayer:
-    """In the order of `matrices` and of `vectors`."""
+    """Return a layer of placeholder weights; `places` and `pieces` are in the order of `matrices`
+    and `vectors`."""
 
     def handle(w: WeightHandle) -> WeightHandle:
         return replace(w, pointer=0, home=home, owner=None, map_pointer=next(places))
@@ -244,7 +243,7 @@ def _stand_in(
 
 
 def _no_matrices(weights: LayerWeights, pieces: Iterator[Tensor]) -> LayerWeights:
-    """A stand-in must not hold on to a model's own tensors."""
+    """Return placeholder vectors and no matrices: a model's tensors must not be kept alive."""
     nothing = torch.empty(0)
     input_norm, post_norm = next(pieces), next(pieces)
     return LayerWeights(
@@ -265,7 +264,7 @@ def _size(vector: Tensor) -> int:
 
 
 def _packed(parts: Sequence[Tensor]) -> Tensor:
-    """One after another, each at a multiple of 16 bytes; uint8."""
+    """Pack tensors into one of uint8, each at a multiple of 16 bytes."""
     packed = torch.zeros(sum(map(_size, parts)), dtype=torch.uint8, device=parts[0].device)
     for piece, part in zip(_pieces(packed, parts), parts, strict=True):
         piece.copy_(part)
@@ -273,6 +272,7 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _pieces(packed: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Yield the views of a packed tensor that have the shapes and dtypes of `like`."""
     start = 0
     for part in like:
         yield packed[start : start + part.nbytes].view(part.dtype).view(part.shape)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.files.reading import CONFIG_BYTES_MAX, FileProblem, one_line, read_object
-from c2cserve.memory.layout import ITEM_BYTES, Dtype
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -31,7 +31,7 @@ _ROPE_NUMBERS = (
 )  # fmt: skip
 _ACTIVATIONS = ("silu", "swish")
 _HEAD_DIM_MAX = 512
-"""What the attention kernels take."""
+"""The largest head that the attention kernels take."""
 _SIZES_MAX = {
     "num_hidden_layers": 2048, "hidden_size": 1 << 18, "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14, "head_dim": _HEAD_DIM_MAX, "intermediate_size": 1 << 22,
@@ -39,19 +39,19 @@ _SIZES_MAX = {
     "max_window_layers": 1 << 30, "num_experts": 1 << 12, "num_local_experts": 1 << 12,
     "num_experts_per_tok": 1 << 12, "moe_intermediate_size": 1 << 22, "decoder_sparse_step": 2048,
 }  # fmt: skip
-"""Several times what any published model has. Far beyond, a config is a mistake or an attack, and
-planning for it would take all memory before a tensor was found to be missing."""
+"""Several times what any published model has. A config far beyond is a mistake or an attack, and
+planning for it would take all memory before a tensor is found missing."""
 _EXPERTS_MAX = 1 << 18
-"""Of all layers."""
+"""Experts of all layers together."""
 _EOS_MAX = 1024
 _SCALE_MAX = 1e6
 _THETA_MAX = 1e15
 _WRONG_KIND = (TypeError, ValueError, AttributeError, OverflowError, IndexError, RecursionError)
-"""What reading a config that holds anything at all can raise."""
+"""The exceptions of reading a config with values of any type."""
 
 
 class ConfigError(ValueError):
-    """The model can not be served; one line that says what is supported."""
+    """The model cannot be served. One line says what is supported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def parse_config(raw: Mapping[str, Any], dtype: str = "auto") -> ModelConfig:
-    """Raises ConfigError for what is not supported. `dtype` "auto" keeps the checkpoint's."""
+    """Normalise a config. `dtype` "auto" keeps the checkpoint's. Raises ConfigError for what is not
+    supported."""
     try:
         arch = _architecture(raw)
         _refuse_unsupported(raw)
@@ -201,7 +202,7 @@ def _parse(raw: Mapping[str, Any], arch: str, dtype: str) -> ModelConfig:
 
 
 def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    """A count; null is as good as nothing. Raises KeyError, ConfigError."""
+    """Read a count; null counts as absent. Raises KeyError, ConfigError."""
     value: object = raw.get(key)
     if value is None:
         value = raw[key] if default is None else default
@@ -214,7 +215,7 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def _check(c: ModelConfig) -> None:
-    """What the layout and the kernels rely on. Raises ConfigError."""
+    """Check what the layout and the kernels rely on. Raises ConfigError."""
     if min(c.kv_heads, c.head_dim, c.intermediate, c.vocab, c.max_position) < 1:
         raise ConfigError("config.json holds a size that is not positive")
     if c.heads % c.kv_heads:
@@ -237,7 +238,7 @@ def _check(c: ModelConfig) -> None:
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
-    """Tables are made of these numbers where an exception would cost a slice."""
+    """Check the numbers of rotary tables: an exception in making them would cost a slice."""
     if not 1.0 < rope.theta <= _THETA_MAX:
         raise ConfigError(f"rope_theta {rope.theta} is not between 1 and {_THETA_MAX:g}")
     numbers: dict[str, Any] = {name: rope.scaling.get(name) for name in _ROPE_NUMBERS}
@@ -265,7 +266,7 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
 
 
 def _rope(raw: Mapping[str, Any], arch: str) -> Rope:
-    """Both ways of writing it: rope_theta + rope_scaling, and (newer) rope_parameters."""
+    """Read both ways of writing it: rope_theta + rope_scaling, and (newer) rope_parameters."""
     fields: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     usual_theta = 1e6 if arch == "mixtral" else 1e4
     theta = float(fields.pop("rope_theta", None) or raw.get("rope_theta") or usual_theta)
@@ -287,8 +288,11 @@ def _rope(raw: Mapping[str, Any], arch: str) -> Rope:
 
 
 def _windows(raw: Mapping[str, Any], arch: str, layers: int) -> tuple[int, ...]:
-    """Mistral and Mixtral window all layers. Qwen only if told to: Qwen2 and Qwen3 from
-    max_window_layers on, Qwen3-MoE all layers. Llama never."""
+    """Return the window of every layer.
+
+    Mistral and Mixtral window all layers, Llama none. Qwen does only where use_sliding_window is
+    set: Qwen2 and Qwen3 from max_window_layers on, Qwen3-MoE in all layers.
+    """
     window = _size(raw, "sliding_window", 0)
     if arch == "llama" or (arch.startswith("qwen") and not raw.get("use_sliding_window", False)):
         return (0,) * layers
@@ -318,7 +322,8 @@ def _moe(raw: Mapping[str, Any], arch: str, layers: int) -> Moe | None:
 
 
 def _eos(value: object, vocab: int) -> tuple[int, ...]:
-    """Ids beyond the vocabulary are never drawn, and must not reach the sampler as ids to ban."""
+    """Return the end tokens. Ids beyond the vocabulary are left out: they are never sampled, and
+    the sampler must not get them as ids to ban."""
     if value is None:
         return ()
     ids = cast("list[int]", value) if isinstance(value, list) else [cast("int", value)]

@@ -1,8 +1,8 @@
 """One decoder for every supported architecture, written over `kernels.ops.Ops`.
 
-A forward pass is a generator: before it uses weights that are still loading it yields, so that the
+A forward pass is a generator. It yields before it uses weights that are still loading, so that the
 executor can go on with other models meanwhile. All state of a pass is in its `ForwardBatch` and its
-frame: a slice runs many models, nothing here is global.
+frame: a slice runs many models, and nothing here is global.
 """
 
 from collections.abc import Generator
@@ -35,12 +35,12 @@ from c2cserve.kernels.layer import (
 from c2cserve.kernels.ops import Ops
 
 Wait = Generator[list[int], None, None]
-"""Yields the groups it waits for; to be resumed when they are ready."""
+"""Yields the groups it waits for. It is resumed when they are ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch(TokenRows):
-    """The rows of a pass, what they are and what is wanted of them."""
+    """The rows of a pass: their tokens, and the rows whose logits are wanted."""
 
     ids: Tensor
     """int32[T]"""
@@ -70,7 +70,7 @@ class Decoder:
         )
         self._weights = weights
         self._layers: list[Layer] = []
-        """The first ones, as far as their weights are known to be there."""
+        """The first layers, as far as their weights are known to be loaded."""
         self._groups = [weights.group(layer_group(i)) for i in range(config.layers)]
         self._head: Tensor | None = None
         self._norm: Tensor | None = None
@@ -82,7 +82,7 @@ class Decoder:
     def forward(
         self, batch: ForwardBatch, ops: Ops, arena: Tensor
     ) -> Generator[list[int], None, Tensor]:
-        """Logits [R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
+        """Return logits [R, vocab] of `batch.logit_rows`. Raises `WeightsLost`, and ValueError for
         a context longer than the longest served."""
         rope = self._rope.upto(batch.longest)
         hidden = self._embedding(batch, ops)
@@ -101,7 +101,7 @@ class Decoder:
         rows = batch.logit_rows
         wanted = rows.shape[0]
         if not wanted:
-            return hidden.new_empty((0, self.config.vocab))  # a chunk that draws nothing
+            return hidden.new_empty((0, self.config.vocab))  # a chunk that samples nothing
         if self._head is None or self._norm is None:
             yield from self._wait([self._head_group])
             self._norm = self._vector(NORM)
@@ -124,15 +124,18 @@ class Decoder:
         return ops.embed(self._embed, batch.ids)
 
     def _take_layers(self, ops: Ops) -> None:
-        """Prepare the next layers, as far as their weights are there."""
+        """Prepare the next layers, as far as their weights are loaded."""
         while (index := len(self._layers)) < self.config.layers:
             if self._weights.missing([self._groups[index]]):
                 return
             self._layers.append(ops.prepare(index, self._layer_weights(index), self._shape))
 
     def _runnable(self, done: int) -> list[Layer]:
-        """Layers from `done` on that can run without a wait between them: while weights are loading
-        those before the next sparse one, or else that one alone."""
+        """Return layers from `done` on that can run without a wait between them.
+
+        While weights are loading these are the layers before the next sparse one, or that one
+        alone.
+        """
         layers = self._layers[done:]
         if self._weights.complete:
             return layers

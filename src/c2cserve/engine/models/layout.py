@@ -1,13 +1,19 @@
 """Where a model's weights go in its segment, and in which order they are loaded. No torch.
 
-Fused as the operators want them: q, k, v rows as one matrix, gate and up rows as one, all experts
-of a layer as two stacks. Loaded as a first token needs them: layers in order, then what every token
-needs at the end, then experts (taken earlier when a router asks for them), and last an embedding
-table that is not also the head: the prompt's few rows are read from the file meanwhile.
+Tensors are fused as the operators want them. The rows of q, k and v are one matrix, and those of
+gate and up are another. All experts of a layer are two stacks.
+
+Groups are loaded in the order a first token needs them:
+
+    layers | final norm and head | experts | embedding table, if it is not the head
+
+Experts are taken earlier when a router asks for them. Until the embedding table is loaded, a
+prompt's few rows are read from the file.
 """
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.engine.models.config import ConfigError, ModelConfig
-from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
+from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, TensorPlan
 
 EMBED = "embed"
 HEAD = "head"
@@ -28,9 +34,11 @@ def layer_group(layer: int) -> str:
 
 
 def plan_layout(config: ModelConfig, names: "frozenset[str] | None" = None) -> LayoutPlan:
-    """`names`: the checkpoint's tensor names, to tell fused experts from single ones and a head
-    that is stored although tied; None assumes the published form. Raises ConfigError when they are
-    too few for so many layers."""
+    """Plan a model's segment. Raises ConfigError for fewer `names` than layers.
+
+    `names` are the checkpoint's tensor names. They tell fused experts from single ones, and a head
+    that is stored although tied. None assumes the published form.
+    """
     if names is not None and config.layers > len(names):
         raise ConfigError(
             f"config.json has {config.layers} layers, the checkpoint {len(names)} tensors"
@@ -61,7 +69,7 @@ class _Builder:
         self, name: str, shape: tuple[int, ...], sources: list[tuple[str, tuple[int, ...]]],
         *, starts_layer: bool = False,
     ) -> None:  # fmt: skip
-        """A tensor made of whole checkpoint tensors, one after another."""
+        """Add a tensor made of whole checkpoint tensors, one after another."""
         dtype: Dtype = self.config.dtype
         self.tensors.append(TensorPlan(name, shape, dtype, starts_layer))
         offset = 0
@@ -128,7 +136,7 @@ class _Builder:
             self.expert_groups.append(GroupPlan(expert_group(layer, expert), parts))
 
     def _expert(self, block: str, expert: int, w13: str, w2: str, inner: int) -> tuple[Part, ...]:
-        """One expert out of its own tensors, or out of stacks of all of them."""
+        """Return an expert's parts, out of its own tensors or out of stacks of all experts."""
         c = self.config
         assert c.moe is not None
         size = inner * c.hidden
@@ -151,7 +159,7 @@ class _Builder:
         )
 
     def ends(self) -> None:
-        """Final norm, head and embedding table."""
+        """Add final norm, head and embedding table."""
         c = self.config
         self._tensor(NORM, (c.hidden,), [("model.norm.weight", (c.hidden,))], starts_layer=True)
         table = (c.vocab, c.hidden)

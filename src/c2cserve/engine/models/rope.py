@@ -17,11 +17,11 @@ _FIRST_LENGTH = 2048
 
 
 class RopeTables:
-    """cos and sin, float32 [length, head_dim / 2], grown as sequences do: a table for the longest
-    context of a 128k model would take 64 MiB, per model and worker.
+    """Tables of cos and sin, float32 [length, head_dim / 2], which grow as sequences do.
 
-    The frequencies are fixed for the longest context that is served ("dynamic" and "longrope" scale
-    by it), so tables (and answers) never change as a sequence grows.
+    Tables for the longest context of a 128k model would take 64 MiB, for each model and worker.
+    The frequencies are fixed for the longest context that is served: "dynamic" and "longrope" scale
+    by it. So tables and answers never change as a sequence grows.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RopeTables:
         self._tables = self._make(min(_FIRST_LENGTH, longest))
 
     def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Tables of at least `length` positions. Raises ValueError beyond the longest context."""
+        """Return tables of at least `length` positions. Raises ValueError beyond the longest."""
         if length > self._longest:
             raise ValueError(f"a context of {length} tokens, at most {self._longest} are served")
         if length > self._made:

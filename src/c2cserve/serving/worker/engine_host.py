@@ -125,7 +125,7 @@ class _GpuBackend:
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
-            place=gpu.place, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
+            to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
         )  # fmt: skip
         self.host_kv = gpu.host_kv
 
@@ -153,7 +153,7 @@ class _GpuBackend:
         self._gpu.linear.neighbours = len(streaming) - 1
         peers = self._gpu.peers
         if peers is not None and step.model in self._names:
-            peers.look()
+            peers.refresh()
             peers.pool.used(self._names[step.model])
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
@@ -169,7 +169,7 @@ class _GpuBackend:
 
     def _refresh_peers(self) -> None:
         if self._gpu.peers is not None:
-            self._gpu.peers.look()
+            self._gpu.peers.refresh()
 
     @property
     def stats(self) -> SliceStats:
@@ -298,7 +298,7 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, ring=notify, keeper=Residency(slice_.kv_bytes),
+                     profile=share.profile, notify=notify, cache_policy=Residency(slice_.kv_bytes),
                     peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:

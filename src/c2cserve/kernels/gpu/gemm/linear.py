@@ -30,29 +30,29 @@ from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, local_w
 from c2cserve.kernels.gpu.launch_context import Lane
 
 
-class Kept(Protocol):
-    """Weights that stay in HBM; `memory.hbm_cache` in the product."""
+class WeightCache(Protocol):
+    """Weights in HBM that have their home elsewhere; `memory.hbm_cache.HbmCache` in the product."""
 
     def find(self, w: WeightHandle) -> WeightHandle | None:
-        """W in HBM, if it is there."""
+        """Return W in HBM, None if it is not there."""
         ...
 
     def source(self, w: WeightHandle) -> WeightHandle:
-        """Where W is to be read if it is not: its home, or a copy in a neighbour's memory."""
+        """Return where to read a W that is not in HBM: its home, or a copy on another GPU."""
         ...
 
     def place(self, w: WeightHandle) -> WeightHandle | None:
-        """Where W is to be brought, to stay; None: it only passes by."""
+        """Return the place in HBM to copy W into, None if W is not to be cached."""
         ...
 
 
 class Linear:
     """out = x W^T (+ bias), W wherever it is. One per lane."""
 
-    def __init__(self, lane: Lane, chooser: Chooser, kept: Kept | None = None) -> None:
+    def __init__(self, lane: Lane, chooser: Chooser, cache: WeightCache | None = None) -> None:
         self.lane = lane
         self._chooser = chooser
-        self._kept = kept
+        self._cache = cache
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
@@ -80,10 +80,10 @@ class Linear:
         if near.home == "hbm":
             self._launch("resident", tiles, x, near, bias, out)
             return out
-        place = None if self._kept is None else self._kept.place(w)
-        kept = None if place is None else local_weight(place)
+        place = None if self._cache is None else self._cache.place(w)
+        cached = None if place is None else local_weight(place)
         self.launched["prefetch"] += 1
-        prefetch(self.lane, x, w, bias, out, tiles, kept)
+        prefetch(self.lane, x, w, bias, out, tiles, cached)
         return out
 
     def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
@@ -130,16 +130,16 @@ class Linear:
 
     def _find(self, w: WeightHandle) -> WeightHandle:
         """Where W is to be read."""
-        if self._kept is None or w.home == "hbm" or w.map_pointer:
+        if self._cache is None or w.home == "hbm" or w.map_pointer:
             return w
-        return self._kept.find(w) or self._kept.source(w)
+        return self._cache.find(w) or self._cache.source(w)
 
     def _nearest(self, w: WeightHandle) -> WeightHandle:
         """The same; what is to stay is brought first: by copy engine, as fast as any."""
         found = self._find(w)
-        if self._kept is None or found.home == "hbm" or w.map_pointer:
+        if self._cache is None or found.home == "hbm" or w.map_pointer:
             return found
-        place = self._kept.place(w)
+        place = self._cache.place(w)
         if place is None:
             return found
         bring(self.lane, found, local_weight(place))

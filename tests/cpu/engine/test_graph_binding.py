@@ -1,4 +1,4 @@
-"""Stand-ins for a model's layers, and models that take their place: what a graph reads."""
+"""Placeholder layers that graphs are captured on, and the models that are bound to them."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,10 +10,10 @@ from torch import Tensor
 from c2cserve.engine.gpu import tables
 from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf, gpu_layer
 from c2cserve.engine.gpu.tables import (
+    GraphBinding,
     ModelTables,
-    Seat,
     architecture,
-    can_be_seated,
+    can_be_bound,
     matrices,
     vectors,
 )
@@ -64,54 +64,56 @@ def rope(seed: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("kind", [{}, {"biased": True}, {"experts": 4}])
-def test_whoever_is_seated_is_what_stand_ins_read(kind: dict[str, int]) -> None:
+def test_placeholder_layers_read_the_bound_model(kind: dict[str, int]) -> None:
     first, second = model(1, **kind), model(2, **kind)
     assert architecture(first) == architecture(second)
-    seat = Seat.like(first, CPU)
-    turned = seat.rope(64, rope(1, 40))
-    stand_ins = seat.stand_ins(first, "host")
+    binding = GraphBinding.like(first, CPU)
+    rotated = binding.rope(64, rope(1, 40))
+    placeholders = binding.placeholder_layers(first, "host")
     for layers, angles in ((second, rope(2, 50)), (first, rope(3, 70))):
         own = ModelTables(layers, CPU)
-        own.maps = torch.arange(len(seat.maps), dtype=torch.int64).to(torch.uint8)
-        seat.seat(own)
-        seat.turn(64, angles)
-        for stand_in, layer in zip(stand_ins, layers, strict=True):
-            for mine, theirs in zip(vectors(stand_in), vectors(layer), strict=True):
+        own.maps = torch.arange(len(binding.maps), dtype=torch.int64).to(torch.uint8)
+        binding.bind(own)
+        binding.bind_rope(64, angles)
+        for placeholder, layer in zip(placeholders, layers, strict=True):
+            for mine, theirs in zip(vectors(placeholder), vectors(layer), strict=True):
                 assert mine.data_ptr() != theirs.data_ptr()
                 assert torch.equal(mine, theirs)
-        assert torch.equal(seat.maps, own.maps)
+        assert torch.equal(binding.maps, own.maps)
         length = min(64, len(angles[0]))
-        assert torch.equal(turned[1][:length], angles[1][:length])
+        assert torch.equal(rotated[1][:length], angles[1][:length])
 
 
 def test_longer_contexts_have_tables_of_their_own() -> None:
     """Those of shorter ones stay where they are: graphs know their addresses."""
     layers = model(1)
-    seat = Seat.like(layers, CPU)
+    binding = GraphBinding.like(layers, CPU)
     short, long = rope(1, 64), rope(1, 256)
-    before = [table.data_ptr() for table in seat.rope(64, short)]
-    seat.turn(64, short)
-    seat.turn(256, long)
-    assert [table.data_ptr() for table in seat.rope(64, long)] == before
-    assert torch.equal(seat.rope(256, long)[0], long[0])
-    assert torch.equal(seat.rope(64, long)[0], short[0])
-    seat.turn(64, long)
-    assert torch.equal(seat.rope(64, long)[0], long[0][:64])
+    before = [table.data_ptr() for table in binding.rope(64, short)]
+    binding.bind_rope(64, short)
+    binding.bind_rope(256, long)
+    assert [table.data_ptr() for table in binding.rope(64, long)] == before
+    assert torch.equal(binding.rope(256, long)[0], long[0])
+    assert torch.equal(binding.rope(64, long)[0], short[0])
+    binding.bind_rope(64, long)
+    assert torch.equal(binding.rope(64, long)[0], long[0][:64])
 
 
 def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
     layers = model(1, experts=4)
-    seat = Seat.like(layers, CPU)
-    handles = [w for layer in seat.stand_ins(layers, "peer") for w in matrices(layer)]
+    binding = GraphBinding.like(layers, CPU)
+    handles = [w for layer in binding.placeholder_layers(layers, "peer") for w in matrices(layer)]
     originals = [w for layer in layers for w in matrices(layer)]
-    first = seat.maps.data_ptr()
+    first = binding.maps.data_ptr()
     assert [w.map_pointer for w in handles] == [
         first + i * MAP_BYTES for i in range(len(originals))
     ]
     assert [(w.shape, w.dtype) for w in handles] == [(w.shape, w.dtype) for w in originals]
     assert {(w.home, w.pointer, w.owner) for w in handles} == {("peer", 0, None)}
-    assert isinstance(seat.stand_ins(layers, "peer")[1].second, SparseHalf)
-    assert seat.stand_ins(layers, "peer") is not seat.stand_ins(layers, "hbm")
+    assert isinstance(binding.placeholder_layers(layers, "peer")[1].second, SparseHalf)
+    assert binding.placeholder_layers(layers, "peer") is not binding.placeholder_layers(
+        layers, "hbm"
+    )
 
 
 def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +127,8 @@ def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # there is no GPU to pin it for
     layers = model(1, experts=4)
     own = ModelTables(layers, CPU)
-    assert own.look(None, layers)
-    assert not own.look(None, layers)
+    assert own.refresh(None, layers)
+    assert not own.refresh(None, layers)
     found = own.maps.view(-1, MAP_BYTES)
     handles = [w for layer in layers for w in matrices(layer)]
     assert found[:, 0].tolist() == [1, 1, 2, 1, 1, 1, 1, 1, 1]
@@ -145,6 +147,6 @@ def test_what_makes_graphs_differ() -> None:
     assert kind != architecture(windowed)
 
 
-def test_rows_that_the_copy_engine_can_not_read_are_launched_one_by_one() -> None:
-    assert can_be_seated(model(1))
-    assert not can_be_seated(model(1, inner=100))
+def test_rows_that_the_copy_engine_cannot_read_are_launched_one_by_one() -> None:
+    assert can_be_bound(model(1))
+    assert not can_be_bound(model(1, inner=100))

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from c2cserve.engine.gpu.completion_notifier import Bell
+from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
 
 
 class Event:
@@ -21,15 +21,15 @@ class Event:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_it_rings_after_each_event_in_order_and_when_the_gpu_fails(lost: bool) -> None:
-    rung = threading.Semaphore(0)
-    bell = Bell(torch.device("cpu"), rung.release)
+def test_it_notifies_after_each_event_in_order_and_when_the_gpu_fails(lost: bool) -> None:
+    notified = threading.Semaphore(0)
+    notifier = CompletionNotifier(torch.device("cpu"), notified.release)
     first, second = Event(), Event(lost=lost)
     for event in (first, second):
-        bell.after(cast("Any", event))
+        notifier.watch(cast("Any", event))
     second.over.set()
-    assert not rung.acquire(timeout=0.05), "the first is not over"
+    assert not notified.acquire(timeout=0.05), "the first is not over"
     first.over.set()
-    assert rung.acquire(timeout=10)
-    assert rung.acquire(timeout=10)
-    assert not rung.acquire(timeout=0.05)
+    assert notified.acquire(timeout=10)
+    assert notified.acquire(timeout=10)
+    assert not notified.acquire(timeout=0.05)
