@@ -3,14 +3,12 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.choose import Estimate, describe
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
-
-LinkHome = Literal["host", "peer"]
 
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
 ROWS_QUICK = (1, 64, 512, 10240)

@@ -22,11 +22,11 @@ from gpu_engine_run import Engine
 from gpu_models import config_of
 from report import report
 
+from c2cserve.core.tensors import Home
 from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.gemm.weight import Home
 from c2cserve.memory.hbm_cache import HbmCache
 
 _SUM_BAR = 0.95

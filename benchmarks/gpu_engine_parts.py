@@ -12,11 +12,11 @@ from gpu_engine_run import Counted, Engine, attention_layer, decode_batch
 from gpu_models import attention_flops, config_of
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.engine.models.rope import RopeTables
-from c2cserve.kernels.gpu.gemm.weight import Home
 from c2cserve.kernels.layer import Layer
 from c2cserve.memory.segment import place_tensors
 

@@ -11,6 +11,7 @@ from host_memory import grow_memory
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.setup import SETUP_ERRORS as OPENING_ERRORS
 from c2cserve.engine.gpu.setup import open_gpu
@@ -22,7 +23,6 @@ from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.gemm.measure import chain_s, copy_bytes_per_s
-from c2cserve.kernels.gpu.gemm.weight import Home
 from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.memory.pinning import PinnedRegion
 from c2cserve.policy.weights.hbm_residency import Residency

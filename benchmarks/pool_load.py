@@ -27,8 +27,9 @@ from pathlib import Path
 
 from report import report
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.memory.checkpoint import open_checkpoint
-from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
+from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, TensorPlan
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment, remove_segment
 

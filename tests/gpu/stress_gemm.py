@@ -29,6 +29,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
@@ -38,7 +39,7 @@ from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
 from c2cserve.kernels.gpu.gemm.measure import capture
 from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
-from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, Home, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, WeightHandle
 from c2cserve.kernels.gpu.launch_context import Lane
 
 CHAIN = 64

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from c2cserve.core.request import Slo
+from c2cserve.core.tensors import Dtype
 
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeChoice = Literal["auto", Dtype]
 
 
 class CatalogError(ValueError):
@@ -26,7 +27,7 @@ class CatalogEntry:
     path: Path | None = None
     hub: str | None = None
     revision: str = "main"
-    dtype: Dtype = "auto"
+    dtype: DtypeChoice = "auto"
     slo: Slo = Slo()
     priority: int = 0
     pinned: bool = False

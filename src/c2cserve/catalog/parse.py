@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from c2cserve.catalog.checkpoint import check_checkpoint
-from c2cserve.catalog.entry import CatalogEntry, CatalogError, Dtype
+from c2cserve.catalog.entry import CatalogEntry, CatalogError, DtypeChoice
 from c2cserve.core.request import Slo
 from c2cserve.files.reading import one_line
 
@@ -32,7 +32,7 @@ class EntrySettings(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    dtype: Dtype = "auto"
+    dtype: DtypeChoice = "auto"
     ttft_s: Positive = Slo().ttft_s
     tpot_s: Positive = Slo().tpot_s
     priority: Annotated[int, Field(ge=-1_000_000, le=1_000_000)] = 0

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from c2cserve.memory.layout import ITEM_BYTES
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.memory.segment import Segment, State
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from c2cserve.kernels.native import Dtype
+from c2cserve.core.tensors import Dtype
 
 BLOCK_TOKENS = 16
 

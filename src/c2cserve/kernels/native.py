@@ -10,9 +10,9 @@ import platform
 import struct
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
 from pathlib import Path
-from typing import Literal
 
-Dtype = Literal["float32", "float16", "bfloat16"]
+from c2cserve.core.tensors import Dtype
+
 DTYPE_CODES: dict[Dtype, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
 
 _NEEDS: dict[str, frozenset[str]] = {

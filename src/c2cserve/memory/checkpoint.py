@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.files.reading import (
     INDEX_BYTES_MAX,
     FileProblem,
@@ -16,7 +17,7 @@ from c2cserve.files.reading import (
     open_regular,
     read_object,
 )
-from c2cserve.memory.layout import Dtype, LayoutPlan
+from c2cserve.memory.layout import LayoutPlan
 
 _HEADER_BYTES_MAX = 32 << 20
 """Some hundred thousand tensors in one file."""

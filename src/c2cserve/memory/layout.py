@@ -7,10 +7,8 @@ the embedding table, one layer, one expert of one layer, the head.
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
-Dtype = Literal["float32", "float16", "bfloat16"]
-ITEM_BYTES: dict[Dtype, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 
 
 class PlanError(ValueError):

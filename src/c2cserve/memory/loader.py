@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.files.patience import open_patiently
 from c2cserve.kernels.native import convert
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource, open_for_reading
-from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan, Part
+from c2cserve.memory.layout import LayoutPlan, Part
 from c2cserve.memory.segment import Segment, State
 
 _CHUNK_BYTES = 8 << 20

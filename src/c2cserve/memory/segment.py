@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.memory.checkpoint import TensorSource
-from c2cserve.memory.layout import ITEM_BYTES, Dtype, LayoutPlan
+from c2cserve.memory.layout import LayoutPlan
 
 _MAGIC = b"c2cseg1\0"
 _PAGE = 4096

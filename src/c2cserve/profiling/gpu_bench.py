@@ -9,12 +9,13 @@ from itertools import cycle, islice
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import Home, LinkHome
 from c2cserve.devices.discover import discover
 from c2cserve.devices.partitions import PartitionError
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.driver import MAP_BYTES, CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, Home, LinkHome, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
 from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped, weight_map
 from c2cserve.kernels.gpu.gemm.experts import route
 from c2cserve.kernels.gpu.gemm.linear import launch

@@ -18,8 +18,9 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, Self
 
+from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, LinkHome, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Bench, Failed, Lost, Refused
 from c2cserve.terminal.output import CliError

@@ -16,13 +16,12 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
+from c2cserve.core.tensors import Home, LinkHome
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate, describe
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import (
     AnyDataflow,
     HbmRate,
-    Home,
-    LinkHome,
     LinkRates,
     MachineFacts,
     MatmulRate,

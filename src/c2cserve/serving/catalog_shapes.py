@@ -5,10 +5,10 @@ from pathlib import Path
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
 from c2cserve.catalog.file import load_catalog
 from c2cserve.core.model import ModelSpec
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.models.config import ConfigError, ModelConfig, parse_config, read_config
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.memory.checkpoint import CheckpointError, find_files, read_header
-from c2cserve.memory.layout import ITEM_BYTES
 from c2cserve.memory.segment import segment_bytes
 from c2cserve.sim.world.shapes import Shape, SimModel, catalogue, interleaved
 from c2cserve.terminal.output import CliError

@@ -10,10 +10,11 @@ import torch
 from interpreted import DEVICE
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.gemm.weight import Home, OperandError, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.layer import Layer
 
 

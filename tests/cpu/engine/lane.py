@@ -12,6 +12,7 @@ from c2cserve.core.actions import Drop, Fail, RunStep, Truncate
 from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked
 from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import parse_config, read_config
@@ -21,7 +22,6 @@ from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import Ops
 from c2cserve.memory.checkpoint import find_files, open_checkpoint, read_header
-from c2cserve.memory.layout import ITEM_BYTES
 from c2cserve.memory.loader import Loader
 from c2cserve.memory.segment import Segment, State
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, LinkHome, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Refused

@@ -5,8 +5,9 @@ import ctypes
 import pytest
 import torch
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.kernels import native
-from c2cserve.kernels.native import DTYPE_CODES, Dtype
+from c2cserve.kernels.native import DTYPE_CODES
 
 TORCH: dict[Dtype, torch.dtype] = {
     "float32": torch.float32,

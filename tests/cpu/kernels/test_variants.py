@@ -9,13 +9,14 @@ from gemm_questions import questions
 from hypothesis import given
 from hypothesis import strategies as st
 
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.compiler import SOURCES
 from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS, Source, Variant
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, Dtype
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 BY_SOURCE: dict[Source, list[Variant]] = defaultdict(list)
@@ -25,7 +26,7 @@ TILE_BYTES = 64 * 2
 """Of a row of W or X in a stage."""
 
 
-def launched(dataflow: AnyDataflow, tiles: Tiles, dtype: Dtype) -> Variant | None:
+def launched(dataflow: AnyDataflow, tiles: Tiles, dtype: HalfDtype) -> Variant | None:
     """What `dataflows/` launch; None for what cuBLAS multiplies."""
     bx, cluster = tiles.bx, tiles.cluster
     match dataflow:

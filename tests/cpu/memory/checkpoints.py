@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
+from c2cserve.core.tensors import Dtype
+from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, TensorPlan
 
 STORED: dict[Dtype, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from readers import GatedReader, ThrottledReader, eventually
 from safetensors.numpy import save_file
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.memory import loader as loader_module
 from c2cserve.memory.checkpoint import CheckpointError, open_checkpoint
-from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, PlanError, TensorPlan
+from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, PlanError, TensorPlan
 from c2cserve.memory.loader import LoadCancelled, Loader, Read, pread
 from c2cserve.memory.segment import Segment, State
 

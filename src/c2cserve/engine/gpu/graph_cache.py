@@ -11,8 +11,8 @@ there are too many.
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
+from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
-from c2cserve.kernels.gpu.gemm.weight import Home
 
 _GRAPHS_MOST = 128
 """Of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""

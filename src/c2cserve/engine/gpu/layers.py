@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.gemm.weight import DTYPES, Home, OperandError, WeightHandle
+from c2cserve.core.tensors import Home
+from c2cserve.kernels.gpu.gemm.weight import DTYPES, OperandError, WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, Mlp
 
 

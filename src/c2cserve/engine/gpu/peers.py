@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.gpu.arena import gpu_arena
 from c2cserve.engine.models.layout import EMBED, HEAD
 from c2cserve.kernels.gpu import driver
-from c2cserve.memory.layout import ITEM_BYTES
 from c2cserve.memory.peer_pool import Lendable, Lender, PeerPool
 from c2cserve.memory.segment import Segment, State, TensorPlace
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
@@ -32,7 +33,6 @@ from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.gemm.weight import Dtype
 from c2cserve.kernels.gpu.launch_context import Lane
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
 from c2cserve.memory.peer_pool import Borrower, PeerPool
@@ -184,7 +184,7 @@ def _host_kv(
 
 def sizes_of(config: ModelConfig) -> Sizes:
     """Raises ValueError for a dtype the GPU's GEMMs have not."""
-    dtype: Dtype
+    dtype: HalfDtype
     match config.dtype:
         case "bfloat16" | "float16":
             dtype = config.dtype

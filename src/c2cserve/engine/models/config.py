@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.tensors import ITEM_BYTES, Dtype
 from c2cserve.files.reading import CONFIG_BYTES_MAX, FileProblem, one_line, read_object
-from c2cserve.memory.layout import ITEM_BYTES, Dtype
 
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",

@@ -6,8 +6,9 @@ needs at the end, then experts (taken earlier when a router asks for them), and 
 table that is not also the head: the prompt's few rows are read from the file meanwhile.
 """
 
+from c2cserve.core.tensors import Dtype
 from c2cserve.engine.models.config import ConfigError, ModelConfig
-from c2cserve.memory.layout import Dtype, GroupPlan, LayoutPlan, Part, TensorPlan
+from c2cserve.memory.layout import GroupPlan, LayoutPlan, Part, TensorPlan
 
 EMBED = "embed"
 HEAD = "head"

@@ -20,8 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.compiler import BuildError, State, find_nvcc, nvcc_version
-from c2cserve.kernels.gpu.aot.variants import Dtype
 
 _PACKAGE = "flashinfer-python"
 _FOLDER = "flashinfer-"
@@ -36,7 +36,7 @@ _TIMEOUT_S = 3600.0
 class FlashKind:
     """What FlashInfer has a module of its own for."""
 
-    dtype: Dtype
+    dtype: HalfDtype
     head_dim: int
     windowed: bool = False
 

@@ -7,15 +7,16 @@ sizes of its shared memory are worked out here and held against the device code 
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from c2cserve.core.tensors import HalfDtype
+
 Source = Literal["direct", "split", "grouped", "ring", "hybrid"]
-Dtype = Literal["bfloat16", "float16"]
 
 SHARED_BYTES = 232_448
 """Dynamic shared memory of a CTA: all that sm_90 gives one, for every variant."""
 THREADS = 384
 """One producer and two consumer warpgroups."""
 
-DTYPES: tuple[Dtype, ...] = ("bfloat16", "float16")
+DTYPES: tuple[HalfDtype, ...] = ("bfloat16", "float16")
 _TYPE = {"bfloat16": "Bf16", "float16": "Fp16"}
 _STAGES_MAX = 12
 _BW, _BK, _ITEM_BYTES = 128, 64, 2
@@ -39,7 +40,7 @@ class Variant:
     """One compiled kernel. `cluster` is along M (`split`: along K); the rest as in the source."""
 
     source: Source
-    dtype: Dtype
+    dtype: HalfDtype
     bx: int
     cluster: int = 1
     tee: bool = False
@@ -101,7 +102,7 @@ class Variant:
         return {name: str(value) for name, value in defines.items()}
 
 
-def _of(dtype: Dtype) -> list[Variant]:
+def _of(dtype: HalfDtype) -> list[Variant]:
     alone = [Variant("direct", dtype, bx) for bx in BX_ALONE]
     shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
     tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
-from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, Dtype
+from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES
 from c2cserve.kernels.gpu.graph_inputs import FixedRows
 from c2cserve.kernels.gpu.sampling.greedy import greedy
 from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
@@ -30,7 +31,7 @@ class Sizes:
     kv_heads: int
     head_dim: int
     vocab: int
-    dtype: Dtype
+    dtype: HalfDtype
     qk_norm: bool = False
     top_k: int = 0
     """Experts of a token; 0 for a dense model."""

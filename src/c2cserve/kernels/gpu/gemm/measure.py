@@ -13,9 +13,9 @@ from statistics import median
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import HalfDtype, Home
 from c2cserve.kernels.gpu import driver
-from c2cserve.kernels.gpu.aot.variants import Dtype
-from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, Home, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, WeightHandle
 from c2cserve.kernels.gpu.launch_context import Lane
 
 Step = Callable[[], object]
@@ -29,9 +29,9 @@ _ALIGNMENT = 1 << 20
 class WeightStore:
     """A buffer at a home, full of random 16-bit numbers; any weight is a piece of it."""
 
-    def __init__(self, home: Home, size: int, dtype: Dtype, device: int, peer: int = 1) -> None:
+    def __init__(self, home: Home, size: int, dtype: HalfDtype, device: int, peer: int = 1) -> None:
         self.home: Home = home
-        self.dtype: Dtype = dtype
+        self.dtype: HalfDtype = dtype
         where = {"host": "cpu", "hbm": f"cuda:{device}", "peer": f"cuda:{peer}"}[home]
         count = size // ITEM_BYTES
         self._buffer = torch.empty(

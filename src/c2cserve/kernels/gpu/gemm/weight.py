@@ -1,17 +1,14 @@
 """A weight as kernels take it: where it is, its shape, and what reading it crosses."""
 
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.aot.variants import Dtype
+from c2cserve.core.tensors import HalfDtype, Home
 
-Home = Literal["host", "peer", "hbm"]
-
-TORCH_DTYPES: dict[Dtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-DTYPES: dict[torch.dtype, Dtype] = {value: name for name, value in TORCH_DTYPES.items()}
+TORCH_DTYPES: dict[HalfDtype, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES: dict[torch.dtype, HalfDtype] = {value: name for name, value in TORCH_DTYPES.items()}
 ITEM_BYTES = 2
 
 
@@ -30,7 +27,7 @@ class WeightHandle:
 
     pointer: int
     shape: tuple[int, ...]
-    dtype: Dtype
+    dtype: HalfDtype
     home: Home
     owner: object = field(default=None, compare=False, repr=False)
     map_pointer: int = 0

@@ -4,10 +4,10 @@ import datetime
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.profile import (
     SCHEMA,
     HbmRate,
-    LinkHome,
     LinkRates,
     MachineFacts,
     MatmulRate,

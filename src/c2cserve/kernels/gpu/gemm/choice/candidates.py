@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
+from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.variants import VARIANTS, Source
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, Dtype
+from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
 from c2cserve.kernels.gpu.gemm.traffic import BK, BW, Tiles, panels
 
 Candidate = tuple[AnyDataflow, Tiles]
@@ -59,7 +60,7 @@ def covers(tiles: list[Tiles], rows: int) -> list[Tiles]:
 
 
 @cache
-def _built(source: Source, dtype: Dtype, *, tee: bool = False) -> tuple[Tiles, ...]:
+def _built(source: Source, dtype: HalfDtype, *, tee: bool = False) -> tuple[Tiles, ...]:
     """Small clusters first. Partial sums in float32: in 16 bits they are somebody's decision."""
     found = {
         Tiles(bx=one.bx, cluster=one.cluster, kp=one.kp or Tiles().kp)

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
 
+from c2cserve.core.tensors import HalfDtype, Home
 from c2cserve.kernels.gpu.aot.variants import BX_SPLIT
 from c2cserve.kernels.gpu.gemm.choice.candidates import WHOLE_ROWS, candidates
 from c2cserve.kernels.gpu.gemm.choice.cost import Question, Terms, floor_s, modelled
 from c2cserve.kernels.gpu.gemm.choice.profile import (
     TILE_FIELDS,
     AnyDataflow,
-    Dtype,
-    Home,
     Point,
     Profile,
     TileValues,
@@ -168,7 +167,7 @@ class _Context:
 
     sms: int
     neighbours: int
-    dtype: Dtype
+    dtype: HalfDtype
     experts: int
     top_k: int
 

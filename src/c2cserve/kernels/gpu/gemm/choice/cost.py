@@ -12,11 +12,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from c2cserve.kernels.gpu.gemm.choice.profile import DTYPES, HOMES, AnyDataflow, Dtype, Home
+from c2cserve.core.tensors import ITEM_BYTES, HalfDtype, Home
+from c2cserve.kernels.gpu.gemm.choice.profile import DTYPES, HOMES, AnyDataflow
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, panels, traffic
-
-ITEM_BYTES: Mapping[Dtype, int] = {"bfloat16": 2, "float16": 2}
 
 OVERHEAD_S: Mapping[AnyDataflow, float] = {
     "resident": 5e-6, "prefetch": 15e-6, "direct": 8e-6, "split": 9e-6, "tee": 14e-6,
@@ -43,7 +42,7 @@ class Question:
     m: int
     n: int
     k: int
-    dtype: Dtype
+    dtype: HalfDtype
     home: Home
     sms: int
     experts: int = 0

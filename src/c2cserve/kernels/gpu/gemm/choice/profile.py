@@ -17,18 +17,15 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
+from c2cserve.core.tensors import HalfDtype, Home, LinkHome
 from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles
 
 SCHEMA = 1
 """Raised whenever a field changes its meaning: older profiles are then measured again."""
 
-Home = Literal["host", "peer", "hbm"]
-"""Where weights are: mapped pinned host memory, another GPU's HBM, this GPU's HBM."""
-LinkHome = Literal["host", "peer"]
-Dtype = Literal["bfloat16", "float16"]
 AnyDataflow = Literal[Dataflow, "grouped"]
 HOMES: tuple[Home, ...] = get_args(Home)
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+DTYPES: tuple[HalfDtype, ...] = get_args(HalfDtype)
 DATAFLOWS: tuple[AnyDataflow, ...] = get_args(AnyDataflow)
 
 Count = Annotated[int, Meta(ge=0)]
@@ -139,7 +136,7 @@ class Point(_Struct, frozen=True):
     m: Positive
     n: Positive
     k: Positive
-    dtype: Dtype
+    dtype: HalfDtype
     home: Home
     sms: Positive
     seconds: Seconds

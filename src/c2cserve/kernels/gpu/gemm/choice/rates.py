@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu.gemm.choice.profile import (
-    Home,
     LinkRates,
     MatmulRate,
     Profile,
