@@ -12,10 +12,11 @@ from typing import Any
 
 from report import report
 
-from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles, Traffic, traffic
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic
 
 M, N, K = 2048, 16384, 4096
-FLOWS: dict[str, tuple[Dataflow, Tiles]] = {
+FLOWS: dict[str, tuple[DataflowName, Tiles]] = {
     "sym": ("sym", Tiles(bx=256, alpha=1.0)),
     "asym": ("asym", Tiles(bx=256, alpha=0.0)),
     "direct": ("direct", Tiles(bx=256, cluster=2)),

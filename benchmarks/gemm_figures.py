@@ -16,12 +16,12 @@ from gemm_summary import interference, shares
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.measure import Step
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError
 
-Flow = tuple[AnyDataflow, Tiles]
+Flow = tuple[DataflowName, Tiles]
 
 SYM: Flow = ("sym", Tiles(bx=256, alpha=1.0))
 ASYM: Flow = ("asym", Tiles(bx=256, alpha=0.0))

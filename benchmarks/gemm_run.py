@@ -8,13 +8,13 @@ from gemm_cases import CHAIN, Case, LinkHome
 from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
-from c2cserve.kernels.gpu.gemm.dataflows.staged import resident
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, traffic
 from c2cserve.kernels.gpu.gemm.experts import route
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped
+from c2cserve.kernels.gpu.gemm.launchers.staged import resident
 from c2cserve.kernels.gpu.gemm.linear import launch
 from c2cserve.kernels.gpu.gemm.measure import Step, WeightStore, chain_s, copy_bytes_per_s
-from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic
 from c2cserve.kernels.gpu.launch_context import Lane
 
 _COPIED_BYTES = 1 << 30
@@ -95,7 +95,7 @@ class CaseRun:
         chosen = [sum(b > a for a, b in pairwise(bounds)) for bounds in self._bounds]
         return one.bytes / one.experts * sum(chosen) / len(chosen)
 
-    def steps(self, dataflow: AnyDataflow, tiles: Tiles, count: int, first: int = 0) -> list[Step]:
+    def steps(self, dataflow: DataflowName, tiles: Tiles, count: int, first: int = 0) -> list[Step]:
         """`count` GEMMs, over the weights in turn from the `first` on. `resident`: the weights of
         that shape in HBM."""
 
@@ -110,7 +110,7 @@ class CaseRun:
 
         return self._in_turn(step, count, first)
 
-    def seconds(self, dataflow: AnyDataflow, tiles: Tiles, count: int = CHAIN) -> float:
+    def seconds(self, dataflow: DataflowName, tiles: Tiles, count: int = CHAIN) -> float:
         """Of one GEMM in a chain. Raises what the launcher raises."""
         return chain_s(self.lane, self.steps(dataflow, tiles, count))
 
@@ -125,7 +125,7 @@ class CaseRun:
         name = min(found, key=lambda name: found[name])
         return found[name], name
 
-    def error(self, dataflow: AnyDataflow, tiles: Tiles) -> float:
+    def error(self, dataflow: DataflowName, tiles: Tiles) -> float:
         """Norm of the difference from cuBLAS over the norm, on the first weight."""
         self.out.fill_(torch.nan)
         self.steps(dataflow, tiles, 1)[0]()
@@ -139,7 +139,7 @@ class CaseRun:
         off = torch.linalg.vector_norm(mine.sub_(self.out), dtype=torch.float32)
         return float(off / norm)
 
-    def traffic(self, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
+    def traffic(self, dataflow: DataflowName, tiles: Tiles) -> Traffic:
         one = self.case.linear
         if dataflow == "grouped":
             return grouped_traffic(self._bounds[0], one.n, one.k, 2, tiles)

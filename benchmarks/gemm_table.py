@@ -6,7 +6,6 @@ from typing import Any
 from gemm_cases import (
     PAPER,
     PAPER_ROWS,
-    PUBLISHED,
     Budget,
     Case,
     Linear,
@@ -23,7 +22,7 @@ from gemm_summary import PAPER_BAR, floor_s, summary, summary_lines
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError
 from c2cserve.kernels.gpu.launch_context import Lane
@@ -81,7 +80,7 @@ def paper_shape(bench: Bench, chooser: Chooser, home: LinkHome, *, quick: bool) 
 
 
 def timed_candidate(
-    run: CaseRun, dataflow: AnyDataflow, tiles: Tiles, expected_s: float
+    run: CaseRun, dataflow: DataflowName, tiles: Tiles, expected_s: float
 ) -> dict[str, Any]:
     """Its seconds and bytes, or why it can not run here."""
     counted = run.traffic(dataflow, tiles)
@@ -102,7 +101,7 @@ def timed_candidate(
     return found
 
 
-def error_of(run: CaseRun, dataflow: AnyDataflow, tiles: Tiles) -> float:
+def error_of(run: CaseRun, dataflow: DataflowName, tiles: Tiles) -> float:
     """From cuBLAS's result. A wrong result has no speed: raises ValueError."""
     error = run.error(dataflow, tiles)
     if not error <= ERROR_MAX:

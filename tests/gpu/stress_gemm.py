@@ -32,12 +32,13 @@ from torch import Tensor
 from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.elementwise import rms_norm
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, grouped, split, weight_map
-from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, gated_map, grouped, split, weight_map
+from c2cserve.kernels.gpu.gemm.launchers.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.launchers.staged import ring, tee
 from c2cserve.kernels.gpu.gemm.measure import capture
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, WeightHandle
 from c2cserve.kernels.gpu.launch_context import Lane

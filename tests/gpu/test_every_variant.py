@@ -5,10 +5,11 @@ import pytest
 import torch
 from gemm_case import ROUNDING, make_case
 
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, grouped, split
-from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.aot.variants import Variant
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, grouped, split
+from c2cserve.kernels.gpu.gemm.launchers.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.launchers.staged import ring, tee
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, weight_of
 from c2cserve.kernels.gpu.launch_context import Lane

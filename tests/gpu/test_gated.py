@@ -8,12 +8,13 @@ import torch
 from gemm_case import HOMES, Case, at_home
 from torch import Tensor
 
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, split
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, gated_map, split
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.gemm.measure import capture
 from c2cserve.kernels.gpu.gemm.traffic import Tiles

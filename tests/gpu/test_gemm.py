@@ -10,12 +10,12 @@ from gemm_case import HOMES, at_home, make_case
 from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, split, weight_map
-from c2cserve.kernels.gpu.gemm.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, split, weight_map
+from c2cserve.kernels.gpu.gemm.launchers.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.launchers.staged import prefetch, resident, ring, tee
 from c2cserve.kernels.gpu.gemm.measure import capture
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
 from c2cserve.kernels.gpu.launch_context import Lane

@@ -4,8 +4,8 @@ import pytest
 import torch
 from gemm_case import HOMES, ROUNDING, at_home
 
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.launch_context import Lane
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.gpu.launch_context import Lane
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 N, K = 1024, 512
 READER = """
 import sys, mmap, numpy as np, torch
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct
 from c2cserve.kernels.gpu.launch_context import Lane
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.gemm.traffic import Tiles

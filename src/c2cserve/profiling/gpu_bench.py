@@ -15,9 +15,10 @@ from c2cserve.devices.partitions import PartitionError
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.driver import MAP_BYTES, CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped, weight_map
+from c2cserve.kernels.gpu.gemm.choice.profile import MachineFacts
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS, DataflowName
 from c2cserve.kernels.gpu.gemm.experts import route
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped, weight_map
 from c2cserve.kernels.gpu.gemm.linear import launch
 from c2cserve.kernels.gpu.gemm.measure import Step, WeightStore, capture, chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
@@ -44,7 +45,7 @@ class GpuBench:
 
     def __init__(self) -> None:
         self._repository = Repository(DEVICE)
-        self._repository.load()
+        self._repository.load(VARIANTS)
         peer = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER)
         self.homes: tuple[LinkHome, ...] = ("peer", "host") if peer else ("host",)
         self._stores: dict[Home, WeightStore] = {
@@ -97,7 +98,9 @@ class GpuBench:
         with own.use():
             return _WRITTEN_BYTES / chain_s(own.lane, [lambda: written.fill_(1.0)] * 4)
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         own, others = self._places(question.sms, question.neighbours)
         try:
             steps = self._steps(own.lane, question, dataflow, tiles, chain)
@@ -150,7 +153,7 @@ class GpuBench:
         return self._crowds[home]
 
     def _steps(
-        self, lane: Lane, q: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int,
+        self, lane: Lane, q: Question, dataflow: DataflowName, tiles: Tiles, chain: int,
         place: int = 0,
     ) -> list[Step]:  # fmt: skip
         """GEMMs over the weights in turn. `place`: of several that run at once, so that none

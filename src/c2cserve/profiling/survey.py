@@ -20,7 +20,6 @@ from c2cserve.core.tensors import Home, LinkHome
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate, describe
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import (
-    AnyDataflow,
     HbmRate,
     LinkRates,
     MachineFacts,
@@ -29,6 +28,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import (
     Profile,
     ReadRate,
 )
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 
 SLICE_SMS, SLICES = 16, 7
@@ -64,8 +64,6 @@ LINEARS_MORE: tuple[Linear, ...] = (
 """The rest of them, those of a 70B model, and of a small one."""
 EXPERTS: tuple[Experts, ...] = ((1536, 2048, 128, 8), (2048, 768, 128, 8))
 """Of a 30B mixture (Qwen3)."""
-PUBLISHED: frozenset[AnyDataflow] = frozenset({"sym", "asym", "hybrid"})
-"""C2CServe's own, to compare with: rarely the pick, and slow where rows are many."""
 
 _CHAIN_S = 0.025
 _CHAIN_MIN, _CHAIN_MAX = 4, 16
@@ -126,7 +124,9 @@ class Bench(Protocol):
         """Into HBM."""
         ...
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         """Of one GEMM in a chain of so many, on as many SMs as the question says, while as many
         other slices as it says read from the same home."""
         ...
@@ -157,7 +157,7 @@ class Task:
     """One measurement to come."""
 
     question: Question
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     expected_s: float
     """Of one GEMM."""
@@ -173,7 +173,7 @@ class Task:
         return _SETUP_S + runs * self.chain * self.expected_s
 
 
-def chain_length(expected_s: float, dataflow: AnyDataflow) -> int:
+def chain_length(expected_s: float, dataflow: DataflowName) -> int:
     """GEMMs in a row. Enough that the first and the last, which overlap with nothing, do not count
     for much; the published dataflows overlap with nothing anyway."""
     least = 2 if dataflow in PUBLISHED else _CHAIN_MIN
@@ -285,7 +285,7 @@ def _questions(part: Part, homes: Sequence[LinkHome]) -> Iterator[Question]:
 def _worth_measuring(part: Part, estimates: Sequence[Estimate]) -> list[Estimate]:
     """Fastest first, but every dataflow's best before any dataflow's second."""
     mine = [one for one in estimates if (one.dataflow in PUBLISHED) == part.published]
-    before: Counter[AnyDataflow] = Counter()
+    before: Counter[DataflowName] = Counter()
     ranked: list[tuple[int, Estimate]] = []
     for one in mine:
         near = part.published or one.predicted_s <= part.within * mine[0].predicted_s

@@ -31,6 +31,7 @@ from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.launch_context import Lane
@@ -135,7 +136,7 @@ def open_gpu(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
-    repository.load()
+    repository.load(SERVING_VARIANTS)
     lane = Lane(device, repository, None if partition is None else partition.sms)
     where = torch.device("cuda", device)
     arena = gpu_arena(where, kv_bytes, "--gpu-kv-bytes")

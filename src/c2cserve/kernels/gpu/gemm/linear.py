@@ -21,10 +21,9 @@ from torch import Tensor
 from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, grouped, split
-from c2cserve.kernels.gpu.gemm.dataflows.staged import bring, prefetch, resident, ring, tee
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, grouped, split
+from c2cserve.kernels.gpu.gemm.launchers.staged import bring, prefetch
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, local_weight
 from c2cserve.kernels.gpu.launch_context import Lane
@@ -121,7 +120,7 @@ class Linear:
         return Question(rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k)
 
     def _launch(
-        self, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+        self, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,
         bias: Tensor | None, out: Tensor,
     ) -> None:  # fmt: skip
         self._share_link(w)
@@ -153,28 +152,15 @@ class Linear:
 
 
 def launch(
-    lane: Lane, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+    lane: Lane, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,
     bias: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """One dataflow by name. Raises as its launcher, and `OperandError` for `grouped`, whose rows
     need offsets."""
-    match dataflow:
-        case "resident":
-            resident(x, local_weight(w), bias, out)
-        case "prefetch":
-            prefetch(lane, x, w, bias, out, tiles)
-        case "direct":
-            direct(lane, x, w, bias, out, tiles)
-        case "split":
-            split(lane, x, w, bias, out, tiles)
-        case "tee":
-            tee(lane, x, w, bias, out, tiles)
-        case "ring":
-            ring(lane, x, w, bias, out, tiles)
-        case "sym" | "asym" | "hybrid":
-            hybrid(lane, x, w, bias, out, tiles)
-        case "grouped":
-            raise OperandError("experts' rows come with offsets: Linear.experts")
+    launcher = DATAFLOWS[dataflow].launcher
+    if launcher is None:
+        raise OperandError("experts' rows come with offsets: Linear.experts")
+    launcher()(lane, x, w, bias, out, tiles)
 
 
 def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:

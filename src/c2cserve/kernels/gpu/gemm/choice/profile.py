@@ -12,21 +12,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 import msgspec
 from msgspec import Meta
 
 from c2cserve.core.tensors import HalfDtype, Home, LinkHome
-from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 SCHEMA = 1
 """Raised whenever a field changes its meaning: older profiles are then measured again."""
 
-AnyDataflow = Literal[Dataflow, "grouped"]
 HOMES: tuple[Home, ...] = get_args(Home)
 DTYPES: tuple[HalfDtype, ...] = get_args(HalfDtype)
-DATAFLOWS: tuple[AnyDataflow, ...] = get_args(AnyDataflow)
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -53,27 +52,12 @@ class ProfileMalformed(ProfileError):
     """Not a profile; the message names the field."""
 
 
-TILE_FIELDS: Mapping[AnyDataflow, tuple[str, ...]] = {
-    "resident": (),
-    "prefetch": ("panel_rows", "panel_growth"),
-    "direct": ("bx", "cluster"),
-    "split": ("bx", "cluster"),
-    "tee": ("bx", "cluster"),
-    "ring": ("bx", "cluster", "panel_rows", "slots"),
-    "sym": ("bx",),
-    "asym": ("bx", "kp", "partial_bytes"),
-    "hybrid": ("bx", "kp", "partial_bytes", "alpha"),
-    "grouped": ("bx", "cluster"),
-}
-"""What a dataflow reads of its tiles: points that differ only in the rest are of one kind."""
-
-
 TileValues = tuple[float, ...]
 
 
-def tile_values(dataflow: AnyDataflow, tiles: Tiles) -> TileValues:
+def tile_values(dataflow: DataflowName, tiles: Tiles) -> TileValues:
     """What tells this dataflow's tiles apart."""
-    return tuple(getattr(tiles, field) for field in TILE_FIELDS[dataflow])
+    return tuple(getattr(tiles, field) for field in DATAFLOWS[dataflow].tile_fields)
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -131,7 +115,7 @@ class MatmulRate(_Struct, frozen=True):
 class Point(_Struct, frozen=True):
     """One measurement: O[m, n] = X[m, k] W[n, k]^T, or of `experts` such W with `top_k` per row."""
 
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     m: Positive
     n: Positive

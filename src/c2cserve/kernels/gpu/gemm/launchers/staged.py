@@ -6,14 +6,18 @@ from torch import Tensor
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.dataflows.direct import launch_direct
+from c2cserve.kernels.gpu.gemm.dataflows.ring import ring_copiers
+from c2cserve.kernels.gpu.gemm.launchers.direct import launch_direct
 from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels
-from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, OperandError, WeightHandle
+from c2cserve.kernels.gpu.gemm.weight import (
+    ITEM_BYTES,
+    TORCH_DTYPES,
+    OperandError,
+    WeightHandle,
+    local_weight,
+)
 from c2cserve.kernels.gpu.launch_context import Lane
-
-_RING_COPIERS = 16
-"""CTAs that fill the ring: what it takes to saturate a link of 400 GB/s; PCIe needs 4."""
 
 
 def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -22,6 +26,13 @@ def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.mm(x, w.t(), out=out)
     else:
         torch.addmm(bias, x, w.t(), out=out)
+
+
+def resident_weight(
+    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
+) -> None:
+    """`resident` of a handle. Raises `OperandError` if W is not in this GPU's memory."""
+    resident(x, local_weight(w), bias, out)
 
 
 def prefetch(
@@ -101,7 +112,7 @@ def ring(
         raise OperandError("copies within a GPU need the SMs that wait for them: no engines")
     variant = Variant("ring", w.dtype, tiles.bx, tiles.cluster)
     m, count = x.shape[0], -(-w.n // tiles.panel_rows)
-    copiers = 0 if engines else max(1, min(_RING_COPIERS, lane.sms // 4) // tiles.cluster)
+    copiers = 0 if engines else ring_copiers(lane.sms, tiles.cluster)
     clusters = lane.clusters(variant)
     if clusters <= copiers:
         raise OperandError(f"ring needs more than {copiers} clusters, this slice has {clusters}")
