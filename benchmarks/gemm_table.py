@@ -25,21 +25,25 @@ from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 ERROR_MAX = 1e-2
 """Norm of the difference from cuBLAS over the norm; both round once, to 8 bits."""
 
 
 def table(
-    bench: Bench, chooser: Chooser, cases: list[Case], budget_s: float, lane: Lane | None = None
+    bench: Bench,
+    chooser: Chooser,
+    cases: list[Case],
+    budget_s: float,
+    context: LaunchContext | None = None,
 ) -> dict[str, Any]:
     budget = Budget(budget_s, [weight_of_case(case) for case in cases], time.monotonic())
     rows: list[dict[str, Any]] = []
     cublas: dict[tuple[Linear, int], tuple[float, str]] = {}
     for case in cases:
         until_s = budget.next_until_s(time.monotonic())
-        run = CaseRun(bench, case, lane)
+        run = CaseRun(bench, case, context)
         place = (case.linear, case.m)
         if place not in cublas:  # the same from any home
             cublas[place] = run.cublas_s()

@@ -23,7 +23,7 @@ LINK_BYTES_PER_S: dict[LinkHome, float] = {"host": 55e9, "peer": 390e9}
 
 
 @dataclass
-class FakeLane:
+class FakeContext:
     sms: int = 132
 
     def limit_link(self, bytes_per_s: float) -> None: ...
@@ -33,13 +33,13 @@ class FakeLane:
 class FakeBench:
     homes: Sequence[LinkHome] = ("peer", "host")
     sms: int = 132
-    lane: FakeLane = field(default_factory=FakeLane)
+    context: FakeContext = field(default_factory=FakeContext)
     link_bytes_per_s = LINK_BYTES_PER_S
 
 
 @dataclass
 class FakeSlice:
-    lane: FakeLane
+    context: FakeContext
 
     def use(self) -> Any:
         return nullcontext()
@@ -52,7 +52,7 @@ class FakeRun:
 
     bench: FakeBench
     case: Case
-    lane: FakeLane | None = None
+    context: FakeContext | None = None
     own: bool = False
     refuses: Sequence[str] = ()
     wrong: Sequence[str] = ()
@@ -102,7 +102,7 @@ def install(patch: pytest.MonkeyPatch, **how: Sequence[str]) -> None:
         return FakeRun(*given, **more, **how)
 
     def fake_partitions(bench: FakeBench, sms: int, count: int) -> list[FakeSlice]:
-        return [FakeSlice(FakeLane(sms)) for _ in range(count)]
+        return [FakeSlice(FakeContext(sms)) for _ in range(count)]
 
     def together_s(
         slices: Sequence[FakeSlice], graphs: Sequence[Sequence[float]], *, at_least_s: float = 0.1

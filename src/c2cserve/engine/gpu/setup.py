@@ -34,7 +34,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.hbm_cache import HbmCache, Keeper
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
@@ -54,7 +54,7 @@ class GpuParts:
 
     device: torch.device
     stream: torch.cuda.Stream
-    lane: Lane
+    context: LaunchContext
     linear: Linear
     ops: GpuOps
     arena: Tensor
@@ -93,7 +93,7 @@ class GpuParts:
         on the GPU but KV: graphs, work memory, plans, and weights that were on their way into the
         cache. Models and kernels stay. Raises CUDA's errors."""
         self.finish()
-        self.lane.renew()
+        self.context.renew()
         self.ops.renew()
         self.place.renew()
         self.flashinfer.flash.renew()
@@ -103,7 +103,7 @@ class GpuParts:
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()
-        self.lane.copies.synchronize()
+        self.context.copies.synchronize()
 
 
 def open_gpu(
@@ -137,7 +137,7 @@ def open_gpu(
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
     repository.load(SERVING_VARIANTS)
-    lane = Lane(device, repository, None if partition is None else partition.sms)
+    context = LaunchContext(device, repository, None if partition is None else partition.sms)
     where = torch.device("cuda", device)
     arena = gpu_arena(where, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
@@ -146,7 +146,7 @@ def open_gpu(
         chooser.link_bytes_per_s("peer")  # it was measured, else the profile is no help
         borrower = Borrower(peers, lambda: _mark(stream))
     cache = None if keeper is None else HbmCache(arena, keeper, borrower)
-    linear = Linear(lane, chooser, cache)
+    linear = Linear(context, chooser, cache)
     marked = None if ring is None else Bell(where, ring).after
     flashinfer = FlashInfer(where, kernels)
     ops = GpuOps(linear, where, host_sampler, marked, flashinfer.flash)
@@ -155,7 +155,7 @@ def open_gpu(
     parts = GpuParts(
         where,
         stream,
-        lane,
+        context,
         linear,
         ops,
         arena,

@@ -90,7 +90,7 @@ def _encode(
 
 
 @cache
-def _early_start() -> Any:
+def _pdl_attribute() -> Any:
     """The launch attribute that lets a kernel start before the one before it in its stream ends."""
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -106,17 +106,17 @@ def launch(
     stream: int,
     parameters: ctypes.Structure,
     *,
-    early: bool,
+    pdl: bool,
 ) -> None:
-    """Put a kernel with one parameter struct on a stream. With `early` it may begin before earlier
+    """Put a kernel with one parameter struct on a stream. With `pdl` it may begin before earlier
     kernels have ended; it waits for them itself where it must. Raises `CudaError`."""
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = cu.CUstream(stream)
-    if early:
-        config.attrs = [_early_start()]
+    if pdl:
+        config.attrs = [_pdl_attribute()]
         config.numAttrs = 1
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
     checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))

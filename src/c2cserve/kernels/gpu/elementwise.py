@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.launcher import Launcher
-from c2cserve.kernels.gpu.programmatic_launch import EARLY, after_others
+from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
 
 _COLUMNS = 1024
 """A program's share of a row where a row needs no sum."""
@@ -30,13 +30,13 @@ _COLUMNS = 1024
 @triton.jit
 def _norm_kernel(
     x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     scales = tl.load(weight + at, inside, 0.0)  # no kernel writes it
-    after_others(EARLY)
+    after_others(PDL)
     value = tl.load(x + start + at, inside, 0.0)
     if ADD:
         before = tl.load(residual + start + at, inside, 0.0)
@@ -51,9 +51,9 @@ def _norm_kernel(
 @triton.jit
 def _silu_mul_kernel(
     gate_up, out, inner, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -65,9 +65,9 @@ def _silu_mul_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _chained_kernel(
-    ids, drawn, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ids, drawn, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     known = tl.load(ids + at, inside, 0)
@@ -78,9 +78,9 @@ def _chained_kernel(
 @triton.jit(do_not_specialize=["vocab"])
 def _embed_kernel(
     table, ids, out, vocab, hidden, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -93,9 +93,9 @@ def _embed_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _combine_kernel(
     y, places, weights, out, count, hidden, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -160,7 +160,7 @@ def chained(ids: Tensor, drawn: Tensor) -> Tensor:
     out = torch.empty_like(ids)
     if len(ids):
         _chained_kernel[(-(-len(ids) // _COLUMNS),)](
-            ids, drawn, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **EARLY
+            ids, drawn, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **PDL_OPTIONS
         )
     return out
 
@@ -180,7 +180,7 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
             hidden,
             BLOCK=_COLUMNS,
             num_warps=4,
-            **EARLY,
+            **PDL_OPTIONS,
         )
     return out
 
@@ -200,6 +200,6 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
             hidden,
             BLOCK=_COLUMNS,
             num_warps=4,
-            **EARLY,
+            **PDL_OPTIONS,
         )
     return out

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 _INTERPRETED = triton.knobs.runtime.interpret
-EARLY = {"EARLY": False} if _INTERPRETED else {"EARLY": True, "launch_pdl": True}
+PDL_OPTIONS = {"PDL": False} if _INTERPRETED else {"PDL": True, "launch_pdl": True}
 """Launch options. Interpreted kernels run one after another."""
 
 
 @triton.jit
-def after_others(EARLY: tl.constexpr):
+def after_others(PDL: tl.constexpr):
     """First thing in a kernel. After it what earlier kernels wrote is there, and what they read may
     be written."""
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -120,7 +120,7 @@ class _GpuBackend:
         self._names: dict[str, str] = {}
         """Of models' segments."""
         self.device = gpu.device
-        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
+        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
             place=gpu.place, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,

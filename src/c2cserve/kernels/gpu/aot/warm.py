@@ -13,7 +13,7 @@ from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES
-from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
 from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
@@ -70,7 +70,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
         zeros(1, dtype=torch.int64),
     )  # fmt: skip
-    FixedRows.make(2, sizes.hidden, 32, dtype, device).settle(x[:1], one)
+    GraphInputs.make(2, sizes.hidden, 32, dtype, device).copy_in(x[:1], one)
     _warm_attention(sizes, device)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from c2cserve.kernels.gpu.gemm.ref import Result
     from c2cserve.kernels.gpu.gemm.weight import WeightHandle
-    from c2cserve.kernels.gpu.launch_context import Lane
+    from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _TMA_ALIGNMENT = 8
 """Elements of 16 bits: TMA wants rows that start at multiples of 16 bytes."""
@@ -32,7 +32,7 @@ class Launch(Protocol):
 
     def __call__(
         self,
-        lane: "Lane",
+        context: "LaunchContext",
         x: "Tensor",
         w: "WeightHandle",
         bias: "Tensor | None",

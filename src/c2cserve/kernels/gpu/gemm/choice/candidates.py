@@ -14,9 +14,9 @@ def candidates(question: Question) -> list[Candidate]:
     `resident` alone, unless by map. Experts have `grouped` alone: the router's choice stays on the
     GPU.
     """
-    found = [
-        (name, tiles) for name, flow in DATAFLOWS.items() for tiles in flow.candidates(question)
-    ]
+    found: list[Candidate] = []
+    for name, dataflow in DATAFLOWS.items():
+        found.extend((name, tiles) for tiles in dataflow.candidates(question))
     return _most_readers_first(question, found) if _streams_by_map(question) else found
 
 

@@ -7,13 +7,13 @@ from c2cserve.kernels.gpu.driver import MAP_BYTES, pair_map, stack_map, tensor_m
 from c2cserve.kernels.gpu.gemm.operands import FeedParams, check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _EXPERTS_MAX = 512
 
 
 def direct(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
     *, gated: bool = False,
 ) -> None:  # fmt: skip
     """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
@@ -24,11 +24,11 @@ def direct(
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out, gated=gated)
-    launch_direct(lane, x, w, bias, out, tiles, slot=None, gated=gated)
+    launch_direct(context, x, w, bias, out, tiles, slot=None, gated=gated)
 
 
 def launch_direct(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
     slot: Tensor | None, gated: bool = False,
 ) -> None:  # fmt: skip
     """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
@@ -38,19 +38,19 @@ def launch_direct(
     map_w = _weight_map(w, share, gated=gated)
     kept = map_w if slot is None else _slot_map(slot, w, share)
     work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
-    lane.launch(
+    context.launch(
         variant,
-        min(work, lane.clusters(variant)),
+        min(work, context.clusters(variant)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
+            out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        early=_early(w),
+        pdl=_overlaps_previous(w),
     )  # fmt: skip
 
 
 def split(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
     *, gated: bool = False,
 ) -> None:  # fmt: skip
     """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
@@ -63,19 +63,19 @@ def split(
     variant = Variant("split", w.dtype, tiles.bx, tiles.cluster, gated=gated)
     m = x.shape[0]
     work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
-    lane.launch(
+    context.launch(
         variant,
-        min(work, lane.clusters(variant)),
+        min(work, context.clusters(variant)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
+            out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        early=_early(w),
+        pdl=_overlaps_previous(w),
     )  # fmt: skip
 
 
 def grouped(
-    lane: Lane, x: Tensor, w: WeightHandle, offsets: Tensor, out: Tensor, tiles: Tiles
+    context: LaunchContext, x: Tensor, w: WeightHandle, offsets: Tensor, out: Tensor, tiles: Tiles
 ) -> None:
     """Rows offsets[e] up to offsets[e + 1] of x [M, K] meet W[e]; `offsets` int32 [experts + 1] on
     the GPU, offsets[-1] = M. Experts without rows are not read. The host waits for nothing.
@@ -96,11 +96,11 @@ def grouped(
     map_w = _weight_map(w, BW // tiles.cluster)
     # How many tiles there are is only known on the GPU.
     most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
-    lane.launch(
+    context.launch(
         variant,
-        min(most, lane.clusters(variant)),
+        min(most, context.clusters(variant)),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(lane, w),
+            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(context, w),
             offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
         ),
     )  # fmt: skip
@@ -131,11 +131,11 @@ def _column_tiles(out: Tensor, *, gated: bool) -> int:
     return -(-out.shape[1] // (BW // 2 if gated else BW))
 
 
-def _feed(lane: Lane, w: WeightHandle) -> FeedParams:
-    return FeedParams(w.map_pointer, 0 if w.home == "hbm" else lane.share_pointer)
+def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
+    return FeedParams(w.map_pointer, 0 if w.home == "hbm" else context.share_pointer)
 
 
-def _early(w: WeightHandle) -> bool:
+def _overlaps_previous(w: WeightHandle) -> bool:
     """Whether W is sure to be there before earlier kernels have ended: not if they compute it.
     Weights that have a map in memory are never computed."""
     return w.home != "hbm" or w.map_pointer != 0
