@@ -222,8 +222,8 @@ def _piece(rng: random.Random, buffer: Tensor, count: int) -> Tensor:
 
 
 def _launcher(
-    context: LaunchContext, variant: Variant, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
-    counts: list[int], rng: random.Random,
+    context: LaunchContext, variant: Variant, x: Tensor, w: WeightHandle, bias: Tensor | None,
+    out: Tensor, counts: list[int], rng: random.Random,
 ) -> Callable[[], None]:  # fmt: skip
     tiles = Tiles(bx=variant.bx, cluster=variant.cluster)
     match variant.source:

@@ -1,5 +1,5 @@
 """Attention on a GPU. Of single new tokens, where the programs that share a sequence really race:
-rotated and stored as by `rope_store`, pieces put together once, in their order, launch after launch.
+rotated and stored as by `rope_store`, pieces put together once, in order, launch after launch.
 Of prompts, the same bits however they are cut.
 
 The harness is that of tests/cpu/kernels, which run on a GPU too where there is one.

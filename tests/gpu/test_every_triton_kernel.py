@@ -19,7 +19,7 @@ from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.gemm import experts
 from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
@@ -93,7 +93,7 @@ def drawn_ids() -> None:
         RowSampling(5, 1, temperature=0.0),
         RowSampling(5, 2, temperature=1.5, top_k=40, top_p=0.8, min_p=0.01),
     ]
-    sampling(rows, lambda logits: draw(logits, asked_of(rows).to(DEVICE)))
+    sampling(rows, lambda logits: sample(logits, asked_of(rows).to(DEVICE)))
 
 
 def graph_inputs() -> None:
@@ -115,7 +115,7 @@ CASES: dict[Callable[[], None], set[str]] = {
     experts_sum: {"_combine_kernel"},
     attention: {"_rope_store_kernel", "_many_kernel", "_single_kernel"},
     greedy_ids: {"_part_kernel", "_whole_kernel"},
-    drawn_ids: {"_draw_kernel"},
+    drawn_ids: {"_sample_kernel"},
     graph_inputs: {"_copy_in_kernel"},
 }
 """What runs which kernels."""

@@ -65,14 +65,14 @@ def _silu_mul_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _chained_kernel(
-    ids, drawn, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    ids, sampled, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_others(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     known = tl.load(ids + at, inside, 0)
     late = known < 0
-    tl.store(out + at, tl.where(late, tl.load(drawn - 1 - known, inside & late, 0), known), inside)
+    tl.store(out + at, tl.where(late, tl.load(sampled - 1 - known, inside & late, 0), known), inside)
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -155,12 +155,12 @@ def _silu_mul_constants(_dtype: torch.dtype, _inner: int) -> dict[str, Any]:
 _launch_silu_mul = Launcher(_silu_mul_kernel, _silu_mul_constants)
 
 
-def chained(ids: Tensor, drawn: Tensor) -> Tensor:
+def chained(ids: Tensor, sampled: Tensor) -> Tensor:
     """`Ops.chained`: int32 [T], of contiguous int32 [T] and [R]."""
     out = torch.empty_like(ids)
     if len(ids):
         _chained_kernel[(-(-len(ids) // _COLUMNS),)](
-            ids, drawn, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **PDL_OPTIONS
+            ids, sampled, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **PDL_OPTIONS
         )
     return out
 

@@ -13,8 +13,8 @@ _EXPERTS_MAX = 512
 
 
 def direct(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, gated: bool = False,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, *, gated: bool = False,
 ) -> None:  # fmt: skip
     """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
 
@@ -28,8 +28,8 @@ def direct(
 
 
 def launch_direct(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    slot: Tensor | None, gated: bool = False,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, slot: Tensor | None, gated: bool = False,
 ) -> None:  # fmt: skip
     """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
     check_boxes(x, w)
@@ -50,8 +50,8 @@ def launch_direct(
 
 
 def split(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, gated: bool = False,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, *, gated: bool = False,
 ) -> None:  # fmt: skip
     """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
     `gated` as in `direct`.

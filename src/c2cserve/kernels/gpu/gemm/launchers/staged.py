@@ -41,8 +41,8 @@ def resident_weight(
 
 
 def prefetch(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    place: Tensor | None = None,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, place: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Copy engines bring W into one of two slots in HBM (or into `place` [N, K], to stay there), in
     panels of `tiles.panel_rows` rows that grow by `tiles.panel_growth`; cuBLAS multiplies each as
@@ -106,8 +106,8 @@ def tee(
 
 
 def ring(
-    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, engines: bool = False,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, *, engines: bool = False,
 ) -> None:  # fmt: skip
     """W in panels of `tiles.panel_rows` rows through `tiles.slots` places in local memory; CTAs of
     the same launch bring them, or, with `engines`, the copy engines do.
