@@ -15,7 +15,7 @@ from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.profiling.survey import Refused
 
 _REPLAYS = 4
-"""Of the graph that is timed; the first does not count."""
+"""Replays of the graph that is timed; the first does not count."""
 _ATTEMPTS = 3
 _AHEAD = 3
 """Replays every neighbour has before it, so that none runs dry while the host looks elsewhere."""
@@ -91,7 +91,7 @@ def while_busy(crowd: Sequence[Streaming], work: Callable[[], torch.cuda.Event])
 
 
 def _feed(crowd: Sequence[Streaming], queues: Sequence[deque[torch.cuda.Event]]) -> bool:
-    """Whoever is done with a replay gets another. False if somebody had nothing left to do."""
+    """A slice that is done with a replay gets another. False if a slice had nothing left to do."""
     busy = True
     for (own, graph), queue in zip(crowd, queues, strict=True):
         busy = busy and not queue[-1].query()

@@ -72,7 +72,9 @@ def _chained_kernel(
     inside = at < count
     known = tl.load(ids + at, inside, 0)
     late = known < 0
-    tl.store(out + at, tl.where(late, tl.load(sampled - 1 - known, inside & late, 0), known), inside)
+    tl.store(
+        out + at, tl.where(late, tl.load(sampled - 1 - known, inside & late, 0), known), inside
+    )
 
 
 @triton.jit(do_not_specialize=["vocab"])

@@ -58,7 +58,7 @@ class GraphInputs:
     def make(
         cls, count: int, width: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> "GraphInputs":
-        """For `count` sequences of up to `context` tokens; `copy_in` writes all of it."""
+        """Make room for `count` sequences of up to `context` tokens; `copy_in` writes all of it."""
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)

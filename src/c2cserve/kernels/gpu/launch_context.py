@@ -25,7 +25,7 @@ class Slot:
         self.free = torch.cuda.Event()
 
     def hold(self, size: int) -> Tensor:
-        """At least `size` bytes of it, uint8."""
+        """Return at least `size` bytes of it, uint8."""
         if self._memory is None or self._memory.numel() < size:
             # Old memory goes back to torch's cache, which hands it on in stream order only.
             torch.cuda.synchronize(self._device)

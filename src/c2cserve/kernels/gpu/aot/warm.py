@@ -26,7 +26,7 @@ class Sizes:
 
     hidden: int
     inner: int
-    """Of the MLP, or of one expert."""
+    """Width of the MLP, or of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -42,7 +42,7 @@ COMMON = [
     for hidden in (1024, 2048, 4096, 8192)
     for head_dim, norm in ((64, False), (128, False), (128, True))
 ]
-"""Of most models; the rest of what a model needs is compiled when it is attached."""
+"""Sizes of most models; the rest of what a model needs is compiled when it is attached."""
 
 
 def warm(sizes: Sizes, device: torch.device) -> None:

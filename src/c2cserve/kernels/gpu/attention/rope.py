@@ -37,7 +37,7 @@ def squares(x):
 
 @triton.jit
 def inverse_rms(sums, eps, DIM: tl.constexpr):
-    """Of heads of DIM elements, of `squares`."""
+    """The scale of heads of DIM elements, from their `squares`."""
     return tl.rsqrt(sums.to(tl.float32) / DIM + eps)[:, None]
 
 

@@ -55,7 +55,7 @@ class Linear:
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
-        """By dataflow, for `/metrics`."""
+        """Launches by dataflow, for `/metrics`."""
 
     def __call__(
         self, x: Tensor, w: WeightHandle, bias: Tensor | None = None, out: Tensor | None = None

@@ -129,7 +129,10 @@ class Chooser:
         return sorted(found, key=lambda estimate: estimate.predicted_s)
 
     def link_bytes_per_s(self, home: Home) -> float:
-        """Of the copy engines from there, all slices together. Raises `ProfileMismatch`."""
+        """Return the copy engines' rate from a home, all slices together.
+
+        Raises `ProfileMismatch`.
+        """
         return self._rates.engine_bytes_per_s(home, 1)
 
     def floor_s(self, question: Question) -> float:

@@ -66,7 +66,7 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class MachineFacts(_Struct, frozen=True):
     gpu: Text
-    """As the driver names it."""
+    """The driver's name for it."""
     sms: Positive
     driver: Text
     host: Text
@@ -78,11 +78,11 @@ class ReadRate(_Struct, frozen=True):
     ctas: Positive
     slices: Positive
     bytes_per_s: Rate
-    """Of one of the slices."""
+    """The rate of one of the slices."""
 
 
 class LinkRates(_Struct, frozen=True):
-    """A home's link. Copy-engine figures are those of one GPU with nobody else on the link."""
+    """A home's link. Copy-engine figures are those of one GPU alone on the link."""
 
     to_gpu_bytes_per_s: Rate
     from_gpu_bytes_per_s: Rate
@@ -140,7 +140,7 @@ class Profile(_Struct, frozen=True):
     machine: MachineFacts
     date: Annotated[datetime.datetime, Meta(tz=True)]
     commit: str
-    """Of c2cserve, when it measured."""
+    """The commit of c2cserve that measured."""
     links: Mapping[LinkHome, LinkRates]
     hbm: Annotated[tuple[HbmRate, ...], Meta(min_length=1)]
     matmul_flops: Annotated[tuple[MatmulRate, ...], Meta(min_length=1)]
@@ -208,7 +208,7 @@ def decode_profile(data: bytes) -> Profile:
                 f"is a profile of version {version}, this is {SCHEMA}: {_PROFILE_IT}"
             )
         profile = msgspec.json.decode(data, type=Profile)
-        # Tiles is a plain dataclass: msgspec would take the default for a field it can not place.
+        # Tiles is a plain dataclass: msgspec would take the default for a field it cannot place.
         for index, point in enumerate(msgspec.json.decode(data, type=_PointsNamed).points):
             for name in point.tiles.keys() - _TILE_FIELDS:
                 raise msgspec.ValidationError(

@@ -21,8 +21,10 @@ _BUILT = tiles_of([*_ALONE, *_SHARED])
 
 
 def _candidates(q: Question) -> list[Tiles]:
-    """For the rows an active expert is expected to have, and for twice as many: a second block
-    costs the expert's weights once more."""
+    """Cover the rows an active expert is expected to have, and twice as many.
+
+    A second block costs the expert's weights once more.
+    """
     if not (q.experts and by_tma(q)):
         return []
     fit = fitting(_BUILT[q.dtype], q.sms)

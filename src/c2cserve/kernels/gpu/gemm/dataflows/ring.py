@@ -40,8 +40,10 @@ def ring_copiers(sms: int, cluster: int = 1) -> int:
 
 
 def _candidates(q: Question) -> list[Tiles]:
-    """W comes from L2, so what counts is how often: the smallest cover, and all that is wider than
-    a CTA where there are rows for it. One cluster copies while another multiplies."""
+    """Return the smallest cover, and all wider tiles that there are rows for.
+
+    W comes from L2, so what counts is how often. One cluster copies while another multiplies.
+    """
     if not streams(q):
         return []
     tiles = [one for one in _BUILT[q.dtype] if 2 * one.cluster <= q.sms]

@@ -32,8 +32,10 @@ _BUILT = tiles_of(_PLAIN)
 
 
 def _candidates(q: Question) -> list[Tiles]:
-    """Where there are fewer tiles of W than SMs to read them: the narrowest X that holds all rows,
-    shared by as many CTAs as have a k step."""
+    """Return the narrowest tiles that hold all rows, shared by as many CTAs as have a k step.
+
+    There are none where W has a tile for every SM: clusters along K would read no faster.
+    """
     if not (streams(q) or (q.by_map and one_matrix_by_tma(q))):
         return []
     if q.m > SPLIT_M_MAX or ceil_div(q.n, BW) >= q.sms:

@@ -34,7 +34,7 @@ _BUILT = tiles_of(_VARIANTS)
 
 
 def _candidates(q: Question) -> list[Tiles]:
-    """For more rows than one pass over W serves: 2,048 with clusters of 8."""
+    """Return the widest tiles if one pass over W does not serve all rows."""
     if not streams(q):
         return []
     widest = covers(fitting(_BUILT[q.dtype], q.sms), q.m)
