@@ -53,7 +53,7 @@ def main() -> None:
     except SETUP_ERRORS as error:
         raise SystemExit(f"attention: {error}") from error
     machine.homes = []
-    timer = GraphTimer(machine.lane, machine.device, given.repeats)
+    timer = GraphTimer(machine.context, machine.device, given.repeats)
     wrong = measure(machine, timer, given, began_s)
     if wrong:
         raise SystemExit(f"attention: wrong or not measured: {', '.join(wrong)}")

@@ -51,13 +51,13 @@ Timer = Callable[[Sequence[Step]], list[float]]
 class GraphTimer:
     """Replays of a graph, timed by events. Before each one, more than the L2 holds is read."""
 
-    def __init__(self, lane: Any, device: torch.device, repeats: int) -> None:
-        self._lane, self._repeats = lane, repeats
+    def __init__(self, context: Any, device: torch.device, repeats: int) -> None:
+        self._context, self._repeats = context, repeats
         self._flushed = torch.zeros(_FLUSHED_BYTES // 4, dtype=torch.float32, device=device)
 
     def __call__(self, steps: Sequence[Step]) -> list[float]:
         stream = torch.cuda.current_stream()
-        graph = capture(self._lane, stream, steps)
+        graph = capture(self._context, stream, steps)
         times: list[float] = []
         for _ in range(_WARM + self._repeats):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

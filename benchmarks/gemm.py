@@ -122,9 +122,9 @@ def _part(part: str, bench: "Bench", chooser: Chooser, budget_s: float, *, quick
             return table(bench, chooser, cases, budget_s)
         case "slice":
             [alone] = partitions(bench, SLICE_SMS, 1)
-            cases = slice_cases(bench.homes, alone.lane.sms, quick=quick)
+            cases = slice_cases(bench.homes, alone.context.sms, quick=quick)
             with alone.use():
-                return table(bench, chooser, cases, budget_s, alone.lane)
+                return table(bench, chooser, cases, budget_s, alone.context)
         case "paper":
             return [paper_shape(bench, chooser, home, quick=quick) for home in bench.homes]
         case _:

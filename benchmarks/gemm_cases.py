@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.choose import Estimate, describe
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
 ROWS_QUICK = (1, 64, 512, 10240)
-PUBLISHED = ("sym", "asym", "hybrid")
-"""Dataflows of C2CServe. Slow where rows are many: timed on some cases only."""
 PUBLISHED_ROWS = (16, 512, 2048, 10240)
+"""Numbers of rows for which published dataflows are timed: they are slow where rows are many."""
 CHAIN = 16
 ITEM_BYTES = 2
 
@@ -79,7 +78,7 @@ class Case:
         return f"{part:<29} M={self.m:<5} {self.home:<4} {self.sms:>3} SMs"
 
 
-def label(dataflow: AnyDataflow, tiles: Tiles, n: int) -> str:
+def label(dataflow: DataflowName, tiles: Tiles, n: int) -> str:
     """`direct (bx 256, cluster 2)`; a prefetch in one panel is said to be one."""
     if dataflow == "prefetch" and tiles.panel_rows >= n:
         return "prefetch (whole)"
@@ -104,7 +103,7 @@ def slice_cases(homes: Iterable[LinkHome], sms: int, *, quick: bool = False) -> 
 
 
 def worth_timing(
-    estimates: list[Estimate], pick: tuple[AnyDataflow, Tiles], *, published: bool = False
+    estimates: list[Estimate], pick: tuple[DataflowName, Tiles], *, published: bool = False
 ) -> list[Estimate]:
     """What could matter, in the order of what it tells: the pick, each other dataflow at its best
     if that is believed to take less than 3 times as long, then whatever is within 1.6 times."""
@@ -123,7 +122,7 @@ def worth_timing(
     return bests + rest
 
 
-def chain_length(expected_s: float, dataflow: AnyDataflow) -> int:
+def chain_length(expected_s: float, dataflow: DataflowName) -> int:
     """GEMMs in a row. All of them where one overlaps with the next; the paper's dataflows do not,
     and some take a second."""
     if dataflow not in PUBLISHED:

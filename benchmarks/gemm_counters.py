@@ -12,10 +12,11 @@ from typing import Any
 
 from report import report
 
-from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles, Traffic, traffic
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic
 
 M, N, K = 2048, 16384, 4096
-FLOWS: dict[str, tuple[Dataflow, Tiles]] = {
+FLOWS: dict[str, tuple[DataflowName, Tiles]] = {
     "sym": ("sym", Tiles(bx=256, alpha=1.0)),
     "asym": ("asym", Tiles(bx=256, alpha=0.0)),
     "direct": ("direct", Tiles(bx=256, cluster=2)),
@@ -54,9 +55,9 @@ def launch_once(name: str, home: str) -> None:
     from c2cserve.kernels.gpu.aot.repository import Repository
     from c2cserve.kernels.gpu.gemm.linear import launch
     from c2cserve.kernels.gpu.gemm.measure import WeightStore
-    from c2cserve.kernels.gpu.launch_context import Lane
+    from c2cserve.kernels.gpu.launch_context import LaunchContext
 
-    lane, (dataflow, tiles) = Lane(0, Repository(0)), FLOWS[name]
+    context, (dataflow, tiles) = LaunchContext(0, Repository(0)), FLOWS[name]
     weight = WeightStore("peer" if home == "peer" else "host", 2 * N * K, "bfloat16", 0)
     [w, *_] = weight.weights((N, K))
     x = torch.randn(M, K, device="cuda").bfloat16()
@@ -65,7 +66,7 @@ def launch_once(name: str, home: str) -> None:
         torch.cuda.synchronize()
         if marked:
             torch.cuda.profiler.start()
-        launch(lane, dataflow, tiles, x, w, None, out)
+        launch(context, dataflow, tiles, x, w, None, out)
         torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 

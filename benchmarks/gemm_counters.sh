@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Bytes that hardware counters see in one launch of sym, asym and direct, against the bytes that
-# `traffic.py` counts.
+# the dataflows' formulas count.
 #
 #   benchmarks/gemm_counters.sh [DIR]      writes DIR/gemm_counters.json (default: gpu_results)
 #

@@ -16,12 +16,12 @@ from gemm_summary import interference, shares
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.measure import Step
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError
 
-Flow = tuple[AnyDataflow, Tiles]
+Flow = tuple[DataflowName, Tiles]
 
 SYM: Flow = ("sym", Tiles(bx=256, alpha=1.0))
 ASYM: Flow = ("asym", Tiles(bx=256, alpha=0.0))
@@ -94,9 +94,9 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
         limit = bench.link_bytes_per_s[home] / len(slices) if held else 0.0
         for own in slices:
             with own.use():
-                own.lane.limit_link(limit)
+                own.context.limit_link(limit)
         runs = [
-            CaseRun(bench, Case(PAPER, rows, home, own.lane.sms), own.lane, own=True)
+            CaseRun(bench, Case(PAPER, rows, home, own.context.sms), own.context, own=True)
             for own in slices
         ]
         graphs = [
@@ -111,7 +111,7 @@ def fair_share(bench: Bench, home: LinkHome, slices: Sequence[Slice]) -> list[di
         print(f"fair share, {home}, M={rows}, {name}: {_shown(share)}", flush=True)
     for own in slices:
         with own.use():
-            own.lane.limit_link(0.0)
+            own.context.limit_link(0.0)
     return found
 
 
@@ -145,8 +145,8 @@ def figure_4(
 def _at_once(
     bench: Bench, home: LinkHome, slices: Sequence[Slice], flow: Flow, count: int
 ) -> dict[str, Any]:
-    case = Case(PAPER, PAPER_ROWS, home, slices[0].lane.sms)
-    runs = [CaseRun(bench, case, own.lane, own=True) for own in slices]
+    case = Case(PAPER, PAPER_ROWS, home, slices[0].context.sms)
+    runs = [CaseRun(bench, case, own.context, own=True) for own in slices]
     counted = runs[0].traffic(*flow)
     row: dict[str, Any] = {
         "slices": len(slices), "sms": case.sms, "dataflow": flow[0], "alpha": flow[1].alpha,
@@ -258,14 +258,14 @@ def _layer(
     """The linears of two layers, one after another."""
     found: list[list[Step]] = []
     for linear in model.linears:
-        case = Case(linear, rows, home, own.lane.sms)
+        case = Case(linear, rows, home, own.context.sms)
         flow = ASYM
         if kind == "pick":
             q = case.question
             beside = Question(q.m, q.n, q.k, q.dtype, q.home, q.sms, neighbours=1)
             choice = chooser.pick(beside)
             flow = (choice.dataflow, choice.tiles)
-        found.append(CaseRun(bench, case, own.lane, own=True).steps(*flow, 2, first=2 * first))
+        found.append(CaseRun(bench, case, own.context, own=True).steps(*flow, 2, first=2 * first))
     return [steps[layer] for layer in range(2) for steps in found]
 
 

@@ -8,14 +8,14 @@ from gemm_cases import CHAIN, Case, LinkHome
 from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
-from c2cserve.kernels.gpu.gemm.dataflows.staged import resident
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, traffic
 from c2cserve.kernels.gpu.gemm.experts import route
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped
+from c2cserve.kernels.gpu.gemm.launchers.staged import resident
 from c2cserve.kernels.gpu.gemm.linear import launch
 from c2cserve.kernels.gpu.gemm.measure import Step, WeightStore, chain_s, copy_bytes_per_s
-from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic, traffic
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _COPIED_BYTES = 1 << 30
 _N_MAX, _K_MAX = 57344, 28672
@@ -28,7 +28,7 @@ class Bench:
     def __init__(
         self, repository: Repository, homes: list[LinkHome], *, store_bytes: int, rows: int
     ) -> None:
-        self.lane = Lane(0, repository)
+        self.context = LaunchContext(0, repository)
         self.homes = homes
         self.stores = {
             home: WeightStore(home, store_bytes, "bfloat16", 0) for home in (*homes, "hbm")
@@ -39,11 +39,11 @@ class Bench:
 
     @property
     def repository(self) -> Repository:
-        return self.lane.repository
+        return self.context.repository
 
     @property
     def sms(self) -> int:
-        return self.lane.sms
+        return self.context.sms
 
     def copy_speed(self, home: LinkHome) -> float:
         """Bytes per second of the copy engine, from that home to this GPU."""
@@ -65,12 +65,12 @@ class CaseRun:
     and output."""
 
     def __init__(
-        self, bench: Bench, case: Case, lane: Lane | None = None, *, own: bool = False
+        self, bench: Bench, case: Case, context: LaunchContext | None = None, *, own: bool = False
     ) -> None:
         one = case.linear
         shape = (one.experts, one.n, one.k) if one.experts else (one.n, one.k)
         rows = case.m * max(1, one.top_k)
-        self.case, self.lane = case, lane or bench.lane
+        self.case, self.context = case, context or bench.context
         self.link_bytes_per_s = bench.link_bytes_per_s[case.home]
         self.weights = bench.stores[case.home].weights(shape)
         self._far = bench.stores[case.home].tensors(shape)
@@ -95,37 +95,37 @@ class CaseRun:
         chosen = [sum(b > a for a, b in pairwise(bounds)) for bounds in self._bounds]
         return one.bytes / one.experts * sum(chosen) / len(chosen)
 
-    def steps(self, dataflow: AnyDataflow, tiles: Tiles, count: int, first: int = 0) -> list[Step]:
+    def steps(self, dataflow: DataflowName, tiles: Tiles, count: int, first: int = 0) -> list[Step]:
         """`count` GEMMs, over the weights in turn from the `first` on. `resident`: the weights of
         that shape in HBM."""
 
         def step(i: int) -> None:
             w = self.weights[i]
             if dataflow == "grouped":
-                grouped(self.lane, self.x, w, self._offsets[i], self.out, tiles)
+                grouped(self.context, self.x, w, self._offsets[i], self.out, tiles)
             elif dataflow == "resident":
                 self._resident(i)
             else:
-                launch(self.lane, dataflow, tiles, self.x, w, None, self.out)
+                launch(self.context, dataflow, tiles, self.x, w, None, self.out)
 
         return self._in_turn(step, count, first)
 
-    def seconds(self, dataflow: AnyDataflow, tiles: Tiles, count: int = CHAIN) -> float:
+    def seconds(self, dataflow: DataflowName, tiles: Tiles, count: int = CHAIN) -> float:
         """Of one GEMM in a chain. Raises what the launcher raises."""
-        return chain_s(self.lane, self.steps(dataflow, tiles, count))
+        return chain_s(self.context, self.steps(dataflow, tiles, count))
 
     def cublas_s(self) -> tuple[float, str]:
         """W in HBM: cuBLAS; for experts the faster of torch's grouped GEMM and cuBLAS on each."""
         if not self.case.linear.experts:
             return self.seconds("resident", Tiles()), "cuBLAS"
         found = {
-            "torch grouped_mm": chain_s(self.lane, self._in_turn(self._grouped_mm, CHAIN)),
-            "cuBLAS on each expert": chain_s(self.lane, self._in_turn(self._each_expert, CHAIN)),
+            "torch grouped_mm": chain_s(self.context, self._in_turn(self._grouped_mm, CHAIN)),
+            "cuBLAS on each expert": chain_s(self.context, self._in_turn(self._each_expert, CHAIN)),
         }
         name = min(found, key=lambda name: found[name])
         return found[name], name
 
-    def error(self, dataflow: AnyDataflow, tiles: Tiles) -> float:
+    def error(self, dataflow: DataflowName, tiles: Tiles) -> float:
         """Norm of the difference from cuBLAS over the norm, on the first weight."""
         self.out.fill_(torch.nan)
         self.steps(dataflow, tiles, 1)[0]()
@@ -139,7 +139,7 @@ class CaseRun:
         off = torch.linalg.vector_norm(mine.sub_(self.out), dtype=torch.float32)
         return float(off / norm)
 
-    def traffic(self, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
+    def traffic(self, dataflow: DataflowName, tiles: Tiles) -> Traffic:
         one = self.case.linear
         if dataflow == "grouped":
             return grouped_traffic(self._bounds[0], one.n, one.k, 2, tiles)

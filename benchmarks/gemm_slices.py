@@ -10,19 +10,19 @@ from gemm_summary import seconds_at_once
 
 from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.kernels.gpu.gemm.measure import Step, capture
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 _GATE_CYCLES = 60_000_000
 """About 30 ms: longer than it takes to enqueue all slices' graphs."""
 _WARM = 8
-"""Steps: all linears of a layer, in both of a lane's slots."""
+"""Steps: all linears of a layer, in both of a context's slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A lane whose launches stay on the SMs of a stream."""
+    """A context whose launches stay on the SMs of a stream."""
 
-    lane: Lane
+    context: LaunchContext
     stream: torch.cuda.Stream
     partition: Partition | None
     """Keeps the SMs; None for the whole GPU."""
@@ -40,9 +40,9 @@ def partitions(bench: Bench, sms: int, count: int) -> list[Slice]:
     """`count` slices of `sms` SMs that do not overlap; one slice of all SMs is the GPU itself.
     Those of an earlier call must not be in use: they may be the same SMs."""
     if count == 1 and sms >= bench.sms:
-        return [Slice(bench.lane, torch.cuda.Stream(), None)]
+        return [Slice(bench.context, torch.cuda.Stream(), None)]
     return [
-        Slice(Lane(0, bench.repository, one.sms), one.stream, one)
+        Slice(LaunchContext(0, bench.repository, one.sms), one.stream, one)
         for one in split_sms(0, sms, count)
     ]
 
@@ -50,7 +50,7 @@ def partitions(bench: Bench, sms: int, count: int) -> list[Slice]:
 def graph_of(own: Slice, steps: Sequence[Step]) -> torch.cuda.CUDAGraph:
     """A graph that runs on the slice's SMs wherever it is launched."""
     with own.use():
-        return capture(own.lane, own.stream, steps, warm=_WARM)
+        return capture(own.context, own.stream, steps, warm=_WARM)
 
 
 def together_s(

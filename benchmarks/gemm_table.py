@@ -6,7 +6,6 @@ from typing import Any
 from gemm_cases import (
     PAPER,
     PAPER_ROWS,
-    PUBLISHED,
     Budget,
     Case,
     Linear,
@@ -23,24 +22,28 @@ from gemm_summary import PAPER_BAR, floor_s, summary, summary_lines
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 ERROR_MAX = 1e-2
 """Norm of the difference from cuBLAS over the norm; both round once, to 8 bits."""
 
 
 def table(
-    bench: Bench, chooser: Chooser, cases: list[Case], budget_s: float, lane: Lane | None = None
+    bench: Bench,
+    chooser: Chooser,
+    cases: list[Case],
+    budget_s: float,
+    context: LaunchContext | None = None,
 ) -> dict[str, Any]:
     budget = Budget(budget_s, [weight_of_case(case) for case in cases], time.monotonic())
     rows: list[dict[str, Any]] = []
     cublas: dict[tuple[Linear, int], tuple[float, str]] = {}
     for case in cases:
         until_s = budget.next_until_s(time.monotonic())
-        run = CaseRun(bench, case, lane)
+        run = CaseRun(bench, case, context)
         place = (case.linear, case.m)
         if place not in cublas:  # the same from any home
             cublas[place] = run.cublas_s()
@@ -81,7 +84,7 @@ def paper_shape(bench: Bench, chooser: Chooser, home: LinkHome, *, quick: bool) 
 
 
 def timed_candidate(
-    run: CaseRun, dataflow: AnyDataflow, tiles: Tiles, expected_s: float
+    run: CaseRun, dataflow: DataflowName, tiles: Tiles, expected_s: float
 ) -> dict[str, Any]:
     """Its seconds and bytes, or why it can not run here."""
     counted = run.traffic(dataflow, tiles)
@@ -102,7 +105,7 @@ def timed_candidate(
     return found
 
 
-def error_of(run: CaseRun, dataflow: AnyDataflow, tiles: Tiles) -> float:
+def error_of(run: CaseRun, dataflow: DataflowName, tiles: Tiles) -> float:
     """From cuBLAS's result. A wrong result has no speed: raises ValueError."""
     error = run.error(dataflow, tiles)
     if not error <= ERROR_MAX:

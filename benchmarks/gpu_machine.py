@@ -60,7 +60,7 @@ class Gpu:
         self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=self.choice)
         self.device, self.arena = self._parts.device, self._parts.arena
         self.staging, self.warm = self._parts.to_device, self._parts.warm
-        self.lane = self._parts.lane
+        self.context = self._parts.context
         self.flash: Flash | None = self._parts.flashinfer.flash
         self.homes: list[Home] = ["host"]
         if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER):
@@ -115,10 +115,10 @@ class Gpu:
     def linear(self, kept_bytes: int = 0) -> tuple[Linear, HbmCache | None]:
         """GEMMs, with so much HBM to keep weights in."""
         if not kept_bytes:
-            return Linear(self.lane, self._chooser), None
+            return Linear(self.context, self._chooser), None
         room = torch.empty(kept_bytes, dtype=torch.uint8, device=self.device)
         cache = HbmCache(room, Residency(kept_bytes))
-        return Linear(self.lane, self._chooser, cache), cache
+        return Linear(self.context, self._chooser, cache), cache
 
     def capture_decoding(self, ops: GpuOps, linear: Linear, cache: HbmCache | None) -> None:
         ops.capture_decoding(linear.launched, cache)
@@ -144,7 +144,7 @@ class Gpu:
 
     def chain_s(self, steps: Sequence[Callable[[], object]]) -> float:
         """Seconds of one of the steps, in a CUDA graph of all."""
-        return chain_s(self.lane, steps)
+        return chain_s(self.context, steps)
 
     # ---- limits ---------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +15,6 @@ def repository() -> Repository:
 
 
 @pytest.fixture(scope="session")
-def lane(repository: Repository) -> Iterator[Lane]:
-    yield Lane(0, repository)
+def context(repository: Repository) -> Iterator[LaunchContext]:
+    yield LaunchContext(0, repository)
     torch.cuda.synchronize()

@@ -32,15 +32,16 @@ from torch import Tensor
 from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.elementwise import rms_norm
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, grouped, split, weight_map
-from c2cserve.kernels.gpu.gemm.dataflows.staged import ring, tee
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, gated_map, grouped, split, weight_map
+from c2cserve.kernels.gpu.gemm.launchers.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.launchers.staged import ring, tee
 from c2cserve.kernels.gpu.gemm.measure import capture
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 CHAIN = 64
 REPLAYS = 120
@@ -91,12 +92,16 @@ class Buffers:
 
 
 class Round:
-    """A chain of random GEMMs on a lane of its own."""
+    """A chain of random GEMMs on a context of its own."""
 
     def __init__(
-        self, rng: random.Random, lane: Lane, buffers: Buffers, variants: Sequence[Variant]
+        self,
+        rng: random.Random,
+        context: LaunchContext,
+        buffers: Buffers,
+        variants: Sequence[Variant],
     ) -> None:
-        self._rng, self._lane, self._buffers = rng, lane, buffers
+        self._rng, self._context, self._buffers = rng, context, buffers
         self._maps = torch.zeros(CHAIN * driver.MAP_BYTES, dtype=torch.uint8, device="cuda")
         self._windows: list[tuple[int, int]] = []
         self._size = 0
@@ -160,7 +165,7 @@ class Round:
         columns = n // 2 if variant.gated else n
         window = self.outs[start : start + m * stride].view(dtype).view(m, stride)
         out = window[:, :columns]
-        launch = _launcher(self._lane, variant, x, handle, bias, out, counts, rng)
+        launch = _launcher(self._context, variant, x, handle, bias, out, counts, rng)
         reference = _reference(x, weight.cuda(), bias, counts, gated=variant.gated)
         name = f"{variant.name} m={m} n={n} k={k} {home}{' by map' if handle.map_pointer else ''}"
         roundings = 4.0 if variant.gated or variant.partial_bytes == 2 else 2.0
@@ -217,28 +222,28 @@ def _piece(rng: random.Random, buffer: Tensor, count: int) -> Tensor:
 
 
 def _launcher(
-    lane: Lane, variant: Variant, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
-    counts: list[int], rng: random.Random,
+    context: LaunchContext, variant: Variant, x: Tensor, w: WeightHandle, bias: Tensor | None,
+    out: Tensor, counts: list[int], rng: random.Random,
 ) -> Callable[[], None]:  # fmt: skip
     tiles = Tiles(bx=variant.bx, cluster=variant.cluster)
     match variant.source:
         case "grouped":
             ends = torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda()
-            return lambda: grouped(lane, x, w, ends, out, tiles)
+            return lambda: grouped(context, x, w, ends, out, tiles)
         case "split":
-            return lambda: split(lane, x, w, bias, out, tiles, gated=variant.gated)
+            return lambda: split(context, x, w, bias, out, tiles, gated=variant.gated)
         case "ring":
             tiles = replace(tiles, panel_rows=rng.choice((128, 256, 512)), slots=rng.choice((2, 3)))
-            return lambda: ring(lane, x, w, bias, out, tiles)
+            return lambda: ring(context, x, w, bias, out, tiles)
         case "hybrid":
             # All columns output-stationary: what asym adds comes in any order, so bits differ.
             tiles = Tiles(bx=variant.bx, kp=variant.kp, partial_bytes=variant.partial_bytes or 4)
             tiles = replace(tiles, alpha=1.0)
-            return lambda: hybrid(lane, x, w, bias, out, tiles)
+            return lambda: hybrid(context, x, w, bias, out, tiles)
         case "direct" if variant.tee:
-            return lambda: tee(lane, x, w, bias, out, tiles)
+            return lambda: tee(context, x, w, bias, out, tiles)
         case "direct":
-            return lambda: direct(lane, x, w, bias, out, tiles, gated=variant.gated)
+            return lambda: direct(context, x, w, bias, out, tiles, gated=variant.gated)
 
 
 def _reference(
@@ -317,7 +322,7 @@ def stress(given: argparse.Namespace, report: Report, watch: Watch) -> None:
     rng, buffers = random.Random(given.seed), Buffers.make()
     torch.manual_seed(given.seed)
     repository = Repository(0)
-    lanes = [Lane(0, repository), Lane(0, repository)]
+    contexts = [LaunchContext(0, repository), LaunchContext(0, repository)]
     variants = [v for v in VARIANTS if _wanted(v, given.only)]
     if not variants:
         raise SystemExit(f"no variant is called {given.only}")
@@ -326,15 +331,15 @@ def stress(given: argparse.Namespace, report: Report, watch: Watch) -> None:
     until_s = time.monotonic() + 60 * given.minutes
     while report.launches < given.launches and time.monotonic() < until_s:
         with torch.cuda.stream(stream):
-            current = Round(rng, lanes[report.rounds % 2], buffers, variants)
+            current = Round(rng, contexts[report.rounds % 2], buffers, variants)
             current.check_alone()
         report.at = [gemm.name for gemm in current.gemms]
         report.by_source.update(name.split("-")[0] for name in report.at)
         torch.cuda.synchronize()
         steps = current.chain()
         for _ in range(2):  # a capture cannot take memory for weights that pass through
-            lanes[report.rounds % 2].next_slot().hold(SLOT_BYTES)
-        graph = capture(lanes[report.rounds % 2], stream, steps)
+            contexts[report.rounds % 2].next_slot().hold(SLOT_BYTES)
+        graph = capture(contexts[report.rounds % 2], stream, steps)
         mode = rng.choice(("alone", "copies", "chain"))
         with torch.cuda.stream(stream):
             if rng.random() < 0.2:

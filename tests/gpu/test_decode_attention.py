@@ -1,5 +1,5 @@
 """Attention on a GPU. Of single new tokens, where the programs that share a sequence really race:
-turned and stored as by `rope_store`, pieces put together once, in their order, launch after launch.
+rotated and stored as by `rope_store`, pieces put together once, in order, launch after launch.
 Of prompts, the same bits however they are cut.
 
 The harness is that of tests/cpu/kernels, which run on a GPU too where there is one.
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "kernels"))
-from attention_case import ARRIVALS, DEVICE, Case, layout, on_device, turned_apart
+from attention_case import ARRIVALS, DEVICE, Case, layout, on_device, rotated_apart
 
 from c2cserve.kernels.gpu.attention.paged import attend
 
@@ -43,7 +43,7 @@ def test_the_bits_of_turning_apart(
     case = Case(lengths(batch), heads, layout(kv_heads, dim, "bfloat16"), BF16, window, norm)
     out, arena = case.run()
     assert not out.isnan().any()
-    again, kept = turned_apart(case).run()
+    again, kept = rotated_apart(case).run()
     assert torch.equal(again, out)
     assert torch.equal(kept, arena)
 

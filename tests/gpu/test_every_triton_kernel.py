@@ -17,9 +17,9 @@ import c2cserve.kernels.gpu
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.gemm import experts
-from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
@@ -93,16 +93,16 @@ def drawn_ids() -> None:
         RowSampling(5, 1, temperature=0.0),
         RowSampling(5, 2, temperature=1.5, top_k=40, top_p=0.8, min_p=0.01),
     ]
-    sampling(rows, lambda logits: draw(logits, asked_of(rows).to(DEVICE)))
+    sampling(rows, lambda logits: sample(logits, asked_of(rows).to(DEVICE)))
 
 
 def graph_inputs() -> None:
-    fixed, hidden = FixedRows.make(3, HIDDEN, 32, DTYPE, DEVICE), noise(2, HIDDEN).to(DTYPE)
+    fixed, hidden = GraphInputs.make(3, HIDDEN, 32, DTYPE, DEVICE), noise(2, HIDDEN).to(DTYPE)
     rows = TokenRows(
         integers(5, 17), integers(0, 1, 2), integers(6, 18),
         integers(1, 0, 4, 2, dtype=torch.int64).view(2, 2), integers(21, 70, dtype=torch.int64),
     )  # fmt: skip
-    fixed.settle(hidden.to(DEVICE), rows)
+    fixed.copy_in(hidden.to(DEVICE), rows)
     assert torch.equal(fixed.hidden.cpu(), hidden[[0, 1, 0]])
     assert fixed.rows.slots.tolist() == [21, 70, 21]
 
@@ -115,8 +115,8 @@ CASES: dict[Callable[[], None], set[str]] = {
     experts_sum: {"_combine_kernel"},
     attention: {"_rope_store_kernel", "_many_kernel", "_single_kernel"},
     greedy_ids: {"_part_kernel", "_whole_kernel"},
-    drawn_ids: {"_draw_kernel"},
-    graph_inputs: {"_settle_kernel"},
+    drawn_ids: {"_sample_kernel"},
+    graph_inputs: {"_copy_in_kernel"},
 }
 """What runs which kernels."""
 

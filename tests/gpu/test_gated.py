@@ -8,17 +8,18 @@ import torch
 from gemm_case import HOMES, Case, at_home
 from torch import Tensor
 
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, gated_map, split
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, gated_map, split
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.gemm.measure import capture
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES, OperandError
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 pytestmark = pytest.mark.gpu
 
@@ -49,15 +50,15 @@ def flow_of(variant: Variant) -> tuple[Flow, Tiles]:
     return (direct if variant.source == "direct" else split), tiles
 
 
-def apart(lane: Lane, flow: Flow, case: Case, tiles: Tiles) -> Tensor:
+def apart(context: LaunchContext, flow: Flow, case: Case, tiles: Tiles) -> Tensor:
     """The GEMM, and the activation after it."""
     both = torch.empty(len(case.x), case.w.n, dtype=case.x.dtype, device="cuda")
-    flow(lane, case.x, case.w, case.bias, both, tiles)
+    flow(context, case.x, case.w, case.bias, both, tiles)
     return silu_mul(both)
 
 
 @pytest.mark.parametrize("variant", GATED, ids=lambda one: one.name)
-def test_every_variant(lane: Lane, variant: Variant) -> None:
+def test_every_variant(context: LaunchContext, variant: Variant) -> None:
     """Inner sizes that are multiples of no tile, several blocks of X, strided rows, windows."""
     flow, tiles = flow_of(variant)
     shapes = [
@@ -68,13 +69,13 @@ def test_every_variant(lane: Lane, variant: Variant) -> None:
             m, inner, k, TORCH_DTYPES[variant.dtype], HOMES[i % len(HOMES)], bias=i % 2 == 1,
             aligned=i % 3 > 0,
         )  # fmt: skip
-        flow(lane, case.x, case.w, case.bias, case.out, tiles, gated=True)
-        assert torch.equal(case.out, apart(lane, flow, case, tiles))
+        flow(context, case.x, case.w, case.bias, case.out, tiles, gated=True)
+        assert torch.equal(case.out, apart(context, flow, case, tiles))
         # gate and up are rounded, and so is what comes of them.
         case.check(roundings=4)
 
 
-def test_ends_of_the_range(lane: Lane) -> None:
+def test_ends_of_the_range(context: LaunchContext) -> None:
     """Gates from -3e4 to 3e4, infinities and NaN: the bits of the activation's kernel."""
     gates = [-3e4, -100.0, -88.0, -1e-6, 0.0, 1e-6, 88.0, 3e4, torch.inf, -torch.inf, torch.nan]
     gate = torch.tensor(gates, device="cuda").bfloat16()
@@ -86,16 +87,16 @@ def test_ends_of_the_range(lane: Lane) -> None:
     for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=2))):
         both = torch.empty(1, 2 * len(gates), dtype=x.dtype, device="cuda")
         out = torch.empty(1, len(gates), dtype=x.dtype, device="cuda")
-        flow(lane, x, w, None, both, tiles)
-        flow(lane, x, w, None, out, tiles, gated=True)
+        flow(context, x, w, None, both, tiles)
+        flow(context, x, w, None, out, tiles, gated=True)
         assert torch.equal(out.view(torch.int16), silu_mul(both).view(torch.int16))
 
 
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("inner", [1000, 14336])
-def test_a_slices_linear_layer(lane: Lane, home: str, inner: int) -> None:
+def test_a_slices_linear_layer(context: LaunchContext, home: str, inner: int) -> None:
     """Any number of rows, whatever multiplies them."""
-    linear = Linear(lane, Chooser(assumed_h200()))
+    linear = Linear(context, Chooser(assumed_h200()))
     for rows in (0, 1, 2, 15, 16, 17, 32, 33, 64, 65, 300):
         case = gated_case(rows, inner, 1032, home=home, bias=rows % 2 == 1)
         got = linear.gated(case.x, case.w, case.bias)
@@ -103,7 +104,7 @@ def test_a_slices_linear_layer(lane: Lane, home: str, inner: int) -> None:
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) -> None:
+def test_a_replayed_launch_reads_the_weight_its_map_says(context: LaunchContext, home: str) -> None:
     cases = [gated_case(5, 1000, 520, home=home) for _ in range(3)]
     for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=4))):
         place = torch.zeros(MAP_BYTES, dtype=torch.uint8, device="cuda")
@@ -112,10 +113,10 @@ def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) 
         x, out = first.x.clone(), torch.empty_like(first.out)
 
         def step(flow=flow, x=x, w=anywhere, out=out, tiles=tiles) -> None:
-            flow(lane, x, w, None, out, tiles, gated=True)
+            flow(context, x, w, None, out, tiles, gated=True)
 
         place.copy_(_as_tensor(gated_map(first.w)))
-        graph = capture(lane, torch.cuda.Stream(), [step, step])
+        graph = capture(context, torch.cuda.Stream(), [step, step])
         for case in cases:
             place.copy_(_as_tensor(gated_map(case.w)))
             x.copy_(case.x)
@@ -123,13 +124,13 @@ def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) 
             torch.cuda.synchronize()
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(out, apart(lane, flow, case, tiles))
+            assert torch.equal(out, apart(context, flow, case, tiles))
 
 
-def test_gates_take_no_clusters(lane: Lane) -> None:
+def test_gates_take_no_clusters(context: LaunchContext) -> None:
     case = gated_case(300, 128, 64)
     with pytest.raises(OperandError, match="no gate"):
-        direct(lane, case.x, case.w, None, case.out, Tiles(bx=192, cluster=2), gated=True)
+        direct(context, case.x, case.w, None, case.out, Tiles(bx=192, cluster=2), gated=True)
 
 
 def _as_tensor(data: bytes) -> Tensor:

@@ -10,15 +10,15 @@ from gemm_case import HOMES, at_home, make_case
 from torch import Tensor
 
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, split, weight_map
-from c2cserve.kernels.gpu.gemm.dataflows.staged import prefetch, resident, ring, tee
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, split, weight_map
+from c2cserve.kernels.gpu.gemm.launchers.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.launchers.staged import prefetch, resident, ring, tee
 from c2cserve.kernels.gpu.gemm.measure import capture
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 pytestmark = pytest.mark.gpu
 
@@ -37,69 +37,71 @@ SHAPES = [(1, 8, 8), (7, 130, 72), (65, 300, 328), (257, 1000, 520), (1111, 517,
 
 @pytest.mark.parametrize(("bx", "cluster"), DIRECT)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_direct(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+def test_direct(context: LaunchContext, bx: int, cluster: int, dtype: torch.dtype) -> None:
     for i, (m, n, k) in enumerate([*SHAPES, (bx * cluster + 1, 1280, 4096)]):
         case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1, aligned=i % 3 > 0)
-        direct(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        direct(context, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
         case.check()
 
 
 @pytest.mark.parametrize(("bx", "cluster"), SPLIT)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_split(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+def test_split(context: LaunchContext, bx: int, cluster: int, dtype: torch.dtype) -> None:
     for i, (m, n, k) in enumerate([*SHAPES, (bx, 40_000, 2048), (3, 257, 8)]):
         case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1, aligned=i % 3 > 0)
-        split(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        split(context, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
         first = case.out.clone()
         case.check()
-        split(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        split(context, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
         assert torch.equal(first, case.out), "the same sums in the same order"
 
 
 @pytest.mark.parametrize(("bx", "cluster"), RING)
 @pytest.mark.parametrize("engines", [False, True])
-def test_ring(lane: Lane, bx: int, cluster: int, *, engines: bool) -> None:
+def test_ring(context: LaunchContext, bx: int, cluster: int, *, engines: bool) -> None:
     for i, (m, n, k) in enumerate([*SHAPES, (700, 5000, 1024), (2049, 4100, 512)]):
         for slots, panel in ((2, 128), (3, 256)):
             home = HOMES[1:][i % (len(HOMES) - 1)] if engines else HOMES[i % len(HOMES)]
             case = make_case(m, n, k, BF16, home, bias=i % 2 == 1)
             tiles = Tiles(bx=bx, cluster=cluster, slots=slots, panel_rows=panel)
-            ring(lane, case.x, case.w, case.bias, case.out, tiles, engines=engines)
+            ring(context, case.x, case.w, case.bias, case.out, tiles, engines=engines)
             case.check()
 
 
 @pytest.mark.parametrize(("bx", "cluster"), TEE)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_tee(lane: Lane, bx: int, cluster: int, dtype: torch.dtype) -> None:
+def test_tee(context: LaunchContext, bx: int, cluster: int, dtype: torch.dtype) -> None:
     for i, (m, n, k) in enumerate([*SHAPES, (bx * cluster + 777, 1000, 1032)]):
         case = make_case(m, n, k, dtype, HOMES[i % len(HOMES)], bias=i % 2 == 1)
-        tee(lane, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
+        tee(context, case.x, case.w, case.bias, case.out, Tiles(bx=bx, cluster=cluster))
         case.check(roundings=WITH_BIAS[i % 2 == 1])
 
 
 @pytest.mark.parametrize(("bx", "kp"), HYBRID)
 @pytest.mark.parametrize("partial_bytes", [4, 2])
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
-def test_hybrid(lane: Lane, bx: int, kp: int, partial_bytes: Literal[2, 4], alpha: float) -> None:
+def test_hybrid(
+    context: LaunchContext, bx: int, kp: int, partial_bytes: Literal[2, 4], alpha: float
+) -> None:
     for i, (m, n, k) in enumerate([*SHAPES, (1500, 2056, 2048)]):
         if partial_bytes == 2 and n % 8:
             n -= n % 8
         case = make_case(m, n, k, BF16, HOMES[i % len(HOMES)], bias=i % 2 == 1)
         tiles = Tiles(bx=bx, kp=kp, partial_bytes=partial_bytes, alpha=alpha)
-        hybrid(lane, case.x, case.w, case.bias, case.out, tiles)
+        hybrid(context, case.x, case.w, case.bias, case.out, tiles)
         case.check(roundings=1 if partial_bytes == 4 else 2 * (-(-k // kp)) + 2)
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_prefetch_takes_any_shape(lane: Lane, home: str) -> None:
+def test_prefetch_takes_any_shape(context: LaunchContext, home: str) -> None:
     for m, n, k in [(1, 3, 5), (65, 333, 77), (300, 2000, 1000)]:
         for tiles in (Tiles(panel_rows=128, panel_growth=1), Tiles(panel_rows=512)):
             case = make_case(m, n, k, BF16, home, bias=m > 1)
-            prefetch(lane, case.x, case.w, case.bias, case.out, tiles)
+            prefetch(context, case.x, case.w, case.bias, case.out, tiles)
             case.check(roundings=WITH_BIAS[m > 1])
 
 
-def test_weights_in_a_row_do_not_overtake_each_other(lane: Lane) -> None:
+def test_weights_in_a_row_do_not_overtake_each_other(context: LaunchContext) -> None:
     """Slots, rings and early starts are reused by the next launch while this one still runs."""
     cases = [make_case(m, 2048, 2048, BF16, "host") for m in (16, 300, 2500, 40, 1000, 2500, 64)]
     for _ in range(3):
@@ -107,19 +109,19 @@ def test_weights_in_a_row_do_not_overtake_each_other(lane: Lane) -> None:
             for case in cases:
                 match flow:
                     case "direct":
-                        direct(lane, case.x, case.w, None, case.out, Tiles(bx=256, cluster=2))
+                        direct(context, case.x, case.w, None, case.out, Tiles(bx=256, cluster=2))
                     case "prefetch":
-                        prefetch(lane, case.x, case.w, None, case.out, Tiles(panel_rows=512))
+                        prefetch(context, case.x, case.w, None, case.out, Tiles(panel_rows=512))
                     case "tee":
-                        tee(lane, case.x, case.w, None, case.out, Tiles(bx=256, cluster=4))
+                        tee(context, case.x, case.w, None, case.out, Tiles(bx=256, cluster=4))
                     case _:
-                        ring(lane, case.x, case.w, None, case.out, Tiles(bx=128, slots=2))
+                        ring(context, case.x, case.w, None, case.out, Tiles(bx=128, slots=2))
             for case in cases:
                 case.check()
 
 
 @pytest.mark.parametrize("home", HOMES)
-def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) -> None:
+def test_a_replayed_launch_reads_the_weight_its_map_says(context: LaunchContext, home: str) -> None:
     """One graph, several weights: only the map in GPU memory changes."""
     cases = [make_case(5, 1000, 520, home=home) for _ in range(3)]
     for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=4))):
@@ -129,10 +131,10 @@ def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) 
         x, out = first.x.clone(), torch.empty_like(first.out)
 
         def step(flow=flow, x=x, w=anywhere, out=out, tiles=tiles) -> None:
-            flow(lane, x, w, None, out, tiles)
+            flow(context, x, w, None, out, tiles)
 
         place.copy_(_as_tensor(weight_map(first.w)))
-        graph = capture(lane, torch.cuda.Stream(), [step, step])
+        graph = capture(context, torch.cuda.Stream(), [step, step])
         for case in cases:
             place.copy_(_as_tensor(weight_map(case.w)))
             x.copy_(case.x)
@@ -143,29 +145,29 @@ def test_a_replayed_launch_reads_the_weight_its_map_says(lane: Lane, home: str) 
             case.check()
 
 
-def test_a_map_in_memory_is_of_whole_boxes(lane: Lane) -> None:
+def test_a_map_in_memory_is_of_whole_boxes(context: LaunchContext) -> None:
     case = make_case(400, 256, 64)
     w = replace(case.w, map_pointer=case.frame.data_ptr())
     with pytest.raises(OperandError, match="clusters"):
-        direct(lane, case.x, w, None, case.out, Tiles(bx=192, cluster=2))
+        direct(context, case.x, w, None, case.out, Tiles(bx=192, cluster=2))
 
 
 @pytest.mark.parametrize("home", HOMES[1:])
 def test_a_lane_holds_to_its_share_of_the_link(repository: Repository, home: str) -> None:
     """Graphs too, without being captured again; and without a limit it is as fast as before."""
-    lane, stream = Lane(0, repository), torch.cuda.Stream()
+    context, stream = LaunchContext(0, repository), torch.cuda.Stream()
     w = at_home(torch.randn(16384, 4096, device="cuda").bfloat16(), home)
     x = torch.randn(16, 4096, device="cuda").bfloat16()
     out = torch.empty(16, 16384, device="cuda", dtype=torch.bfloat16)
     with torch.cuda.stream(stream):
-        lane.limit_link(1e12)
+        context.limit_link(1e12)
     for flow, tiles in ((direct, Tiles(bx=16)), (split, Tiles(bx=16, cluster=2))):
-        graph = capture(lane, stream, [partial(flow, lane, x, w, None, out, tiles)] * 4)
+        graph = capture(context, stream, [partial(flow, context, x, w, None, out, tiles)] * 4)
 
         def taken_s(graph: torch.cuda.CUDAGraph, limit: float) -> float:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             with torch.cuda.stream(stream):
-                lane.limit_link(limit)
+                context.limit_link(limit)
                 graph.replay()
                 begin.record()
                 graph.replay()
@@ -180,7 +182,7 @@ def test_a_lane_holds_to_its_share_of_the_link(repository: Repository, home: str
         assert taken_s(graph, 0.0) < 1.2 * alone
 
 
-def test_resident_is_torch(lane: Lane) -> None:
+def test_resident_is_torch(context: LaunchContext) -> None:
     case = make_case(33, 200, 96, bias=True)
     weight = case.w.owner
     assert isinstance(weight, torch.Tensor)
@@ -188,17 +190,17 @@ def test_resident_is_torch(lane: Lane) -> None:
     case.check(roundings=WITH_BIAS[True])
 
 
-def test_large_shapes(lane: Lane) -> None:
+def test_large_shapes(context: LaunchContext) -> None:
     for m, n, k, tiles in [
         (16_384, 4096, 4096, Tiles(bx=256, cluster=8)),
         (10_240, 16_384, 4096, Tiles(bx=256, cluster=8)),
     ]:
         case = make_case(m, n, k, BF16, HOMES[-1])
-        direct(lane, case.x, case.w, None, case.out, tiles)
+        direct(context, case.x, case.w, None, case.out, tiles)
         case.check()
-        tee(lane, case.x, case.w, None, case.out, tiles)
+        tee(context, case.x, case.w, None, case.out, tiles)
         case.check()
-        hybrid(lane, case.x, case.w, None, case.out, Tiles(bx=256, alpha=0.25))
+        hybrid(context, case.x, case.w, None, case.out, Tiles(bx=256, alpha=0.25))
         case.check()
 
 

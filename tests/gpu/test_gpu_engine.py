@@ -248,7 +248,7 @@ def test_two_partitions_at_once(gpu: GpuParts, segments: PinnedSegments, folder:
         try:
             with torch.no_grad():
                 parts = open_gpu(0, 64 << 20, no_sampler, partition=partition, profile="assumed")
-                assert parts.lane.sms == 16
+                assert parts.context.sms == 16
                 home = "host" if part else "hbm"
                 ours = ours_at(folder / str(part), home, parts, segments)
                 if part:

@@ -19,7 +19,7 @@ from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.sampling.greedy import greedy_of
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.policy.slice.policy import SlicePolicy
 
@@ -162,7 +162,7 @@ def test_a_whole_batch_of_large_rows_is_drawn_as_the_cpu_draws_it(dtype: torch.d
     logits = (torch.randn(count, vocab, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     ways = [{}, {"top_k": 50}, {"top_p": 0.95}, {"min_p": 0.05, "top_p": 0.8}]
     rows = [RowSampling(9, i, **ways[i % len(ways)]) for i in range(count)]
-    ids, _ = greedy_of(draw(logits.cuda(), asked_of(rows).cuda()).cpu())
+    ids, _ = greedy_of(sample(logits.cuda(), asked_of(rows).cuda()).cpu())
     want = CpuOps(2).sample(logits.float(), rows).ids
     assert sum(a != b for a, b in zip(ids, want, strict=True)) <= 2
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from gemm_case import HOMES, ROUNDING, at_home
 
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 pytestmark = pytest.mark.gpu
 
@@ -27,7 +27,7 @@ def counts_of(experts: int, rows: int, kind: str) -> list[int]:
 
 @pytest.mark.parametrize(("bx", "cluster"), GROUPED)
 @pytest.mark.parametrize("kind", ["all on one", "few", "spread"])
-def test_grouped(lane: Lane, bx: int, cluster: int, kind: str) -> None:
+def test_grouped(context: LaunchContext, bx: int, cluster: int, kind: str) -> None:
     for i, (experts, rows, n, k, dtype) in enumerate(
         [
             (8, 64, 256, 128, torch.bfloat16),
@@ -42,7 +42,7 @@ def test_grouped(lane: Lane, bx: int, cluster: int, kind: str) -> None:
         offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
         out = torch.full((total, n), torch.nan, dtype=dtype, device="cuda")
         handle = at_home(weight, HOMES[i % len(HOMES)])
-        grouped(lane, x, handle, offsets, out, Tiles(bx=bx, cluster=cluster))
+        grouped(context, x, handle, offsets, out, Tiles(bx=bx, cluster=cluster))
         torch.cuda.synchronize()
         first = 0
         for expert, count in enumerate(counts):
@@ -56,7 +56,7 @@ def test_grouped(lane: Lane, bx: int, cluster: int, kind: str) -> None:
             first += count
 
 
-def test_an_expert_nobody_chose_is_never_read(lane: Lane) -> None:
+def test_an_expert_nobody_chose_is_never_read(context: LaunchContext) -> None:
     """Its weights are NaN, and NaN would spread."""
     experts, n, k = 16, 384, 256
     weight = torch.randn(experts, n, k, device="cuda").to(torch.bfloat16)
@@ -65,6 +65,6 @@ def test_an_expert_nobody_chose_is_never_read(lane: Lane) -> None:
     x = torch.randn(sum(counts), k, device="cuda").to(torch.bfloat16)
     offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).to(torch.int32)
     out = torch.full((sum(counts), n), torch.nan, dtype=torch.bfloat16, device="cuda")
-    grouped(lane, x, at_home(weight, "host"), offsets, out, Tiles(bx=16))
+    grouped(context, x, at_home(weight, "host"), offsets, out, Tiles(bx=16))
     torch.cuda.synchronize()
     assert not out.isnan().any()

@@ -7,17 +7,17 @@ from gemm_case import make_case
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.hbm_cache import HbmCache
 from c2cserve.policy.weights.hbm_residency import Residency
 
 pytestmark = pytest.mark.gpu
 
 
-def test_a_model_warms_up_by_being_used(lane: Lane) -> None:
+def test_a_model_warms_up_by_being_used(context: LaunchContext) -> None:
     cases = [make_case(m, 1024, 768, home="host", bias=m == 3) for m in (1, 3, 70, 300)]
     cache = cache_of(3 * cases[0].w.bytes)
-    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    linear = Linear(context, Chooser(assumed_h200()), cache)
     cache.add("a", 0, 1 << 62)
     for step in range(4):
         cache.begin_step("a", float(step), 0)
@@ -32,12 +32,12 @@ def test_a_model_warms_up_by_being_used(lane: Lane) -> None:
     assert linear.launched["resident"] == 3
 
 
-def test_dropping_while_work_is_enqueued(lane: Lane) -> None:
+def test_dropping_while_work_is_enqueued(context: LaunchContext) -> None:
     """A hotter model takes the room; what reads the old weights has not run yet."""
     cases = [make_case(64, 4096, 4096, home="host") for _ in range(4)]
     size = cases[0].w.bytes
     cache = cache_of(2 * size + 4096)
-    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    linear = Linear(context, Chooser(assumed_h200()), cache)
     for place, case in enumerate(cases):
         cache.add("old" if place < 2 else "new", case.w.pointer, size)
     for turn in range(30):
@@ -50,11 +50,11 @@ def test_dropping_while_work_is_enqueued(lane: Lane) -> None:
         case.check()
 
 
-def test_kv_overwrites_what_is_still_being_read(lane: Lane) -> None:
+def test_kv_overwrites_what_is_still_being_read(context: LaunchContext) -> None:
     """It takes the place at once; the GEMM that reads it is enqueued before."""
     case = make_case(64, 4096, 4096, home="host")
     cache = cache_of(case.w.bytes)
-    linear = Linear(lane, Chooser(assumed_h200()), cache)
+    linear = Linear(context, Chooser(assumed_h200()), cache)
     cache.add("a", case.w.pointer, case.w.bytes)
     for _ in range(3):
         cache.begin_step("a", 0.0, 0)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.pinning import PinnedRegion, PinningError, pin_array
 
 pytestmark = pytest.mark.gpu
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 N, K = 1024, 512
 READER = """
 import sys, mmap, numpy as np, torch
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
@@ -31,13 +31,13 @@ region = pin_array(data)
 handle = WeightHandle(region.device_address, (n, k), "bfloat16", "host", region)
 x = torch.ones(4, k, dtype=torch.bfloat16, device="cuda")
 out = torch.empty(4, n, dtype=torch.bfloat16, device="cuda")
-direct(Lane(0, Repository(0)), x, handle, None, out, Tiles(bx=16))
+direct(LaunchContext(0, Repository(0)), x, handle, None, out, Tiles(bx=16))
 torch.cuda.synchronize()
 print("sum", float(out[0].double().sum()))
 """
 
 
-def test_two_processes_read_one_segment(lane: Lane, tmp_path: Path) -> None:
+def test_two_processes_read_one_segment(context: LaunchContext, tmp_path: Path) -> None:
     shared = Path("/dev/shm") / f"c2cserve-test-{tmp_path.name}"
     weight = (torch.randn(N, K) / 8).to(torch.bfloat16)
     try:
@@ -47,7 +47,7 @@ def test_two_processes_read_one_segment(lane: Lane, tmp_path: Path) -> None:
         handle = WeightHandle(region.device_address, (N, K), "bfloat16", "host", region)
         x = torch.ones(4, K, dtype=torch.bfloat16, device="cuda")
         out = torch.full((4, N), torch.nan, dtype=torch.bfloat16, device="cuda")
-        direct(lane, x, handle, None, out, Tiles(bx=16))
+        direct(context, x, handle, None, out, Tiles(bx=16))
         torch.cuda.synchronize()
         torch.testing.assert_close(
             out[0].float().cpu(), weight.float().sum(1), rtol=8e-3, atol=8e-3

@@ -7,7 +7,7 @@ import torch
 
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.gpu_bench import GpuBench
 from c2cserve.profiling.measuring_process import ProcessBench
@@ -80,7 +80,9 @@ def test_a_survey_ends_in_time_and_picks(bench: GpuBench) -> None:
 class BrokenByMany(GpuBench):
     """A measurement of 64 rows reads an index that is not there: an error that sticks."""
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         if question.m == 64:
             nowhere = torch.tensor([1 << 20], device="cuda")
             torch.zeros(4, device="cuda")[nowhere] = 1.0

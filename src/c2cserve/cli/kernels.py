@@ -13,7 +13,8 @@ from c2cserve.cli.kernels_explain import explain
 from c2cserve.kernels.gpu.aot import compiler, flash_modules
 from c2cserve.kernels.gpu.aot.compiler import BuildError, default_folder
 from c2cserve.kernels.gpu.aot.flash_modules import MODULES, installed
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, Variant
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 from c2cserve.terminal.output import (
     CliError,
     console,

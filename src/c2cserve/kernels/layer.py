@@ -71,7 +71,7 @@ class LayerShape:
     heads: int
     eps: float
     scale: float
-    """Of attention scores."""
+    """The factor of attention scores."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

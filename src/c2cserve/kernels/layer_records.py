@@ -26,7 +26,7 @@ eps, scale."""
 
 _NO_MATRIX = (0, 0, 0, 0)
 _TOKEN, _SEQUENCE = 1, 2
-"""Of the `Fault`s of decoder.h."""
+"""Two of the `Fault`s of decoder.h."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """Causal attention of each sequence's new tokens over its cache, within the layer's window.
         Of qkv [T, (Hq + 2 Hkv) D] q and k are normed (if the layer does) and rotated, and k and v
-        written into the arena, before -> [T, Hq D]. What is left in qkv is nobody's. `rope`: cos
+        written into the arena, before -> [T, Hq D]. What is left in qkv is undefined. `rope`: cos
         and sin [positions, D / 2]."""
         ...
 

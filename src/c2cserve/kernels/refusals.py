@@ -1,4 +1,4 @@
-"""What the operators say to tensors they can not take."""
+"""What the operators say to tensors they cannot take."""
 
 from torch import Tensor
 

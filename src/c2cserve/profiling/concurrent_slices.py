@@ -11,11 +11,11 @@ import torch
 
 from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.kernels.gpu.aot.repository import Repository
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.profiling.survey import Refused
 
 _REPLAYS = 4
-"""Of the graph that is timed; the first does not count."""
+"""Replays of the graph that is timed; the first does not count."""
 _ATTEMPTS = 3
 _AHEAD = 3
 """Replays every neighbour has before it, so that none runs dry while the host looks elsewhere."""
@@ -23,12 +23,12 @@ _AHEAD = 3
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some SMs: what `lane` launches inside `use` stays on them."""
+    """Some SMs: what `context` launches inside `use` stays on them."""
 
-    lane: Lane
+    context: LaunchContext
     stream: torch.cuda.Stream
     partition: Partition | None = None
-    """Keeps the SMs; None where the lane bounds its grids and nothing else."""
+    """Keeps the SMs; None where the context bounds its grids and nothing else."""
 
     @contextlib.contextmanager
     def use(self) -> Generator[None]:
@@ -48,7 +48,9 @@ def cut_slices(repository: Repository, sms: int, count: int) -> list[Slice]:
     """`count` slices that do not overlap. They may overlap with those of an earlier call, which
     must not be in use then. Raises `PartitionError`."""
     cut = split_sms(repository.device, sms, count)
-    return [Slice(Lane(repository.device, repository, one.sms), one.stream, one) for one in cut]
+    return [
+        Slice(LaunchContext(repository.device, repository, one.sms), one.stream, one) for one in cut
+    ]
 
 
 Streaming = tuple[Slice, torch.cuda.CUDAGraph]
@@ -89,7 +91,7 @@ def while_busy(crowd: Sequence[Streaming], work: Callable[[], torch.cuda.Event])
 
 
 def _feed(crowd: Sequence[Streaming], queues: Sequence[deque[torch.cuda.Event]]) -> bool:
-    """Whoever is done with a replay gets another. False if somebody had nothing left to do."""
+    """A slice that is done with a replay gets another. False if a slice had nothing left to do."""
     busy = True
     for (own, graph), queue in zip(crowd, queues, strict=True):
         busy = busy and not queue[-1].query()

@@ -15,14 +15,15 @@ from c2cserve.devices.partitions import PartitionError
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.driver import MAP_BYTES, CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
-from c2cserve.kernels.gpu.gemm.dataflows.direct import grouped, weight_map
+from c2cserve.kernels.gpu.gemm.choice.profile import MachineFacts
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS, DataflowName
 from c2cserve.kernels.gpu.gemm.experts import route
+from c2cserve.kernels.gpu.gemm.launchers.direct import grouped, weight_map
 from c2cserve.kernels.gpu.gemm.linear import launch
 from c2cserve.kernels.gpu.gemm.measure import Step, WeightStore, capture, chain_s, copy_bytes_per_s
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.profiling.concurrent_slices import Slice, Streaming, beside_s, cut_slices
 from c2cserve.profiling.survey import LARGE_SLICE_SMS, SLICE_SMS, SLICES, Refused
 
@@ -44,7 +45,7 @@ class GpuBench:
 
     def __init__(self) -> None:
         self._repository = Repository(DEVICE)
-        self._repository.load()
+        self._repository.load(VARIANTS)
         peer = torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER)
         self.homes: tuple[LinkHome, ...] = ("peer", "host") if peer else ("host",)
         self._stores: dict[Home, WeightStore] = {
@@ -55,17 +56,17 @@ class GpuBench:
         self._maps: dict[tuple[int, ...], Tensor] = {}
         self._crowds: dict[Home, list[Streaming]] = {}
         self._link_bytes_per_s: dict[Home, float] = {}
-        self._whole = Slice(Lane(DEVICE, self._repository), torch.cuda.Stream(DEVICE))
+        self._whole = Slice(LaunchContext(DEVICE, self._repository), torch.cuda.Stream(DEVICE))
         self.notes: list[str] = []
         # The large slice shares SMs with the small ones: they never run together.
-        self._small = self._cut(SLICE_SMS, min(SLICES, self._whole.lane.sms // SLICE_SMS))
+        self._small = self._cut(SLICE_SMS, min(SLICES, self._whole.context.sms // SLICE_SMS))
         self._large = self._cut(LARGE_SLICE_SMS, 1)
         self.slices = max(1, len(self._small))
-        sizes = [one.lane.sms for one in (self._whole, *self._large, *self._small)]
+        sizes = [one.context.sms for one in (self._whole, *self._large, *self._small)]
         self.sms = list(dict.fromkeys(sizes))
 
     def _cut(self, sms: int, count: int) -> list[Slice]:
-        if sms >= self._whole.lane.sms:
+        if sms >= self._whole.context.sms:
             return []
         try:
             return cut_slices(self._repository, sms, count)
@@ -78,7 +79,7 @@ class GpuBench:
         version = int(checked("cuDriverGetVersion", cu.cuDriverGetVersion()))
         return MachineFacts(
             gpu=torch.cuda.get_device_name(DEVICE),
-            sms=self._whole.lane.sms,
+            sms=self._whole.context.sms,
             driver=f"CUDA {version // 1000}.{version % 1000 // 10}",
             host=discover().cpu_name,
         )
@@ -95,19 +96,21 @@ class GpuBench:
         written = self._matrix("written", 1, _WRITTEN_BYTES // ITEM_BYTES)
         own, _ = self._places(sms, 0)
         with own.use():
-            return _WRITTEN_BYTES / chain_s(own.lane, [lambda: written.fill_(1.0)] * 4)
+            return _WRITTEN_BYTES / chain_s(own.context, [lambda: written.fill_(1.0)] * 4)
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         own, others = self._places(question.sms, question.neighbours)
         try:
-            steps = self._steps(own.lane, question, dataflow, tiles, chain)
+            steps = self._steps(own.context, question, dataflow, tiles, chain)
             torch.cuda.synchronize()  # operands are there, on whatever stream they were made
             if not others:
                 with own.use():
-                    return chain_s(own.lane, steps)
+                    return chain_s(own.context, steps)
             with self._shared(question.home, [own, *others]):
                 crowd = self._crowd(question.home)[: len(others)]
-                return beside_s(own, capture(own.lane, own.stream, steps), crowd) / chain
+                return beside_s(own, capture(own.context, own.stream, steps), crowd) / chain
         except (CudaError, ValueError, torch.OutOfMemoryError) as error:
             # A candidate's own failure leaves the GPU fit for the next one; another raises here.
             torch.cuda.synchronize()
@@ -127,13 +130,13 @@ class GpuBench:
 
     def _places(self, sms: int, neighbours: int) -> tuple[Slice, list[Slice]]:
         """Where a question is measured, and who else is at work. Few CTAs without SMs of their own
-        are a lane that launches no more."""
-        if self._small and sms == self._small[0].lane.sms:
+        are a context that launches no more."""
+        if self._small and sms == self._small[0].context.sms:
             return self._small[0], self._small[1 : 1 + neighbours]
         for own in (self._whole, *self._large):
-            if sms == own.lane.sms:
+            if sms == own.context.sms:
                 return own, []
-        return Slice(Lane(DEVICE, self._repository, sms), self._whole.stream), []
+        return Slice(LaunchContext(DEVICE, self._repository, sms), self._whole.stream), []
 
     def _crowd(self, home: Home) -> list[Streaming]:
         """Every slice but the first, with what it streams from there."""
@@ -141,16 +144,16 @@ class GpuBench:
             m, n, k = _CROWD_M, _CROWD_N, _CROWD_K
             crowd: list[Streaming] = []
             for place, own in enumerate(self._small[1:], 1):
-                question = Question(m, n, k, "bfloat16", home, own.lane.sms)
+                question = Question(m, n, k, "bfloat16", home, own.context.sms)
                 tiles = Tiles(bx=m)
-                steps = self._steps(own.lane, question, "direct", tiles, _CROWD_CHAIN, place)
+                steps = self._steps(own.context, question, "direct", tiles, _CROWD_CHAIN, place)
                 torch.cuda.synchronize()
-                crowd.append((own, capture(own.lane, own.stream, steps)))
+                crowd.append((own, capture(own.context, own.stream, steps)))
             self._crowds[home] = crowd
         return self._crowds[home]
 
     def _steps(
-        self, lane: Lane, q: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int,
+        self, context: LaunchContext, q: Question, dataflow: DataflowName, tiles: Tiles, chain: int,
         place: int = 0,
     ) -> list[Step]:  # fmt: skip
         """GEMMs over the weights in turn. `place`: of several that run at once, so that none
@@ -164,9 +167,9 @@ class GpuBench:
 
         def step(i: int) -> None:
             if q.experts:
-                grouped(lane, x, weights[i], offsets[i], out, tiles)
+                grouped(context, x, weights[i], offsets[i], out, tiles)
             else:
-                launch(lane, dataflow, tiles, x, weights[i], None, out)
+                launch(context, dataflow, tiles, x, weights[i], None, out)
 
         return [partial(step, i) for i in islice(cycle(range(len(weights))), place, place + chain)]
 
@@ -193,7 +196,7 @@ class GpuBench:
 def _limit(slices: list[Slice], bytes_per_s: float) -> None:
     for one in slices:
         with one.use():
-            one.lane.limit_link(bytes_per_s)
+            one.context.limit_link(bytes_per_s)
 
 
 def _offsets(q: Question) -> Tensor:

@@ -20,7 +20,8 @@ from typing import Any, Self
 
 from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.profile import MachineFacts
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Bench, Failed, Lost, Refused
 from c2cserve.terminal.output import CliError
@@ -111,7 +112,9 @@ class ProcessBench:
     def write_bytes_per_s(self, sms: int) -> float:
         return self._ask("write_bytes_per_s", sms)
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         return self._ask("seconds", question, dataflow, tiles, chain)
 
     def _known(self) -> _Machine:

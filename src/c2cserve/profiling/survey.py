@@ -20,7 +20,6 @@ from c2cserve.core.tensors import Home, LinkHome
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate, describe
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import (
-    AnyDataflow,
     HbmRate,
     LinkRates,
     MachineFacts,
@@ -29,6 +28,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import (
     Profile,
     ReadRate,
 )
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 
 SLICE_SMS, SLICES = 16, 7
@@ -50,7 +50,7 @@ MATMUL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
 MATMUL: Linear = (16384, 4096)
 _FLOPS_PER_S = 700e12
 _HBM_BYTES_PER_S = 4e12
-"""Of the largest GPUs there are: to guess how long a GEMM takes before any was run."""
+"""The rates of the largest GPUs: to guess how long a GEMM takes before any was run."""
 
 ROWS = (1, 16, 64, 256, 1024, 4096)
 ROWS_BETWEEN = (4, 128, 512, 2048, 10240)
@@ -63,14 +63,12 @@ LINEARS_MORE: tuple[Linear, ...] = (
 )  # fmt: skip
 """The rest of them, those of a 70B model, and of a small one."""
 EXPERTS: tuple[Experts, ...] = ((1536, 2048, 128, 8), (2048, 768, 128, 8))
-"""Of a 30B mixture (Qwen3)."""
-PUBLISHED: frozenset[AnyDataflow] = frozenset({"sym", "asym", "hybrid"})
-"""C2CServe's own, to compare with: rarely the pick, and slow where rows are many."""
+"""The experts of a 30B mixture (Qwen3)."""
 
 _CHAIN_S = 0.025
 _CHAIN_MIN, _CHAIN_MAX = 4, 16
 _SETUP_S = 0.05
-"""Of a measurement: launching, graph capture, and runs that are too short to be one."""
+"""Time around a measurement: launching, graph capture, and runs that are too short to be one."""
 _RUNS = 5
 """How often the chain runs: once to warm up, once unmeasured, and three times that count."""
 _COST_MAX_S = 1.5
@@ -81,7 +79,7 @@ T = TypeVar("T")
 
 
 class Refused(Exception):
-    """This machine can not run this; says why."""
+    """This machine cannot run this; says why."""
 
 
 class Failed(Refused):
@@ -105,7 +103,7 @@ class Bench(Protocol):
 
     @property
     def sms(self) -> Sequence[int]:
-        """Of the whole GPU, then of the slices it can be cut into, the largest first."""
+        """SMs of the whole GPU, then of the slices it can be cut into, the largest first."""
         ...
 
     @property
@@ -115,7 +113,7 @@ class Bench(Protocol):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What it can not measure, and why."""
+        """What it cannot measure, and why."""
         ...
 
     def copies(self, home: LinkHome) -> tuple[float, float, float]:
@@ -126,9 +124,14 @@ class Bench(Protocol):
         """Into HBM."""
         ...
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
-        """Of one GEMM in a chain of so many, on as many SMs as the question says, while as many
-        other slices as it says read from the same home."""
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
+        """Return the seconds of one GEMM in a chain of `chain`.
+
+        It runs on as many SMs as the question says, while as many other slices as it says read
+        from the same home.
+        """
         ...
 
 
@@ -143,13 +146,13 @@ class Part:
     experts: Sequence[Experts] = ()
     neighbours: int = 0
     within: float = 1.5
-    """Of the best prediction: what is believed to take longer is left out."""
+    """Times the best prediction: what is believed to take longer is left out."""
     tiles_each: int = 2
-    """Of a dataflow, the best; all of them differ little where the link binds."""
+    """Tiles measured of a dataflow, the best: all differ little where the link binds."""
     published: bool = False
     """Only the published dataflows, or only all others."""
     by_map: bool = False
-    """Of weights in HBM, by what can be replayed with others in their place."""
+    """Measure weights in HBM, by what can be replayed with others in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +160,10 @@ class Task:
     """One measurement to come."""
 
     question: Question
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     expected_s: float
-    """Of one GEMM."""
+    """Seconds of one GEMM."""
 
     @property
     def chain(self) -> int:
@@ -168,12 +171,12 @@ class Task:
 
     @property
     def cost_s(self) -> float:
-        """Of measuring it. Neighbours must be brought up first."""
+        """Seconds of measuring it. Neighbours must be brought up first."""
         runs = 2 * _RUNS if self.question.neighbours else _RUNS
         return _SETUP_S + runs * self.chain * self.expected_s
 
 
-def chain_length(expected_s: float, dataflow: AnyDataflow) -> int:
+def chain_length(expected_s: float, dataflow: DataflowName) -> int:
     """GEMMs in a row. Enough that the first and the last, which overlap with nothing, do not count
     for much; the published dataflows overlap with nothing anyway."""
     least = 2 if dataflow in PUBLISHED else _CHAIN_MIN
@@ -285,7 +288,7 @@ def _questions(part: Part, homes: Sequence[LinkHome]) -> Iterator[Question]:
 def _worth_measuring(part: Part, estimates: Sequence[Estimate]) -> list[Estimate]:
     """Fastest first, but every dataflow's best before any dataflow's second."""
     mine = [one for one in estimates if (one.dataflow in PUBLISHED) == part.published]
-    before: Counter[AnyDataflow] = Counter()
+    before: Counter[DataflowName] = Counter()
     ranked: list[tuple[int, Estimate]] = []
     for one in mine:
         near = part.published or one.predicted_s <= part.within * mine[0].predicted_s
@@ -304,7 +307,7 @@ def _measured(bench: Bench, task: Task) -> Point:
 
 
 def _tried(what: str, cut: list[str], measure: Callable[[], T]) -> T | None:
-    """None, and a line for the profile, where it can not be measured."""
+    """None, and a line for the profile, where it cannot be measured."""
     try:
         return measure()
     except Refused as error:
@@ -380,7 +383,7 @@ def _matmul_rate(bench: Bench, m: int, sms: int) -> MatmulRate:
 
 
 def _read_bytes_per_s(bench: Bench, home: Home, ctas: int, neighbours: int = 0) -> float:
-    """By a GEMM of few rows, which does little but read W: as many tiles for each CTA."""
+    """Measure by a GEMM of few rows, which does little but read W: as many tiles for each CTA."""
     tiles_each = max(1, round(_READ_BYTES / (ctas * BW * _READ_K * 2)))
     n = ctas * BW * tiles_each
     question = Question(_READ_M, n, _READ_K, "bfloat16", home, ctas, neighbours=neighbours)

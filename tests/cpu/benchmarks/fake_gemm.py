@@ -12,10 +12,9 @@ from gemm_cases import Case, LinkHome
 
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.choice.cost import modelled
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
-from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic, traffic
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, modelled, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, Traffic, grouped_traffic
 from c2cserve.kernels.gpu.gemm.weight import OperandError
 
 RATES = Rates(assumed_h200())
@@ -24,7 +23,7 @@ LINK_BYTES_PER_S: dict[LinkHome, float] = {"host": 55e9, "peer": 390e9}
 
 
 @dataclass
-class FakeLane:
+class FakeContext:
     sms: int = 132
 
     def limit_link(self, bytes_per_s: float) -> None: ...
@@ -34,13 +33,13 @@ class FakeLane:
 class FakeBench:
     homes: Sequence[LinkHome] = ("peer", "host")
     sms: int = 132
-    lane: FakeLane = field(default_factory=FakeLane)
+    context: FakeContext = field(default_factory=FakeContext)
     link_bytes_per_s = LINK_BYTES_PER_S
 
 
 @dataclass
 class FakeSlice:
-    lane: FakeLane
+    context: FakeContext
 
     def use(self) -> Any:
         return nullcontext()
@@ -53,7 +52,7 @@ class FakeRun:
 
     bench: FakeBench
     case: Case
-    lane: FakeLane | None = None
+    context: FakeContext | None = None
     own: bool = False
     refuses: Sequence[str] = ()
     wrong: Sequence[str] = ()
@@ -71,21 +70,23 @@ class FakeRun:
         one = self.case.linear
         return RATES.matmul_s(self.case.m, one.n, one.k, self.case.sms), "cuBLAS"
 
-    def seconds(self, dataflow: AnyDataflow, tiles: Tiles, count: int = 16) -> float:
+    def seconds(self, dataflow: DataflowName, tiles: Tiles, count: int = 16) -> float:
         assert count >= 1
         if dataflow in self.refuses:
             raise OperandError(f"{dataflow} can not run here")
         return 1.1 * modelled(RATES, self.case.question, dataflow, tiles).seconds
 
-    def steps(self, dataflow: AnyDataflow, tiles: Tiles, count: int, first: int = 0) -> list[float]:
+    def steps(
+        self, dataflow: DataflowName, tiles: Tiles, count: int, first: int = 0
+    ) -> list[float]:
         if dataflow == "resident":
             return [self.cublas_s()[0]] * count
         return [self.seconds(dataflow, tiles)] * count
 
-    def error(self, dataflow: AnyDataflow, tiles: Tiles) -> float:
+    def error(self, dataflow: DataflowName, tiles: Tiles) -> float:
         return 0.5 if dataflow in self.wrong else 1e-3
 
-    def traffic(self, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
+    def traffic(self, dataflow: DataflowName, tiles: Tiles) -> Traffic:
         one = self.case.linear
         if dataflow == "grouped":
             rows = self.case.m * one.top_k // one.experts
@@ -101,7 +102,7 @@ def install(patch: pytest.MonkeyPatch, **how: Sequence[str]) -> None:
         return FakeRun(*given, **more, **how)
 
     def fake_partitions(bench: FakeBench, sms: int, count: int) -> list[FakeSlice]:
-        return [FakeSlice(FakeLane(sms)) for _ in range(count)]
+        return [FakeSlice(FakeContext(sms)) for _ in range(count)]
 
     def together_s(
         slices: Sequence[FakeSlice], graphs: Sequence[Sequence[float]], *, at_least_s: float = 0.1

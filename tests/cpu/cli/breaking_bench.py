@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.terminal.output import CliError
 
@@ -20,7 +20,7 @@ SMALL = {"homes": ("host",), "sms": (132, 16), "slices": 2}
 CUDA = "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the docs"
 
 
-def kind_of(q: Question, dataflow: AnyDataflow) -> str:
+def kind_of(q: Question, dataflow: DataflowName) -> str:
     """How it goes wrong: in rates (chains of direct and resident GEMMs) and in points."""
     if q.home == "hbm" and q.sms == 16 and dataflow == "resident" and q.m == 64:
         return "error"
@@ -32,7 +32,9 @@ def kind_of(q: Question, dataflow: AnyDataflow) -> str:
 
 
 class BreakingBench(FakeBench):
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         match kind_of(question, dataflow):
             case "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -57,7 +59,9 @@ def refusing() -> FakeBench:
 class Doomed(FakeBench):
     """Rates can be measured; no dataflow can."""
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         if (question.n, question.k) == (4096, 4096):
             raise RuntimeError(CUDA)
         return super().seconds(question, dataflow, tiles, chain)

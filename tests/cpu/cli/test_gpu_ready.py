@@ -10,9 +10,9 @@ from c2cserve.core.machine import Gpu
 from c2cserve.devices.gpus import GpuProblem
 from c2cserve.engine.gpu import requirements as gpu_ready
 from c2cserve.kernels.gpu.aot import compiler
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
+from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.terminal.output import CliError
 
 H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
@@ -20,14 +20,14 @@ H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """With torch for CUDA, all kernels and a profile; a test takes one away."""
+    """With torch for CUDA, the kernels that serving needs and a profile; a test takes one away."""
     monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path))
     monkeypatch.setattr(gpu_ready, "version", lambda name: "2.11.0+cu130")
     monkeypatch.setattr(gpu_ready, "_is_there", lambda module: True)
     folder = tmp_path / "kernels"
     monkeypatch.setattr(compiler, "default_folder", lambda: folder)
     folder.mkdir()
-    for variant in VARIANTS:
+    for variant in SERVING_VARIANTS:
         compiler.cubin_path(folder, variant).touch()
     save_profile(assumed_h200())
     return tmp_path
@@ -57,9 +57,9 @@ def test_missing_modules(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_kernels(home: Path) -> None:
-    compiler.cubin_path(home / "kernels", VARIANTS[3]).unlink()
+    compiler.cubin_path(home / "kernels", SERVING_VARIANTS[3]).unlink()
     (obstacle,) = gpu_ready.obstacles([H200])
-    assert obstacle.text.startswith(f"1 of {len(VARIANTS)} GPU kernels")
+    assert obstacle.text.startswith(f"1 of {len(SERVING_VARIANTS)} GPU kernels")
     assert obstacle.fix == "c2cserve kernels build"
 
 
@@ -85,7 +85,7 @@ def test_a_profile_without_neighbours(home: Path) -> None:
 def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "usable_gpus", lambda: (H200,))
     assert serve._gpus("measured") == (H200,)
-    compiler.cubin_path(home / "kernels", VARIANTS[0]).unlink()
+    compiler.cubin_path(home / "kernels", SERVING_VARIANTS[0]).unlink()
     with pytest.raises(CliError, match=r"kernels build; or .* with --gpu-slices none"):
         serve._gpus("measured")
 

@@ -13,8 +13,9 @@ import torch
 from c2cserve.cli.main import app
 from c2cserve.kernels.gpu.aot import compiler, flash_modules
 from c2cserve.kernels.gpu.aot.flash_modules import MODULES, FlashKind
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES
 from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 
 FakeNvcc = Callable[..., Path]
 

@@ -12,9 +12,9 @@ import torch
 from c2cserve.cli import profile as command
 from c2cserve.cli.main import app
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.profile import Point, load_profile
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Refused
 from c2cserve.terminal.output import CliError

@@ -22,16 +22,16 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
             synchronize=lambda: told.append(f"wait for {name}"), copies=None,
         )  # fmt: skip
 
-    lane = part("lane")
-    lane.copies = part("copies")
+    context = part("context")
+    context.copies = part("copies")
     parts = SimpleNamespace(
-        stream=part("steps"), lane=lane, ops=part("ops"), to_device=part("staging"),
+        stream=part("steps"), context=context, ops=part("ops"), to_device=part("staging"),
         flashinfer=SimpleNamespace(flash=part("plans")), cache=part("cache"),
     )  # fmt: skip
     parts.finish = lambda: GpuParts.finish(cast(Any, parts))
     GpuParts.renew(cast(Any, parts))
     assert told[:2] == ["wait for steps", "wait for copies"]
-    assert set(told[2:]) == {"lane", "ops", "staging", "plans", "cache"}
+    assert set(told[2:]) == {"context", "ops", "staging", "plans", "cache"}
 
 
 def test_weights_that_may_not_have_arrived_are_brought_again() -> None:

@@ -145,7 +145,7 @@ class Case:
             rows.block_table, layer.shape.scale, self.window,
         )  # fmt: skip
         out, arena = self.run()
-        # Weights are rounded before they meet the values, queries and keys after they were turned;
+        # Weights are rounded before they meet the values, queries and keys after they were rotated;
         # the interpreter cuts bfloat16 off there.
         if self.dtype is torch.bfloat16 and DEVICE.type == "cpu":
             roundings *= 2
@@ -174,7 +174,7 @@ def layout(kv_heads: int, dim: int, dtype: str = "float16") -> KvLayout:
     return KvLayout(2, kv_heads, dim, dtype)
 
 
-def turned_apart(case: Case) -> Case:
+def rotated_apart(case: Case) -> Case:
     """The same batch after `rope_store`, with tables that turn by nothing: what attention makes of
     it are the bits of one that turns and stores by itself."""
     count = len(case.qkv)

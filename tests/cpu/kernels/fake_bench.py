@@ -4,16 +4,17 @@ from collections.abc import Callable, Sequence
 
 from c2cserve.core.tensors import LinkHome
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow, MachineFacts
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import MachineFacts
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, modelled
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Refused
 
 H200 = assumed_h200()
 RATES = Rates(H200)
 
-Measurement = tuple[Question, AnyDataflow, Tiles, int]
+Measurement = tuple[Question, DataflowName, Tiles, int]
 """What was asked for, and the chain's length."""
 
 
@@ -30,8 +31,8 @@ class FakeBench:
         slices: int = 7,
         *,
         overhead_s: float = 0.05,
-        truth: Callable[[Question, AnyDataflow, Tiles], float] = lambda q, d, t: 1.0,
-        refuses: Callable[[Question, AnyDataflow], str] = lambda q, d: "",
+        truth: Callable[[Question, DataflowName, Tiles], float] = lambda q, d, t: 1.0,
+        refuses: Callable[[Question, DataflowName], str] = lambda q, d: "",
         notes: Sequence[str] = (),
     ) -> None:
         self.homes, self.sms, self.slices, self.notes = homes, sms, slices, notes
@@ -51,7 +52,9 @@ class FakeBench:
         self.now_s += self._overhead_s
         return 4e12 * sms / self.sms[0]
 
-    def seconds(self, question: Question, dataflow: AnyDataflow, tiles: Tiles, chain: int) -> float:
+    def seconds(
+        self, question: Question, dataflow: DataflowName, tiles: Tiles, chain: int
+    ) -> float:
         self.asked.append((question, dataflow, tiles, chain))
         if why := self._refuses(question, dataflow):
             raise Refused(why)

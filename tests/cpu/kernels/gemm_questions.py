@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.candidates import Candidate, candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, Estimate
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import HOMES, Point, Profile
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.dataflows.table import modelled
 
 H200 = assumed_h200()
 RATES = Rates(H200)

@@ -25,8 +25,9 @@ from hypothesis import strategies as st
 
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, describe
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import Point
+from c2cserve.kernels.gpu.gemm.dataflows.table import modelled
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 # What was measured

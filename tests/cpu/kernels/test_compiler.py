@@ -22,7 +22,8 @@ from c2cserve.kernels.gpu.aot.compiler import (
     parse_report,
 )
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.aot.variants import VARIANTS, Source, Variant
+from c2cserve.kernels.gpu.aot.variants import Source, Variant
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 
 FakeNvcc = Callable[..., Path]
 
@@ -36,7 +37,7 @@ BUILDER = """
 import sys
 from pathlib import Path
 from c2cserve.kernels.gpu.aot.compiler import build
-from c2cserve.kernels.gpu.aot.variants import VARIANTS
+from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 build(VARIANTS[: int(sys.argv[2])], Path(sys.argv[1]), force=True)
 """
 
@@ -202,7 +203,7 @@ def test_a_missing_kernel_is_named_with_what_builds_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KernelMissingError) as missing:
-        Repository(0, tmp_path).load()
+        Repository(0, tmp_path).load(VARIANTS)
     assert str(missing.value) == (
         f"the kernel {VARIANTS[0].name} is not in {tmp_path}:"
         f" run `c2cserve kernels build --folder {tmp_path}`"

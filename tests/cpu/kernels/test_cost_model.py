@@ -19,11 +19,13 @@ from gemm_questions import (
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.gemm.choice.candidates import Candidate, candidates, covers
+from c2cserve.kernels.gpu.gemm.choice.candidates import Candidate, candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser, NothingFits
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, floor_s, modelled
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, floor_s
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileMismatch
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.dataflow import covers
+from c2cserve.kernels.gpu.gemm.dataflows.table import modelled
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 

@@ -8,7 +8,7 @@ from interpreted import DEVICE
 
 from c2cserve.kernels.gpu import launcher as launcher_module
 from c2cserve.kernels.gpu.launcher import Launcher
-from c2cserve.kernels.gpu.programmatic_launch import EARLY
+from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS
 
 
 @dataclass
@@ -33,13 +33,13 @@ class Parameter:
 
 @dataclass
 class Kernel:
-    """(x, out, width, count, eps, BLOCK, EARLY): width is specialised on, count is not."""
+    """(x, out, width, count, eps, BLOCK, PDL): width is specialised on, count is not."""
 
     asked: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     ran: list[tuple[Any, ...]] = field(default_factory=list[tuple[Any, ...]])
     function = "function"
     packed_metadata = "metadata"
-    arg_names = ("x", "out", "width", "count", "eps", "BLOCK", "EARLY")
+    arg_names = ("x", "out", "width", "count", "eps", "BLOCK", "PDL")
     params = (
         Parameter("x"), Parameter("out"), Parameter("width"), Parameter("count", True),
         Parameter("eps"),
@@ -75,12 +75,12 @@ def test_triton_is_asked_once_for_a_key(kernel: Kernel) -> None:
     assert len(kernel.asked) == 1
     grid, arguments, options = kernel.asked[0]
     assert (grid, arguments[2:]) == (GRID, (64, 7, 0.5))
-    assert options == {"BLOCK": 128, "num_warps": 4, **EARLY}
+    assert options == {"BLOCK": 128, "num_warps": 4, **PDL_OPTIONS}
     launch((6, 2, 1), (At(48), At(1024)), (64, 9, 0.25), (64,))
     assert len(kernel.asked) == 1
     assert kernel.ran == [
         (6, 2, 1, "stream of 0", "function", "metadata", None, None, None, 48, 1024, 64, 9, 0.25,
-         128, EARLY["EARLY"])
+         128, PDL_OPTIONS["PDL"])
     ]  # fmt: skip
 
 

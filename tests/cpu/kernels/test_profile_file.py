@@ -3,7 +3,7 @@
 import datetime
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.profile import (
-    DATAFLOWS,
     DTYPES,
     HOMES,
     SCHEMA,
-    TILE_FIELDS,
     HbmRate,
     LinkRates,
     MachineFacts,
@@ -33,6 +31,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import (
     profile_path,
     save_profile,
 )
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 POINT = Point("direct", Tiles(bx=16), 8, 4096, 4096, "bfloat16", "peer", 132, 1e-4)
@@ -51,7 +50,7 @@ def link_rates(draw: st.DrawFn) -> LinkRates:
 
 @st.composite
 def points(draw: st.DrawFn) -> Point:
-    dataflow = draw(st.sampled_from(DATAFLOWS))
+    dataflow = draw(st.sampled_from(list(DATAFLOWS)))
     experts = draw(counts) if dataflow == "grouped" else 0
     tiles = Tiles(
         bx=draw(st.integers(1, 32)) * 8,
@@ -214,7 +213,7 @@ def test_one_measurement_twice_is_malformed() -> None:
 
 
 def test_every_dataflow_says_which_tiles_it_reads() -> None:
-    assert set(TILE_FIELDS) == set(DATAFLOWS)
-    for fields in TILE_FIELDS.values():
+    assert set(get_args(DataflowName)) == set(DATAFLOWS)
+    for fields in (dataflow.tile_fields for dataflow in DATAFLOWS.values()):
         for field in fields:
             assert hasattr(Tiles(), field)

@@ -7,18 +7,13 @@ import pytest
 from fake_bench import H200, RATES, FakeBench
 
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, modelled
-from c2cserve.kernels.gpu.gemm.choice.profile import (
-    AnyDataflow,
-    Profile,
-    load_profile,
-    save_profile,
-)
+from c2cserve.kernels.gpu.gemm.choice.cost import Question
+from c2cserve.kernels.gpu.gemm.choice.profile import Profile, load_profile, save_profile
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName, modelled
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import (
     MATMUL_ROWS,
-    PUBLISHED,
     READ_CTAS,
     ROWS,
     Part,
@@ -217,7 +212,7 @@ def test_hopeless_candidates_are_left_out() -> None:
 def test_later_parts_believe_what_earlier_ones_measured(endless: Profile) -> None:
     """Rings are ten times slower than the model has it here: after the first part nobody asks."""
 
-    def truth(question: Question, dataflow: AnyDataflow, tiles: Tiles) -> float:
+    def truth(question: Question, dataflow: DataflowName, tiles: Tiles) -> float:
         return 10.0 if dataflow == "ring" else 1.0
 
     found = run(FakeBench(truth=truth))
@@ -231,7 +226,7 @@ def test_later_parts_believe_what_earlier_ones_measured(endless: Profile) -> Non
 
 
 def test_what_is_refused_is_said_once_and_the_rest_goes_on() -> None:
-    def refuses(question: Question, dataflow: AnyDataflow) -> str:
+    def refuses(question: Question, dataflow: DataflowName) -> str:
         return "no room" if dataflow == "ring" and question.sms == 16 else ""
 
     found = run(FakeBench(refuses=refuses))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles, panels, sym_columns, traffic
+from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName, traffic
+from c2cserve.kernels.gpu.gemm.traffic import Tiles, panels, sym_columns
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,7 @@ def test_what_multicast_tee_and_ring_save_on_the_papers_shape() -> None:
     tiles = Tiles(bx=256, cluster=8)
     assert traffic("direct", *shape, tiles).link_bytes == 5 * w_bytes
     assert traffic("direct", 2048, *shape[1:], tiles).link_bytes == w_bytes
-    once: tuple[Dataflow, ...] = ("tee", "ring", "prefetch")
+    once: tuple[DataflowName, ...] = ("tee", "ring", "prefetch")
     assert all(traffic(name, *shape, tiles).link_bytes == w_bytes for name in once)
     assert traffic("resident", *shape, tiles).link_bytes == 0
 

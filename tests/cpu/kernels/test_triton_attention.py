@@ -1,11 +1,11 @@
 """Paged attention against float64: ragged batches, every kind of head, windows, long contexts, and
-new keys and values turned and stored on the way."""
+new keys and values rotated and stored on the way."""
 
 from typing import Any
 
 import pytest
 import torch
-from attention_case import Case, layout, turned_apart
+from attention_case import Case, layout, rotated_apart
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreted import DEVICE
@@ -86,7 +86,7 @@ def test_a_lone_token_is_turned_as_those_that_come_in_numbers(
     lengths = [(1, length) for length in (1, 64, 65, 300, 530)]
     case = Case(lengths, heads, layout(kv_heads, dim, name), dtype, window, norm)
     out, arena = case.run()
-    again, kept = turned_apart(case).run()
+    again, kept = rotated_apart(case).run()
     assert torch.equal(again, out)
     assert torch.equal(kept, arena)
 

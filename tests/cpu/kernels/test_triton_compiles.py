@@ -33,8 +33,8 @@ made = []
 triton.knobs.runtime.jit_post_compile_hook = lambda **facts: made.append(facts["repr"])
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
-from c2cserve.kernels.gpu.sampling.sample import draw
-from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.sampling.sample import sample
+from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
 from c2cserve.kernels.gpu.aot.warm import Sizes, warm
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
@@ -63,8 +63,8 @@ for tokens in (1, 2, 5, 16, 4096):
     few = min(tokens, 5)
     rows = TokenRows(ints(*range(few)), ints(*range(few + 1)), ints(*range(few)),
                      zeros(few, 3, dtype=torch.int64), zeros(few, dtype=torch.int64))
-    FixedRows.make(8, 3072, 4096, dtype, cpu).settle(zeros(few, 3072), rows)
-    draw(zeros(min(tokens, 17), 32000), zeros(6, min(tokens, 17), dtype=torch.int64))
+    GraphInputs.make(8, 3072, 4096, dtype, cpu).copy_in(zeros(few, 3072), rows)
+    sample(zeros(min(tokens, 17), 32000), zeros(6, min(tokens, 17), dtype=torch.int64))
 for layer, heads, kv_heads in ((0, 1, 1), (1, 28, 4), (35, 64, 8)):
     kv = KvLayout(36, kv_heads, dim, "bfloat16")
     arena, slots = zeros(kv.block_bytes, dtype=torch.uint8), zeros(5, dtype=torch.int64)

@@ -11,12 +11,17 @@ from hypothesis import strategies as st
 
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.compiler import SOURCES
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS, Source, Variant
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, Source, Variant
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
+from c2cserve.kernels.gpu.gemm.dataflows.table import (
+    DATAFLOWS,
+    SERVING_VARIANTS,
+    VARIANTS,
+    DataflowName,
+)
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 BY_SOURCE: dict[Source, list[Variant]] = defaultdict(list)
@@ -26,8 +31,8 @@ TILE_BYTES = 64 * 2
 """Of a row of W or X in a stage."""
 
 
-def launched(dataflow: AnyDataflow, tiles: Tiles, dtype: HalfDtype) -> Variant | None:
-    """What `dataflows/` launch; None for what cuBLAS multiplies."""
+def launched(dataflow: DataflowName, tiles: Tiles, dtype: HalfDtype) -> Variant | None:
+    """What `launchers/` launch; None for what cuBLAS multiplies."""
     bx, cluster = tiles.bx, tiles.cluster
     match dataflow:
         case "resident" | "prefetch":
@@ -87,6 +92,23 @@ def test_whatever_streams_few_rows_is_built_for_gates_too(question: Question, ro
     variant = launched(dataflow, tiles, few.dtype)
     assert variant is not None
     assert replace(variant, gated=True) in VARIANTS
+
+
+def test_serving_requires_no_kernel_that_is_there_to_compare_with() -> None:
+    published = {v for flow in DATAFLOWS.values() if flow.published for v in flow.variants}
+    assert published
+    assert set(SERVING_VARIANTS) < set(VARIANTS) - published
+
+
+@given(questions(), st.booleans())
+def test_whatever_a_slice_launches_is_required_to_serve(question: Question, few_rows: bool) -> None:
+    q = replace(question, k=-(-question.k // 8) * 8)
+    if few_rows:
+        q = replace(q, m=1 + q.m % ROWS_STREAMED)
+    variant = launched(*Chooser(assumed_h200()).serving(q), q.dtype)
+    if variant is not None:
+        assert variant in SERVING_VARIANTS
+        assert variant.source == "grouped" or replace(variant, gated=True) in SERVING_VARIANTS
 
 
 @given(questions())

@@ -32,7 +32,7 @@ from c2cserve.engine.gpu.tables import (
     can_be_bound,
 )
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
-from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 from c2cserve.memory.hbm_cache import HbmCache
 
@@ -76,7 +76,7 @@ class _Step:
 class _Graph:
     captured: Captured[Tensor]
     """The last layer's branch, to be added to `fixed.hidden`."""
-    fixed: FixedRows
+    fixed: GraphInputs
     launched: Counter[str]
 
 
@@ -173,7 +173,7 @@ class DecodeGraphs:
             binding.bind(model.tables)
         # A larger graph than asked for has tables of the same context.
         binding.bind_rope(key.context, step.rope)
-        graph.fixed.settle(step.hidden, step.rows, repeated=_repeated(key, model))
+        graph.fixed.copy_in(step.hidden, step.rows, repeated=_repeated(key, model))
         graph.captured.graph.replay()
         _add(graph.fixed, graph.captured.result, step.hidden)
         self.replays += 1
@@ -223,7 +223,7 @@ class DecodeGraphs:
     def _capture(self, key: GraphKey, step: _Step, model: _Model, binding: GraphBinding) -> _Graph:
         """Capture the step's graph. Raises `CaptureError`."""
         hidden, resident = step.hidden, model.tables.resident
-        fixed = FixedRows.make(
+        fixed = GraphInputs.make(
             key.rows, hidden.shape[1], key.context, hidden.dtype, hidden.device
         )  # fmt: skip
         layers = resident if key.model else None
@@ -245,8 +245,8 @@ class DecodeGraphs:
         hidden, rows = step.hidden, step.rows
         context = rows.block_table.shape[1] * BLOCK_TOKENS
         count = bucket(len(hidden))
-        fixed = FixedRows.make(count, hidden.shape[1], context, hidden.dtype, hidden.device)
-        fixed.settle(hidden, rows)
+        fixed = GraphInputs.make(count, hidden.shape[1], context, hidden.dtype, hidden.device)
+        fixed.copy_in(hidden, rows)
         branch = self._launch(fixed.hidden, step.layers, fixed.rows, step.rope, step.arena)
         _add(fixed, branch, hidden)
 
@@ -256,7 +256,7 @@ def _repeated(key: GraphKey, model: _Model) -> bool:
     return model.sparse and key.model == 0
 
 
-def _add(fixed: FixedRows, branch: Tensor, hidden: Tensor) -> None:
+def _add(fixed: GraphInputs, branch: Tensor, hidden: Tensor) -> None:
     """Add the branch to the rows of hidden; leave padding rows out."""
     count = len(hidden)
     torch.add(fixed.hidden[:count], branch[:count], out=hidden)

@@ -58,12 +58,12 @@ def _is_there(module: str) -> bool:
 
 def _kernels() -> Iterator[Obstacle]:
     from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
-    from c2cserve.kernels.gpu.aot.variants import VARIANTS
+    from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 
     folder = default_folder()
-    lacking = [variant for variant in VARIANTS if not cubin_path(folder, variant).exists()]
+    lacking = [variant for variant in SERVING_VARIANTS if not cubin_path(folder, variant).exists()]
     if lacking:
-        text = f"{len(lacking)} of {len(VARIANTS)} GPU kernels are not built in {folder}"
+        text = f"{len(lacking)} of {len(SERVING_VARIANTS)} GPU kernels are not built in {folder}"
         yield Obstacle(text, "c2cserve kernels build")
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import Draw, Drawn, RowSampling
 
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Draw]
@@ -108,7 +108,7 @@ def _decide(logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int]) 
     asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])
     if logits.device.type == "cuda":
         asked = asked.pin_memory().to(logits.device, non_blocking=True)
-    return draw(logits, asked)
+    return sample(logits, asked)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

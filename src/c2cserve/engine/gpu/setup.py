@@ -31,9 +31,10 @@ from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
 from c2cserve.kernels.gpu.gemm.choice.profile import Profile, ProfileError, load_profile
+from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.hbm_cache import CachePolicy, HbmCache
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
@@ -53,7 +54,7 @@ class GpuParts:
 
     device: torch.device
     stream: torch.cuda.Stream
-    lane: Lane
+    context: LaunchContext
     linear: Linear
     ops: GpuOps
     arena: Tensor
@@ -96,7 +97,7 @@ class GpuParts:
         on their way into the cache. Models and kernels stay.
         """
         self.finish()
-        self.lane.renew()
+        self.context.renew()
         self.ops.renew()
         self.to_device.renew()
         self.flashinfer.flash.renew()
@@ -106,7 +107,7 @@ class GpuParts:
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()
-        self.lane.copies.synchronize()
+        self.context.copies.synchronize()
 
 
 def open_gpu(
@@ -142,8 +143,8 @@ def open_gpu(
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
-    repository.load()
-    lane = Lane(device, repository, None if partition is None else partition.sms)
+    repository.load(SERVING_VARIANTS)
+    context = LaunchContext(device, repository, None if partition is None else partition.sms)
     torch_device = torch.device("cuda", device)
     arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
@@ -152,7 +153,7 @@ def open_gpu(
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
         borrower = Borrower(peers, lambda: _mark(stream))
     cache = None if cache_policy is None else HbmCache(arena, cache_policy, borrower)
-    linear = Linear(lane, chooser, cache)
+    linear = Linear(context, chooser, cache)
     on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
     flashinfer = FlashInfer(torch_device, kernels)
     ops = GpuOps(linear, torch_device, host_sampler, on_step_end, flashinfer.flash)
@@ -161,7 +162,7 @@ def open_gpu(
     parts = GpuParts(
         torch_device,
         stream,
-        lane,
+        context,
         linear,
         ops,
         arena,

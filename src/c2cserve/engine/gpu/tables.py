@@ -18,7 +18,7 @@ from torch import Tensor
 from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf
 from c2cserve.kernels.gpu.driver import MAP_BYTES
-from c2cserve.kernels.gpu.gemm.dataflows.direct import gated_map, weight_map
+from c2cserve.kernels.gpu.gemm.launchers.direct import gated_map, weight_map
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle, for_libraries
 from c2cserve.kernels.layer import LayerWeights, Mlp
 from c2cserve.memory.hbm_cache import HbmCache

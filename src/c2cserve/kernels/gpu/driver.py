@@ -18,7 +18,7 @@ _TYPES = {
     "float32": (cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
 }
 _ROW_BYTES = 128
-"""Of a box: the swizzle's span."""
+"""A box's row: the swizzle's span."""
 MAP_BYTES = 128
 
 
@@ -42,7 +42,7 @@ def tensor_map(
 ) -> bytes:
     """The copy engine's description of a matrix, read and written in boxes of `box_rows` rows of
     128 bytes, swizzled in shared memory. `row_stride` in elements. Outside the matrix, reads give
-    zeros and writes go nowhere. Raises `CudaError` for what the engine can not address."""
+    zeros and writes go nowhere. Raises `CudaError` for what the engine cannot address."""
     item_bytes = _TYPES[dtype][1]
     return _encode(pointer, (columns, rows), (row_stride * item_bytes,), (box_rows,), dtype)
 
@@ -57,7 +57,7 @@ def stack_map(
 
 @lru_cache(maxsize=4096)
 def pair_map(pointer: int, rows: int, columns: int, box_rows: int, dtype: MapType) -> bytes:
-    """Of two such matrices: a box has `box_rows` rows of the first, then the same of the second."""
+    """Describe two such matrices: a box has `box_rows` rows of the first, then of the second."""
     return _encode_stack(pointer, 2, rows, columns, (box_rows, 2), dtype)
 
 
@@ -90,7 +90,7 @@ def _encode(
 
 
 @cache
-def _early_start() -> Any:
+def _pdl_attribute() -> Any:
     """The launch attribute that lets a kernel start before the one before it in its stream ends."""
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
@@ -106,24 +106,24 @@ def launch(
     stream: int,
     parameters: ctypes.Structure,
     *,
-    early: bool,
+    pdl: bool,
 ) -> None:
-    """Put a kernel with one parameter struct on a stream. With `early` it may begin before earlier
+    """Put a kernel with one parameter struct on a stream. With `pdl` it may begin before earlier
     kernels have ended; it waits for them itself where it must. Raises `CudaError`."""
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
     config.sharedMemBytes = shared_bytes
     config.hStream = cu.CUstream(stream)
-    if early:
-        config.attrs = [_early_start()]
+    if pdl:
+        config.attrs = [_pdl_attribute()]
         config.numAttrs = 1
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
     checked("cuLaunchKernelEx", cu.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
 def new_stream(device: int) -> torch.cuda.Stream:
-    """A stream of the device that nobody else has, for as long as the process lives."""
+    """Return a stream of the device with one owner, for as long as the process lives."""
     with torch.cuda.device(device):
         torch.cuda.current_stream(device)  # the context is there
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING

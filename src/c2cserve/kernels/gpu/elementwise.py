@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.launcher import Launcher
-from c2cserve.kernels.gpu.programmatic_launch import EARLY, after_others
+from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
 
 _COLUMNS = 1024
 """A program's share of a row where a row needs no sum."""
@@ -30,13 +30,13 @@ _COLUMNS = 1024
 @triton.jit
 def _norm_kernel(
     x, residual, weight, out, hidden, eps, ADD: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
     scales = tl.load(weight + at, inside, 0.0)  # no kernel writes it
-    after_others(EARLY)
+    after_others(PDL)
     value = tl.load(x + start + at, inside, 0.0)
     if ADD:
         before = tl.load(residual + start + at, inside, 0.0)
@@ -51,9 +51,9 @@ def _norm_kernel(
 @triton.jit
 def _silu_mul_kernel(
     gate_up, out, inner, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < inner
@@ -65,22 +65,24 @@ def _silu_mul_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def _chained_kernel(
-    ids, drawn, out, count, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    ids, sampled, out, count, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     known = tl.load(ids + at, inside, 0)
     late = known < 0
-    tl.store(out + at, tl.where(late, tl.load(drawn - 1 - known, inside & late, 0), known), inside)
+    tl.store(
+        out + at, tl.where(late, tl.load(sampled - 1 - known, inside & late, 0), known), inside
+    )
 
 
 @triton.jit(do_not_specialize=["vocab"])
 def _embed_kernel(
     table, ids, out, vocab, hidden, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -93,9 +95,9 @@ def _embed_kernel(
 @triton.jit(do_not_specialize=["count"])
 def _combine_kernel(
     y, places, weights, out, count, hidden, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
@@ -155,12 +157,12 @@ def _silu_mul_constants(_dtype: torch.dtype, _inner: int) -> dict[str, Any]:
 _launch_silu_mul = Launcher(_silu_mul_kernel, _silu_mul_constants)
 
 
-def chained(ids: Tensor, drawn: Tensor) -> Tensor:
+def chained(ids: Tensor, sampled: Tensor) -> Tensor:
     """`Ops.chained`: int32 [T], of contiguous int32 [T] and [R]."""
     out = torch.empty_like(ids)
     if len(ids):
         _chained_kernel[(-(-len(ids) // _COLUMNS),)](
-            ids, drawn, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **EARLY
+            ids, sampled, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **PDL_OPTIONS
         )
     return out
 
@@ -180,7 +182,7 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
             hidden,
             BLOCK=_COLUMNS,
             num_warps=4,
-            **EARLY,
+            **PDL_OPTIONS,
         )
     return out
 
@@ -200,6 +202,6 @@ def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
             hidden,
             BLOCK=_COLUMNS,
             num_warps=4,
-            **EARLY,
+            **PDL_OPTIONS,
         )
     return out

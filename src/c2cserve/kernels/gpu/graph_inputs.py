@@ -26,29 +26,29 @@ _COLUMNS = 1024
 """A program's share of a row."""
 
 
-@triton.jit(do_not_specialize=["rows", "table_width", "fixed_width", "repeated"])
-def _settle_kernel(
-    hidden, positions, context_len, tables, slots, fixed_hidden, fixed_positions,
-    fixed_context_len, fixed_tables, fixed_slots, rows, width, table_width, fixed_width,
-    repeated, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit(do_not_specialize=["rows", "table_width", "graph_width", "repeated"])
+def _copy_in_kernel(
+    hidden, positions, context_len, tables, slots, graph_hidden, graph_positions,
+    graph_context_len, graph_tables, graph_slots, rows, width, table_width, graph_width,
+    repeated, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     target = tl.program_id(0).to(tl.int64)
     source = tl.where(target < rows, target, 0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(hidden + source * width + at, at < width)
-    tl.store(fixed_hidden + target * width + at, value, at < width)
+    tl.store(graph_hidden + target * width + at, value, at < width)
     block = tl.load(tables + source * table_width + at, at < table_width, 0)
-    tl.store(fixed_tables + target * fixed_width + at, block, at < fixed_width)
+    tl.store(graph_tables + target * graph_width + at, block, at < graph_width)
     if tl.program_id(1) == 0:
-        tl.store(fixed_positions + target, tl.load(positions + source))
+        tl.store(graph_positions + target, tl.load(positions + source))
         attends = (target < rows) | (repeated != 0)
-        tl.store(fixed_context_len + target, tl.where(attends, tl.load(context_len + source), 0))
-        tl.store(fixed_slots + target, tl.load(slots + source))
+        tl.store(graph_context_len + target, tl.where(attends, tl.load(context_len + source), 0))
+        tl.store(graph_slots + target, tl.load(slots + source))
 
 
 @dataclass(frozen=True, slots=True)
-class FixedRows:
+class GraphInputs:
     """What a graph reads: `hidden` [rows, H], and the same number of sequences of one new token."""
 
     hidden: Tensor
@@ -57,8 +57,8 @@ class FixedRows:
     @classmethod
     def make(
         cls, count: int, width: int, context: int, dtype: torch.dtype, device: torch.device
-    ) -> "FixedRows":
-        """For `count` sequences of up to `context` tokens; `settle` writes all of it."""
+    ) -> "GraphInputs":
+        """Make room for `count` sequences of up to `context` tokens; `copy_in` writes all of it."""
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -72,7 +72,7 @@ class FixedRows:
         )
         return cls(empty(count, width, dtype=dtype), rows)
 
-    def settle(self, hidden: Tensor, rows: TokenRows, *, repeated: bool = False) -> None:
+    def copy_in(self, hidden: Tensor, rows: TokenRows, *, repeated: bool = False) -> None:
         """Bring a step's rows here: at most as many, with block tables at most as wide, all on this
         GPU and contiguous. `repeated`: the others repeat the first one, attention included."""
         (count, width), mine = self.hidden.shape, self.rows
@@ -85,11 +85,11 @@ class FixedRows:
             len(hidden), width, rows.block_table.shape[1], mine.block_table.shape[1], int(repeated)
         )  # fmt: skip
         grid = count, -(-longest // _COLUMNS), 1
-        _launch_settle(grid, tensors, numbers, (hidden.dtype, width))
+        _launch_copy_in(grid, tensors, numbers, (hidden.dtype, width))
 
 
 def _constants(_dtype: torch.dtype, _width: int) -> dict[str, Any]:
     return {"BLOCK": _COLUMNS, "num_warps": 4}
 
 
-_launch_settle = Launcher(_settle_kernel, _constants)
+_launch_copy_in = Launcher(_copy_in_kernel, _constants)

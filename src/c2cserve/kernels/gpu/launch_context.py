@@ -25,7 +25,7 @@ class Slot:
         self.free = torch.cuda.Event()
 
     def hold(self, size: int) -> Tensor:
-        """At least `size` bytes of it, uint8."""
+        """Return at least `size` bytes of it, uint8."""
         if self._memory is None or self._memory.numel() < size:
             # Old memory goes back to torch's cache, which hands it on in stream order only.
             torch.cuda.synchronize(self._device)
@@ -33,8 +33,8 @@ class Slot:
         return self._memory[:size]
 
 
-class Lane:
-    """Launches go to torch's current stream; `sms` bounds their grids. Not thread-safe: a lane
+class LaunchContext:
+    """Launches go to torch's current stream; `sms` bounds their grids. Not thread-safe: a context
     belongs to one thread, as a slice does."""
 
     def __init__(self, device: int, repository: Repository, sms: int | None = None) -> None:
@@ -121,12 +121,12 @@ class Lane:
         return self._clusters[variant]
 
     def launch(
-        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, early: bool = False
+        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False
     ) -> None:
         """Raises `KernelMissingError`, `CudaError`."""
         driver.launch(
             self.repository.kernel(variant), clusters * variant.cluster, THREADS,
-            SHARED_BYTES, self.stream, parameters, early=early,
+            SHARED_BYTES, self.stream, parameters, pdl=pdl,
         )  # fmt: skip
 
 

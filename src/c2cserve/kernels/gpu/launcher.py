@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import triton
 from torch import Tensor
 
-from c2cserve.kernels.gpu.programmatic_launch import EARLY
+from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS
 
 _ALIGNMENT = 16
 
@@ -31,7 +31,7 @@ class Launcher:
     """One kernel, whose parameters are tensors, then numbers, then constants."""
 
     def __init__(self, kernel: Any, constants: Callable[..., dict[str, Any]]) -> None:
-        """`constants(*key)`: the kernel's `constexpr` parameters (but EARLY) and its options."""
+        """`constants(*key)`: the kernel's `constexpr` parameters (but PDL) and its options."""
         self._kernel = kernel
         self._constants = constants
         self._compiled: dict[tuple[int, _Key], _Compiled] = {}
@@ -64,7 +64,7 @@ class Launcher:
     def _launch_by_triton(
         self, grid: Grid, tensors: Sequence[Tensor], numbers: Sequence[int | float], key: _Key
     ) -> None:
-        constants = {**self._constants(*key), **EARLY}
+        constants = {**self._constants(*key), **PDL_OPTIONS}
         kernel = self._kernel[grid](*tensors, *numbers, **constants)
         device = tensors[0].get_device()
         aligned = all(tensor.data_ptr() % _ALIGNMENT == 0 for tensor in tensors)

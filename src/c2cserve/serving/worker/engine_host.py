@@ -122,7 +122,7 @@ class _GpuBackend:
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
         self.device = gpu.device
-        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.lane.sms} SMs"
+        self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
@@ -298,7 +298,7 @@ class SharedGpu:
                 partition = self._partitions[share.part] if share.parts else None
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                     profile=share.profile, notify=notify, cache_policy=Residency(slice_.kv_bytes),
+                    profile=share.profile, notify=notify, cache_policy=Residency(slice_.kv_bytes),
                     peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:

@@ -208,7 +208,7 @@ def read_report(folder: Path, variant: Variant) -> Report | None:
         fields["warnings"] = tuple(fields["warnings"])
         return Report(**fields)
     except (OSError, ValueError, KeyError, TypeError):
-        # Somebody else's hand: the same as no cubin, so `build` makes both again.
+        # Changed by another program: the same as no cubin, so `build` makes both again.
         return None
 
 
@@ -243,7 +243,7 @@ def build(
                 if built is not None:
                     built(jobs[job], report)
         except BaseException:
-            # Whoever interrupts does not wait for what has not begun.
+            # An interrupt does not wait for what has not begun.
             executor.shutdown(wait=False, cancel_futures=True)
             raise
     return lacking

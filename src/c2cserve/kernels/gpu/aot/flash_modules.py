@@ -29,7 +29,7 @@ _ARCH = "9.0a"
 _WORDS = 8000
 """Of a compiler that failed, the last: the commands before them fill pages."""
 _TIMEOUT_S = 3600.0
-"""Of one module: ten files of CUTLASS templates, each of them minutes."""
+"""The limit of one module: ten files of CUTLASS templates, each of them minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def installed() -> str | None:
 
 
 def modules_folder(folder: Path, flashinfer: str) -> Path:
-    """Of the modules that this version of FlashInfer built, in a folder of kernels."""
+    """The key of the modules that this version of FlashInfer built, in a folder of kernels."""
     return folder / f"{_FOLDER}{flashinfer}"
 
 
@@ -77,7 +77,7 @@ def built(folder: Path, kind: FlashKind, flashinfer: str) -> bool:
         fields: dict[str, Any] = json.loads(record.read_text())
         module = str(fields["module"])
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # somebody else's hand: `build` makes it again
+        return False  # changed by another program: `build` makes it again
     return (record.parent / module / f"{module}.so").is_file()
 
 
@@ -181,7 +181,7 @@ def _toolkit(nvcc: str, home: Path) -> Path:
 
 
 def _headers() -> list[Path]:
-    """Of wheels: torch's bring some (cuRAND's) that CUTLASS includes and small toolkits lack."""
+    """Folders of wheels: torch's bring headers (cuRAND's) that small toolkits lack."""
     spec = importlib.util.find_spec("nvidia")
     places = (spec and spec.submodule_search_locations) or ()
     return [path for place in places for path in sorted(Path(place).glob("*/include"))]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, VARIANTS, Variant
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, Variant
 from c2cserve.kernels.gpu.driver import checked, cu
 
 _core: Any = import_module("cuda.core")  # compiled, like the driver's module
@@ -36,8 +36,8 @@ class Repository:
         self._loaded: list[object] = []
         """cuda-core's own objects: the code is unloaded when they go."""
 
-    def load(self, variants: Iterable[Variant] = VARIANTS) -> None:
-        """Raises `KernelMissingError` for the first that is not built."""
+    def load(self, variants: Iterable[Variant]) -> None:
+        """Load the kernels. Raises `KernelMissingError` for the first that is not built."""
         for variant in variants:
             self.kernel(variant)
 

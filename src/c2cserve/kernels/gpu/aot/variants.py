@@ -4,7 +4,7 @@ A variant is compiled once, ahead of serving (`c2cserve kernels build`), and fou
 sizes of its shared memory are worked out here and held against the device code when it compiles.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from c2cserve.core.tensors import HalfDtype
@@ -100,25 +100,3 @@ class Variant:
             case _:
                 defines |= {"CLUSTER": self.cluster}
         return {name: str(value) for name, value in defines.items()}
-
-
-def _of(dtype: HalfDtype) -> list[Variant]:
-    alone = [Variant("direct", dtype, bx) for bx in BX_ALONE]
-    shared = [Variant("direct", dtype, bx, cluster) for cluster in CLUSTERS for bx in BX_SHARED]
-    tee = [Variant("direct", dtype, 256, cluster, tee=True) for cluster in (4, 8)]
-    split = [Variant("split", dtype, bx, cluster) for cluster in CLUSTERS_SPLIT for bx in BX_SPLIT]
-    gated = [Variant("direct", dtype, bx, gated=True) for bx in BX_SPLIT]
-    gated += [replace(variant, gated=True) for variant in split]
-    grouped = [Variant("grouped", dtype, bx) for bx in BX_ALONE]
-    grouped += [Variant("grouped", dtype, 256, cluster) for cluster in CLUSTERS]
-    ring = [Variant("ring", dtype, bx) for bx in (128, 256)]
-    ring += [Variant("ring", dtype, 256, cluster) for cluster in (2, 4)]
-    hybrid = [
-        Variant("hybrid", dtype, bx, kp=kp, partial_bytes=partial)
-        for bx, kp in ((64, 256), (128, 256), (256, 256), (128, 512))
-        for partial in (4, 2)
-    ]
-    return alone + shared + tee + split + gated + grouped + ring + hybrid
-
-
-VARIANTS: tuple[Variant, ...] = tuple(variant for dtype in DTYPES for variant in _of(dtype))

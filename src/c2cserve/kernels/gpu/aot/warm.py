@@ -13,9 +13,9 @@ from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES
-from c2cserve.kernels.gpu.graph_inputs import FixedRows
+from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 from c2cserve.kernels.ops import RowSampling
 
@@ -26,7 +26,7 @@ class Sizes:
 
     hidden: int
     inner: int
-    """Of the MLP, or of one expert."""
+    """Width of the MLP, or of one expert."""
     heads: int
     kv_heads: int
     head_dim: int
@@ -42,7 +42,7 @@ COMMON = [
     for hidden in (1024, 2048, 4096, 8192)
     for head_dim, norm in ((64, False), (128, False), (128, True))
 ]
-"""Of most models; the rest of what a model needs is compiled when it is attached."""
+"""Sizes of most models; the rest of what a model needs is compiled when it is attached."""
 
 
 def warm(sizes: Sizes, device: torch.device) -> None:
@@ -64,13 +64,13 @@ def warm(sizes: Sizes, device: torch.device) -> None:
         places = zeros(1, sizes.top_k, dtype=torch.int64)
         elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
     greedy(zeros(2, sizes.vocab))
-    draw(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
+    sample(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
     elementwise.chained(integers(3, -1), integers(3))
     one = TokenRows(
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),
         zeros(1, dtype=torch.int64),
     )  # fmt: skip
-    FixedRows.make(2, sizes.hidden, 32, dtype, device).settle(x[:1], one)
+    GraphInputs.make(2, sizes.hidden, 32, dtype, device).copy_in(x[:1], one)
     _warm_attention(sizes, device)
 
 

@@ -71,7 +71,7 @@ class Flash:
         self, qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor
     ) -> bool:
         """Attend with the sequences of several new tokens, whose keys and values are in the arena
-        and whose queries are turned: qkv [T, (Hq + 2 Hkv) D] -> their rows of `out` [T, Hq D].
+        and whose queries are rotated: qkv [T, (Hq + 2 Hkv) D] -> their rows of `out` [T, Hq D].
         Returns whether it did; rows of single tokens may hold anything then."""
         if len(qkv) <= ROWS_STREAMED or rows.host is None:
             return False

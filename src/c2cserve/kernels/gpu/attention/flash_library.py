@@ -21,9 +21,9 @@ from c2cserve.kernels.gpu.attention.flash import Flash
 log = logging.getLogger(__name__)
 
 _ROOM_BYTES = 1 << 20
-"""For sums of split contexts, which wrappers ask for and this kernel does not make."""
+"""Bytes for sums of split contexts, which wrappers ask for and this kernel does not make."""
 _HEADS = (32, 8)
-"""Of queries and keys, for a first run: a module takes any."""
+"""Elements of queries and keys, for a first run: a module takes any."""
 _HEAD_DIMS = (64, 128, 256)
 """That FlashInfer has FlashAttention 3 for."""
 _LOADING = Lock()

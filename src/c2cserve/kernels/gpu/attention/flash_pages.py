@@ -24,7 +24,7 @@ class Pages:
     """Sequences from the first to the last that has several new tokens; arrays are int32.
 
     A step has decodes first, so those between them are at most prompts' last chunks of one token.
-    They are computed too, for nothing: they are not turned nor stored yet when this runs, and
+    They are computed too, for nothing: they are not rotated nor stored yet when this runs, and
     their rows are written once more by the kernel for single tokens.
     """
 

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.attention.flash import Flash
-from c2cserve.kernels.gpu.attention.rope import rope_store, turned
+from c2cserve.kernels.gpu.attention.rope import rope_store, rotated
 from c2cserve.kernels.gpu.launcher import Launcher
 from c2cserve.kernels.gpu.programmatic_launch import after_others
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
@@ -89,10 +89,10 @@ def _visit(
 def _many_kernel(
     qkv, arena, out, q_start, context_len, tables, scale_log2, seqs, heads, kv_heads, layer, width,
     table_width, window, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    KEYS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences of several new tokens; a program has ROWS rows of one of them, for one key head."""
-    after_others(EARLY)
+    after_others(PDL)
     # Late tiles see most: they go first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -149,11 +149,11 @@ def _store_new(
     k_at, kept, kv_heads, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr,
     TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A new key at `k_at` in qkv, turned, and its value into the cache, for this program to read.
+    """A new key at `k_at` in qkv, rotated, and its value into the cache, for this program to read.
     (Heads that share a key may be those of several programs: all of them store the same.)"""
     at = tl.arange(0, PAD)[None, :]
     inside = at < DIM
-    k = turned(k_at, inside, cos, sin, norm, eps, DIM, PAD, NORM).to(kept.dtype.element_ty)
+    k = rotated(k_at, inside, cos, sin, norm, eps, DIM, PAD, NORM).to(kept.dtype.element_ty)
     v = tl.load(k_at + kv_heads * DIM + at, inside, 0.0)
     tl.store(kept + at, k, inside)
     tl.store(kept + kv_heads * TOKENS * DIM + at, v, inside)
@@ -200,11 +200,11 @@ def _single_kernel(
     arrivals, q_start, context_len, tables, eps, scale_log2, heads, kv_heads, layer, width,
     table_width, window, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences of one new token; a program has one piece of the context, for up to ROWS of the
     heads that share a key head."""
-    after_others(EARLY)
+    after_others(PDL)
     seq, piece = tl.program_id(0), tl.program_id(2)
     group = heads // kv_heads
     tiles = (group + ROWS - 1) // ROWS
@@ -222,7 +222,7 @@ def _single_kernel(
     angle = tl.load(positions + begin).to(tl.int64) * (DIM // 2) + at % (DIM // 2)
     c, s = tl.load(cos + angle, at < DIM, 0.0), tl.load(sin + angle, at < DIM, 0.0)
     token_at = qkv + begin.to(tl.int64) * width
-    q = turned(token_at + (head * DIM)[:, None], inside, c, s, q_norm, eps, DIM, PAD, NORM)
+    q = rotated(token_at + (head * DIM)[:, None], inside, c, s, q_norm, eps, DIM, PAD, NORM)
     q = q.to(qkv.dtype.element_ty)
     plane = (layer * 2 * kv_heads + kv_head) * TOKENS * DIM
     if stop == length:

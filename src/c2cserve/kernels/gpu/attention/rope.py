@@ -1,7 +1,7 @@
 """Norms of heads, rotation, and keys and values on their way into the cache, in Triton.
 
-Tokens that come in numbers are turned where they lie, by a kernel of their own. A sequence's only
-new token is turned by the attention that reads it (`kernels.gpu.attention.paged`), with the same
+Tokens that come in numbers are rotated where they lie, by a kernel of their own. A sequence's only
+new token is rotated by the attention that reads it (`kernels.gpu.attention.paged`), with the same
 bits: products are fused and squares summed as it is written here, whatever the shape of a tile.
 """
 
@@ -37,12 +37,12 @@ def squares(x):
 
 @triton.jit
 def inverse_rms(sums, eps, DIM: tl.constexpr):
-    """Of heads of DIM elements, of `squares`."""
+    """The scale of heads of DIM elements, from their `squares`."""
     return tl.rsqrt(sums.to(tl.float32) / DIM + eps)[:, None]
 
 
 @triton.jit
-def turned(
+def rotated(
     heads, inside, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """Heads at addresses [R, 1], normed and rotated: float32 [R, PAD]. cos and sin [1, PAD], alike
@@ -75,15 +75,15 @@ def _comes_alone(q_start, seqs, token):
 def _rope_store_kernel(
     qkv, positions, cos, sin, q_norm, k_norm, arena, slots, q_start, eps, seqs, heads, kv_heads,
     layer, width, DIM: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    NORM: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, EARLY: tl.constexpr,
+    NORM: tl.constexpr, HEADS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     if _comes_alone(q_start, seqs, tl.program_id(0)):
         return
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     at = tl.arange(0, HALF_PAD)[None, :]
-    is_turned = head < heads + kv_heads
+    is_rotated = head < heads + kv_heads
     inside = (head < heads + 2 * kv_heads) & (at < HALF)
     first = qkv + token * width + head * DIM + at
     a = tl.load(first, inside, 0.0).to(tl.float32)
@@ -95,15 +95,15 @@ def _rope_store_kernel(
         high = tl.where(
             is_query, tl.load(q_norm + HALF + at, half), tl.load(k_norm + HALF + at, half)
         )
-        a = tl.where(is_turned, a * scale * low, a)
-        b = tl.where(is_turned, b * scale * high, b)
+        a = tl.where(is_rotated, a * scale * low, a)
+        b = tl.where(is_rotated, b * scale * high, b)
     angle = tl.load(positions + token).to(tl.int64) * HALF + at
-    c = tl.where(is_turned, tl.load(cos + angle, at < HALF, 0.0), 1.0)
-    s = tl.where(is_turned, tl.load(sin + angle, at < HALF, 0.0), 0.0)
+    c = tl.where(is_rotated, tl.load(cos + angle, at < HALF, 0.0), 1.0)
+    s = tl.where(is_rotated, tl.load(sin + angle, at < HALF, 0.0), 0.0)
     low = tl.fma(a, c, -b * s).to(qkv.dtype.element_ty)
     high = tl.fma(b, c, a * s).to(qkv.dtype.element_ty)
-    tl.store(first, low, inside & is_turned)
-    tl.store(first + HALF, high, inside & is_turned)
+    tl.store(first, low, inside & is_rotated)
+    tl.store(first + HALF, high, inside & is_rotated)
     slot = tl.load(slots + token)
     block, place = slot // TOKENS // 2, slot % TOKENS
     # Planes of a block: [layer][k, v][kv head], so v's heads follow k's as they do in qkv.

@@ -1,4 +1,4 @@
-"""The linear layer of a lane: which dataflow, and its launch.
+"""The linear layer of a context: which dataflow, and its launch.
 
 An answer must not depend on where a weight happens to be: a model that is in HBM by now has to say
 what it said while it streamed. So where a weight is decides how its bytes come, and only its shape
@@ -21,13 +21,12 @@ from torch import Tensor
 from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
-from c2cserve.kernels.gpu.gemm.choice.profile import AnyDataflow
-from c2cserve.kernels.gpu.gemm.dataflows.direct import direct, grouped, split
-from c2cserve.kernels.gpu.gemm.dataflows.staged import bring, prefetch, resident, ring, tee
-from c2cserve.kernels.gpu.gemm.published.hybrid import hybrid
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName
+from c2cserve.kernels.gpu.gemm.launchers.direct import direct, grouped, split
+from c2cserve.kernels.gpu.gemm.launchers.staged import bring, prefetch
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle, local_weight
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 
 class WeightCache(Protocol):
@@ -47,16 +46,18 @@ class WeightCache(Protocol):
 
 
 class Linear:
-    """out = x W^T (+ bias), W wherever it is. One per lane."""
+    """out = x W^T (+ bias), W wherever it is. One per context."""
 
-    def __init__(self, lane: Lane, chooser: Chooser, cache: WeightCache | None = None) -> None:
-        self.lane = lane
+    def __init__(
+        self, context: LaunchContext, chooser: Chooser, cache: WeightCache | None = None
+    ) -> None:
+        self.context = context
         self._chooser = chooser
         self._cache = cache
         self.neighbours = 0
         """Other slices that stream over the same link now. Each holds to an equal share of it."""
         self.launched: Counter[str] = Counter()
-        """By dataflow, for `/metrics`."""
+        """Launches by dataflow, for `/metrics`."""
 
     def __call__(
         self, x: Tensor, w: WeightHandle, bias: Tensor | None = None, out: Tensor | None = None
@@ -83,7 +84,7 @@ class Linear:
         place = None if self._cache is None else self._cache.place(w)
         cached = None if place is None else local_weight(place)
         self.launched["prefetch"] += 1
-        prefetch(self.lane, x, w, bias, out, tiles, cached)
+        prefetch(self.context, x, w, bias, out, tiles, cached)
         return out
 
     def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
@@ -100,7 +101,7 @@ class Linear:
         self._share_link(w)
         self.launched[dataflow] += 1
         flow = direct if dataflow == "direct" else split
-        flow(self.lane, x, w, bias, out, tiles, gated=True)
+        flow(self.context, x, w, bias, out, tiles, gated=True)
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
@@ -114,19 +115,19 @@ class Linear:
             self._share_link(w)
             _, tiles = self._chooser.serving(self._question(-(-x.shape[0] // top_k), w, top_k))
             self.launched["grouped"] += 1
-            grouped(self.lane, x, w, offsets, out, tiles)
+            grouped(self.context, x, w, offsets, out, tiles)
         return out
 
     def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
-        return Question(rows, w.n, w.k, w.dtype, w.home, self.lane.sms, w.experts, top_k)
+        return Question(rows, w.n, w.k, w.dtype, w.home, self.context.sms, w.experts, top_k)
 
     def _launch(
-        self, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+        self, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,
         bias: Tensor | None, out: Tensor,
     ) -> None:  # fmt: skip
         self._share_link(w)
         self.launched[dataflow] += 1
-        launch(self.lane, dataflow, tiles, x, w, bias, out)
+        launch(self.context, dataflow, tiles, x, w, bias, out)
 
     def _find(self, w: WeightHandle) -> WeightHandle:
         """Where W is to be read."""
@@ -142,39 +143,26 @@ class Linear:
         place = self._cache.place(w)
         if place is None:
             return found
-        bring(self.lane, found, local_weight(place))
+        bring(self.context, found, local_weight(place))
         return place
 
     def _share_link(self, w: WeightHandle) -> None:
         if w.home != "hbm":
             alone = self.neighbours == 0
             whole = 0.0 if alone else self._chooser.link_bytes_per_s(w.home)
-            self.lane.limit_link(whole / (1 + self.neighbours))
+            self.context.limit_link(whole / (1 + self.neighbours))
 
 
 def launch(
-    lane: Lane, dataflow: AnyDataflow, tiles: Tiles, x: Tensor, w: WeightHandle,
+    context: LaunchContext, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,
     bias: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """One dataflow by name. Raises as its launcher, and `OperandError` for `grouped`, whose rows
     need offsets."""
-    match dataflow:
-        case "resident":
-            resident(x, local_weight(w), bias, out)
-        case "prefetch":
-            prefetch(lane, x, w, bias, out, tiles)
-        case "direct":
-            direct(lane, x, w, bias, out, tiles)
-        case "split":
-            split(lane, x, w, bias, out, tiles)
-        case "tee":
-            tee(lane, x, w, bias, out, tiles)
-        case "ring":
-            ring(lane, x, w, bias, out, tiles)
-        case "sym" | "asym" | "hybrid":
-            hybrid(lane, x, w, bias, out, tiles)
-        case "grouped":
-            raise OperandError("experts' rows come with offsets: Linear.experts")
+    launcher = DATAFLOWS[dataflow].launcher
+    if launcher is None:
+        raise OperandError("experts' rows come with offsets: Linear.experts")
+    launcher()(context, x, w, bias, out, tiles)
 
 
 def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:

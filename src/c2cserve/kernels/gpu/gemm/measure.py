@@ -16,7 +16,7 @@ from torch import Tensor
 from c2cserve.core.tensors import HalfDtype, Home
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 Step = Callable[[], object]
 """A launch, or several."""
@@ -73,20 +73,20 @@ class WeightStore:
 
 
 def capture(
-    lane: Lane, stream: torch.cuda.Stream, steps: Sequence[Step], *, warm: int = 3
+    context: LaunchContext, stream: torch.cuda.Stream, steps: Sequence[Step], *, warm: int = 3
 ) -> torch.cuda.CUDAGraph:
     """Steps in a row as a graph, on the SMs of `stream`. The first `warm` run before: memory for
     slots is taken, cuBLAS chooses. The graph knows addresses: operands must live as long as it."""
     with torch.cuda.stream(stream):
         for step in steps[:warm]:
             step()
-        torch.cuda.synchronize(lane.device)
+        torch.cuda.synchronize(context.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream), no_collection():
-            lane.begin_capture()
+            context.begin_capture()
             for step in steps:
                 step()
-            lane.end_capture()
+            context.end_capture()
     return graph
 
 
@@ -102,12 +102,12 @@ def no_collection() -> Generator[None]:
             gc.enable()
 
 
-def chain_s(lane: Lane, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:
+def chain_s(context: LaunchContext, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:
     """Seconds of one step, when all run after another: the median over replays of their graph."""
-    current = torch.cuda.current_stream(lane.device)
-    stream = torch.cuda.Stream(lane.device) if current.cuda_stream == 0 else current
+    current = torch.cuda.current_stream(context.device)
+    stream = torch.cuda.Stream(context.device) if current.cuda_stream == 0 else current
     stream.wait_stream(current)
-    graph = capture(lane, stream, steps)
+    graph = capture(context, stream, steps)
     with torch.cuda.stream(stream):
         _replay_s(graph, stream)
         times: list[float] = []

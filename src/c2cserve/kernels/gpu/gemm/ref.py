@@ -7,14 +7,14 @@ exactly once. Loops stand in the kernel's order, which is not needed for the res
 share an output) but makes them readable side by side.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from c2cserve.kernels.gpu.gemm.traffic import BK, BW, Dataflow, Tiles, Traffic, panels, sym_columns
+from c2cserve.kernels.gpu.gemm.traffic import BK, BW, Tiles, Traffic, panels, sym_columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,20 +221,6 @@ def asym(
 ) -> Result:
     """Weight-stationary, partial sums reduced in HBM: `hybrid` at alpha 0."""
     return hybrid(x, w, bias, replace(tiles, alpha=0.0), k_order)
-
-
-REFERENCES: dict[Dataflow, Callable[[Tensor, Tensor, Tensor | None, Tiles], Result]] = {
-    "resident": resident,
-    "prefetch": prefetch,
-    "direct": direct,
-    "split": split,
-    "tee": tee,
-    "ring": ring,
-    "sym": sym,
-    "asym": asym,
-    "hybrid": hybrid,
-}
-"""By name: f(x [M, K], w [N, K], bias [N] or None, tiles). ValueError: operands do not fit."""
 
 
 def library_gemm(memory: Memory, x: Tensor, w: Tensor, row: int, column: int) -> None:

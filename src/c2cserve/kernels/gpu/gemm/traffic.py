@@ -12,10 +12,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-Dataflow = Literal[
-    "resident", "prefetch", "direct", "split", "tee", "ring", "sym", "asym", "hybrid"
-]
-
 BW = 128
 """Rows of W in a tile, on the wgmma M side."""
 BK = 64
@@ -24,7 +20,7 @@ BK = 64
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a launch cuts its GEMM; a dataflow reads the fields its own line in `traffic` names."""
+    """How a launch cuts its GEMM; a dataflow reads its record's `tile_fields`."""
 
     bx: int = 128
     """Rows of X in one CTA's tile."""
@@ -97,42 +93,6 @@ def sym_columns(n: int, alpha: float) -> int:
     return n if alpha == 1 else min(n, int(alpha * n / BW + 0.5) * BW)
 
 
-def traffic(dataflow: Dataflow, m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
-    """Bytes of one GEMM whose X, W and O have `item_bytes` an element.
-
-    `resident` has W in HBM; every other dataflow has it at the far end of the link. Raises
-    ValueError when m, n or k is below 1.
-    """
-    if min(m, n, k) < 1:
-        raise ValueError(f"m, n and k must be at least 1, not {m}, {n}, {k}")
-    x, w, o = m * k * item_bytes, n * k * item_bytes, m * n * item_bytes
-    n_tiles, m_blocks = _ceil_div(n, BW), _ceil_div(m, tiles.block_rows)
-    match dataflow:
-        case "resident":
-            return Traffic(0, x + w, o)
-        case "prefetch":
-            calls = len(panels(n, tiles.panel_rows, tiles.panel_growth))
-            return Traffic(w, calls * x + w, w + o)
-        case "direct":
-            return Traffic(m_blocks * w, n_tiles * x, o)
-        case "split":
-            return Traffic(_ceil_div(m, tiles.bx) * w, n_tiles * x, o)
-        case "tee":
-            head = min(m, tiles.block_rows)
-            rest = Traffic(0, (m - head) * k * item_bytes + w) if m > head else Traffic()
-            return Traffic(w, n_tiles * head * k * item_bytes, w + o) + rest
-        case "ring":
-            return Traffic(w, n_tiles * x + m_blocks * w, w + o)
-        case "sym":
-            return _sym(m, n, k, item_bytes, tiles)
-        case "asym":
-            return _asym(m, n, k, item_bytes, tiles)
-        case "hybrid":
-            n_sym = sym_columns(n, tiles.alpha)
-            sym = _sym(m, n_sym, k, item_bytes, tiles)
-            return sym + _asym(m, n - n_sym, k, item_bytes, tiles)
-
-
 def grouped_traffic(
     offsets: Sequence[int], n: int, k: int, item_bytes: int, tiles: Tiles
 ) -> Traffic:
@@ -146,9 +106,9 @@ def grouped_traffic(
     w, rows = n * k * item_bytes, offsets[-1]
     link_bytes, x_rows = 0, 0
     for start, stop in pairwise(offsets):
-        link_bytes += _ceil_div(stop - start, tiles.block_rows) * w
-        x_rows += min(_ceil_div(stop - start, tiles.bx) * tiles.bx, rows - start)
-    reads = _ceil_div(n, BW) * x_rows * k * item_bytes
+        link_bytes += ceil_div(stop - start, tiles.block_rows) * w
+        x_rows += min(ceil_div(stop - start, tiles.bx) * tiles.bx, rows - start)
+    reads = ceil_div(n, BW) * x_rows * k * item_bytes
     return Traffic(link_bytes, reads, rows * n * item_bytes)
 
 
@@ -158,20 +118,6 @@ def check_offsets(offsets: Sequence[int]) -> None:
         raise ValueError("offsets must start at 0 and never fall")
 
 
-def _sym(m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
-    """Output-stationary without multicast: W crosses the link once for every bx rows of X."""
-    link_bytes = _ceil_div(m, tiles.bx) * n * k * item_bytes
-    return Traffic(link_bytes, _ceil_div(n, BW) * m * k * item_bytes, m * n * item_bytes)
-
-
-def _asym(m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
-    """Weight-stationary: sums are cleared, then read and written by each k panel's reduction."""
-    x_reads = _ceil_div(n, BW) * m * k * item_bytes
-    sums = m * n * tiles.partial_bytes
-    reduced = _ceil_div(k, tiles.kp) * sums
-    cast = Traffic(0, sums, m * n * item_bytes) if tiles.partial_bytes == 4 else Traffic()
-    return Traffic(n * k * item_bytes, x_reads + reduced, sums + reduced) + cast
-
-
-def _ceil_div(a: int, b: int) -> int:
+def ceil_div(a: int, b: int) -> int:
+    """Return a / b, rounded up."""
     return -(-a // b)

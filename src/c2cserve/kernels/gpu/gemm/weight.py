@@ -13,7 +13,7 @@ ITEM_BYTES = 2
 
 
 class OperandError(ValueError):
-    """A tensor a kernel can not take: says which, what it is and what would do."""
+    """A tensor a kernel cannot take: says which, what it is and what would do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class WeightHandle:
     home: Home
     owner: object = field(default=None, compare=False, repr=False)
     map_pointer: int = 0
-    """Where in GPU memory the weight's tensor map is (`dataflows.direct.weight_map`), for launches
+    """Where in GPU memory the weight's tensor map is (`launchers.direct.weight_map`), for launches
     that are replayed with another weight in its place: they go by the map alone. 0: nowhere."""
     transposed: Tensor | None = field(default=None, compare=False, repr=False)
     """W^T [K, N] as a tensor, for libraries, where `for_libraries` made it once for many steps."""
@@ -55,7 +55,7 @@ class WeightHandle:
 
     @property
     def rows(self) -> int:
-        """Of the matrix [experts x N, K]."""
+        """Rows of the matrix [experts x N, K]."""
         return max(1, self.experts) * self.n
 
     @property

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.programmatic_launch import EARLY, after_others
+from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
 
 _COLUMNS = 4096
 """A program's part of a row: one program alone would take longer than a layer's GEMMs."""
@@ -19,9 +19,9 @@ _MERGED = 64
 
 @triton.jit
 def _part_kernel(
-    logits, tops, totals, bests, vocab, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    logits, tops, totals, bests, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = part * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
@@ -37,9 +37,9 @@ def _part_kernel(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _whole_kernel(
-    tops, totals, bests, found, rows, parts, MERGED: tl.constexpr, EARLY: tl.constexpr,
+    tops, totals, bests, found, rows, parts, MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    after_others(EARLY)
+    after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")
     total = 0.0
@@ -73,10 +73,17 @@ def greedy(logits: Tensor) -> Tensor:
         tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=device)
         bests = torch.empty((rows, parts), dtype=torch.int32, device=device)
         _part_kernel[(rows, parts)](
-            logits.contiguous(), tops, totals, bests, vocab, BLOCK=_COLUMNS, num_warps=8, **EARLY
+            logits.contiguous(),
+            tops,
+            totals,
+            bests,
+            vocab,
+            BLOCK=_COLUMNS,
+            num_warps=8,
+            **PDL_OPTIONS,
         )
         _whole_kernel[(rows,)](
-            tops, totals, bests, found, rows, parts, MERGED=_MERGED, num_warps=2, **EARLY
+            tops, totals, bests, found, rows, parts, MERGED=_MERGED, num_warps=2, **PDL_OPTIONS
         )
     return found
 

@@ -131,7 +131,7 @@ def _pick(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _draw_kernel(
+def _sample_kernel(
     logits, asked, found, rows, vocab, LOWEST: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def _draw_kernel(
 # ---- host code ----------------------------------------------------------------------------------
 
 
-def draw(logits: Tensor, asked: Tensor) -> Tensor:
+def sample(logits: Tensor, asked: Tensor) -> Tensor:
     """int32 [2, R] of logits [R, V] (contiguous, any float type), as `greedy.greedy` gives them:
     the id drawn for each row (-1 where the row holds a NaN or an infinity), and the bits of its
     log-probability by the logits as they are. `asked`: `asked_of`'s, on the GPU."""
@@ -202,7 +202,7 @@ def draw(logits: Tensor, asked: Tensor) -> Tensor:
     found = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
     shift = _SHIFT[logits.dtype]
     if rows:
-        _draw_kernel[(rows,)](
+        _sample_kernel[(rows,)](
             logits.contiguous(), asked, found, rows, vocab, LOWEST=-(1 << (31 - shift)),
             SHIFT=shift, BLOCK=_COLUMNS, num_warps=16,
         )  # fmt: skip

@@ -8,17 +8,12 @@ from typing import Literal
 
 from c2cserve.core.tensors import HalfDtype, Home
 from c2cserve.kernels.gpu.aot.variants import BX_SPLIT
-from c2cserve.kernels.gpu.gemm.choice.candidates import WHOLE_ROWS, candidates
-from c2cserve.kernels.gpu.gemm.choice.cost import Question, Terms, floor_s, modelled
-from c2cserve.kernels.gpu.gemm.choice.profile import (
-    TILE_FIELDS,
-    AnyDataflow,
-    Point,
-    Profile,
-    TileValues,
-    tile_values,
-)
+from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
+from c2cserve.kernels.gpu.gemm.choice.cost import Question, Terms, floor_s
+from c2cserve.kernels.gpu.gemm.choice.profile import Point, Profile, TileValues, tile_values
 from c2cserve.kernels.gpu.gemm.choice.rates import Rates
+from c2cserve.kernels.gpu.gemm.dataflows.prefetch import WHOLE_ROWS
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName, modelled
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 _NEAREST = 8
@@ -40,7 +35,7 @@ neither, and the model is corrected by what is nearest or not at all."""
 class Estimate:
     """What one dataflow with certain tiles is believed to take."""
 
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     predicted_s: float
     terms: Terms
@@ -58,7 +53,7 @@ class Estimate:
 class Choice:
     """The pick for one question."""
 
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     predicted_s: float
     floor_s: float
@@ -108,7 +103,7 @@ class Chooser:
         `ProfileMismatch` for a home the profile does not know."""
         return self._cached_pick(question)
 
-    def serving(self, question: Question) -> tuple[AnyDataflow, Tiles]:
+    def serving(self, question: Question) -> tuple[DataflowName, Tiles]:
         """What a slice launches: the fastest of those whose answers do not depend on where W is.
 
         Up to `ROWS_STREAMED` rows what streams W itself, as picked for few rows and W in HBM, so
@@ -134,7 +129,10 @@ class Chooser:
         return sorted(found, key=lambda estimate: estimate.predicted_s)
 
     def link_bytes_per_s(self, home: Home) -> float:
-        """Of the copy engines from there, all slices together. Raises `ProfileMismatch`."""
+        """Return the copy engines' rate from a home, all slices together.
+
+        Raises `ProfileMismatch`.
+        """
         return self._rates.engine_bytes_per_s(home, 1)
 
     def floor_s(self, question: Question) -> float:
@@ -201,8 +199,8 @@ class _Corrections:
 
     def __init__(self, rates: Rates, points: Iterable[Point]) -> None:
         self._rates = rates
-        self._measured_s: dict[tuple[Question, AnyDataflow, TileValues], float] = {}
-        self._series: dict[tuple[AnyDataflow, Home], dict[TileValues, _Series]] = {}
+        self._measured_s: dict[tuple[Question, DataflowName, TileValues], float] = {}
+        self._series: dict[tuple[DataflowName, Home], dict[TileValues, _Series]] = {}
         for point in points:
             question, values = _question(point), tile_values(point.dataflow, point.tiles)
             modelled_s = modelled(rates, question, point.dataflow, point.tiles).seconds
@@ -213,7 +211,7 @@ class _Corrections:
             known.places.append(_place(question))
             known.corrections.append(math.log2(point.seconds / modelled_s))
 
-    def estimate(self, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Estimate:
+    def estimate(self, question: Question, dataflow: DataflowName, tiles: Tiles) -> Estimate:
         question = replace(question, by_map=False)  # the same kernels take the same time
         terms = modelled(self._rates, question, dataflow, tiles)
         values = tile_values(dataflow, tiles)
@@ -272,17 +270,17 @@ def _apart(values: TileValues, others: TileValues) -> float:
     return math.fsum(abs(math.log2((1 + one) / (1 + other))) for one, other in pairs)
 
 
-def describe(dataflow: AnyDataflow, tiles: Tiles) -> str:
+def describe(dataflow: DataflowName, tiles: Tiles) -> str:
     """`direct (bx 256, cluster 8)`."""
     said = describe_tiles(dataflow, tiles)
     return f"{dataflow} ({said})" if said else dataflow
 
 
-def describe_tiles(dataflow: AnyDataflow, tiles: Tiles) -> str:
+def describe_tiles(dataflow: DataflowName, tiles: Tiles) -> str:
     """The tiles this dataflow reads: `bx 256, cluster 8`; empty for none."""
     if dataflow == "prefetch" and tiles.panel_rows >= WHOLE_ROWS:
         return "whole"
-    names = (name.replace("_", " ") for name in TILE_FIELDS[dataflow])
+    names = (name.replace("_", " ") for name in DATAFLOWS[dataflow].tile_fields)
     values = tile_values(dataflow, tiles)
     return ", ".join(f"{name} {value:g}" for name, value in zip(names, values, strict=True))
 

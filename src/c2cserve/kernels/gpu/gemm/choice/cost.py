@@ -2,36 +2,34 @@
 
     T = overhead + max(link bytes / link rate, flops / matmul rate, HBM bytes / HBM rate)
 
-for one kernel, which overlaps all three; tiles that leave SMs idle lower the matmul rate.
-`prefetch` is a pipeline of panels, `tee` a `direct` on the first rows and then a `resident` on the
-rest. The model is what lies between measurements: `choose` multiplies it by what the measured
-points nearby took over what it says of them.
+for one kernel, which overlaps all three; tiles that leave SMs idle lower the matmul rate. A
+dataflow's record has its model: a `KernelModel`, or a function where it is more than one kernel.
+Models fill the gaps between measurements: `choose` corrects them by measured points nearby.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, get_args
 
 from c2cserve.core.tensors import ITEM_BYTES, HalfDtype, Home
-from c2cserve.kernels.gpu.gemm.choice.profile import DTYPES, HOMES, AnyDataflow
-from c2cserve.kernels.gpu.gemm.choice.rates import Rates
-from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, panels, traffic
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, ceil_div
 
-OVERHEAD_S: Mapping[AnyDataflow, float] = {
-    "resident": 5e-6, "prefetch": 15e-6, "direct": 8e-6, "split": 9e-6, "tee": 14e-6,
-    "ring": 12e-6, "sym": 8e-6, "asym": 15e-6, "hybrid": 15e-6, "grouped": 10e-6,
-}  # fmt: skip
-"""Launches and pipeline fill."""
-PANEL_OVERHEAD_S = 4e-6
-"""`prefetch`: an event, a copy's start and a cuBLAS launch that does not hide behind another."""
 
-EFFICIENCY: Mapping[AnyDataflow, float] = {
-    "resident": 1.0, "prefetch": 1.0, "direct": 0.93, "split": 0.93, "tee": 0.93,
-    "ring": 0.93, "sym": 0.85, "asym": 0.40, "hybrid": 0.40, "grouped": 0.90,
-}  # fmt: skip
-"""Of cuBLAS's rate, where nothing else binds. asym: 4.39 ms where cuBLAS takes 1.71 (H200)."""
-_RING_COPIERS = 16
-"""CTAs that fill a ring, but no more than a quarter of the slice; their SMs do not multiply."""
+class Speeds(Protocol):
+    """A machine's speeds as models ask for them; `rates.Rates` reads them off a profile."""
+
+    def read_bytes_per_s(self, home: Home, ctas: int, slices: int) -> float: ...
+
+    def engine_bytes_per_s(self, home: Home, slices: int) -> float: ...
+
+    def fastest_bytes_per_s(self, home: Home, sms: int, slices: int) -> float: ...
+
+    def hbm_s(self, read_bytes: float, write_bytes: float, sms: int) -> float: ...
+
+    def matmul_s(self, m: int, n: int, k: int, sms: int) -> float: ...
+
+    def peak_flops_per_s(self, sms: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class Question:
     experts: int = 0
     top_k: int = 0
     neighbours: int = 0
-    """Other slices streaming over the same link."""
+    """Other slices that stream over the same link."""
     by_map: bool = False
     """The launch is to be replayed with other weights in this one's place, wherever they are
     (`WeightHandle.map_pointer`): only kernels that go by a map in memory will do."""
@@ -57,10 +55,12 @@ class Question:
         for name in ("m", "n", "k", "sms"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype}")
-        if self.home not in HOMES:
-            raise ValueError(f"home must be one of {', '.join(HOMES)}, not {self.home}")
+        if self.dtype not in get_args(HalfDtype):
+            raise ValueError(
+                f"dtype must be one of {', '.join(get_args(HalfDtype))}, not {self.dtype}"
+            )
+        if self.home not in get_args(Home):
+            raise ValueError(f"home must be one of {', '.join(get_args(Home))}, not {self.home}")
         if self.neighbours < 0 or self.experts < 0:
             raise ValueError("neighbours and experts can not be negative")
         if not min(1, self.experts) <= self.top_k <= self.experts:
@@ -72,24 +72,27 @@ class Question:
 
     @property
     def active_experts(self) -> float:
-        """How many of the experts a router that prefers none is expected to choose; 1 without."""
+        """The number of experts that a router without preferences is expected to choose; 1 for a
+        dense W."""
         if not self.experts:
             return 1.0
         return self.experts * (1.0 - (1.0 - self.top_k / self.experts) ** self.m)
 
     @property
     def rows(self) -> int:
-        """Rows of X that meet one W: of an active expert, rounded up."""
+        """Rows of X that meet one W; with experts, those of an active expert, rounded up."""
         if not self.experts:
             return self.m
         return max(1, -int(-self.m * self.top_k // self.active_experts))
 
     def blocks(self, block_rows: int) -> float:
-        """Blocks of `block_rows` rows of X that meet a W, over all experts: what a kernel reads W
-        for. An expert's rows are binomial (normal beyond the first block), so at the mean's own
-        size every other expert needs a second block."""
+        """Count the blocks of `block_rows` rows of X that meet a W, over all experts.
+
+        A kernel reads W once for each block. An expert's rows are binomial (normal beyond the
+        first block), so at the mean's own size every other expert needs a second block.
+        """
         if not self.experts:
-            return -(-self.m // block_rows)
+            return ceil_div(self.m, block_rows)
         share = self.top_k / self.experts
         mean, deviation = self.m * share, math.sqrt(self.m * share * (1.0 - share))
         expected = self.active_experts / self.experts
@@ -106,7 +109,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where the modelled time goes. The parts overlap; `seconds` is what comes of them."""
+    """Where the modelled time goes. The parts overlap; `seconds` is the time of the whole."""
 
     link_s: float
     compute_s: float
@@ -123,132 +126,108 @@ class Terms:
         return part if parts[part] >= self.overhead_s else "fixed overhead"
 
 
-def modelled(rates: Rates, question: Question, dataflow: AnyDataflow, tiles: Tiles) -> Terms:
-    """The model's answer. Raises `ProfileMismatch` when the profile does not know the home."""
-    if dataflow == "prefetch":
-        return _prefetch(rates, question, tiles)
-    if dataflow == "tee" and question.m > tiles.block_rows:
-        return _tee(rates, question, tiles)
-    return _kernel(rates, question, dataflow, tiles)
+def floor_s(speeds: Speeds, question: Question) -> float:
+    """Return the time that no dataflow can beat.
 
-
-def floor_s(rates: Rates, question: Question) -> float:
-    """What no dataflow can beat: cuBLAS as if W were in HBM, and W (every active expert's) once
-    over the link by the faster of copy engine and SMs; for W in HBM, out of HBM."""
+    It is the larger of cuBLAS as if W were in HBM, and of W (every active expert's) once over the
+    link by the faster of copy engine and SMs. W in HBM is read out of HBM instead.
+    """
     q = question
     weights = q.active_experts * q.n * q.k * q.item_bytes
     rows = q.m * q.top_k if q.experts else q.m
     x_bytes, o_bytes = rows * q.k * q.item_bytes, rows * q.n * q.item_bytes
-    compute_s = q.active_experts * rates.matmul_s(q.rows, q.n, q.k, q.sms)
+    compute_s = q.active_experts * speeds.matmul_s(q.rows, q.n, q.k, q.sms)
     if q.home == "hbm":
-        return max(compute_s, rates.hbm_s(x_bytes + weights, o_bytes, q.sms))
+        return max(compute_s, speeds.hbm_s(x_bytes + weights, o_bytes, q.sms))
     slices = q.neighbours + 1
-    link_s = weights / rates.fastest_bytes_per_s(q.home, q.sms, slices)
-    return max(compute_s, rates.hbm_s(x_bytes, o_bytes, q.sms), link_s)
+    link_s = weights / speeds.fastest_bytes_per_s(q.home, q.sms, slices)
+    return max(compute_s, speeds.hbm_s(x_bytes, o_bytes, q.sms), link_s)
 
 
-def _kernel(rates: Rates, q: Question, dataflow: AnyDataflow, tiles: Tiles) -> Terms:
-    counted = _counted(q, dataflow, tiles)
-    link_s = 0.0
-    if counted.link_bytes:
-        ctas = min(q.sms, _ctas(q, dataflow, tiles))
-        if dataflow == "ring":
-            ctas = _ring_copiers(q.sms)
-        link_s = counted.link_bytes / rates.read_bytes_per_s(q.home, ctas, q.neighbours + 1)
-    compute_s = _compute_s(rates, q, dataflow, tiles)
-    hbm_s = rates.hbm_s(counted.hbm_read_bytes, counted.hbm_write_bytes, q.sms)
-    overhead_s = OVERHEAD_S[dataflow]
-    seconds = overhead_s + max(link_s, compute_s, hbm_s)
-    return Terms(link_s, compute_s, hbm_s, overhead_s, seconds, counted)
+# Parts that models are made of: functions of a question and tiles.
 
 
-def _compute_s(rates: Rates, q: Question, dataflow: AnyDataflow, tiles: Tiles) -> float:
-    """As long as cuBLAS takes, and no less than whole tiles in whole waves do: a GEMM of few tiles
-    leaves SMs idle."""
-    cublas_s = q.active_experts * rates.matmul_s(q.rows, q.n, q.k, q.sms)
-    efficiency = EFFICIENCY[dataflow]
-    if dataflow == "ring":
-        efficiency *= 1 - _ring_copiers(q.sms) / max(2, q.sms)
-    if dataflow in ("resident", "asym"):
-        return cublas_s / efficiency
-    if dataflow == "hybrid":
-        return cublas_s * (tiles.alpha / EFFICIENCY["sym"] + (1 - tiles.alpha) / efficiency)
-    cluster = 1 if dataflow == "sym" else tiles.cluster
-    at_once = max(1, q.sms // cluster) * cluster
-    waves = -(-_ctas(q, dataflow, tiles) // at_once)
-    columns = q.k / cluster if dataflow == "split" else q.k
-    tile_s = 2.0 * BW * tiles.bx * columns / (rates.peak_flops_per_s(q.sms) / q.sms)
-    return max(cublas_s, waves * tile_s) / efficiency
+def cublas_s(speeds: Speeds, q: Question) -> float:
+    """Return the seconds of cuBLAS with W in HBM, over all active experts."""
+    return q.active_experts * speeds.matmul_s(q.rows, q.n, q.k, q.sms)
 
 
-def _prefetch(rates: Rates, q: Question, tiles: Tiles) -> Terms:
-    """A panel is multiplied once it is here and the one before it is done: link time and the last
-    panel's compute where the link binds, the first panel's link time and all compute elsewhere."""
-    counted = traffic("prefetch", q.m, q.n, q.k, q.item_bytes, tiles)
-    bytes_per_s = rates.engine_bytes_per_s(q.home, q.neighbours + 1)
-    bounds = panels(q.n, tiles.panel_rows, tiles.panel_growth)
-    row_bytes = q.k * q.item_bytes
-    row_s = rates.matmul_s(q.m, 1, q.k, q.sms)
-    done_s = 0.0
-    for start, stop in bounds:
-        done_s = max(done_s, stop * row_bytes / bytes_per_s) + (stop - start) * row_s
-    hbm_s = rates.hbm_s(counted.hbm_read_bytes, counted.hbm_write_bytes, q.sms)
-    overhead_s = OVERHEAD_S["prefetch"] + len(bounds) * PANEL_OVERHEAD_S
-    link_s = counted.link_bytes / bytes_per_s
-    seconds = overhead_s + max(done_s, hbm_s)
-    return Terms(link_s, q.n * row_s, hbm_s, overhead_s, seconds, counted)
+def tiled_s(
+    speeds: Speeds, q: Question, bx: int, cluster: int, ctas: int, *, shared_k: bool = False
+) -> float:
+    """Return the larger of cuBLAS's time and that of `ctas` CTAs' tiles in whole waves.
 
-
-def _tee(rates: Rates, q: Question, tiles: Tiles) -> Terms:
-    """`direct` on as many rows as one pass over W serves, then cuBLAS out of HBM on the rest."""
-    head = _kernel(rates, replace(q, m=tiles.block_rows), "tee", tiles)
-    rest = _kernel(rates, replace(q, m=q.m - tiles.block_rows, home="hbm"), "resident", tiles)
-    # The overhead of a tee has both launches in it.
-    return Terms(
-        head.link_s,
-        head.compute_s + rest.compute_s,
-        head.hbm_s + rest.hbm_s,
-        head.overhead_s,
-        head.seconds + rest.seconds - rest.overhead_s,
-        head.traffic + rest.traffic,
-    )
-
-
-def _counted(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> Traffic:
-    """Bytes that reach the link and DRAM: X is read anew for every tile of W, but L2 serves all
-    reads but the first (CTAs walk K in step), and likewise a ring's panel to all M blocks but one.
+    A GEMM of few tiles leaves SMs idle. With `shared_k` a cluster's CTAs share a tile's columns.
     """
-    one = "direct" if dataflow == "grouped" else dataflow
-    asked = traffic(one, q.rows, q.n, q.k, q.item_bytes, tiles)
-    in_l2 = 0
-    if dataflow != "resident":
-        in_l2 = (-(-q.n // BW) - 1) * q.rows * q.k * q.item_bytes
-    if dataflow == "ring":
-        in_l2 += (-(-q.rows // tiles.block_rows) - 1) * q.n * q.k * q.item_bytes
-    link_bytes, read_bytes = float(asked.link_bytes), asked.hbm_read_bytes - in_l2
-    if dataflow == "grouped":
-        link_bytes = q.blocks(tiles.block_rows) / q.active_experts * q.n * q.k * q.item_bytes
-    if q.home == "hbm":
-        link_bytes, read_bytes = 0, read_bytes + link_bytes
-    times = q.active_experts
-    return Traffic(
-        round(times * link_bytes), round(times * read_bytes), round(times * asked.hbm_write_bytes)
-    )
+    at_once = max(1, q.sms // cluster) * cluster
+    waves = ceil_div(ctas, at_once)
+    columns = q.k / cluster if shared_k else q.k
+    tile_s = 2.0 * BW * bx * columns / (speeds.peak_flops_per_s(q.sms) / q.sms)
+    return max(cublas_s(speeds, q), waves * tile_s)
 
 
-def _ring_copiers(sms: int) -> int:
-    return max(1, min(_RING_COPIERS, sms // 4))
+def clustered_ctas(q: Question, tiles: Tiles) -> int:
+    """Count the CTAs of output tiles where a cluster lies along M."""
+    return math.ceil(ceil_div(q.n, BW) * q.blocks(tiles.block_rows)) * tiles.cluster
 
 
-def _ctas(q: Question, dataflow: AnyDataflow, tiles: Tiles) -> int:
-    """CTAs' worth of output tiles; of CTAs that copy or stay, one on every SM."""
-    n_tiles = -(-q.n // BW)
-    match dataflow:
-        case "split":
-            return n_tiles * -(-q.rows // tiles.bx) * tiles.cluster
-        case "direct" | "tee" | "ring" | "grouped":
-            return math.ceil(n_tiles * q.blocks(tiles.block_rows)) * tiles.cluster
-        case "sym":
-            return n_tiles * -(-q.rows // tiles.bx)
-        case _:
-            return q.sms
+def resident_ctas(q: Question, tiles: Tiles) -> int:
+    """Count one CTA on every SM: CTAs that copy, or that stay."""
+    return q.sms
+
+
+def x_from_l2(q: Question, tiles: Tiles) -> int:
+    """Count the bytes of X that L2 serves.
+
+    Each tile of W reads X anew, and all reads but the first come from L2: CTAs walk K in step.
+    """
+    return (ceil_div(q.n, BW) - 1) * q.rows * q.k * q.item_bytes
+
+
+def nothing_from_l2(q: Question, tiles: Tiles) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelModel:
+    """The model of one kernel that overlaps link, multiplication and HBM."""
+
+    traffic: Callable[[int, int, int, int, Tiles], Traffic]
+    """The bytes the kernel asks for, of (m, n, k, bytes of an element, tiles)."""
+    overhead_s: float
+    """Launches and pipeline fill."""
+    compute_s: Callable[[Speeds, Question, Tiles], float]
+    readers: Callable[[Question, Tiles], int] = resident_ctas
+    """CTAs that read the link."""
+    from_l2: Callable[[Question, Tiles], int] = x_from_l2
+    """Bytes of HBM reads that L2 serves."""
+    link_bytes: Callable[[Question, Tiles], float] | None = None
+    """Bytes over the link for each active expert, where `traffic` does not say."""
+
+    def __call__(self, speeds: Speeds, q: Question, tiles: Tiles) -> Terms:
+        """Return the model's answer. Raises `ProfileMismatch` for a home without known speeds."""
+        counted = self.counted(q, tiles)
+        link_s = 0.0
+        if counted.link_bytes:
+            ctas = min(q.sms, self.readers(q, tiles))
+            link_s = counted.link_bytes / speeds.read_bytes_per_s(q.home, ctas, q.neighbours + 1)
+        compute_s = self.compute_s(speeds, q, tiles)
+        hbm_s = speeds.hbm_s(counted.hbm_read_bytes, counted.hbm_write_bytes, q.sms)
+        seconds = self.overhead_s + max(link_s, compute_s, hbm_s)
+        return Terms(link_s, compute_s, hbm_s, self.overhead_s, seconds, counted)
+
+    def counted(self, q: Question, tiles: Tiles) -> Traffic:
+        """Count the bytes that reach the link and DRAM, over all active experts."""
+        asked = self.traffic(q.rows, q.n, q.k, q.item_bytes, tiles)
+        link_bytes = float(asked.link_bytes)
+        read_bytes = asked.hbm_read_bytes - self.from_l2(q, tiles)
+        if self.link_bytes is not None:
+            link_bytes = self.link_bytes(q, tiles)
+        if q.home == "hbm":
+            link_bytes, read_bytes = 0, read_bytes + link_bytes
+        times = q.active_experts
+        return Traffic(
+            round(times * link_bytes),
+            round(times * read_bytes),
+            round(times * asked.hbm_write_bytes),
+        )

@@ -12,21 +12,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, get_args
 
 import msgspec
 from msgspec import Meta
 
 from c2cserve.core.tensors import HalfDtype, Home, LinkHome
-from c2cserve.kernels.gpu.gemm.traffic import Dataflow, Tiles
+from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName
+from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 SCHEMA = 1
 """Raised whenever a field changes its meaning: older profiles are then measured again."""
 
-AnyDataflow = Literal[Dataflow, "grouped"]
 HOMES: tuple[Home, ...] = get_args(Home)
 DTYPES: tuple[HalfDtype, ...] = get_args(HalfDtype)
-DATAFLOWS: tuple[AnyDataflow, ...] = get_args(AnyDataflow)
 
 Count = Annotated[int, Meta(ge=0)]
 Positive = Annotated[int, Meta(ge=1)]
@@ -53,27 +52,12 @@ class ProfileMalformed(ProfileError):
     """Not a profile; the message names the field."""
 
 
-TILE_FIELDS: Mapping[AnyDataflow, tuple[str, ...]] = {
-    "resident": (),
-    "prefetch": ("panel_rows", "panel_growth"),
-    "direct": ("bx", "cluster"),
-    "split": ("bx", "cluster"),
-    "tee": ("bx", "cluster"),
-    "ring": ("bx", "cluster", "panel_rows", "slots"),
-    "sym": ("bx",),
-    "asym": ("bx", "kp", "partial_bytes"),
-    "hybrid": ("bx", "kp", "partial_bytes", "alpha"),
-    "grouped": ("bx", "cluster"),
-}
-"""What a dataflow reads of its tiles: points that differ only in the rest are of one kind."""
-
-
 TileValues = tuple[float, ...]
 
 
-def tile_values(dataflow: AnyDataflow, tiles: Tiles) -> TileValues:
+def tile_values(dataflow: DataflowName, tiles: Tiles) -> TileValues:
     """What tells this dataflow's tiles apart."""
-    return tuple(getattr(tiles, field) for field in TILE_FIELDS[dataflow])
+    return tuple(getattr(tiles, field) for field in DATAFLOWS[dataflow].tile_fields)
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,7 +66,7 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class MachineFacts(_Struct, frozen=True):
     gpu: Text
-    """As the driver names it."""
+    """The driver's name for it."""
     sms: Positive
     driver: Text
     host: Text
@@ -94,11 +78,11 @@ class ReadRate(_Struct, frozen=True):
     ctas: Positive
     slices: Positive
     bytes_per_s: Rate
-    """Of one of the slices."""
+    """The rate of one of the slices."""
 
 
 class LinkRates(_Struct, frozen=True):
-    """A home's link. Copy-engine figures are those of one GPU with nobody else on the link."""
+    """A home's link. Copy-engine figures are those of one GPU alone on the link."""
 
     to_gpu_bytes_per_s: Rate
     from_gpu_bytes_per_s: Rate
@@ -131,7 +115,7 @@ class MatmulRate(_Struct, frozen=True):
 class Point(_Struct, frozen=True):
     """One measurement: O[m, n] = X[m, k] W[n, k]^T, or of `experts` such W with `top_k` per row."""
 
-    dataflow: AnyDataflow
+    dataflow: DataflowName
     tiles: Tiles
     m: Positive
     n: Positive
@@ -156,7 +140,7 @@ class Profile(_Struct, frozen=True):
     machine: MachineFacts
     date: Annotated[datetime.datetime, Meta(tz=True)]
     commit: str
-    """Of c2cserve, when it measured."""
+    """The commit of c2cserve that measured."""
     links: Mapping[LinkHome, LinkRates]
     hbm: Annotated[tuple[HbmRate, ...], Meta(min_length=1)]
     matmul_flops: Annotated[tuple[MatmulRate, ...], Meta(min_length=1)]
@@ -224,7 +208,7 @@ def decode_profile(data: bytes) -> Profile:
                 f"is a profile of version {version}, this is {SCHEMA}: {_PROFILE_IT}"
             )
         profile = msgspec.json.decode(data, type=Profile)
-        # Tiles is a plain dataclass: msgspec would take the default for a field it can not place.
+        # Tiles is a plain dataclass: msgspec would take the default for a field it cannot place.
         for index, point in enumerate(msgspec.json.decode(data, type=_PointsNamed).points):
             for name in point.tiles.keys() - _TILE_FIELDS:
                 raise msgspec.ValidationError(

@@ -69,7 +69,7 @@ class Rates:
         return 2.0 * n * k / _by_count(rates, sms)
 
     def peak_flops_per_s(self, sms: int) -> float:
-        """Of the best measured row count."""
+        """Return the rate of the best measured row count."""
         peaks = [(count, 2.0 ** max(x - y for x, y in curve)) for count, curve in self._row_s]
         return _by_count(peaks, sms)
 
@@ -123,8 +123,10 @@ def _on_curve(curve: Curve, x: float) -> float:
 
 
 def _by_count(curve: Curve, count: float) -> float:
-    """Of so many SMs, CTAs or slices: in proportion up to the first point, straight between
-    points, level after the last."""
+    """Return the value at so many SMs, CTAs or slices.
+
+    It is in proportion up to the first point, straight between points, level after the last.
+    """
     if count >= curve[-1][0]:
         return curve[-1][1]
     if count <= curve[0][0]:

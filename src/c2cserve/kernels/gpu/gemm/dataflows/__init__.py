@@ -1,1 +1,1 @@
-"""One launcher per dataflow: each computes out[M, N] = x[M, K] W[N, K]^T (+ bias)."""
+"""The dataflows: a module each, and `table`, which lists them."""

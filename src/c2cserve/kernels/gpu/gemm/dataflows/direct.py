@@ -1,150 +1,86 @@
-"""direct, split and grouped: W from its home straight into the multiply."""
+"""direct: W from its home straight into the multiply, once for each cluster's rows of X."""
 
-from torch import Tensor
+from functools import cache
 
-from c2cserve.kernels.gpu.aot.variants import Variant
-from c2cserve.kernels.gpu.driver import MAP_BYTES, pair_map, stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.operands import FeedParams, check, check_boxes, output, parameters
-from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
-from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.aot.variants import (
+    BX_ALONE,
+    BX_SHARED,
+    BX_SPLIT,
+    CLUSTERS,
+    DTYPES,
+    Variant,
+)
+from c2cserve.kernels.gpu.gemm.choice.cost import (
+    KernelModel,
+    Question,
+    Speeds,
+    clustered_ctas,
+    tiled_s,
+)
+from c2cserve.kernels.gpu.gemm.dataflow import (
+    Dataflow,
+    Launch,
+    Reference,
+    covers,
+    fitting,
+    one_matrix_by_tma,
+    streams,
+    tiles_of,
+)
+from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, ceil_div
 
-_EXPERTS_MAX = 512
+_EFFICIENCY = 0.93
+"""Share of cuBLAS's rate, where nothing else binds."""
 
-
-def direct(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, gated: bool = False,
-) -> None:  # fmt: skip
-    """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
-
-    With `gated` W's first half of rows is a gate: out [M, N / 2] is silu of what the first half
-    gives times what the second does, both rounded before. No clusters then.
-
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
-    """
-    check(x, w, bias, out, gated=gated)
-    launch_direct(lane, x, w, bias, out, tiles, slot=None, gated=gated)
-
-
-def launch_direct(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    slot: Tensor | None, gated: bool = False,
-) -> None:  # fmt: skip
-    """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
-    check_boxes(x, w)
-    variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, gated=gated)
-    m, share = x.shape[0], BW // tiles.cluster
-    map_w = _weight_map(w, share, gated=gated)
-    kept = map_w if slot is None else _slot_map(slot, w, share)
-    work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
-    lane.launch(
-        variant,
-        min(work, lane.clusters(variant)),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
-        ),
-        early=_early(w),
-    )  # fmt: skip
+_ALONE = [Variant("direct", dtype, bx) for dtype in DTYPES for bx in BX_ALONE]
+_SHARED = [
+    Variant("direct", dtype, bx, cluster)
+    for dtype in DTYPES
+    for cluster in CLUSTERS
+    for bx in BX_SHARED
+]
+_GATED = [Variant("direct", dtype, bx, gated=True) for dtype in DTYPES for bx in BX_SPLIT]
+_BUILT = tiles_of([*_ALONE, *_SHARED])
 
 
-def split(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, gated: bool = False,
-) -> None:  # fmt: skip
-    """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
-    `gated` as in `direct`.
-
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
-    """
-    check(x, w, bias, out, gated=gated)
-    check_boxes(x, w)
-    variant = Variant("split", w.dtype, tiles.bx, tiles.cluster, gated=gated)
-    m = x.shape[0]
-    work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
-    lane.launch(
-        variant,
-        min(work, lane.clusters(variant)),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
-            out=output(out, bias), feed=_feed(lane, w), m=m, n=out.shape[1], k=w.k,
-        ),
-        early=_early(w),
-    )  # fmt: skip
+def _candidates(q: Question) -> list[Tiles]:
+    """Those that cover the rows. By map: alone, in whole boxes, also out of HBM."""
+    if q.by_map and one_matrix_by_tma(q):
+        return covers([one for one in fitting(_BUILT[q.dtype], q.sms) if one.cluster == 1], q.m)
+    return covers(fitting(_BUILT[q.dtype], q.sms), q.m) if streams(q) else []
 
 
-def grouped(
-    lane: Lane, x: Tensor, w: WeightHandle, offsets: Tensor, out: Tensor, tiles: Tiles
-) -> None:
-    """Rows offsets[e] up to offsets[e + 1] of x [M, K] meet W[e]; `offsets` int32 [experts + 1] on
-    the GPU, offsets[-1] = M. Experts without rows are not read. The host waits for nothing.
-
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
-    """
-    check(x, w, None, out, grouped=True)
-    check_boxes(x, w)
-    if w.experts > _EXPERTS_MAX:
-        raise OperandError(f"{w.experts} experts are more than the {_EXPERTS_MAX} kernels take")
-    if offsets.shape != (w.experts + 1,) or str(offsets.dtype) != "torch.int32":
-        raise OperandError(
-            f"offsets are int32 [{w.experts + 1}], not {offsets.dtype} {offsets.shape}"
-        )
-    if offsets.device != x.device or not offsets.is_contiguous():
-        raise OperandError("offsets must be contiguous and on x's GPU")
-    variant = Variant("grouped", w.dtype, tiles.bx, tiles.cluster)
-    map_w = _weight_map(w, BW // tiles.cluster)
-    # How many tiles there are is only known on the GPU.
-    most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
-    lane.launch(
-        variant,
-        min(most, lane.clusters(variant)),
-        parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(lane, w),
-            offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
-        ),
-    )  # fmt: skip
+def direct_traffic(m: int, n: int, k: int, item_bytes: int, tiles: Tiles) -> Traffic:
+    """Count W once for each cluster x bx rows of X, and X once for each tile of W."""
+    w, m_blocks = n * k * item_bytes, ceil_div(m, tiles.block_rows)
+    return Traffic(m_blocks * w, ceil_div(n, BW) * m * k * item_bytes, m * n * item_bytes)
 
 
-def weight_map(w: WeightHandle) -> bytes:
-    """What is to lie at `map_pointer` for `w` to be read, whole boxes of 128 rows: `split`, and
-    `direct` and `grouped` without clusters, go by it. Raises `CudaError`."""
-    return stack_map(w.pointer, max(1, w.experts), w.n, w.k, BW, w.dtype)
+def _compute_s(speeds: Speeds, q: Question, tiles: Tiles) -> float:
+    ctas = clustered_ctas(q, tiles)
+    return tiled_s(speeds, q, tiles.bx, tiles.cluster, ctas) / _EFFICIENCY
 
 
-def gated_map(w: WeightHandle) -> bytes:
-    """The same for launches that are `gated`: a box has 64 rows of each half."""
-    return pair_map(w.pointer, w.n // 2, w.k, BW // 2, w.dtype)
+@cache
+def _launcher() -> Launch:
+    from c2cserve.kernels.gpu.gemm.launchers.direct import direct
+
+    return direct
 
 
-def _weight_map(w: WeightHandle, box_rows: int, *, gated: bool = False) -> bytes:
-    if not w.map_pointer and not gated:
-        return stack_map(w.pointer, max(1, w.experts), w.n, w.k, box_rows, w.dtype)
-    if box_rows != BW:
-        raise OperandError(
-            "clusters that share W need its map in the launch, not in memory, and no gate in it"
-        )
-    return bytes(MAP_BYTES) if w.map_pointer else gated_map(w)
+def _reference() -> Reference:
+    from c2cserve.kernels.gpu.gemm.ref import direct
+
+    return direct
 
 
-def _column_tiles(out: Tensor, *, gated: bool) -> int:
-    return -(-out.shape[1] // (BW // 2 if gated else BW))
-
-
-def _feed(lane: Lane, w: WeightHandle) -> FeedParams:
-    return FeedParams(w.map_pointer, 0 if w.home == "hbm" else lane.share_pointer)
-
-
-def _early(w: WeightHandle) -> bool:
-    """Whether W is sure to be there before earlier kernels have ended: not if they compute it.
-    Weights that have a map in memory are never computed."""
-    return w.home != "hbm" or w.map_pointer != 0
-
-
-def _rows_map(x: Tensor, box_rows: int, w: WeightHandle) -> bytes:
-    stride = x.stride(0) if x.shape[0] > 1 else w.k
-    return tensor_map(x.data_ptr(), x.shape[0], w.k, stride, box_rows, w.dtype)
-
-
-def _slot_map(slot: Tensor, w: WeightHandle, box_rows: int) -> bytes:
-    return tensor_map(slot.data_ptr(), w.n, w.k, w.k, box_rows, w.dtype)
+DIRECT = Dataflow(
+    tile_fields=("bx", "cluster"),
+    candidates=_candidates,
+    traffic=direct_traffic,
+    model=KernelModel(direct_traffic, 8e-6, _compute_s, readers=clustered_ctas),
+    launcher=_launcher,
+    reference=_reference,
+    variants=(*_ALONE, *_SHARED, *_GATED),
+    serving=(*(one for one in _ALONE if one.bx in BX_SPLIT), *_GATED),
+)

@@ -1,1 +1,1 @@
-"""C2CServe's dataflows as published, to be compared with."""
+"""Dataflows of other systems, to be compared with: nothing that serves needs them."""

@@ -7,7 +7,7 @@ from triton_case import noise
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.sampling.greedy import greedy_of
-from c2cserve.kernels.gpu.sampling.sample import asked_of, draw
+from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import RowSampling
 
 WAYS = [
@@ -27,7 +27,7 @@ WAYS = [
 
 
 def drawn(logits: torch.Tensor, rows: list[RowSampling]) -> tuple[list[int], list[float]]:
-    return greedy_of(draw(logits.to(DEVICE), asked_of(rows).to(DEVICE)).cpu())
+    return greedy_of(sample(logits.to(DEVICE), asked_of(rows).to(DEVICE)).cpu())
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of the interpreter

@@ -6,14 +6,18 @@ from torch import Tensor
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.driver import stack_map, tensor_map
-from c2cserve.kernels.gpu.gemm.dataflows.direct import launch_direct
+from c2cserve.kernels.gpu.gemm.dataflows.ring import ring_copiers
+from c2cserve.kernels.gpu.gemm.launchers.direct import launch_direct
 from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, panels
-from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, OperandError, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
-
-_RING_COPIERS = 16
-"""CTAs that fill the ring: what it takes to saturate a link of 400 GB/s; PCIe needs 4."""
+from c2cserve.kernels.gpu.gemm.weight import (
+    ITEM_BYTES,
+    TORCH_DTYPES,
+    OperandError,
+    WeightHandle,
+    local_weight,
+)
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 
 def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -24,9 +28,21 @@ def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
         torch.addmm(bias, x, w.t(), out=out)
 
 
+def resident_weight(
+    context: LaunchContext,
+    x: Tensor,
+    w: WeightHandle,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+) -> None:
+    """`resident` of a handle. Raises `OperandError` if W is not in this GPU's memory."""
+    resident(x, local_weight(w), bias, out)
+
+
 def prefetch(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    place: Tensor | None = None,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, place: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Copy engines bring W into one of two slots in HBM (or into `place` [N, K], to stay there), in
     panels of `tiles.panel_rows` rows that grow by `tiles.panel_growth`; cuBLAS multiplies each as
@@ -35,37 +51,42 @@ def prefetch(
     Raises `OperandError`, `CudaError`.
     """
     check(x, w, bias, out)
-    compute = torch.cuda.current_stream(lane.device)
-    slot = lane.next_slot() if place is None else None
+    compute = torch.cuda.current_stream(context.device)
+    slot = context.next_slot() if place is None else None
     if slot is None:
         # Its memory was free in the order of the compute stream.
-        lane.copies.wait_stream(compute)
+        context.copies.wait_stream(compute)
     else:
         place = slot.hold(w.bytes).view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
-        lane.copies.wait_event(slot.free)
+        context.copies.wait_event(slot.free)
     assert place is not None
     row_bytes = w.k * ITEM_BYTES
     for start, stop in panels(w.n, tiles.panel_rows, tiles.panel_growth):
         size, first = (stop - start) * row_bytes, start * row_bytes
         target = place.data_ptr() + first
-        driver.copy_async(target, w.pointer + first, size, lane.copies.cuda_stream)
-        compute.wait_event(lane.copies.record_event())
+        driver.copy_async(target, w.pointer + first, size, context.copies.cuda_stream)
+        compute.wait_event(context.copies.record_event())
         part = None if bias is None else bias[start:stop]
         resident(x, place[start:stop], part, out[:, start:stop])
     if slot is not None:
         slot.free.record(compute)
 
 
-def bring(lane: Lane, w: WeightHandle, place: Tensor) -> None:
+def bring(context: LaunchContext, w: WeightHandle, place: Tensor) -> None:
     """W into `place` (of its shape, in HBM) by a copy engine, for what is launched after it."""
-    compute = torch.cuda.current_stream(lane.device)
-    lane.copies.wait_stream(compute)
-    driver.copy_async(place.data_ptr(), w.pointer, w.bytes, lane.copies.cuda_stream)
-    compute.wait_event(lane.copies.record_event())
+    compute = torch.cuda.current_stream(context.device)
+    context.copies.wait_stream(compute)
+    driver.copy_async(place.data_ptr(), w.pointer, w.bytes, context.copies.cuda_stream)
+    compute.wait_event(context.copies.record_event())
 
 
 def tee(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
+    context: LaunchContext,
+    x: Tensor,
+    w: WeightHandle,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
 ) -> None:
     """The first rows of x, as many as one pass over W serves, as `direct`, which keeps W in a slot
     as it passes by; all other rows by cuBLAS from there.
@@ -73,11 +94,11 @@ def tee(
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out)
-    slot, compute = lane.next_slot(), torch.cuda.current_stream(lane.device)
+    slot, compute = context.next_slot(), torch.cuda.current_stream(context.device)
     here = slot.hold(w.bytes)
     compute.wait_event(slot.free)
     head = min(x.shape[0], tiles.block_rows)
-    launch_direct(lane, x[:head], w, bias, out[:head], tiles, slot=here)
+    launch_direct(context, x[:head], w, bias, out[:head], tiles, slot=here)
     if head < x.shape[0]:
         kept = here.view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
         resident(x[head:], kept, bias, out[head:])
@@ -85,8 +106,8 @@ def tee(
 
 
 def ring(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles,
-    *, engines: bool = False,
+    context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
+    tiles: Tiles, *, engines: bool = False,
 ) -> None:  # fmt: skip
     """W in panels of `tiles.panel_rows` rows through `tiles.slots` places in local memory; CTAs of
     the same launch bring them, or, with `engines`, the copy engines do.
@@ -101,13 +122,13 @@ def ring(
         raise OperandError("copies within a GPU need the SMs that wait for them: no engines")
     variant = Variant("ring", w.dtype, tiles.bx, tiles.cluster)
     m, count = x.shape[0], -(-w.n // tiles.panel_rows)
-    copiers = 0 if engines else max(1, min(_RING_COPIERS, lane.sms // 4) // tiles.cluster)
-    clusters = lane.clusters(variant)
+    copiers = 0 if engines else ring_copiers(context.sms, tiles.cluster)
+    clusters = context.clusters(variant)
     if clusters <= copiers:
         raise OperandError(f"ring needs more than {copiers} clusters, this slice has {clusters}")
     panel_bytes = tiles.panel_rows * w.k * ITEM_BYTES
-    places = lane.scratch("ring", tiles.slots * panel_bytes)
-    flags = lane.scratch("ring-flags", 2 * 4 * count).view(torch.int32)
+    places = context.scratch("ring", tiles.slots * panel_bytes)
+    flags = context.scratch("ring-flags", 2 * 4 * count).view(torch.int32)
     flags.zero_()
     filled, drained = flags.data_ptr(), flags.data_ptr() + 4 * count
     stride = x.stride(0) if m > 1 else w.k
@@ -121,18 +142,24 @@ def ring(
         panel_rows=tiles.panel_rows, slots=tiles.slots, copiers=copiers,
     )  # fmt: skip
     if engines:
-        lane.copies.wait_stream(torch.cuda.current_stream(lane.device))
+        context.copies.wait_stream(torch.cuda.current_stream(context.device))
     work = count * tiles.panel_rows // BW * -(-m // tiles.block_rows)
-    lane.launch(variant, min(copiers + work, clusters), arguments)
+    context.launch(variant, min(copiers + work, clusters), arguments)
     if engines:
-        _fill_ring(lane, w, tiles, places, filled, drained, uses=-(-m // tiles.block_rows))
+        _fill_ring(context, w, tiles, places, filled, drained, uses=-(-m // tiles.block_rows))
 
 
 def _fill_ring(
-    lane: Lane, w: WeightHandle, tiles: Tiles, places: Tensor, filled: int, drained: int, uses: int
+    context: LaunchContext,
+    w: WeightHandle,
+    tiles: Tiles,
+    places: Tensor,
+    filled: int,
+    drained: int,
+    uses: int,
 ) -> None:
     """Copies by the engines, each held back until its place is free. `uses`: blocks of x's rows."""
-    stream, row_bytes = lane.copies.cuda_stream, w.k * ITEM_BYTES
+    stream, row_bytes = context.copies.cuda_stream, w.k * ITEM_BYTES
     bounds = panels(w.n, tiles.panel_rows)
     for panel, (start, stop) in enumerate(bounds):
         if panel >= tiles.slots:
@@ -143,4 +170,4 @@ def _fill_ring(
         size = (stop - start) * row_bytes
         driver.copy_async(place, w.pointer + start * row_bytes, size, stream)
         driver.signal(stream, filled + 4 * panel, 0x7FFFFFFF)
-    torch.cuda.current_stream(lane.device).wait_stream(lane.copies)
+    torch.cuda.current_stream(context.device).wait_stream(context.copies)

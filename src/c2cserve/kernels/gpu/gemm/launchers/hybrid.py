@@ -8,11 +8,16 @@ from c2cserve.kernels.gpu.driver import stack_map, tensor_map
 from c2cserve.kernels.gpu.gemm.operands import check, check_boxes, output, parameters
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, sym_columns
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
-from c2cserve.kernels.gpu.launch_context import Lane
+from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 
 def hybrid(
-    lane: Lane, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, tiles: Tiles
+    context: LaunchContext,
+    x: Tensor,
+    w: WeightHandle,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
 ) -> None:
     """One launch: `tiles.alpha` of the columns output-stationary, the others weight-stationary, on
     SMs shared out alike. alpha may change from launch to launch. Partial sums are float32 in a
@@ -29,15 +34,15 @@ def hybrid(
     n_asym = w.n - n_sym
     if partial_bytes == 2 and n_asym and (out.stride(0) % 8 or out.data_ptr() % 16):
         raise OperandError("16-bit partial sums need rows of `out` at multiples of 16 bytes")
-    sums = _partial_sums(lane, bias, out, n_sym, partial_bytes)
+    sums = _partial_sums(context, bias, out, n_sym, partial_bytes)
     columns = n_asym if partial_bytes == 4 else w.n
     map_sums = tensor_map(
         sums.data_ptr(), m, max(1, columns), sums.stride(0), min(64, tiles.bx),
         "float32" if partial_bytes == 4 else w.dtype,
     )  # fmt: skip
-    sms = lane.clusters(variant)
+    sms = context.clusters(variant)
     stride = x.stride(0) if m > 1 else w.k
-    lane.launch(
+    context.launch(
         variant,
         sms,
         parameters(
@@ -63,7 +68,7 @@ def _ctas_sym(sms: int, n_sym: int, n_asym: int) -> int:
 
 
 def _partial_sums(
-    lane: Lane, bias: Tensor | None, out: Tensor, n_sym: int, partial_bytes: int
+    context: LaunchContext, bias: Tensor | None, out: Tensor, n_sym: int, partial_bytes: int
 ) -> Tensor:
     """Where asym adds, cleared: a float32 scratch [M, N_asym] (rows of whole 16 bytes), or `out`
     itself with the bias in it."""
@@ -74,6 +79,6 @@ def _partial_sums(
             target.zero_() if bias is None else target.copy_(bias[n_sym:].expand(m, n_asym))
         return out
     stride = -(-max(1, n_asym) // 4) * 4
-    scratch = lane.scratch("partial-sums", m * stride * 4).view(torch.float32).view(m, stride)
+    scratch = context.scratch("partial-sums", m * stride * 4).view(torch.float32).view(m, stride)
     scratch.zero_()
     return scratch[:, :n_asym]

@@ -1,0 +1,1 @@
+"""Launches of the dataflows: operands checked, parameters packed, kernels and copies started."""
