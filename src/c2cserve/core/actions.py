@@ -72,24 +72,14 @@ class Deactivate:
 
 
 @value
-class ResizeKv:
-    """Give the instance this much memory for KV (only where each has its own, sized in advance).
-    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
-
-    model: str
-    slice_id: str
-    kv_bytes: int
-
-
-@value
 class Recall:
-    """Take the request from its slice to place it again: its tokens stay, its KV goes, and it comes
-    back as `events.Recalled` unless it ends first."""
+    """Take the request from its slice to place it again, if it has no memory there yet. Then it
+    comes back as `events.Recalled`, unless it ends first. Else it stays, and no event follows."""
 
     request_id: str
     slice_id: str
-    unstarted: bool = False
-    """Only if it has no memory there yet; else it stays, and no event follows."""
+    unstarted: bool = True
+    """Always true; records have it."""
 
 
 @value
@@ -120,9 +110,34 @@ class Backlog:
 
 
 ClusterAction = (
-    Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
-    | Replace | Backlog
+    Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | Recall | Forget | Replace
+    | Backlog
 )  # fmt: skip
+"""What the controller of a server carries out."""
+
+# ---- controller, in simulations only --------------------------------------------------------
+
+
+@value
+class ResizeKv:
+    """Give the instance this much memory for KV (only where each has its own, sized in advance).
+    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
+
+    model: str
+    slice_id: str
+    kv_bytes: int
+
+
+@value
+class Preempt:
+    """Take the request from its slice, also if it runs: its tokens stay, its KV goes, and it comes
+    back as `events.Recalled` unless it ends first."""
+
+    request_id: str
+    slice_id: str
+
+
+SimulatedClusterAction = ResizeKv | Preempt
 
 # ---- slice ----------------------------------------------------------------------------------
 
@@ -215,6 +230,15 @@ class Move:
     """Of `in`: as `step.Step.kv_end_bytes`."""
 
 
+SliceAction = RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move
+"""What the slice of a server carries out."""
+
+ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move
+"""Those that its executor carries out; its world answers the others."""
+
+# ---- slice, in simulations only -------------------------------------------------------------
+
+
 @value
 class SetAlpha:
     """From the model's next step on, hybrid GEMMs do this share of their columns
@@ -239,8 +263,6 @@ class Release:
     model: str
 
 
-SliceAction = (
-    RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move | SetAlpha | Fetch | Release
-)
+SimulatedSliceAction = SetAlpha | Fetch | Release
 
-Action = ClusterAction | SliceAction
+Action = ClusterAction | SimulatedClusterAction | SliceAction | SimulatedSliceAction

@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 
+OVERESTIMATE = 1.1
+"""Times are taken so many times as long: they fluctuate, and sequences grow while they decode."""
 _NEVER_S = float("inf")
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from c2cserve.core.actions import Recall
 from c2cserve.core.request import Request
-from c2cserve.policy.baselines.slinfer.shadow import OVERESTIMATE
-from c2cserve.policy.cluster.slice_load import Job, SliceLoad
+from c2cserve.policy.cluster.quantify import OVERESTIMATE
+from c2cserve.policy.cluster.slice_load import PlacedRequest, SliceLoad
 
 _RECALLS_MAX = 2
 
@@ -82,16 +82,21 @@ class Stealing:
         return actions
 
     def _ask(
-        self, source: SliceLoad, target: SliceLoad, late: list[Job], most: int, may_take: MayTake
+        self,
+        source: SliceLoad,
+        target: SliceLoad,
+        late: list[PlacedRequest],
+        most: int,
+        may_take: MayTake,
     ) -> Iterator[Recall]:
         taken = [job for job in late if may_take(target, job.request.model)][:most]
         for job in taken:
             late.remove(job)
             self._asked[job.request.id] = target.slice.id
             self._recalls[job.request.id] += 1
-            yield Recall(job.request.id, source.slice.id, unstarted=True)
+            yield Recall(job.request.id, source.slice.id)
 
-    def _late(self, load: SliceLoad, now: float) -> list[Job]:
+    def _late(self, load: SliceLoad, now: float) -> list[PlacedRequest]:
         """Requests without a first token on a busy slice that are late, or will be by what is
         believed of times, and that have others before them."""
         waiting = sorted(
@@ -99,7 +104,7 @@ class Stealing:
             for instance in load.active.values() if instance.pending_tokens
             for job in instance.jobs.values() if job.first_s is None
         )  # fmt: skip
-        late: list[Job] = []
+        late: list[PlacedRequest] = []
         round_s = load.round_s()
         before_s = 0.0
         for due_s, request_id, prefill_s, job in waiting:
@@ -116,7 +121,7 @@ class Stealing:
         return late
 
     @staticmethod
-    def _lacks_place(load: SliceLoad, job: Job) -> bool:
+    def _lacks_place(load: SliceLoad, job: PlacedRequest) -> bool:
         """Whether other requests of its model fill the largest batch of the slice."""
         jobs = load.active[job.request.model].jobs.values()
         return sum(one.first_s is not None for one in jobs) >= load.slice.max_batch

@@ -61,7 +61,7 @@ class _Kept:
         return min(next_s, self.due_s) if self.model.seqs else next_s
 
 
-class Shifts:
+class WeightSwapping:
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
@@ -107,7 +107,7 @@ class Shifts:
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
-    def asked(self, name: str, now: float) -> None:
+    def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
         if (one := self._kept.get(name)) is not None:
             gap_s = now - one.asked_s
@@ -116,8 +116,8 @@ class Shifts:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def plan(self, now: float, flying: Collection[str]) -> list[Fetch | Release]:
-        """Whose weights to load now, and who makes room. `flying`: models with steps in flight,
+    def plan(self, now: float, in_flight: Collection[str]) -> list[Fetch | Release]:
+        """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
         actions: list[Fetch | Release] = []
@@ -131,7 +131,7 @@ class Shifts:
                 break
             begin_s = self.latest_start_s(out) - _MARGIN_S
             first = self._kept[out[0][1]]
-            leaving = self._leaving(first, now, flying)
+            leaving = self._leaving(first, now, in_flight)
             if leaving is None:
                 break  # who could leave is in flight, or not far enough ahead
             if now < begin_s and any(one.model.seqs for one in leaving):
@@ -169,18 +169,20 @@ class Shifts:
         step_s = one.model.time.decode_step_s(len(one.model.seqs))
         return frexp(one.size * gap_s / step_s)[1] if step_s else 0
 
-    def make_way(self, model: ActiveModel, flying: Collection[str], now: float) -> list[Release]:
+    def make_room(
+        self, model: ActiveModel, in_flight: Collection[str], now: float
+    ) -> list[Release]:
         """KV of a model with requests finds no room: the weights that go for it, those of the model
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
         more urgent: else the two would make each other leave in turn."""
-        victim = next(iter(self._victims(model.name, flying, now)), None)
+        victim = next(iter(self._victims(model.name, in_flight, now)), None)
         if victim is None or self._slabs(-victim.size) == self._slabs():
             return []
         if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
             return []
         return [self._release(victim)]
 
-    def insist(self) -> list[Fetch | Release]:
+    def break_deadlock(self) -> list[Fetch | Release]:
         """Nothing runs, so whoever is in waits for memory that somebody holds who is out: he comes
         in, whoever has to leave."""
         absent = [one for one in self._kept.values() if one.where == "out" and one.model.seqs]
@@ -210,10 +212,10 @@ class Shifts:
     def _load_s(self, one: _Kept) -> float:
         return one.size / self._bytes_per_s if self._bytes_per_s > 0.0 else 0.0
 
-    def _leaving(self, first: _Kept, now: float, flying: Collection[str]) -> list[_Kept] | None:
+    def _leaving(self, first: _Kept, now: float, in_flight: Collection[str]) -> list[_Kept] | None:
         """Who makes room for it; None: those who could must not be away."""
         leaving: list[_Kept] = []
-        victims = iter(self._victims(first.model.name, flying, now))
+        victims = iter(self._victims(first.model.name, in_flight, now))
         while not self._fits(first, leaving):
             victim = next(victims, None)
             if victim is None:
@@ -225,13 +227,13 @@ class Shifts:
             leaving.append(victim)
         return leaving
 
-    def _victims(self, name: str, flying: Collection[str], now: float) -> list[_Kept]:
+    def _victims(self, name: str, in_flight: Collection[str], now: float) -> list[_Kept]:
         """Who could leave, whoever would be missed last in front."""
         if not self._rotates:
             return []
         able = [
             one for other, one in self._kept.items()
-            if one.where == "in" and other != name and other not in flying
+            if one.where == "in" and other != name and other not in in_flight
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))

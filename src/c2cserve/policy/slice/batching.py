@@ -6,9 +6,7 @@ from operator import attrgetter
 
 from c2cserve.core.request import Request
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.policy.baselines.c2cserve.chunking import ChunkCost, smallest_chunk
 from c2cserve.policy.headroom import due_s
-from c2cserve.policy.presets import Chunks
 from c2cserve.policy.slice.estimate import StepTime, allowed_step_s
 
 
@@ -28,7 +26,7 @@ class Seq:
     """Tokens that steps in flight will draw."""
     computed: int = 0
     issued: int = 0
-    flights: int = 0
+    in_flight: int = 0
     """Steps in flight that it has a part in."""
     moves: int = 0
     """Moves of its KV under way."""
@@ -37,8 +35,8 @@ class Seq:
     since_s: float = 0.0
     """When it began to run or was paused, whichever was later. Only where KV is rotated."""
     blocks: list[int] = field(default_factory=list[int])
-    told: int = 0
-    """Blocks that the executor has been told of; none before the first step since (re)start."""
+    notified: int = 0
+    """Blocks that the executor was notified of; 0 before the first step since the (re)start."""
     started: bool = False
     withdrawn: bool = False
     failures: int = 0
@@ -57,7 +55,7 @@ class Seq:
     @property
     def busy(self) -> bool:
         """Its blocks are being read or written."""
-        return self.flights > 0 or self.moves > 0
+        return self.in_flight > 0 or self.moves > 0
 
     @property
     def suspect(self) -> bool:
@@ -71,17 +69,18 @@ class Seq:
 
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
-        request, start, told, has = self.request, self.issued, self.told, len(self.blocks)
+        request, start, notified = self.request, self.issued, self.notified
         self.issued = end = start + tokens
-        self.flights += 1
+        self.in_flight += 1
         emits = end == self.length + self.drawing
         if emits:
             self.drawing += 1
             self.due_s += request.slo.tpot_s
-        if told == has:
-            return SeqStep(request.id, start, tokens, (), told == 0, emits)
-        self.told = has
-        return SeqStep(request.id, start, tokens, tuple(self.blocks[told:]), told == 0, emits)
+        if notified == len(self.blocks):
+            return SeqStep(request.id, start, tokens, (), notified == 0, emits)
+        self.notified = len(self.blocks)
+        new_blocks = tuple(self.blocks[notified:])
+        return SeqStep(request.id, start, tokens, new_blocks, notified == 0, emits)
 
     def land(self, part: SeqStep, drawn: int, times: int) -> None:
         """A step that it had `part` in is done, run so many times, and drew so many tokens for
@@ -103,7 +102,7 @@ class Seq:
     def restart(self) -> None:
         """Its KV is gone; its tokens are not."""
         self.blocks = []
-        self.computed = self.issued = self.told = 0
+        self.computed = self.issued = self.notified = 0
         self.started = self.paused = self.stopping = False
 
 
@@ -175,7 +174,7 @@ class ActiveModel:
 
 
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step from its launch to its `events.StepDone`."""
 
     step: Step
@@ -200,26 +199,19 @@ class Flight:
 _YIELDS = 10.0
 """A late request yields for so many times its TTFT target."""
 BY_HEADROOM = attrgetter("due_s")
-BY_ARRIVAL = attrgetter("request.arrival_s")
 _CHUNK_MIN = 16
 
+PrefillBudget = Callable[[Iterable[ActiveModel], ActiveModel, Seq, float, int, int], int]
+"""Prefill tokens that go into a model's step: (models on the slice, the model, the most urgent of
+its prompts, now, decodes in the step, the largest chunk that the slice takes) -> tokens."""
 
-def prefill_budget(
-    chunks: Chunks,
-    models: Iterable[ActiveModel],
-    model: ActiveModel,
-    first: Seq,
-    now: float,
-    decodes: int,
+
+def headroom_budget(
+    models: Iterable[ActiveModel], model: ActiveModel, first: Seq, now: float, decodes: int,
     most: int,
-) -> int:
-    """Prefill tokens that go into a step of `model` beside so many decodes; `first`: the most
-    urgent of its prompts. `most`: what the slice takes."""
-    if chunks == "headroom":
-        return chunk_tokens(model.time, decodes, models, now, most)
-    if chunks == "smallest":
-        return smallest_chunk_tokens(model.time, decodes, first, now, most)
-    return most if chunks == "fixed" else min(most, first.expected - first.issued)
+) -> int:  # fmt: skip
+    """Return as many tokens as headroom allows: see `chunk_tokens`."""
+    return chunk_tokens(model.time, decodes, models, now, most)
 
 
 def chunk_tokens(
@@ -247,22 +239,6 @@ def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s
     return max(least, time.chunk(decodes, limit_s, least, 1 << 30) - taken)
 
 
-def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, most: int) -> int:
-    """C2CServe section 6.3 with what steps were measured to take: the smallest chunk by which the
-    request has its first token in time; the largest if there is none, or nothing is known. (What
-    its HBM permits is in the measured times.)"""
-    if time.prefill_token_s <= 0.0:
-        return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
-    profile = [
-        ChunkCost(size, time.step_s(decodes, size), 0.0, time.prefill_token_s * size)
-        for size in (most >> power for power in range(most.bit_length()))
-        if size >= _CHUNK_MIN
-    ]
-    left_s = max(0.0, seq.request.first_token_due_s - now)
-    tokens = seq.expected - seq.issued
-    return smallest_chunk(profile, tokens, left_s, float("inf")) or most
-
-
 def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
     """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
     the same model if there is one, because a block of another model seldom empties a slab. Never
@@ -271,7 +247,7 @@ def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
     rank = seq.model.rank
     candidates = [
         other for other in everybody
-        if other.started and other.told and not other.busy and not other.paused
+        if other.started and other.notified and not other.busy and not other.paused
         and rank(other) >= rank(seq) and other is not seq
     ]  # fmt: skip
     return max(

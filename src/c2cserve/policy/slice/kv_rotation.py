@@ -20,7 +20,7 @@ from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import EagerCopies, KvState, RotationSettings, Tenant, rotate
 
 
-class Rotary:
+class KvRotation:
     def __init__(self, arena: KvArena, slice_: Slice, settings: RotationSettings) -> None:
         self._arena = arena
         self._slice = slice_
@@ -120,7 +120,7 @@ class Rotary:
         blocks = self._arena.allocate(seq.model.key, _blocks(seq.length))
         if blocks is None:
             return None
-        seq.blocks, seq.told, seq.since_s = blocks, 0, now
+        seq.blocks, seq.notified, seq.since_s = blocks, 0, now
         lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
         return self._move(seq, "in", 0, blocks[: _blocks(seq.computed)], lasting, end_bytes)
 
@@ -131,7 +131,7 @@ class Rotary:
             block = seq.model.block_bytes
             if budget < block:
                 break
-            if not seq.started or seq.paused or seq.moves or not seq.told:
+            if not seq.started or seq.paused or seq.moves or not seq.notified:
                 continue
             name = seq.request.id
             self._copies.filled(name, seq.computed // BLOCK_TOKENS)
@@ -174,7 +174,7 @@ class Rotary:
 
 
 def _at_rest(seq: Seq) -> bool:
-    return not seq.busy and seq.told > 0
+    return not seq.busy and seq.notified > 0
 
 
 def _blocks(tokens: int) -> int:

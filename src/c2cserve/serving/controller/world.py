@@ -30,7 +30,6 @@ from c2cserve.core.actions import (
     Recall,
     Reject,
     Replace,
-    ResizeKv,
     Withdraw,
 )
 from c2cserve.core.events import (
@@ -309,7 +308,7 @@ class World:
 
     def submit(self, action: ClusterAction) -> None:
         match action:
-            case Dispatch() | Withdraw() | Reject() | Recall(unstarted=True):
+            case Dispatch() | Withdraw() | Reject() | Recall():
                 tell = partial(self._tell_of_request, action)
                 self._owed += self._guarded(action.request_id, tell)
             case Load(model):
@@ -329,8 +328,6 @@ class World:
                 self._replace(slice_id, reason)
             case Backlog():
                 self.backlog = action
-            case ResizeKv() | Recall():
-                raise TypeError(f"only simulated rivals do this: {action}")
 
     def _tell_of_request(
         self, action: Dispatch | Withdraw | Reject | Recall

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Never, NoReturn
 
 import msgspec
 
@@ -149,7 +149,7 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
-def _usage(policy: SlicePolicy) -> Callable[[], Usage]:
+def _usage(policy: SlicePolicy[Never]) -> Callable[[], Usage]:
     def usage() -> Usage:
         return Usage(
             policy.running, policy.waiting, policy.arena.held_bytes, policy.cached_tokens,
@@ -159,7 +159,7 @@ def _usage(policy: SlicePolicy) -> Callable[[], Usage]:
     return usage
 
 
-def _measured(policy: SlicePolicy) -> Callable[[], Sequence[Measured]]:
+def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:
     def measured() -> list[Measured]:
         times = policy.step_times().items()
         return [Measured(name, t.decode_s, t.prefill_token_s) for name, t in times if t.decode_s]

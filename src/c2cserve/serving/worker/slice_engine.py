@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from c2cserve.core.actions import SliceAction
+from c2cserve.core.actions import ExecutorAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 
@@ -24,7 +24,7 @@ class SliceEngine(Protocol):
         this request."""
         ...
 
-    def submit(self, action: SliceAction) -> None: ...
+    def submit(self, action: ExecutorAction) -> None: ...
 
     def poll(self) -> None: ...
 

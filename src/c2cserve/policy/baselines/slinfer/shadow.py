@@ -15,10 +15,8 @@ Requests that were late before do not count: refusing the newcomer would not hel
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from c2cserve.policy.cluster.quantify import Times
+from c2cserve.policy.cluster.quantify import OVERESTIMATE, Times
 
-OVERESTIMATE = 1.1
-"""Times fluctuate, and sequences grow while they decode."""
 _NEVER_S = float("inf")
 
 
