@@ -27,9 +27,7 @@ class ClusterPolicy(Generic[ExtraT]):
     a server runs, and has no actions of the type `ExtraT`."""
 
     @overload
-    def __init__(
-        self: "ClusterPolicy[Never]", settings: AdmissionSettings | None = None
-    ) -> None: ...
+    def __init__(self: "ClusterPolicy[Never]", settings: AdmissionSettings = ...) -> None: ...
 
     @overload
     def __init__(self, settings: AdmissionSettings, strategies: Strategies[ExtraT]) -> None: ...
