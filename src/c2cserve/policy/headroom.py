@@ -1,4 +1,5 @@
-"""Who is most urgent (SLINFER section 6), and who gets a turn once not everybody can be in time."""
+"""Which request is most urgent (SLINFER section 6), and whose turn it is when not all can be in
+time."""
 
 from collections.abc import Iterable
 from typing import TypeVar
@@ -27,12 +28,11 @@ def next_turn(
     """Which model runs next: whether it is late, and its name; None without candidates.
 
     A candidate is (when its most urgent request's next token is due, number of its last step,
-    name). While all are in time, the one with least headroom runs. Least headroom first has no
-    answer to overload: the later a model is, the more it would get, and all others would become
-    late with it. So models that are late take turns among themselves, and the late and the punctual
-    alternate (`late_ran`: the last step was a late model's): whoever is in time gets at least every
-    second step, and whoever is late waits at most for twice the number of late models.
-    """
+    name). While all are in time, the one with least headroom runs. Least headroom first fails under
+    overload: the later a model is, the more it would get, until all others are late too. So late
+    models take turns among themselves, and late and punctual models alternate (`late_ran`: the last
+    step was a late model's). A punctual model gets at least every second step. A late one waits at
+    most for twice the number of late models."""
     punctual: tuple[float, Name] | None = None
     late: tuple[int, Name] | None = None
     for due, last_step, name in candidates:

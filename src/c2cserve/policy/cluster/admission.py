@@ -19,8 +19,8 @@ from c2cserve.policy.cluster.slice_load import SliceLoad
 
 BURST_S = 0.25
 IN_TIME_SHARE = 0.5
-"""In an overload a newcomer is taken if it is expected to wait for at most so much of its TTFT
-target. The rest is for its prompt, and for what delays it unseen on a busy machine."""
+"""The share of its TTFT target that a new request may be expected to wait for in an overload. The
+rest is for its prompt, and for what delays it unseen on a busy machine."""
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
@@ -32,21 +32,21 @@ class AdmissionSettings:
     max_waiting: int = 1024
     """Requests queued at the controller; one more is refused with 429."""
     patience: float = 20.0
-    """A request is refused when it has waited, or is sure to wait, so many times its TTFT target:
-    its client has given up by then. 0: never."""
+    """A request is refused when it has waited, or is sure to wait, so many times its TTFT target.
+    Its client has given up by then. 0: never."""
     no_slice_grace_s: float = 30.0
     """How long requests wait while no slice is up (one is being restarted), before 503."""
     foresee: bool = True
     """Refuse as soon as the expected wait is too long; else only once a request waited so long."""
     burst_s: float = BURST_S
-    """How long requests that can be in time may wait without a break before that is an overload, in
-    which nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
+    """An overload begins when requests that can be in time have waited for so long without a break.
+    In it nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
 
 
 @dataclass(slots=True)
 class Throughput:
     """Requests finished per second lately while others waited: what the machine can do. (What it
-    does while nobody waits says how much is asked of it, not how much it can take.)"""
+    does while none wait says how much is asked of it, not how much it can take.)"""
 
     per_s: float = 0.0
     _finished: int = 0
@@ -120,14 +120,14 @@ class Admission:
         self._models = models
         self.throughput = Throughput()
         self._standing = Standing(settings.burst_s)
-        """Of requests that can be in time: they wait for places, so more is asked than can be done.
-        """
+        """The queue of requests that can be in time: they wait for places, so more is asked than
+        can be done."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
         self._told = Backlog()
 
     def begin(self, now: float) -> None:
-        """Before newcomers are looked at: note which of the others have become late."""
+        """Note which waiting requests have become late, before new ones are looked at."""
         if self._settings.patience > 0.0:  # else late requests would wait for ever
             self._queue.age(now)
         if not self._queue.punctual(self._usable, displaced=False):
@@ -163,8 +163,8 @@ class Admission:
                 ahead[request.tenant] += 1
 
     def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
-        """Requests on slices that are late before their first token, once in a while in an
-        overload: what they take there, requests that can still be in time could have."""
+        """Refuse requests on slices that are late before their first token, once in a while in an
+        overload. Requests that can still be in time could have their places."""
         if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
             return []
         late = [

@@ -42,9 +42,9 @@ class Failing:
         self._deactivate = deactivate
         self._marks: dict[_Key, _Mark] = {}
         self._failures: Counter[_Key] = Counter()
-        """In a row; of a slice that was lost meanwhile, too."""
+        """Failures in a row; of a slice that was lost meanwhile, too."""
         self._given_up: Counter[str] = Counter()
-        """By slice, since something worked there."""
+        """Models given up on each slice, since something worked there."""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -103,7 +103,8 @@ class Failing:
         return idle and not mark.leaving and mark.retry_s is not None and now >= mark.retry_s
 
     def refused(self, now: float, waiting: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Of these models, those that back off on every slice: why, and for how long still."""
+        """Yield those of the models that back off on every slice, with the reason and the seconds
+        left."""
         for model in waiting:
             marks = [self._marks.get((one, model)) for one in self._slices]
             times = [

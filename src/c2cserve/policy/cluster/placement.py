@@ -1,11 +1,10 @@
-"""Which slice takes a request: an active instance with room, else an idle slice, else wherever it
-can still be in time, making the least valuable models leave a slice that is full of them.
+"""Which slice takes a request: an active instance with room, else an idle slice, else one where it
+can still be in time. The least valuable models leave a slice that is full of them.
 
-C2CServe sections 6.1 and 6.2, with the shadow validation of SLINFER section 6 C in closed form:
-chunks of a prompt are sized so that nobody waits for a whole one (`policy.slice.batching`), so what
-matters is the sum of what there is to do. A slice's budgets are the time of everybody's tokens,
-memory (weights that are kept, and KV), and the link its weights come over.
-"""
+C2CServe sections 6.1 and 6.2, with the shadow validation of SLINFER section 6 C in closed form.
+Chunks are sized so that no request waits for a whole prompt (`policy.slice.batching`). So what
+matters is the sum of what there is to do. A slice's budgets are the time of all requests' tokens
+and, where they are known, memory and link (`Budgets`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -120,10 +119,9 @@ class Activation:
 def in_time(
     load: SliceLoad, request: Request, now: float, share: float, *, late: bool = False
 ) -> bool:
-    """Would the request get its first token within `share` of the time it has left, and would
-    a decode step of every model here stay within that share of everybody's TPOT? (SLINFER
-    figure 15: cases 1, and 2 with 3.) False if some time is not known yet. `late`: its own first
-    token may be late."""
+    """Whether the request gets its first token within `share` of the time it has left, and a decode
+    step of every model here stays within that share of each TPOT. (SLINFER figure 15: cases 1, and
+    2 with 3.) False if some time is not known yet. `late`: its own first token may be late."""
     joined = load.active.get(request.model)
     if not load.requests and joined is not None:
         return True
@@ -168,7 +166,8 @@ def place(
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
     slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
-    goes where nobody else becomes late because of it, too, and to an idle slice in any case."""
+    also goes where no other request becomes late because of it, and to an idle slice in any
+    case."""
     ask, model = Ask(request, spec, kv_bytes, value, now, budgets), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
@@ -222,9 +221,10 @@ def place_owed(
     request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float,
     budgets: Budgets = UNBOUNDED,
 ) -> Placement | None:  # fmt: skip
-    """Where to send a request whose tenant has less than its share of each of the `loads`: where it
-    has fewest, with its model active if possible. Others' requests make room there in time and in
-    memory for KV (`policy.slice_shares`), not their weights: None if they are in the way."""
+    """Return where to send a request whose tenant has less than its share of each of the `loads`.
+    It goes where the tenant has fewest, with its model active if possible. Others' requests make
+    room there in time and in memory for KV (`policy.slice_shares`), not their weights: None if they
+    are in the way."""
 
     def order(load: SliceLoad) -> tuple[int, int, str]:
         return load.tenants[request.tenant], load.requests, load.slice.id
@@ -255,9 +255,9 @@ def _first_in_time(
 def _busy(
     ask: Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
-    """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
-    known), one more instance where least is to be done and the request is in time, on CPUs first;
-    a request that is not waits for somebody to leave. Else it goes wherever fewest are."""
+    """Busy everywhere, or late already. Where a slice can run out of memory, one more instance
+    starts where least is to be done and the request is in time, on CPUs first. A request that is
+    not in time waits for others to leave. Else it goes where fewest are."""
     bounded = [
         (load.slice.kind != "cpu", load.work().round_s, load.slice.id, load)
         for load in others if ask.budgets.bounded(load)
@@ -288,8 +288,9 @@ def _busy(
 
 
 def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Leaving | None:
-    """Who leaves for the request's KV, so much memory and so many models more; None: somebody with
-    requests would have to. The request's own model does not, with or without requests."""
+    """Return the models that leave for the request's KV, so much memory and so many models more.
+    None: a model with requests would have to. The request's own model does not, with or without
+    requests."""
     places = load.slice.max_active - len(load.active)
     if places >= models and ask.budgets.holds(ask, load, weights):
         return (), ()

@@ -224,7 +224,7 @@ class ClusterPolicy(Generic[ExtraT]):
         return self._queue.remove(request_id) is not None or held
 
     def _fail(self, now: float) -> None:
-        """End what was asked of models that can not be loaded, and be slow to try again."""
+        """End the requests of models that cannot be loaded, and be slow to try again."""
         for model in (self._models[name] for name in self._failed):
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
@@ -361,7 +361,7 @@ class ClusterPolicy(Generic[ExtraT]):
         return self._queue.count(name) > 0, *self._models[name].value
 
     def _send_to(self, request: Request, load: SliceLoad, now: float) -> bool:
-        """To this slice, if it can go there now."""
+        """Send the request to this slice, if it can go there now."""
         if (placement := self._place(request, [load], now)) is not None:
             self._send(request, placement, now)
         return placement is not None

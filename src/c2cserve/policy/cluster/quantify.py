@@ -76,8 +76,8 @@ class StepTable:
 
 
 class Learned:
-    """The same of a model that nobody has profiled: what its slice said of it last. Unknown takes
-    for ever."""
+    """The same of a model that was not profiled: what its slice measured last. Unknown takes for
+    ever."""
 
     __slots__ = ("_decode_s", "_token_s")
 

@@ -36,7 +36,8 @@ class PlacedRequest:
 
     @property
     def due_s(self) -> float:
-        """Of the first token it gets here (equation 1 of SLINFER with those sent before)."""
+        """When the first token it gets here is due (equation 1 of SLINFER with those sent
+        before)."""
         request = self.request
         return request.first_token_due_s + request.slo.tpot_s * request.sent
 
@@ -56,9 +57,9 @@ class Instance:
     spec: ModelSpec
     jobs: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
     pending_tokens: int = 0
-    """Of prompts still to be computed."""
+    """Tokens of prompts still to be computed."""
     prompt_tokens: int = 0
-    """Of all its requests."""
+    """Prompt tokens of all its requests."""
     tpot_s: float = _NEVER_S
     """The strictest of its requests' targets since it was last empty."""
     times: Times = UNKNOWN
@@ -101,7 +102,7 @@ class Work:
     """What there is to do on a slice."""
 
     pending_s: float
-    """Of prompts."""
+    """Seconds of prompts."""
     round_s: float
     """One decode step of every instance."""
     tpot_s: float
@@ -137,12 +138,11 @@ class SliceLoad:
     """Active models without requests."""
     profiled: dict[str, Times] = field(default_factory=dict[str, Times])
     weight_bytes: int = 0
-    """Of its active models, but for those whose weights stream."""
+    """Weights of its active models, but for those that stream."""
     kv_bytes: float = 0.0
     """Expected of all its requests."""
     keeps: bool = False
-    """For each model it is chosen whether its weights stream or are kept
-    (`policy.cluster.placement`)."""
+    """Weights stream or are kept, by model (`policy.simulated.link_and_memory`)."""
     memory: InstanceMemory | None = None
     """Where every instance has weights and KV of its own."""
     most_requests: int = field(init=False)
@@ -159,8 +159,8 @@ class SliceLoad:
         return self.slice.max_batch + self.slice.max_batch // 4
 
     def owes(self, tenant: str) -> bool:
-        """Whether the tenant has less than its share of this slice, and others have some of it: its
-        request need not wait for theirs to end, because the slice serves it first
+        """Whether the tenant has less than its share of this slice, and others have some of it. Its
+        request need not wait for theirs to end: the slice serves it first
         (`policy.slice_shares`)."""
         own = self.tenants.get(tenant, 0)
         tenants = len(self.tenants) + (own == 0)
@@ -174,7 +174,7 @@ class SliceLoad:
         return (one for one in self.active.values() if one.jobs)
 
     def work(self) -> "Work":
-        """Of everybody; kept until something changes."""
+        """Return the work of all instances; it is kept until something changes."""
         if self._work is None:
             pending_s, round_s, tpot_s = 0.0, 0.0, _NEVER_S
             for one in self.active.values():
@@ -281,7 +281,8 @@ class Outputs:
 
 
 def expected_kv_bytes(request: Request, spec: ModelSpec, mean_output: float) -> float:
-    """Of the request at its end, if its answer is as long as its model's are on average."""
+    """Return the KV of the request at its end, if its answer is as long as its model's on
+    average."""
     tokens = request.prompt_len + min(mean_output, request.max_new_tokens)
     return tokens * kv_token_bytes(spec)
 

@@ -55,8 +55,8 @@ class Stealing:
                 yield self._slices[slice_id], request
 
     def recalls(self, now: float, may_take: MayTake) -> list[Recall]:
-        """Ask for requests: for each idle slice, half of the requests of the slice that has most
-        late ones, or fewer if fewer are late; the most urgent first."""
+        """Ask for requests. For each idle slice these are half of the requests of the slice with
+        most late ones, or fewer if fewer are late. The most urgent go first."""
         self.wakeup = None
         busy = set(self._asked.values())
         idle = [
@@ -97,8 +97,8 @@ class Stealing:
             yield Recall(job.request.id, source.slice.id)
 
     def _late(self, load: SliceLoad, now: float) -> list[PlacedRequest]:
-        """Requests without a first token on a busy slice that are late, or will be by what is
-        believed of times, and that have others before them."""
+        """Return requests without a first token on a busy slice that have others before them and
+        are late. Some will be late only by what is believed of times."""
         waiting = sorted(
             (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
             for instance in load.active.values() if instance.pending_tokens

@@ -33,8 +33,8 @@ ExtraT_co = TypeVar("ExtraT_co", covariant=True)
 class Placing(Protocol):
     @property
     def ours(self) -> bool:
-        """Whether a request that waited is tried only where room was made since, tenants get their
-        shares of slices, suspects are isolated and idle slices steal. Baselines do none of it."""
+        """Whether tenants get their shares of slices, suspects are isolated and idle slices steal.
+        A request that waited is tried only where room was made since. Baselines do none of it."""
         ...
 
     def place(

@@ -114,8 +114,8 @@ def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:
 
 
 def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
-    """Whether the slice's share of the link brings one more stream at the pace of all (C2CServe
-    section 6.2), and leaves the slice time for others. A new model has nothing resident yet."""
+    """Whether the slice's share of the link brings one more stream at the pace of all, and leaves
+    the slice time for others (C2CServe 6.2). A new model has nothing resident yet."""
     demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
     if demand > load.slice.link_bytes_per_s:
         return False

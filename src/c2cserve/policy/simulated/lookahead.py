@@ -1,10 +1,9 @@
 """Several decode steps decided at once, where single decisions would come to the same.
 
-While every request on a slice only decodes and nobody comes or goes, `next_turn` alone decides, and
-it can be asked for the next steps ahead, with the times they are expected to take. The slice can
-then be told all of them: fewer decisions for the same steps. Whoever runs them stops at the end of
-a step when anything else happens.
-"""
+While every request on a slice only decodes and none comes or goes, `next_turn` alone decides. It
+can be asked for several steps, with the times they are expected to take. The slice can then be told
+all of them: fewer decisions for the same steps. The executor stops at the end of a step when
+anything else happens."""
 
 from collections.abc import Iterator, Sequence
 from heapq import heapreplace

@@ -1,20 +1,19 @@
-"""Whose weights are in a slice's memory while there are more than fit (ours).
+"""Which weights are in a slice's memory while there are more than fit (ours).
 
 Weights that are kept are loaded as a whole, and dropping them costs nothing: host memory has them.
 A slice that has them draws tokens several times as fast as a client reads. So a model's requests
-run ahead, wait without its weights (their KV stays), and go on before anybody notices: models take
-shifts. SLINFER's equation 1 says when the next token of a model that is out is due, at d_m, and the
-link how long loading it takes, l_m. Loads follow one another, most urgent first, so the latest
-start that brings everybody in time is, over the models that are out in order of d_1 <= d_2 ...,
+run ahead, wait while its weights are absent (their KV stays), and go on before a client notices.
+The next token of an absent model is due at d_m (SLINFER's equation 1), and loading the model takes
+l_m. Loads follow one another, most urgent first. Over the absent models in order of d_1 <= d_2 ...,
+the latest start that brings all in time is
 
     b_k = min(d_k, b_k+1) - l_k          the first load begins at b_1
 
-Then the models that are in and will be missed last make room, if they can be away until they are
-loaded again; those without requests go at once. While there is room, nobody waits.
+Then the resident models that will be missed last make room, if they can be absent until they are
+loaded again. Models without requests go at once. While there is room, none waits.
 
-And while everybody is far ahead they do not take turns: whoever makes room soonest and for longest
-runs until it is done (`favourite`).
-"""
+While all are far ahead they do not take turns: the model that makes room soonest and for longest
+runs until it is done (`favourite`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,12 +29,12 @@ from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
 
 _MARGIN_S = 0.25
-"""How long before the latest start a load begins: what runs may be several steps that were decided
-at once, and the first step after a load must be over in time too."""
+"""How long before the latest start a load begins. Several steps that were decided at once may be
+running, and the first step after a load must be over in time too."""
 _AT_A_TIME = 2
 """Loads over one link: more would all be late."""
 EASE_S = 4.0
-"""While everybody has so much headroom, they do not take turns (chosen in simulation)."""
+"""While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
 _WEIGHT = 0.2
 
@@ -55,8 +54,8 @@ class _Kept:
         return self.model.most_urgent_due_s()
 
     def needed_s(self, now: float) -> float:
-        """When somebody will be waiting for it, if it is not here: its next token is due, or its
-        next request is expected (who has not come for long will not come for as long)."""
+        """When a client will wait for it, if it is absent: its next token is due, or its next
+        request is expected. After a long gap the next request is expected after as long again."""
         next_s = now + max(self.gap_s, now - self.asked_s)
         return min(next_s, self.due_s) if self.model.seqs else next_s
 
@@ -143,7 +142,7 @@ class WeightSwapping:
     def turn(
         self, candidates: Sequence[tuple[float, int, str]], now: float, late_ran: bool
     ) -> tuple[bool, str] | None:
-        """`headroom.next_turn`, as long as somebody might become late."""
+        """Decide as `headroom.next_turn`, as long as a model might become late."""
         if candidates and min(candidates)[0] >= now + EASE_S:
             favourite = self.favourite([name for _, _, name in candidates], now)
             if favourite is not None:
@@ -151,11 +150,10 @@ class WeightSwapping:
         return next_turn(candidates, now, late_ran)
 
     def favourite(self, names: Iterable[str], now: float) -> str | None:
-        """Who runs while everybody is far ahead: the one whose weights will make room soonest and
-        for longest. What a step of it is worth is the bytes of its weights, times the seconds until
-        somebody is expected to ask for it again, by the second that the step takes (Smith's rule:
-        the least sum of waiting, weighed so, of all that wait for memory). None: nobody here makes
-        room for others."""
+        """Return the model that runs while all are far ahead: its weights make room soonest and for
+        longest. The worth of its step is weight bytes * seconds until its next request is expected
+        / seconds of the step. By Smith's rule this gives the least weighted waiting for memory.
+        None: no model here makes room for others."""
         if not self._rotates or not self._kept:
             return None
         return max(names, key=lambda name: (self._worth(name, now), name), default=None)
@@ -174,7 +172,7 @@ class WeightSwapping:
     ) -> list[Release]:
         """KV of a model with requests finds no room: the weights that go for it, those of the model
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
-        more urgent: else the two would make each other leave in turn."""
+        more urgent. Else the two would make each other leave in turn."""
         victim = next(iter(self._victims(model.name, in_flight, now)), None)
         if victim is None or self._slabs(-victim.size) == self._slabs():
             return []
@@ -183,8 +181,8 @@ class WeightSwapping:
         return [self._release(victim)]
 
     def break_deadlock(self) -> list[Fetch | Release]:
-        """Nothing runs, so whoever is in waits for memory that somebody holds who is out: he comes
-        in, whoever has to leave."""
+        """Deadlock: resident models find no free KV blocks, and the models that hold them are
+        absent. Load the holder that is due first, with as many victims as it takes."""
         absent = [one for one in self._kept.values() if one.where == "out" and one.model.seqs]
         if not absent or any(one.where == "coming" for one in self._kept.values()):
             return []
@@ -203,7 +201,7 @@ class WeightSwapping:
         return [*actions, Fetch(one.model.name)]
 
     def latest_start_s(self, out: Iterable[tuple[float, str]]) -> float:
-        """When loading must begin for everybody to be in time; `out`: (due, model)."""
+        """Return when loading must begin for all to be in time; `out`: (due, model)."""
         begin_s = float("inf")
         for due_s, name in sorted(out, reverse=True):
             begin_s = min(begin_s, due_s) - self._load_s(self._kept[name])
@@ -213,7 +211,7 @@ class WeightSwapping:
         return one.size / self._bytes_per_s if self._bytes_per_s > 0.0 else 0.0
 
     def _leaving(self, first: _Kept, now: float, in_flight: Collection[str]) -> list[_Kept] | None:
-        """Who makes room for it; None: those who could must not be away."""
+        """Return the victims that make room for it. None: those that could must not be absent."""
         leaving: list[_Kept] = []
         victims = iter(self._victims(first.model.name, in_flight, now))
         while not self._fits(first, leaving):
@@ -228,7 +226,7 @@ class WeightSwapping:
         return leaving
 
     def _victims(self, name: str, in_flight: Collection[str], now: float) -> list[_Kept]:
-        """Who could leave, whoever would be missed last in front."""
+        """Return the models that could leave, the one that would be missed last in front."""
         if not self._rotates:
             return []
         able = [
@@ -260,7 +258,7 @@ class WeightSwapping:
         return self._slabs(size) + kv_slabs <= self._arena.free_slabs
 
     def _slabs(self, more: int = 0) -> int:
-        """Of the arena, for weights beyond the memory outside of it."""
+        """Slabs of the arena for weights beyond the memory outside of it."""
         return self._inside(
             more + sum(one.size for one in self._kept.values() if one.where != "out")
         )

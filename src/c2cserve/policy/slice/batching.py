@@ -109,8 +109,8 @@ class Seq:
 @dataclass(slots=True, eq=False)
 class ActiveModel:
     """A model from `Activated` to `Deactivated`, and on until its last step and request are gone.
-    `key` names its part of the arena: a model that comes back has a new one, because its weights
-    may be others by then and what was cached must not be found."""
+    `key` names its part of the arena. A model that comes back has a new one: its weights may be
+    others by then, and what was cached must not be found."""
 
     name: str
     key: str
@@ -145,10 +145,10 @@ class ActiveModel:
         return min(map(BY_HEADROOM, self.seqs.values()))
 
     def line_up(self, now: float) -> tuple[list[Seq], list[Seq]]:
-        """Its requests by rank: those that are ready for their next single token, be it that a
-        step in flight draws the one before, and those with more tokens to be computed, started
-        ones first. Of those that wait, the ones whose first token is late go last. A request whose
-        last token is being drawn, or that is paused, is in neither."""
+        """Return its decodes and its prefills, by rank. A decode is ready for its next single
+        token, though a step in flight may still sample the one before. A prefill has more tokens to
+        compute. Started prefills go first, and waiting ones whose first token is late go last. A
+        request whose last token is being sampled, or that is paused, is in neither."""
         decodes: list[Seq] = []
         started: list[Seq] = []
         waiting: list[Seq] = []
@@ -180,18 +180,18 @@ class StepInFlight:
     step: Step
     model: ActiveModel
     seqs: list[Seq]
-    """In the step's order: the decodes first."""
+    """The step's requests in its order: the decodes first."""
     decodes: int
     prefill_tokens: int
     expected_s: float
-    """How long it will take, 0 if nobody knows."""
+    """How long it will take, 0 if that is unknown."""
     since_s: float | None = None
     """When all steps before it were done."""
     parked: bool = False
 
     @property
     def holds_up(self) -> bool:
-        """Whether the model's next step can not be planned before this one is done."""
+        """Whether the model's next step cannot be planned before this one is done."""
         parts = zip(self.step.seqs, self.seqs, strict=True)
         return self.parked or any(part.emits and not seq.chained for part, seq in parts)
 
@@ -202,8 +202,8 @@ BY_HEADROOM = attrgetter("due_s")
 _CHUNK_MIN = 16
 
 PrefillBudget = Callable[[Iterable[ActiveModel], ActiveModel, Seq, float, int, int], int]
-"""Prefill tokens that go into a model's step: (models on the slice, the model, the most urgent of
-its prompts, now, decodes in the step, the largest chunk that the slice takes) -> tokens."""
+"""Prefill tokens that go into a model's step. Arguments: models on the slice, the model, the most
+urgent of its prompts, now, decodes in the step, the slice's largest chunk."""
 
 
 def headroom_budget(
@@ -217,9 +217,9 @@ def headroom_budget(
 def chunk_tokens(
     time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
 ) -> int:
-    """Prefill tokens that may go into a step beside so many decodes, so that no model that runs on
-    the slice makes its clients wait for it; and since nothing can start before a step ends, a
-    newcomer like those who are there would still have half of its time for the first token."""
+    """Return the prefill tokens that may go into a step beside so many decodes. No client of a
+    model that runs on the slice may have to wait for them. Nothing can start before a step ends, so
+    a new request must still have half of its time for the first token."""
     allowed_s = float("inf")
     for model in models:
         if not model.seqs:
@@ -240,10 +240,10 @@ def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s
 
 
 def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
-    """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
-    the same model if there is one, because a block of another model seldom empties a slab. Never
-    one that is more urgent than `seq`, so that two never preempt each other in turn, and never one
-    that has just come back and not run since."""
+    """Return the running request to preempt for `seq`: the one with most headroom (SLINFER section
+    7 D). One of the same model goes first, because a block of another model seldom empties a slab.
+    It is never more urgent than `seq`, so that two never preempt each other in turn. It has run
+    since it came back."""
     rank = seq.model.rank
     candidates = [
         other for other in everybody

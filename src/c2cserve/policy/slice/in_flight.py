@@ -5,8 +5,8 @@ from collections.abc import Iterable, Iterator
 from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
 
 _LEAD_S = 0.02
-"""How long before the end of a step the next one is planned. It hides the planning and launching
-of a step, and the word that the last one is done; but who comes after it waits for a step more."""
+"""How long before the end of a step the next one is planned. It hides planning, launching, and the
+message that the last step is done. But a request that arrives after it waits for one step more."""
 
 
 class InFlight:
@@ -46,9 +46,9 @@ class InFlight:
         return {step.model.name for step in self}
 
     def next_plan_s(self, now: float) -> float:
-        """When the next step is due to be planned: at once if nothing runs, or else when what runs
-        is about to end: until then, who comes can still have a part in it. While nobody knows how
-        long steps take, there is nothing to hide, and what comes is the end of the step."""
+        """Return when to plan the next step: at once if nothing runs, else shortly before what runs
+        ends. Requests that arrive until then can still join it. While step times are unknown, it is
+        planned when the step has ended."""
         ahead = next((step for step in self if not step.parked), None)
         if ahead is None:
             return now

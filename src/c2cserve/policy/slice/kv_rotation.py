@@ -5,10 +5,9 @@ link.
                Move "out"   its HBM is free           Move "in"
 
 Full blocks of running requests are copied out in the background (Move "copy"), so a pause moves
-little and frees the rest at once; what comes in takes whatever is free, and nobody waits for a
-block that is still being read. Only requests are paused that no step and no move has in hand, and
-that have run since they came.
-"""
+little and frees the rest at once. What comes in takes any free block, and never waits for one that
+is still being read. Only requests are paused that no step and no move has in hand, and that have
+run since they came."""
 
 from collections.abc import Iterable
 
@@ -31,13 +30,13 @@ class KvRotation:
         self.welcome: dict[str, None] = {}
         """Waiting requests that may start in this iteration, in order."""
         self.contended = False
-        """Somebody who wants in found no room. Who is in a step that runs can not be paused: what
-        comes next is better decided between steps."""
+        """A request that wants to run found no room. Requests in a running step cannot be paused,
+        so what comes next is better decided between steps."""
 
     def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
         """One iteration of SuperInfer's Algorithm 1: who goes, who comes, who may start; and what
-        of the others is copied meanwhile. Room that is about to be free counts as free: whoever it
-        was made for has the largest lag in the next iteration too."""
+        of the others is copied meanwhile. Room that is about to be free counts as free: the request
+        that it was made for has the largest lag in the next iteration too."""
         everybody = {seq.request.id: seq for seq in seqs}
         tenants = self._tenants(everybody.values(), now)
         held = self._arena.held_bytes - self._leaving_bytes
@@ -65,8 +64,8 @@ class KvRotation:
         return moves + self._copy(everybody.values(), budget)
 
     def _tenants(self, seqs: Iterable[Seq], now: float) -> list[Tenant]:
-        """Those who hold HBM or want it, but of the waiting no more than the next step could take
-        in: making room for others would empty HBM for nothing."""
+        """Return the requests that hold HBM or want it. Of the waiting there are no more than the
+        next step could take in: room for others would lie idle."""
         tenants: list[Tenant] = []
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
@@ -97,8 +96,8 @@ class KvRotation:
         return tenants
 
     def pause(self, seq: Seq, now: float) -> Move | None:
-        """Out of HBM with it: its synced blocks at once, the others when they have been copied.
-        None: it can not be paused now."""
+        """Move it out of HBM: its synced blocks at once, the others when they have been copied.
+        None: it cannot be paused now."""
         if not _at_rest(seq):
             return None
         name, block = seq.request.id, seq.model.block_bytes
@@ -150,7 +149,8 @@ class KvRotation:
         return Move(seq.request.id, direction, first, tuple(blocks), kept, kv_end_bytes)
 
     def moved(self, request_id: str) -> Seq:
-        """A move is done. Whoever left has no blocks any more, whoever came can run."""
+        """A move is done. A request that went out has no blocks any more; one that came in can
+        run."""
         seq, direction = self._moving.pop(request_id)
         seq.moves -= 1
         if direction == "in":

@@ -1,11 +1,10 @@
 """The fast loop: which model runs next on a slice, which of its requests, and where their KV lies.
 
-Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6) and
-batches all its running decodes with prefill chunks in order of urgency. Where steps may overlap,
-the next one is planned shortly before the last one ends, of the same sequences if their tokens are
-drawn where the next step reads them. Where a slice has host memory for KV, requests rotate through
-its own (`policy.slice.kv_rotation`).
-"""
+Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6). It
+batches all the model's running decodes with prefill chunks in order of urgency. Where steps may
+overlap, the next one is planned shortly before the last one ends. It may have the same sequences,
+if their tokens are sampled where it reads them. Where a slice has host memory for KV, requests
+rotate through its own (`policy.slice.kv_rotation`)."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -53,7 +52,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._lookahead = strategies.lookahead
         self._models: dict[str, ActiveModel] = {}
         self._times: dict[str, StepTime] = {}
-        """Of all models that ever were active here."""
+        """Step times of all models that ever were active here."""
         self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)

@@ -40,10 +40,10 @@ class SliceMemory(Generic[ExtraT]):
     # ---- from its start to its end --------------------------------------------------------------
 
     def _admit(self, seq: Seq) -> bool:
-        """Start a request: blocks for all tokens known of it, reusing what of its prefix is cached
-        (never its last token: that one draws the next). One block for each running request stays
-        free, so that they can go on for a while; and nobody overtakes a more urgent request that
-        waits for memory, however little he needs himself."""
+        """Start a request: take blocks for all its tokens, reusing what of its prefix is cached.
+        Its last token is never reused, because that one samples the next. One block for each
+        running request stays free, so that they can go on for a while. No request overtakes a more
+        urgent one that waits for memory."""
         model = seq.model
         needed = -(-seq.length // BLOCK_TOKENS)
         if needed > self._weights.capacity(model):
@@ -151,7 +151,7 @@ class SliceMemory(Generic[ExtraT]):
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
-        wait then until it has landed: nobody could be preempted for them before."""
+        wait then until it has landed: no request could be preempted for them before."""
         needed = sum(seq.issued == len(seq.blocks) * BLOCK_TOKENS for seq in decodes)
         short = needed > 0 and self.arena.available(model.key) < needed
         self._short_of_room |= short

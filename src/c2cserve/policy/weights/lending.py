@@ -1,10 +1,9 @@
 """Which weights are copied into memory that neighbouring GPUs lend (ours, DESIGN "Pool").
 
 A neighbour's HBM is read several times as fast as host memory, so what lies there is a second home.
-Models come in pieces (runs of tensors), hottest model first: while there is room all that there is,
-then what is worth clearly more than what would go for it (`policy.weights.hbm_residency`). Models
-nobody has asked for come last, in the order they came into the pool.
-"""
+Models come in pieces (runs of tensors), hottest model first. While there is room, all pieces are
+taken; then those worth clearly more than what goes for them (`policy.weights.hbm_residency`).
+Models without requests come last, in the order they came into the pool."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass

@@ -12,9 +12,9 @@ def smallest_budget(
     models: Iterable[ActiveModel], model: ActiveModel, first: Seq, now: float, decodes: int,
     most: int,
 ) -> int:  # fmt: skip
-    """Return the smallest chunk by which `first` has its first token in time; the largest if there
-    is none, or if step times are unknown (C2CServe section 6.3). Measured times already contain
-    what HBM permits."""
+    """Return the smallest chunk by which `first` has its first token in time (C2CServe section
+    6.3). Return the largest if there is none, or if step times are unknown. Measured times already
+    contain what HBM permits."""
     time = model.time
     if time.prefill_token_s <= 0.0:
         return time.chunk(decodes, 0.0, _CHUNK_MIN, most)

@@ -1,13 +1,11 @@
 """Placing as SLINFER does it (sections 5 to 8).
 
-A request goes to an instance of its model that shadow validation
-(`policy.baselines.slinfer.shadow`) and the memory check (`policy.baselines.slinfer.memory`) let
-have it: on CPUs first, the largest batch first, so that small batches run dry and their memory
-comes back (8 B, reactive consolidation). If memory alone is in the way, a neighbour may have to
-leave for it: one with a smaller batch, the smallest that frees enough, and only if each of its
-requests would be in time elsewhere (8 A, proactive consolidation). Else a new instance is made,
-packed onto the slice that is busiest.
-"""
+A request goes to an instance of its model that passes shadow validation
+(`policy.baselines.slinfer.shadow`) and the memory check (`policy.baselines.slinfer.memory`). CPUs
+go first, and the largest batch first, so that small batches run dry and free their memory (8 B,
+reactive consolidation). If memory alone is in the way, a neighbour may have to leave: the smallest
+batch that frees enough, smaller than its own. Each of its requests must be in time elsewhere (8 A,
+proactive consolidation). Else a new instance is made, packed onto the slice that is busiest."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +157,7 @@ class Placer:
 
 
 _LEAST_TOKENS_MAX = 4096
-"""Of L_min: longer contexts are rare among requests, whatever a model can do."""
+"""The limit of L_min: longer contexts are rare among requests, whatever a model can do."""
 
 
 def footprint(instance: Instance) -> int:
