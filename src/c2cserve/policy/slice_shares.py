@@ -51,7 +51,7 @@ class SliceShares:
             del self._counts[tenant]
             self._left_s[tenant] = now
 
-    def look(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Find out who is greedy now."""
         if self._left_s:
             gone = [one for one, left_s in self._left_s.items() if now - left_s > _RECENT_S]

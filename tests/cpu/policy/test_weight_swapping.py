@@ -49,7 +49,7 @@ class World:
 
     def carry_out(self, actions: list[Fetch | Release]) -> None:
         for action in actions:
-            size = self.swapping._kept[action.model].size
+            size = self.swapping._weights[action.model].size
             if isinstance(action, Fetch):
                 assert action.model not in self.there
                 assert action.model not in self.coming
@@ -104,7 +104,7 @@ def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> Non
     world = World(100)
     ahead, urgent = world.activate("ahead", 60), world.activate("urgent", 60)
     world.ask(ahead, "r1", 0.0)
-    world.swapping._kept["ahead"].gap_s = 1e3
+    world.swapping._weights["ahead"].gap_s = 1e3
     assert world.plan(0.0) == [Fetch("ahead")]
     world.arrive("ahead", 6.0)
     ahead.seqs["r1"].due_s = 30.0
@@ -114,7 +114,7 @@ def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> Non
     world.arrive("urgent", 6.0)
     urgent.seqs["r2"].due_s = 90.0
     urgent.seqs["r2"].started, urgent.started = True, 1
-    world.swapping._kept["urgent"].gap_s = 1e3
+    world.swapping._weights["urgent"].gap_s = 1e3
     assert world.plan(13.0) == [], "there is time"
     begin_s = world.swapping.wakeup
     assert begin_s is not None

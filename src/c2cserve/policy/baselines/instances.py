@@ -41,8 +41,8 @@ class PresetInstances:
     def opened(self, slice_: Slice, load: SliceLoad) -> bool:
         if slice_.kind not in self._preset.kinds:
             return False
-        known = slice_.link_bytes_per_s > 0.0 and slice_.hbm_bytes > 0
-        load.keeps = self._preset.keeps and known
+        sized = slice_.link_bytes_per_s > 0.0 and slice_.hbm_bytes > 0
+        load.keeps = self._preset.keeps and sized
         if self._preset.placing == "slinfer":
             load.memory = MemoryBooks[Activate | ResizeKv](slice_.hbm_bytes or slice_.kv_bytes)
         return True

@@ -52,6 +52,6 @@ def scatter(
         elif len(load.active) < most:
             moves.append(Placement(load.slice.id, activate=True))
         elif load.unused:
-            leaving = min(name for name, one in load.active.items() if not one.jobs)
-            moves.append(Placement(load.slice.id, activate=True, deactivate=(leaving,)))
+            unused = min(name for name, one in load.active.items() if not one.jobs)
+            moves.append(Placement(load.slice.id, activate=True, deactivate=(unused,)))
     return moves[crc32(f"{seed} {request.id}".encode()) % len(moves)] if moves else None

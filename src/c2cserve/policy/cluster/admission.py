@@ -55,7 +55,7 @@ class Throughput:
     def finished(self) -> None:
         self._finished += 1
 
-    def look(self, now: float, *, saturated: bool) -> None:
+    def refresh(self, now: float, *, saturated: bool) -> None:
         """`saturated`: requests wait that could run if there was room."""
         if not saturated:
             self._since_s = None
@@ -124,7 +124,7 @@ class Admission:
         can be done."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
-        self._told = Backlog()
+        self._notified = Backlog()
 
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
@@ -156,7 +156,7 @@ class Admission:
             elif self._standing.is_long and request.id in new:
                 strict = IN_TIME_SHARE
             before = turns_before(request.tenant, ahead)
-            reject = self._look(request, before, now, strict)
+            reject = self._judge(request, before, now, strict)
             if reject is not None:
                 yield reject
             elif everybody and self._usable(request.model):
@@ -183,14 +183,14 @@ class Admission:
     def backlog(self) -> Backlog | None:
         """What has to be told so that newcomers can be refused before anything is done for them;
         None if nothing has changed."""
-        told = Backlog()
+        backlog = Backlog()
         if self._standing.is_long and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
-            told = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
-        if told == self._told:
+            backlog = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
+        if backlog == self._notified:
             return None
-        self._told = told
-        return told
+        self._notified = backlog
+        return backlog
 
     def _too_many(self, arrived: Sequence[Request]) -> Iterator[Reject]:
         most = self._settings.max_waiting
@@ -202,7 +202,7 @@ class Admission:
                 retry_s = max(1.0, self.throughput.wait_s(most))
                 yield Reject(last.id, 429, why, retry_s, "queue_full")
 
-    def _look(
+    def _judge(
         self, request: Request, ahead: int, now: float, strict: float | None
     ) -> Reject | None:
         """`strict`: the patience with it in an overload."""

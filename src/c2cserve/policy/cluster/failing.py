@@ -30,7 +30,7 @@ class _Mark:
     reason: str
     retry_s: float | None = None
     """None: as of the next decision."""
-    leaving: bool = True
+    active: bool = True
     """Its instance is still active on the slice."""
 
 
@@ -82,8 +82,8 @@ class Failing:
         for key, mark in self._marks.items():
             load = self._slices.get(key[0])
             instance = None if load is None else load.active.get(key[1])
-            if mark.leaving and (load is None or instance is None or not instance.jobs):
-                mark.leaving = False
+            if mark.active and (load is None or instance is None or not instance.jobs):
+                mark.active = False
                 if load is not None:
                     self._deactivate(load, key[1])
             if mark.retry_s is None:
@@ -100,7 +100,7 @@ class Failing:
             return True
         instance = load.active.get(model)
         idle = instance is None or not instance.jobs
-        return idle and not mark.leaving and mark.retry_s is not None and now >= mark.retry_s
+        return idle and not mark.active and mark.retry_s is not None and now >= mark.retry_s
 
     def refused(self, now: float, waiting: Iterable[str]) -> Iterator[tuple[str, str, float]]:
         """Yield those of the models that back off on every slice, with the reason and the seconds

@@ -25,8 +25,8 @@ Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
 
 Cost = tuple[float, ...]
-Leaving = tuple[tuple[str, ...], Cost]
-"""Who leaves a slice, and what that costs."""
+Victims = tuple[tuple[str, ...], Cost]
+"""The models that leave a slice, and what that costs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +107,21 @@ class Activation:
     """One more model on a slice."""
 
     load: SliceLoad
-    leaving: tuple[str, ...]
+    victims: tuple[str, ...]
     cost: Cost
     keep: bool
     """Its weights would be kept; else they stream, or lie in the slice's memory anyway."""
 
     def placement(self) -> Placement:
-        return Placement(self.load.slice.id, True, self.keep, self.leaving)
+        return Placement(self.load.slice.id, True, self.keep, self.victims)
 
 
 def in_time(
     load: SliceLoad, request: Request, now: float, share: float, *, late: bool = False
 ) -> bool:
-    """Whether the request gets its first token within `share` of the time it has left, and a decode
-    step of every model here stays within that share of each TPOT. (SLINFER figure 15: cases 1, and
-    2 with 3.) False if some time is not known yet. `late`: its own first token may be late."""
+    """Whether the request gets its first token within `share` of the time it has left. A decode
+    step of every model here must stay within that share of each TPOT. (SLINFER figure 15: cases 1,
+    and 2 with 3.) False if some time is not known yet. `late`: its own first token may be late."""
     joined = load.active.get(request.model)
     if not load.requests and joined is not None:
         return True
@@ -246,18 +246,18 @@ def _first_in_time(
     *,
     late: bool = False,
 ) -> Placement | None:
-    for load, leaving in here:
+    for load, victims in here:
         if in_time(load, ask.request, ask.now, share, late=late):
-            return Placement(load.slice.id, deactivate=leaving)
+            return Placement(load.slice.id, deactivate=victims)
     return None
 
 
 def _busy(
     ask: Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
-    """Busy everywhere, or late already. Where a slice can run out of memory, one more instance
-    starts where least is to be done and the request is in time, on CPUs first. A request that is
-    not in time waits for others to leave. Else it goes where fewest are."""
+    """Busy everywhere, or late already. Where slices can run out of memory, one more instance
+    starts where least is to be done. CPUs go first, and the request must be in time there. A
+    request that is not in time waits for others to leave. Else it goes where fewest are."""
     bounded = [
         (load.slice.kind != "cpu", load.work().round_s, load.slice.id, load)
         for load in others if ask.budgets.bounded(load)
@@ -287,7 +287,7 @@ def _busy(
 # ---- memory: who leaves, who takes shifts ------------------------------------------------------
 
 
-def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Leaving | None:
+def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | None:
     """Return the models that leave for the request's KV, so much memory and so many models more.
     None: a model with requests would have to. The request's own model does not, with or without
     requests."""
@@ -296,15 +296,15 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Leaving | Non
         return (), ()
     if not load.unused:
         return None
-    leaving: list[str] = []
+    victims: list[str] = []
     unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
     for _, name in sorted(unused):
         if name == ask.spec.id:
             continue
-        leaving.append(name)
+        victims.append(name)
         weights -= ask.budgets.freed_bytes(load, load.active[name])
-        if places + len(leaving) >= models and ask.budgets.holds(ask, load, weights):
-            return tuple(leaving), ask.value(leaving[-1])
+        if places + len(victims) >= models and ask.budgets.holds(ask, load, weights):
+            return tuple(victims), ask.value(victims[-1])
     return None
 
 
@@ -316,5 +316,5 @@ def _activation(ask: Ask, load: SliceLoad) -> Activation | None:
         return None
     keep, weights = budget
     anew = (ask.spec.id,) if ask.spec.id in load.active else ()
-    leaving = _room(ask, load, weights, 1 - len(anew))
-    return None if leaving is None else Activation(load, anew + leaving[0], leaving[1], keep)
+    victims = _room(ask, load, weights, 1 - len(anew))
+    return None if victims is None else Activation(load, anew + victims[0], victims[1], keep)

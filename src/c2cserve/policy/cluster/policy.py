@@ -199,7 +199,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._forget()
         self._actions += self._relocation.recalls(now)
         usable = any(self._models[m].usable for m in self._queue.models())
-        self._admission.throughput.look(now, saturated=usable and bool(self._slices))
+        self._admission.throughput.refresh(now, saturated=usable and bool(self._slices))
         actions, self._actions[:] = [*self._actions], []
         return actions
 

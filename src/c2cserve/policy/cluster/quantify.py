@@ -82,9 +82,9 @@ class Learned:
     __slots__ = ("_decode_s", "_token_s")
 
     def __init__(self, decode_step_s: float = 0.0, prefill_token_s: float = 0.0) -> None:
-        known = decode_step_s > 0.0 and prefill_token_s > 0.0
-        self._decode_s = decode_step_s if known else _NEVER_S
-        self._token_s = prefill_token_s if known else _NEVER_S
+        measured = decode_step_s > 0.0 and prefill_token_s > 0.0
+        self._decode_s = decode_step_s if measured else _NEVER_S
+        self._token_s = prefill_token_s if measured else _NEVER_S
 
     def prefill_s(self, tokens: int) -> float:
         return tokens * self._token_s if tokens else 0.0

@@ -22,7 +22,7 @@ DISPLACED, FRESH, LATE = range(3)
 Urgency = tuple[int, float, str]
 """Smallest first: class, when the first token is due (with priority), id."""
 
-Turn = tuple[bool, float, Urgency]
+QueueRank = tuple[bool, float, Urgency]
 """Smallest first: not displaced, work done for the tenant, urgency."""
 
 Entry = tuple[Urgency, Request]
@@ -67,11 +67,11 @@ class WaitingQueue:
         turn = self._first(model)
         return None if turn is None else self._entries[turn[2][2]]
 
-    def turn(self, model: str) -> Turn | None:
+    def turn(self, model: str) -> QueueRank | None:
         """Orders models by their heads."""
         return self._first(model)
 
-    def _first(self, model: str) -> Turn | None:
+    def _first(self, model: str) -> QueueRank | None:
         lines = self._by_model.get(model)
         if lines is None:
             return None

@@ -28,6 +28,7 @@ from c2cserve.policy.cluster.slice_load import (
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
+Actions = Sequence[ClusterAction]
 
 
 class Placing(Protocol):
@@ -128,15 +129,11 @@ class InPlaceInstances:
     def opened(self, slice_: Slice, load: SliceLoad) -> bool:
         return True
 
-    def start(
-        self, load: SliceLoad, spec: ModelSpec, placement: Placement
-    ) -> Sequence[ClusterAction]:
+    def start(self, load: SliceLoad, spec: ModelSpec, placement: Placement) -> Actions:
         load.activate(spec)
         return (Activate(spec.id, load.slice.id),)
 
-    def joined(
-        self, load: SliceLoad, instance: Instance, placement: Placement
-    ) -> Sequence[ClusterAction]:
+    def joined(self, load: SliceLoad, instance: Instance, placement: Placement) -> Actions:
         return ()
 
     def preempt(self, request_id: str, slice_id: str) -> Never:
@@ -145,12 +142,12 @@ class InPlaceInstances:
     def left(self, load: SliceLoad, instance: Instance) -> None:
         pass
 
-    def ended(self, load: SliceLoad, instance: Instance) -> Sequence[ClusterAction]:
+    def ended(self, load: SliceLoad, instance: Instance) -> Actions:
         return ()
 
     def changed(
         self, load: SliceLoad, instance: Instance, event: ev.InstanceReady | ev.KvResized
-    ) -> Sequence[ClusterAction]:
+    ) -> Actions:
         return ()
 
     def shrink(self, now: float) -> Sequence[Never]:

@@ -41,7 +41,7 @@ class LinkAndMemory:
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         if not load.keeps:
             return load.weight_bytes + weight_bytes <= free
-        sizes = _kept(load)
+        sizes = _kept_bytes(load)
         if sum(sizes) + weight_bytes <= free:
             return True
         if not weight_bytes:  # one request more for models that are swapped already
@@ -67,7 +67,7 @@ class LinkAndMemory:
         spec = ask.spec
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         keep = load.keeps and (
-            sum(_kept(load)) + spec.weight_bytes <= free
+            sum(_kept_bytes(load)) + spec.weight_bytes <= free
             or not _carries(load, spec, ask.request.slo.tpot_s)
         )
         if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
@@ -125,7 +125,7 @@ def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
     )
 
 
-def _kept(load: SliceLoad) -> list[int]:
+def _kept_bytes(load: SliceLoad) -> list[int]:
     """Return the weight bytes of each model with requests that does not stream. Where weights are
     swapped, models without requests are not in the way."""
     return [one.spec.weight_bytes for one in load.busy() if not one.streams]
@@ -139,6 +139,6 @@ def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool
     period_s = SWAP_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)
     if sum(nlargest(2, sizes)) > free or sum(sizes) > period_s * link_bytes_per_s:
         return False
-    ahead = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
+    loading = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
     left_s = ask.request.first_token_due_s - ask.now
-    return ahead <= max(0.0, left_s * link_bytes_per_s - sizes[-1])
+    return loading <= max(0.0, left_s * link_bytes_per_s - sizes[-1])

@@ -14,7 +14,7 @@ Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
 `limits`: instances take a fixed number of requests (`policy.baselines.serverlessllm`). `scatter`:
 any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`)."""
 
-Turn = Literal["headroom", "arrival"]
+RunOrder = Literal["headroom", "arrival"]
 """Which model and which of its requests run next on a slice: least headroom first, or first come
 first served."""
 Chunks = Literal["headroom", "smallest", "fixed", "whole"]
@@ -59,7 +59,7 @@ class Preset:
     """Seed of `scatter`."""
 
     # ---- read by the slices' policy
-    turn: Turn = "headroom"
+    turn: RunOrder = "headroom"
     chunks: Chunks = "headroom"
     rotation: RotationSettings | None = None
     """Largest virtual lag time first, KV rotated to the host where a slice has memory there

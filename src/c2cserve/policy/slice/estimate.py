@@ -13,7 +13,7 @@ _PREFILL_TOKENS_MIN = 8
 _FIRST_CHUNK = 64
 """Prefill tokens of a model's first step, by which its speed becomes known."""
 _AHEAD_MAX = 2.0
-"""In one step, a request ahead of its pace may lose at most so many times its time per token. A
+"""A request ahead of its pace may lose at most so many times its time per token in one step. A
 client sees the gap, not the average."""
 
 
@@ -31,21 +31,21 @@ class StepTime:
 
     def decode_step_s(self, batch: int) -> float:
         """A pure decode step: interpolated between known batches, else as the nearest known."""
-        known = self._by_batch
-        if not known or batch < 1:
+        samples = self._by_batch
+        if not samples or batch < 1:
             return 0.0
         lower = batch.bit_length() - 1
-        if lower in known and batch == 1 << lower:
-            return known[lower]
+        if lower in samples and batch == 1 << lower:
+            return samples[lower]
         upper = lower + 1
-        while lower >= 0 and lower not in known:
+        while lower >= 0 and lower not in samples:
             lower -= 1
-        while upper <= self._largest and upper not in known:
+        while upper <= self._largest and upper not in samples:
             upper += 1
         if lower < 0 or upper > self._largest:
-            return known[upper if lower < 0 else lower]
+            return samples[upper if lower < 0 else lower]
         share = (batch - (1 << lower)) / ((1 << upper) - (1 << lower))
-        return known[lower] + share * (known[upper] - known[lower])
+        return samples[lower] + share * (samples[upper] - samples[lower])
 
     def knows(self, batch: int) -> bool:
         """Whether decode steps of about this size were seen."""

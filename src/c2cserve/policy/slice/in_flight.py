@@ -49,11 +49,11 @@ class InFlight:
         """Return when to plan the next step: at once if nothing runs, else shortly before what runs
         ends. Requests that arrive until then can still join it. While step times are unknown, it is
         planned when the step has ended."""
-        ahead = next((step for step in self if not step.parked), None)
-        if ahead is None:
+        first = next((step for step in self if not step.parked), None)
+        if first is None:
             return now
-        if ahead.since_s is None:
-            ahead.since_s = now
-        if not ahead.expected_s:
+        if first.since_s is None:
+            first.since_s = now
+        if not first.expected_s:
             return float("inf")
-        return ahead.since_s + ahead.expected_s - _LEAD_S
+        return first.since_s + first.expected_s - _LEAD_S

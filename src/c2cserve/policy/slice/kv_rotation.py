@@ -16,7 +16,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.slice.batching import ActiveModel, Seq
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.rotation import EagerCopies, KvState, RotationSettings, Tenant, rotate
+from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, RotationSettings, rotate
 
 
 class KvRotation:
@@ -26,7 +26,7 @@ class KvRotation:
         self._settings = settings
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
-        self._leaving_bytes = 0
+        self._outgoing_bytes = 0
         self.welcome: dict[str, None] = {}
         """Waiting requests that may start in this iteration, in order."""
         self.contended = False
@@ -35,16 +35,16 @@ class KvRotation:
 
     def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
         """One iteration of SuperInfer's Algorithm 1: who goes, who comes, who may start; and what
-        of the others is copied meanwhile. Room that is about to be free counts as free: the request
+        of the others is copied meanwhile. Room that is about to be free counts as free. The request
         that it was made for has the largest lag in the next iteration too."""
         everybody = {seq.request.id: seq for seq in seqs}
-        tenants = self._tenants(everybody.values(), now)
-        held = self._arena.held_bytes - self._leaving_bytes
-        growth = sum(t.state is KvState.RUNNING for t in tenants)
+        claims = self._claims(everybody.values(), now)
+        held = self._arena.held_bytes - self._outgoing_bytes
+        growth = sum(t.state is KvState.RUNNING for t in claims)
         block = max((seq.model.block_bytes for seq in everybody.values()), default=0)
         size = self._arena.slabs * self._arena.slab_bytes
-        rotation = rotate(tenants, max(0, size - held - growth * block), self._settings, now)
-        self.contended = len(tenants) > growth + len(rotation.prioritized)
+        rotation = rotate(claims, max(0, size - held - growth * block), self._settings, now)
+        self.contended = len(claims) > growth + len(rotation.prioritized)
         moves: list[Move] = []
         budget = self._settings.transfer_bytes
         for name in rotation.preempted:
@@ -63,24 +63,24 @@ class KvRotation:
                 moves.append(move)
         return moves + self._copy(everybody.values(), budget)
 
-    def _tenants(self, seqs: Iterable[Seq], now: float) -> list[Tenant]:
+    def _claims(self, seqs: Iterable[Seq], now: float) -> list[KvClaim]:
         """Return the requests that hold HBM or want it. Of the waiting there are no more than the
         next step could take in: room for others would lie idle."""
-        tenants: list[Tenant] = []
+        claims: list[KvClaim] = []
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
         for seq in seqs:
             request, block = seq.request, seq.model.block_bytes
             if seq.paused:
                 if not seq.moves:
-                    state = KvState.ROTARY if seq.length > request.prompt_len else KvState.WAITING
-                    since_s = seq.since_s if state is KvState.ROTARY else request.arrival_s
+                    state = KvState.PAUSED if seq.length > request.prompt_len else KvState.WAITING
+                    since_s = seq.since_s if state is KvState.PAUSED else request.arrival_s
                     size = _blocks(seq.length + 1) * block
-                    tenants.append(Tenant(request.id, state, size, since_s, request.slo))
+                    claims.append(KvClaim(request.id, state, size, since_s, request.slo))
             elif seq.started:
                 since_s = seq.since_s if _at_rest(seq) else now
                 size = len(seq.blocks) * block
-                tenants.append(Tenant(request.id, KvState.RUNNING, size, since_s, request.slo))
+                claims.append(KvClaim(request.id, KvState.RUNNING, size, since_s, request.slo))
                 left -= max(0, seq.expected - 1 - seq.issued)
             else:
                 waiting.append(seq)
@@ -90,10 +90,10 @@ class KvRotation:
                 break
             left -= seq.length
             request, size = seq.request, _blocks(seq.length + 1) * seq.model.block_bytes
-            tenants.append(
-                Tenant(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
+            claims.append(
+                KvClaim(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
             )
-        return tenants
+        return claims
 
     def pause(self, seq: Seq, now: float) -> Move | None:
         """Move it out of HBM: its synced blocks at once, the others when they have been copied.
@@ -111,7 +111,7 @@ class KvRotation:
         self._arena.release(seq.model.key, seq.blocks[:first])
         seq.blocks = dirty
         seq.paused, seq.since_s = True, now
-        self._leaving_bytes += count * block
+        self._outgoing_bytes += count * block
         return self._move(seq, "out", first, dirty)
 
     def _resume(self, seq: Seq, now: float) -> Move | None:
@@ -159,7 +159,7 @@ class KvRotation:
         else:
             self._copies.moved(request_id)
         if direction == "out":
-            self._leaving_bytes -= len(seq.blocks) * seq.model.block_bytes
+            self._outgoing_bytes -= len(seq.blocks) * seq.model.block_bytes
             self._arena.release(seq.model.key, seq.blocks)
             seq.blocks = []
         return seq

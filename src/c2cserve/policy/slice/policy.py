@@ -80,7 +80,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._weights.deactivated(name)
-                self._leaving.append(model)
+                self._deactivated.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
                 model = self._models[request.model]
@@ -214,7 +214,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
     def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
         self._short_of_room = False
         self._now = now
-        self._shares.look(now)
+        self._shares.refresh(now)
         tried: set[str] = set()
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup

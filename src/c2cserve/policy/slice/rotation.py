@@ -2,7 +2,7 @@
 
 *Virtual lag time* says how far a request is behind or ahead (section 4.2.2, three cases):
 
-    rotary    alpha * max(0, now - t_last - beta_B * TPOT_SLO)
+    paused    alpha * max(0, now - t_last - beta_B * TPOT_SLO)
     waiting           max(0, now - t_arr  - beta_F * TTFT_SLO)
     running         -(now - t_run)
 
@@ -32,12 +32,12 @@ class KvState(Enum):
     RUNNING = "running"
     WAITING = "waiting"
     """Not started: has no KV."""
-    ROTARY = "rotary"
+    PAUSED = "paused"
     """Paused, its KV in host memory."""
 
 
 @value
-class Tenant:
+class KvClaim:
     """A request that holds HBM or wants to. `kv_bytes`: what it holds (running) or needs to go on.
     `since_s`: t_run, when it began to run; t_arr, its arrival; or t_last, its last token."""
 
@@ -56,28 +56,28 @@ class Rotation:
     prioritized: tuple[str, ...]
 
 
-def lag_s(tenant: Tenant, settings: RotationSettings, now: float) -> float:
+def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
     """Virtual lag time, seconds."""
-    passed_s = now - tenant.since_s
-    match tenant.state:
+    passed_s = now - claim.since_s
+    match claim.state:
         case KvState.RUNNING:
             return -passed_s
         case KvState.WAITING:
-            return max(0.0, passed_s - settings.beta_f * tenant.slo.ttft_s)
-        case KvState.ROTARY:
-            return settings.alpha * max(0.0, passed_s - settings.beta_b * tenant.slo.tpot_s)
+            return max(0.0, passed_s - settings.beta_f * claim.slo.ttft_s)
+        case KvState.PAUSED:
+            return settings.alpha * max(0.0, passed_s - settings.beta_b * claim.slo.tpot_s)
 
 
 def rotate(
-    tenants: Iterable[Tenant], free_bytes: int, settings: RotationSettings, now: float
+    claims: Iterable[KvClaim], free_bytes: int, settings: RotationSettings, now: float
 ) -> Rotation:
     """SuperInfer Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention all
     requests come in, first come first served. The paper leaves two things open. A request that
     began to run in this very moment (lag 0) is neither prioritized again nor preempted. B_xfer
-    counts only as far as there are requests to preempt, so that a prioritized request always has
-    room: sum of kv_bytes of `prioritized` <= free_bytes + that of `preempted`. Ties go to the
-    smaller id."""
-    everybody = list(tenants)
+    counts only as far as there are requests to preempt. So a prioritized request always has room:
+    sum of kv_bytes of `prioritized` <= free_bytes + that of `preempted`. Ties go to the smaller
+    id."""
+    everybody = list(claims)
     running = [t for t in everybody if t.state is KvState.RUNNING]
     wanting = [t for t in everybody if t.state is not KvState.RUNNING]
     if sum(t.kv_bytes for t in wanting) <= free_bytes:  # step 1: no contention
@@ -90,17 +90,17 @@ def rotate(
     left = free_bytes + min(settings.transfer_bytes, sum(t.kv_bytes for t in leavers))
     prioritized: list[str] = []  # step 3
     extra = -free_bytes
-    for tenant in wanting:
-        if tenant.kv_bytes <= left:
-            prioritized.append(tenant.id)
-            left -= tenant.kv_bytes
-            extra += tenant.kv_bytes
+    for claim in wanting:
+        if claim.kv_bytes <= left:
+            prioritized.append(claim.id)
+            left -= claim.kv_bytes
+            extra += claim.kv_bytes
     preempted: list[str] = []  # step 4
-    for tenant in leavers:
+    for claim in leavers:
         if extra <= 0:
             break
-        preempted.append(tenant.id)
-        extra -= tenant.kv_bytes
+        preempted.append(claim.id)
+        extra -= claim.kv_bytes
     return Rotation(tuple(preempted), tuple(prioritized))
 
 

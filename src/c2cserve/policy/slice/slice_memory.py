@@ -22,7 +22,7 @@ class SliceMemory(Generic[ExtraT]):
         rotation = strategies.rotation
         self._rotation = None if rotation is None else KvRotation(self.arena, slice_, rotation)
         self._weights = strategies.memory
-        self._leaving: list[ActiveModel] = []
+        self._deactivated: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
         self._shares = SliceShares()
         self._in_flight = InFlight()
@@ -139,12 +139,12 @@ class SliceMemory(Generic[ExtraT]):
         """A deactivated model's memory goes with its last request and step."""
         moving = self._rotation is not None and self._rotation.moving(model)
         if (
-            model in self._leaving
+            model in self._deactivated
             and not model.seqs
             and not self._in_flight.of(model)
             and not moving
         ):
-            self._leaving.remove(model)
+            self._deactivated.remove(model)
             self.arena.remove_model(model.key)
 
     # ---- room -----------------------------------------------------------------------------------

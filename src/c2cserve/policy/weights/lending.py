@@ -12,7 +12,7 @@ from c2cserve.policy.weights.hbm_residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PieceCopy:
     """A piece to copy next."""
 
     model: str
@@ -40,7 +40,7 @@ class Lending:
         if model in self._models:
             self._books.used(model, now)
 
-    def next(self, now: float) -> Turn | None:
+    def next(self, now: float) -> PieceCopy | None:
         """The piece to copy now, entered into the books; None: all is as it should be."""
         order = sorted(self._models, key=lambda model: -self._books.worth(model, now))
         for model in order:
@@ -56,7 +56,7 @@ class Lending:
                 self._miss(victim, self._there.pop(victim))
             if victims:
                 self._retry()
-            return Turn(model, key, tuple(victims))
+            return PieceCopy(model, key, tuple(victims))
         return None
 
     def refuse(self, key: Hashable) -> None:

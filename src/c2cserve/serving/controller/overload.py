@@ -36,7 +36,7 @@ class FrontDoor:
         `backlog`: what the policy told last. `preparing`: each tenant's requests that came in and
         did not reach the controller yet."""
         crowd = sum(preparing.values())
-        self._preparing.look(now, saturated=crowd > 0)
+        self._preparing.refresh(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
         expected_s = 0.0
         if standing:
