@@ -16,9 +16,8 @@ the slice, a tenant is never greedy.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from c2cserve.policy.slice.batching import ActiveModel, Seq
+from c2cserve.policy.slice.batching import ActiveModel, Line, Seq
 
-Line = tuple[list[Seq], list[Seq]]
 Candidate = tuple[float, int, str]
 """A model, as `policy.headroom.next_turn` takes it; its name comes last."""
 

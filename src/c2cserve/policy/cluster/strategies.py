@@ -29,6 +29,7 @@ from c2cserve.policy.cluster.slice_load import (
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
 Actions = Sequence[ClusterAction]
+Changed = ev.InstanceReady | ev.KvResized
 
 
 class Placing(Protocol):
@@ -107,7 +108,7 @@ class InstanceRules(Protocol[ExtraT_co]):
         ...
 
     def changed(
-        self, load: SliceLoad, instance: Instance, event: ev.InstanceReady | ev.KvResized
+        self, load: SliceLoad, instance: Instance, event: Changed
     ) -> Sequence[ClusterAction | ExtraT_co]: ...
 
     def shrink(self, now: float) -> Sequence[ExtraT_co]:
@@ -145,9 +146,7 @@ class InPlaceInstances:
     def ended(self, load: SliceLoad, instance: Instance) -> Actions:
         return ()
 
-    def changed(
-        self, load: SliceLoad, instance: Instance, event: ev.InstanceReady | ev.KvResized
-    ) -> Actions:
+    def changed(self, load: SliceLoad, instance: Instance, event: Changed) -> Actions:
         return ()
 
     def shrink(self, now: float) -> Sequence[Never]:

@@ -144,7 +144,7 @@ class ActiveModel:
     def most_urgent_due_s(self) -> float:
         return min(map(BY_HEADROOM, self.seqs.values()))
 
-    def line_up(self, now: float) -> tuple[list[Seq], list[Seq]]:
+    def line_up(self, now: float) -> "Line":
         """Return its decodes and its prefills, by rank. A decode is ready for its next single
         token, though a step in flight may still sample the one before. A prefill has more tokens to
         compute. Started prefills go first, and waiting ones whose first token is late go last. A
@@ -171,6 +171,10 @@ class ActiveModel:
             return False
         slo = seq.request.slo
         return 0.0 < now - seq.request.first_token_due_s <= _YIELDS * slo.ttft_s
+
+
+Line = tuple[list[Seq], list[Seq]]
+"""Decodes and prefills of a model, by rank."""
 
 
 @dataclass(slots=True)

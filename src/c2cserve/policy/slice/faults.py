@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from c2cserve.core.actions import GiveUp, Recover
 from c2cserve.policy.headroom import due_s
-from c2cserve.policy.slice.batching import ActiveModel, Seq
+from c2cserve.policy.slice.batching import ActiveModel, Line, Seq
 
 _ALONE_TOKENS = 4
 """Tokens that a request draws alone after a failed step. Its prompt draws the first one; a decode
@@ -68,10 +68,6 @@ def set_apart(seq: Seq) -> None:
     seq.failures += 1
     seq.alone_until = seq.length + _ALONE_TOKENS * _ALONE_GROWTH ** (seq.failures - 1)
     seq.model.suspects = True
-
-
-Line = tuple[list[Seq], list[Seq]]
-"""Decodes and prefills, by rank."""
 
 
 def groups(model: ActiveModel, line: Line) -> list[Line]:
