@@ -26,10 +26,10 @@ class Withdraw:
 
 @value
 class Reject:
-    """Refuse a request, as a rule before it has started. `status` is HTTP's: 429 (cannot meet its
-    deadline or queue full), 503 (draining, no slice, model larger than the pool, its model fails
-    on every slice, or failed to load, if need be while it ran), 404 (its model is being
-    removed), 500 (it kills its workers)."""
+    """Refuse a request, as a rule before it has started. `status` is HTTP's. 429: it cannot meet
+    its deadline, or the queue is full. 404: its model is being removed. 500: it kills its workers.
+    503: draining, no slice, a model larger than the pool, or one that fails on every slice or
+    failed to load."""
 
     request_id: str
     status: int
@@ -72,24 +72,14 @@ class Deactivate:
 
 
 @value
-class ResizeKv:
-    """Give the instance this much memory for KV (only where each has its own, sized in advance).
-    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
-
-    model: str
-    slice_id: str
-    kv_bytes: int
-
-
-@value
 class Recall:
-    """Take the request from its slice to place it again: its tokens stay, its KV goes, and it comes
-    back as `events.Recalled` unless it ends first."""
+    """Take the request from its slice to place it again, if it has no memory there yet. Then it
+    comes back as `events.Recalled`, unless it ends first. Else it stays, and no event follows."""
 
     request_id: str
     slice_id: str
-    unstarted: bool = False
-    """Only if it has no memory there yet; else it stays, and no event follows."""
+    unstarted: bool = True
+    """Always true; records have it."""
 
 
 @value
@@ -120,22 +110,48 @@ class Backlog:
 
 
 ClusterAction = (
-    Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | ResizeKv | Recall | Forget
-    | Replace | Backlog
+    Dispatch | Withdraw | Reject | Load | Evict | Activate | Deactivate | Recall | Forget | Replace
+    | Backlog
 )  # fmt: skip
+"""What the controller of a server carries out."""
+
+# ---- controller, in simulations only --------------------------------------------------------
+
+
+@value
+class ResizeKv:
+    """Give the instance this much memory for KV (only where each has its own, sized in advance).
+    It takes time, in which the instance computes nothing; then comes `events.KvResized`."""
+
+    model: str
+    slice_id: str
+    kv_bytes: int
+
+
+@value
+class Preempt:
+    """Take the request from its slice, also if it runs. Its tokens stay and its KV goes. It comes
+    back as `events.Recalled` unless it ends first."""
+
+    request_id: str
+    slice_id: str
+
+
+SimulatedClusterAction = ResizeKv | Preempt
 
 # ---- slice ----------------------------------------------------------------------------------
 
 Direction = Literal["copy", "out", "in"]
-"""Of KV: to host memory while the request goes on, or because it leaves the slice; and back."""
+"""Where KV moves: to host memory while the request goes on, or because it leaves the slice; and
+back."""
 
 
 @value
 class RunStep:
-    """With an `order` (which a policy only gives where it was told that it may): run the steps
-    numbered in it one after another, 0 being `step` and the others those in `then`, each time its
-    sequences one token further. Stop after the step in which a sequence ends, and at the end of the
-    step under way when the policy has been told anything else. All are decodes, of different
+    """Run a step, or, with an `order`, several one after another. In `order`, 0 is `step` and the
+    others number those in `then`. Each run takes the step's sequences one token further. Stop after
+    the step in which a sequence ends. Stop at the end of the step under way when there is an event
+    for the policy. (Only policies with a lookahead give an `order`.) All are decodes, of different
     models, with blocks for all tokens; each gets one `events.StepDone`, at the end of it all."""
 
     step: Step
@@ -186,8 +202,8 @@ class Recover:
 
 @value
 class Truncate:
-    """The request can not grow any more: the whole arena would not hold its next token. It ends
-    here with what it has (finish reason length; an error if that is nothing)."""
+    """The request cannot grow any more: the whole arena would not hold its next token. It ends here
+    with what it has (finish reason length; an error if that is nothing)."""
 
     request_id: str
 
@@ -199,26 +215,34 @@ class Move:
     request at a time; `events.MoveDone` follows, for an empty `blocks` too.
 
     `copy`: these blocks get a copy on the host, nothing else changes. `out`: these too, and all
-    that follow hold nothing; with the move the request's table is cleared, and whoever gets a block
-    that is not among `blocks` may write to it at once. `in`: from the host's copies to these
+    that follow hold nothing. The move clears the request's table. A block that is not among
+    `blocks` may be written by its next owner at once. `in`: from the host's copies to these
     offsets; a `fresh` step that starts where the request was tells its new table. The host's copies
-    go with the request, or with `Drop`.
-    """
+    go with the request, or with `Drop`."""
 
     request_id: str
     direction: Direction
     first: int
     blocks: tuple[int, ...]
     kept: int = 0
-    """Of `in`: so many of its first blocks keep their copies; the others' go when it is done."""
+    """`in`: so many of its first blocks keep their copies; the others' go when it is done."""
     kv_end_bytes: int | None = None
-    """Of `in`: as `step.Step.kv_end_bytes`."""
+    """`in`: as `step.Step.kv_end_bytes`."""
+
+
+SliceAction = RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move
+"""What the slice of a server carries out."""
+
+ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move
+"""Those that its executor carries out; its world answers the others."""
+
+# ---- slice, in simulations only -------------------------------------------------------------
 
 
 @value
 class SetAlpha:
-    """From the model's next step on, hybrid GEMMs do this share of their columns
-    output-stationary (0..1)."""
+    """Hybrid GEMMs do this share of their columns output-stationary (0..1), from the model's next
+    step on."""
 
     model: str
     alpha: float
@@ -239,8 +263,6 @@ class Release:
     model: str
 
 
-SliceAction = (
-    RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move | SetAlpha | Fetch | Release
-)
+SimulatedSliceAction = SetAlpha | Fetch | Release
 
-Action = ClusterAction | SliceAction
+Action = ClusterAction | SimulatedClusterAction | SliceAction | SimulatedSliceAction

@@ -32,8 +32,8 @@ class FirstToken:
 
 
 PROGRESS_TOKENS = 8
-"""A request that has drawn so many tokens on a slice is not what kills workers: one whose decodes
-do, draws a first token every time."""
+"""A request that has sampled so many tokens on a slice is not what kills workers. (One whose
+decodes kill them samples a first token every time.)"""
 
 
 @value
@@ -236,8 +236,8 @@ class Deactivated:
 class Submitted:
     request: Request
     chained: bool = False
-    """Its tokens are drawn where its next step reads them: that step may be planned, and started,
-    before anybody knows them."""
+    """Its tokens are sampled where its next step reads them. That step may be planned, and started,
+    before their ids are known to the host."""
 
 
 @value
@@ -254,8 +254,8 @@ class RecallAsked:
 
 @value
 class SeqOutcome:
-    """`drawn` tokens were sampled for the request; `finished`: it draws no more. `failed`: it can
-    not go on (its KV is dropped)."""
+    """`drawn` tokens were sampled for the request; `finished`: it draws no more. `failed`: it
+    cannot go on (its KV is dropped)."""
 
     request_id: str
     drawn: int
@@ -271,7 +271,7 @@ class StepDone:
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
     compute_s: float
-    """Without time parked. Of all times it ran."""
+    """Seconds of all times that it ran, without time parked."""
     times: int = 1
     """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
 
@@ -304,8 +304,8 @@ class MoveDone:
 
 @value
 class GemmsMeasured:
-    """The hybrid GEMMs of a model's last step: the seconds they took, and what of the slice's HBM
-    and link bandwidth was in use meanwhile (0..1, the link by all who share it)."""
+    """The hybrid GEMMs of a model's last step: the seconds they took, and the shares of bandwidth
+    in use meanwhile, 0..1. The link's share is that of all slices on it."""
 
     model: str
     latency_s: float

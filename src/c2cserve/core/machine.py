@@ -12,13 +12,13 @@ ProfileChoice = Literal["measured", "assumed"]
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
-    """What a GPU slice has of a GPU (or of a MIG instance): all of it, or one of `parts` equal
+    """What a GPU slice has of a GPU or of a MIG instance. It is all of it, or one of `parts` equal
     partitions of its SMs, numbered from 0."""
 
     uuid: str
     """The driver's name for it."""
     sms: int
-    """Of the GPU or the partition; 0 when the driver does not tell."""
+    """SMs of the GPU or the partition; 0 when the driver does not tell."""
     part: int = 0
     parts: int = 0
     """0: it is not partitioned."""
@@ -26,7 +26,7 @@ class GpuShare:
     lenders: tuple[str, ...] = ()
     """The driver's names of GPUs that lend memory to it, for copies of weights."""
     lent_bytes: int = 0
-    """Of each of them; all slices of a GPU share it."""
+    """Bytes that each of them lends; all slices of a GPU share them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,10 +28,9 @@ class ModelSpec:
     """Sizes and targets of one version of a catalogue model. `id` names the version.
 
     `kv_block_bytes` is one block-first KV block: all layers, K and V, of `BLOCK_TOKENS` tokens.
-    `parameters` counts weights, 0 where nobody has counted. A mixture of experts has `experts` in
-    each layer, of which a token uses `experts_per_token`; `expert_bytes` is one expert of all
-    layers.
-    """
+    `parameters` counts weights, 0 where they were not counted. A mixture of experts has `experts`
+    in each layer, of which a token uses `experts_per_token`; `expert_bytes` is one expert of all
+    layers."""
 
     id: str
     weight_bytes: int
@@ -53,8 +52,9 @@ class ModelSpec:
         return name_of(self.id)
 
     def step_bytes(self, tokens: int) -> float:
-        """Weight bytes that a step over so many tokens reads, expected: all of a dense model; of a
-        mixture, what is not experts and those experts that some token chose (chosen evenly)."""
+        """Return the weight bytes that a step over so many tokens is expected to read. A dense
+        model reads all. A mixture reads what is not experts, and the experts that some token chose
+        (evenly)."""
         if not self.experts:
             return float(self.weight_bytes)
         missed = (1.0 - self.experts_per_token / self.experts) ** tokens
@@ -65,15 +65,15 @@ class ModelState(StrEnum):
     """Where a catalogue model's weights are. Any of them can be asked for at any time."""
 
     COLD = "cold"
-    """On disk only; the first request loads it."""
+    """Weights are on disk only; the first request loads them."""
     LOADING = "loading"
     """Coming into the pool; usable from its first layers on."""
     READY = "ready"
     DRAINING = "draining"
     """Being removed: finishes what it has, takes nothing new."""
     FAILED = "failed"
-    """Its checkpoint is broken, its files are not those that were checked, or every slice that is
-    up has given it up: it is tried again after a while."""
+    """Its checkpoint is broken, its files are not those that were checked, or every slice has given
+    it up. It is tried again after a while."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ class Request:
     """What policies know of a request: lengths and hashes, never token ids.
 
     `prefix_hashes` holds one chained 64-bit hash per *full* block of `BLOCK_TOKENS` prompt tokens.
-    A request resumed after its slice was lost has the tokens already sent counted into
-    `prompt_len` and `sent`, and `max_new_tokens` reduced by them; `arrival_s` stays the first.
-    """
+    A request may be resumed after its slice was lost. Then the tokens already sent count into
+    `prompt_len` and `sent`, and reduce `max_new_tokens`; `arrival_s` stays the first."""
 
     id: str
     model: str
@@ -127,9 +126,9 @@ class Timing:
     slice: str
     switched: bool
     queue_s: float
-    """From arrival at the worker to the start of the first step."""
+    """The time from arrival at the worker to the start of the first step."""
     switch_s: float
-    """From picking the request's model to the start of its first kernel."""
+    """The time from picking the request's model to the start of its first kernel."""
     wait_weights_s: float
     """Spent parked until weights were in host memory (cold models)."""
     prefill_s: float

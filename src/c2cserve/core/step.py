@@ -8,12 +8,11 @@ class SeqStep:
     """One sequence's share of a step.
 
     Tokens `[start, start + tokens)` of the sequence are computed; those before `start` are in the
-    KV cache. `new_blocks` are byte offsets into the slice's arena, appended to the sequence's
-    block table; `fresh` first clears that table (first step, or restart after preemption, when
-    `new_blocks` begins with any blocks reused from the prefix cache). `emits` is true when the
-    step reaches the sequence's last token (known, or being drawn by a step in flight) and so draws
-    the next one.
-    """
+    KV cache. `new_blocks` are byte offsets into the slice's arena, appended to the sequence's block
+    table. `fresh` first clears that table, at the first step and at a restart. `new_blocks` then
+    begins with any blocks reused from the prefix cache. `emits` is true when the step reaches the
+    sequence's last token and so samples the next one. A step in flight may still be sampling that
+    last token."""
 
     request_id: str
     start: int
@@ -30,7 +29,7 @@ class Step:
     seqs: tuple[SeqStep, ...]
     kv_end_bytes: int | None = None
     """All KV in the slice's arena lies below this offset, that of steps in flight too: what is
-    beyond may hold weights meanwhile. None: nobody knows."""
+    beyond may hold weights meanwhile. None: it is not known."""
 
     @property
     def tokens(self) -> int:

@@ -9,6 +9,6 @@ T = TypeVar("T")
 @dataclass_transform(frozen_default=True)
 def value(kind: type[T]) -> type[T]:
     """A dataclass with slots that is frozen for type checkers, compared and hashed by its fields.
-    `dataclass(frozen=True)` checks each assignment while it runs, its own constructor's too: making
+    `dataclass(frozen=True)` checks each assignment while it runs, its own constructor's too. Making
     such an object takes six times as long, and the loops make dozens for each request."""
     return dataclass(slots=True, unsafe_hash=True)(kind)

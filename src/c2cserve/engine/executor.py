@@ -20,16 +20,11 @@ from torch import Tensor
 
 from c2cserve.core.actions import (
     Drop,
+    ExecutorAction,
     Fail,
-    Fetch,
-    GiveUp,
     Move,
-    Recover,
-    Release,
     Return,
     RunStep,
-    SetAlpha,
-    SliceAction,
     Truncate,
 )
 from c2cserve.core.events import (
@@ -125,7 +120,7 @@ class Executor:
         """Whether a step is under way that is not parked."""
         return bool(self._launched)
 
-    def submit(self, action: SliceAction) -> None:
+    def submit(self, action: ExecutorAction) -> None:
         match action:
             case RunStep(step):
                 self._start(step)
@@ -144,8 +139,6 @@ class Executor:
                 self._end(request_id)
             case Move():
                 self._move(action)
-            case SetAlpha() | Fetch() | Release() | GiveUp() | Recover():
-                raise TypeError(f"not for the executor of a live slice: {action}")
 
     @property
     def parked(self) -> bool:

@@ -1,8 +1,12 @@
-"""Who is most urgent (SLINFER section 6), and who gets a turn once not everybody can be in time."""
+"""Which request is most urgent (SLINFER section 6), and whose turn it is when not all can be in
+time."""
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from c2cserve.core.request import Request
+
+Name = TypeVar("Name", str, int)
 
 _PRIORITY_S = 1.0
 """A step of priority is worth so many seconds: high priority goes first, and nothing waits forever
@@ -19,19 +23,18 @@ def due_s(request: Request, tokens_out: int) -> float:
 
 
 def next_turn(
-    candidates: Iterable[tuple[float, int, str]], now: float, late_ran: bool
-) -> tuple[bool, str] | None:
+    candidates: Iterable[tuple[float, int, Name]], now: float, late_ran: bool
+) -> tuple[bool, Name] | None:
     """Which model runs next: whether it is late, and its name; None without candidates.
 
     A candidate is (when its most urgent request's next token is due, number of its last step,
-    name). While all are in time, the one with least headroom runs. Least headroom first has no
-    answer to overload: the later a model is, the more it would get, and all others would become
-    late with it. So models that are late take turns among themselves, and the late and the punctual
-    alternate (`late_ran`: the last step was a late model's): whoever is in time gets at least every
-    second step, and whoever is late waits at most for twice the number of late models.
-    """
-    punctual: tuple[float, str] | None = None
-    late: tuple[int, str] | None = None
+    name). While all are in time, the one with least headroom runs. Least headroom first fails under
+    overload: the later a model is, the more it would get, until all others are late too. So late
+    models take turns among themselves, and late and punctual models alternate (`late_ran`: the last
+    step was a late model's). A punctual model gets at least every second step. A late one waits at
+    most for twice the number of late models."""
+    punctual: tuple[float, Name] | None = None
+    late: tuple[int, Name] | None = None
     for due, last_step, name in candidates:
         if due >= now:
             if punctual is None or (due, name) < punctual:

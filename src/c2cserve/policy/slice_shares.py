@@ -2,8 +2,8 @@
 
 Between slices fairness counts work (`policy.cluster.fairness`); on a slice, a request waits for
 steps. A tenant is *greedy* while it has more requests here than the tenants have on average. Its
-requests then go behind those of the others, and only so many of them have a part in a step that it
-does not take much longer for the others than it would without them:
+requests then go behind those of the others. So few of them have a part in a step that it does not
+take much longer for the others:
 
     step time with greedy requests <= 1.5 * step time without them
     greedy requests alone: once after three such steps, for as long as the shortest of these
@@ -16,17 +16,16 @@ the slice, a tenant is never greedy.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
-from c2cserve.policy.slice.batching import ActiveModel, Seq
+from c2cserve.policy.slice.batching import ActiveModel, Line, Seq
 
-Line = tuple[list[Seq], list[Seq]]
 Candidate = tuple[float, int, str]
-"""As `policy.headroom.next_turn` takes them; the last one is the model's name."""
+"""A model, as `policy.headroom.next_turn` takes it; its name comes last."""
 
 _TOGETHER = 1.5
 _APART = 1.0
 _TURNS = 3
 _ABSENT = 4.0
-"""For a tenant that may come back: a step takes at most so many times that of a single request."""
+"""While a tenant may come back, a step takes at most so many times that of a single request."""
 _RECENT_S = 1.0
 """How long a tenant whose last request has ended is expected back."""
 
@@ -51,7 +50,7 @@ class SliceShares:
             del self._counts[tenant]
             self._left_s[tenant] = now
 
-    def look(self, now: float) -> None:
+    def refresh(self, now: float) -> None:
         """Find out who is greedy now."""
         if self._left_s:
             gone = [one for one, left_s in self._left_s.items() if now - left_s > _RECENT_S]
@@ -70,8 +69,8 @@ class SliceShares:
     def candidates(
         self, models: Sequence[Candidate], active: Mapping[str, ActiveModel]
     ) -> Sequence[Candidate]:
-        """Of the models that could run, those whose turn it may be: ones that only greedy tenants
-        ask for wait for others' steps, if there are some."""
+        """Return those of the models whose turn it may be. Models that only greedy tenants ask for
+        wait for steps of the others, if there are some."""
         if not self.greedy or self._turns >= _TURNS:
             return models
         return [one for one in models if self._modest(active[one[2]])] or models
@@ -88,9 +87,9 @@ class SliceShares:
     def apportion(
         self, model: ActiveModel, line: Line, models: Mapping[str, ActiveModel]
     ) -> tuple[Line, float | None]:
-        """The requests of the model's next step, those of greedy tenants last and only as many as
-        may decode in it; and how long the step may take if it holds a greedy prompt (None: as long
-        as any)."""
+        """Return the requests of the model's next step. Those of greedy tenants are last, and only
+        as many as may decode in it. Return also how long the step may take if it holds a greedy
+        prompt (None: as long as any)."""
         if not self.greedy:
             return line, None
         decodes, spared = self._split(line[0])

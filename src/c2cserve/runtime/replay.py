@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import msgspec
 
@@ -49,11 +49,11 @@ class ReplayResult:
         return all(stream.difference is None for stream in self.streams)
 
 
-def _cluster(arguments: dict[str, Any]) -> ClusterPolicy:
+def _cluster(arguments: dict[str, Any]) -> ClusterPolicy[Never]:
     return ClusterPolicy(msgspec.convert(arguments["settings"], AdmissionSettings))
 
 
-def _slice(arguments: dict[str, Any]) -> SlicePolicy:
+def _slice(arguments: dict[str, Any]) -> SlicePolicy[Never]:
     return SlicePolicy(msgspec.convert(arguments["slice"], Slice), arguments["max_in_flight"])
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.presets import PRESETS
+from c2cserve.policy.simulated.presets import PRESETS
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import Fault

@@ -14,8 +14,8 @@ from c2cserve.core.request import Request, Slo
 from c2cserve.policy.baselines.slinfer.consolidation import Placer, computes, footprint, resumed
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks
 from c2cserve.policy.cluster.quantify import StepTable
-from c2cserve.policy.cluster.slice_load import Job, SliceLoad
-from c2cserve.policy.presets import SLINFER
+from c2cserve.policy.cluster.slice_load import PlacedRequest, SliceLoad
+from c2cserve.policy.simulated.presets import SLINFER
 
 NO_CONSOLIDATION = replace(SLINFER, consolidate=False)
 SPECS = {f"m{i}": ModelSpec(f"m{i}", 10_000 << i, 2, 16, 4096) for i in range(4)}
@@ -110,7 +110,7 @@ def test_a_request_that_moves_keeps_its_tokens(
     prompt: int, most: int, now: float, round_s: float
 ) -> None:
     request = Request("r", "m0", prompt, most, 0.0, Slo(1.0, 0.1))
-    moved = resumed(Job(request, first_s=0.0), now, round_s)
+    moved = resumed(PlacedRequest(request, first_s=0.0), now, round_s)
     assert moved.prompt_len + moved.max_new_tokens == prompt + most
     assert moved.max_new_tokens >= 1
     assert moved.sent == moved.prompt_len - prompt

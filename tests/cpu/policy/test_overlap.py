@@ -144,7 +144,7 @@ def test_a_failed_step_takes_the_next_ones_with_it() -> None:
     assert hand.policy.arena.held_bytes > 0
     assert hand.tell(StepDone(second.id, (), 0.01)) == []
     assert hand.policy.arena.held_bytes == 0
-    assert not hand.policy._leaving
+    assert not hand.policy._deactivated
 
 
 def test_what_comes_after_a_failed_chunk_is_not_reused() -> None:

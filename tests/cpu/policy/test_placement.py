@@ -1,6 +1,7 @@
 """Where a request goes: within memory, link and places, without harm to whoever has requests."""
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import pytest
@@ -10,11 +11,13 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.cluster.placement import SHIFT_TOKENS, place
+from c2cserve.policy.cluster.placement import place as place_within
 from c2cserve.policy.cluster.quantify import StepTable
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.simulated.link_and_memory import LINK_AND_MEMORY, SWAP_TOKENS, stream_step_s
 from c2cserve.policy.simulated.link_budget import link_demand
 
+place = partial(place_within, budgets=LINK_AND_MEMORY)
 SPECS = [ModelSpec(f"m{i}", 10 << i, 2, 16, 4096) for i in range(6)]
 TABLE = StepTable(((1, 0.001), (4096, 0.1)), ((512, 1, 0.01), (512, 64, 0.05)))
 
@@ -41,7 +44,9 @@ def carry_out(load: SliceLoad, request: Request, placement: Placement, kv_bytes:
     for name in placement.deactivate:
         assert load.deactivate(name), "it leaves, so it was there"
     if placement.activate:
-        load.activate(spec, streams=load.keeps and not placement.keep)
+        streams = load.keeps and not placement.keep
+        step_s = stream_step_s(load, spec) if streams else 0.0
+        load.activate(spec, streams=streams, stream_step_s=step_s)
     load.add(request, kv_bytes)
 
 
@@ -53,7 +58,7 @@ def fits(load: SliceLoad) -> bool:
     sizes = sorted(one.spec.weight_bytes for one in load.busy() if not one.streams)
     loads_s = sum(sizes) / load.slice.link_bytes_per_s
     return sum(sizes) <= free or (
-        sum(sizes[-2:]) <= free and loads_s <= SHIFT_TOKENS * load.work().tpot_s
+        sum(sizes[-2:]) <= free and loads_s <= SWAP_TOKENS * load.work().tpot_s
     )
 
 
@@ -188,7 +193,7 @@ def test_as_many_models_take_shifts_as_the_link_loads_in_time() -> None:
         load.activate(spec)
         load.add(request, 1.0)
         placed += 1
-    assert placed == int(SHIFT_TOKENS * 0.05 / loads_s)
+    assert placed == int(SWAP_TOKENS * 0.05 / loads_s)
     load.remove("x1", "x1")
     again = ask("n", specs[1], 0.05), specs[1], 1.0, [load], lambda name: (), 1.5
     assert place(*again) is not None

@@ -15,7 +15,8 @@ from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
-from c2cserve.policy.presets import PRESETS, Preset
+from c2cserve.policy.simulated.build import cluster_policy
+from c2cserve.policy.simulated.presets import PRESETS, Preset
 
 PREFILL = ((1, 0.001), (1000, 0.1))
 DECODE = ((512, 1, 0.01), (512, 64, 0.05), (4096, 1, 0.02), (4096, 64, 0.1))
@@ -30,7 +31,7 @@ class PresetWorld(ClusterTestWorld):
 
     def __init__(self, seed: int, slices: list[Slice], preset: Preset, models: int) -> None:
         super().__init__(seed, slices, AdmissionSettings(max_waiting=10_000))
-        self.policy = ClusterPolicy(self.settings, preset)
+        self.policy = cluster_policy(self.settings, preset)
         self.preset = preset
         self.kv: dict[tuple[str, str], int] = {}
         self.recalls = 0
@@ -46,7 +47,7 @@ class PresetWorld(ClusterTestWorld):
                 self.kv[model, slice_id] = kv_bytes
                 later = self.now + self.random.uniform(0.0, 0.1)
                 self.at(later, ev.KvResized(model, slice_id, kv_bytes))
-            case act.Recall(request_id, slice_id, unstarted=False):
+            case act.Preempt(request_id, slice_id):
                 live = self.jobs[request_id]
                 self.recalls += 1
                 self.slices[slice_id].running.discard(request_id)
@@ -118,7 +119,7 @@ def tell(policy: ClusterPolicy, now: float, *events: ev.ClusterEvent) -> list[ac
 
 
 def test_an_idle_instance_is_kept_alive_for_a_while() -> None:
-    policy = ClusterPolicy(preset=PRESETS["serverlessllm"])
+    policy = cluster_policy(AdmissionSettings(), PRESETS["serverlessllm"])
     spec = ModelSpec("a", 10, 2, 1024, 4096)
     tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.ModelAdded(spec))
     tell(policy, 0.0, ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))

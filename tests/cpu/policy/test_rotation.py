@@ -7,21 +7,21 @@ from hypothesis import strategies as st
 from c2cserve.core.request import Slo
 from c2cserve.policy.slice.rotation import (
     EagerCopies,
+    KvClaim,
     KvState,
     Rotation,
     RotationSettings,
-    Tenant,
     lag_s,
     rotate,
 )
 
 SLO = Slo(5.0, 0.1)
 PLAIN = RotationSettings(transfer_bytes=100)
-RUNNING, WAITING, ROTARY = KvState.RUNNING, KvState.WAITING, KvState.ROTARY
+RUNNING, WAITING, PAUSED = KvState.RUNNING, KvState.WAITING, KvState.PAUSED
 
 
-def tenant(name: str, state: KvState, size: int, since_s: float) -> Tenant:
-    return Tenant(name, state, size, since_s, SLO)
+def tenant(name: str, state: KvState, size: int, since_s: float) -> KvClaim:
+    return KvClaim(name, state, size, since_s, SLO)
 
 
 populations = st.lists(
@@ -37,13 +37,13 @@ def test_the_three_cases_of_virtual_lag_time() -> None:
     assert lag_s(tenant("a", RUNNING, 1, 4.0), config, 10.0) == -6.0
     assert lag_s(tenant("a", WAITING, 1, 9.0), config, 10.0) == 0.0
     assert lag_s(tenant("a", WAITING, 1, 4.0), config, 10.0) == pytest.approx(6.0 - 2.5)
-    assert lag_s(tenant("a", ROTARY, 1, 9.0), config, 10.0) == pytest.approx(3 * (1 - 0.05))
-    assert lag_s(tenant("a", ROTARY, 1, 9.96), config, 10.0) == 0.0
+    assert lag_s(tenant("a", PAUSED, 1, 9.0), config, 10.0) == pytest.approx(3 * (1 - 0.05))
+    assert lag_s(tenant("a", PAUSED, 1, 9.96), config, 10.0) == 0.0
 
 
 @given(populations, st.integers(0, 100), tunings)
 def test_whoever_is_prioritized_has_room(
-    everybody: list[Tenant], free: int, config: RotationSettings
+    everybody: list[KvClaim], free: int, config: RotationSettings
 ) -> None:
     by_id = {one.id: one for one in everybody}
     rotation = rotate(everybody, free, config, 20.0)
@@ -62,7 +62,7 @@ def test_whoever_is_prioritized_has_room(
 
 @given(populations, st.integers(0, 100), tunings)
 def test_largest_lag_first_and_longest_run_leaves(
-    everybody: list[Tenant], free: int, config: RotationSettings
+    everybody: list[KvClaim], free: int, config: RotationSettings
 ) -> None:
     by_id = {one.id: one for one in everybody}
     rotation = rotate(everybody, free, config, 20.0)
@@ -92,7 +92,7 @@ def test_alpha_weighs_paused_requests_against_new_ones() -> None:
     everybody = [
         tenant("old", RUNNING, 10, 0.0),
         tenant("new", WAITING, 10, 12.0),
-        tenant("paused", ROTARY, 10, 17.0),
+        tenant("paused", PAUSED, 10, 17.0),
     ]
     assert rotate(everybody, 0, RotationSettings(1.0, 0, 0, 10), 20.0).prioritized == ("new",)
     assert rotate(everybody, 0, RotationSettings(3.0, 0, 0, 10), 20.0).prioritized == ("paused",)
@@ -108,7 +108,7 @@ def test_four_requests_take_turns_in_room_for_two() -> None:
         holding = sum(one.kv_bytes for one in states.values() if one.state is RUNNING)
         rotation = rotate(states.values(), 20 - holding, config, now)
         for name in rotation.preempted:
-            states[name] = tenant(name, ROTARY, 10, now)
+            states[name] = tenant(name, PAUSED, 10, now)
         for name in rotation.prioritized:
             states[name] = tenant(name, RUNNING, 10, now)
         for name, one in states.items():

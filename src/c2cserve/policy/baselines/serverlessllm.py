@@ -1,11 +1,10 @@
 """Placing as simpler systems do it: the papers' baselines.
 
-ServerlessLLM (as SLINFER section IX-A tunes it): an instance takes a fixed number of requests at a
-time, has a slice (or a fixed part of a node) to itself, and stays for a while when it is idle. A
+ServerlessLLM, as SLINFER section IX-A tunes it: an instance takes a fixed number of requests at a
+time. It has a slice (or a fixed part of a node) to itself, and stays for a while when it is idle. A
 request goes to an instance that has room, else a free slice gets a new one, else it waits.
 
-`scatter` asks nobody: any slice, drawn by a hash of the request's id.
-"""
+`scatter` looks at no load: any slice, chosen by a hash of the request's id."""
 
 from collections.abc import Sequence
 from zlib import crc32
@@ -13,7 +12,7 @@ from zlib import crc32
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
-from c2cserve.policy.presets import Limit
+from c2cserve.policy.simulated.presets import Limit
 
 
 def limit(limits: Sequence[Limit], spec: ModelSpec, load: SliceLoad) -> int:
@@ -43,7 +42,7 @@ def place_by_limits(
 def scatter(
     request: Request, loads: Sequence[SliceLoad], seed: int, share: bool
 ) -> Placement | None:
-    """Of the slices that can take it. A model that nobody asks for there makes room."""
+    """Return one of the slices that can take it. A model without requests there makes room."""
     moves: list[Placement] = []
     for load in sorted(loads, key=lambda x: x.slice.id):
         most = load.slice.max_active if share else 1
@@ -53,6 +52,6 @@ def scatter(
         elif len(load.active) < most:
             moves.append(Placement(load.slice.id, activate=True))
         elif load.unused:
-            leaving = min(name for name, one in load.active.items() if not one.jobs)
-            moves.append(Placement(load.slice.id, activate=True, deactivate=(leaving,)))
+            unused = min(name for name, one in load.active.items() if not one.jobs)
+            moves.append(Placement(load.slice.id, activate=True, deactivate=(unused,)))
     return moves[crc32(f"{seed} {request.id}".encode()) % len(moves)] if moves else None

@@ -19,8 +19,8 @@ from c2cserve.policy.cluster.slice_load import SliceLoad
 
 BURST_S = 0.25
 IN_TIME_SHARE = 0.5
-"""In an overload a newcomer is taken if it is expected to wait for at most so much of its TTFT
-target. The rest is for its prompt, and for what delays it unseen on a busy machine."""
+"""The share of its TTFT target that a new request may be expected to wait for in an overload. The
+rest is for its prompt, and for what delays it unseen on a busy machine."""
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
@@ -32,21 +32,21 @@ class AdmissionSettings:
     max_waiting: int = 1024
     """Requests queued at the controller; one more is refused with 429."""
     patience: float = 20.0
-    """A request is refused when it has waited, or is sure to wait, so many times its TTFT target:
-    its client has given up by then. 0: never."""
+    """A request is refused when it has waited, or is sure to wait, so many times its TTFT target.
+    Its client has given up by then. 0: never."""
     no_slice_grace_s: float = 30.0
     """How long requests wait while no slice is up (one is being restarted), before 503."""
     foresee: bool = True
     """Refuse as soon as the expected wait is too long; else only once a request waited so long."""
     burst_s: float = BURST_S
-    """How long requests that can be in time may wait without a break before that is an overload, in
-    which nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
+    """An overload begins when requests that can be in time have waited for so long without a break.
+    In it nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
 
 
 @dataclass(slots=True)
 class Throughput:
     """Requests finished per second lately while others waited: what the machine can do. (What it
-    does while nobody waits says how much is asked of it, not how much it can take.)"""
+    does while none wait says how much is asked of it, not how much it can take.)"""
 
     per_s: float = 0.0
     _finished: int = 0
@@ -55,7 +55,7 @@ class Throughput:
     def finished(self) -> None:
         self._finished += 1
 
-    def look(self, now: float, *, saturated: bool) -> None:
+    def refresh(self, now: float, *, saturated: bool) -> None:
         """`saturated`: requests wait that could run if there was room."""
         if not saturated:
             self._since_s = None
@@ -120,14 +120,14 @@ class Admission:
         self._models = models
         self.throughput = Throughput()
         self._standing = Standing(settings.burst_s)
-        """Of requests that can be in time: they wait for places, so more is asked than can be done.
-        """
+        """The queue of requests that can be in time: they wait for places, so more is asked than
+        can be done."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
-        self._told = Backlog()
+        self._notified = Backlog()
 
     def begin(self, now: float) -> None:
-        """Before newcomers are looked at: note which of the others have become late."""
+        """Note which waiting requests have become late, before new ones are looked at."""
         if self._settings.patience > 0.0:  # else late requests would wait for ever
             self._queue.age(now)
         if not self._queue.punctual(self._usable, displaced=False):
@@ -156,15 +156,15 @@ class Admission:
             elif self._standing.is_long and request.id in new:
                 strict = IN_TIME_SHARE
             before = turns_before(request.tenant, ahead)
-            reject = self._look(request, before, now, strict)
+            reject = self._judge(request, before, now, strict)
             if reject is not None:
                 yield reject
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
 
     def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
-        """Requests on slices that are late before their first token, once in a while in an
-        overload: what they take there, requests that can still be in time could have."""
+        """Refuse requests on slices that are late before their first token, once in a while in an
+        overload. Requests that can still be in time could have their places."""
         if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
             return []
         late = [
@@ -183,14 +183,14 @@ class Admission:
     def backlog(self) -> Backlog | None:
         """What has to be told so that newcomers can be refused before anything is done for them;
         None if nothing has changed."""
-        told = Backlog()
+        backlog = Backlog()
         if self._standing.is_long and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
-            told = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
-        if told == self._told:
+            backlog = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
+        if backlog == self._notified:
             return None
-        self._told = told
-        return told
+        self._notified = backlog
+        return backlog
 
     def _too_many(self, arrived: Sequence[Request]) -> Iterator[Reject]:
         most = self._settings.max_waiting
@@ -202,7 +202,7 @@ class Admission:
                 retry_s = max(1.0, self.throughput.wait_s(most))
                 yield Reject(last.id, 429, why, retry_s, "queue_full")
 
-    def _look(
+    def _judge(
         self, request: Request, ahead: int, now: float, strict: float | None
     ) -> Reject | None:
         """`strict`: the patience with it in an overload."""

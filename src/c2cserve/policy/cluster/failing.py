@@ -8,13 +8,12 @@ A slice on which nothing works any more, of all that was tried, gets a new proce
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from c2cserve.core import events as ev
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.model import name_of
-from c2cserve.policy.cluster.instances import Instances
 from c2cserve.policy.cluster.slice_load import SliceLoad
 
 _BACK_OFF_FIRST_S = 1.0
@@ -31,18 +30,21 @@ class _Mark:
     reason: str
     retry_s: float | None = None
     """None: as of the next decision."""
-    leaving: bool = True
+    active: bool = True
     """Its instance is still active on the slice."""
 
 
 class Failing:
-    def __init__(self, instances: Instances) -> None:
-        self._instances = instances
+    def __init__(
+        self, slices: Mapping[str, SliceLoad], deactivate: Callable[[SliceLoad, str], bool]
+    ) -> None:
+        self._slices = slices
+        self._deactivate = deactivate
         self._marks: dict[_Key, _Mark] = {}
         self._failures: Counter[_Key] = Counter()
-        """In a row; of a slice that was lost meanwhile, too."""
+        """Failures in a row; of a slice that was lost meanwhile, too."""
         self._given_up: Counter[str] = Counter()
-        """By slice, since something worked there."""
+        """Models given up on each slice, since something worked there."""
 
     def __bool__(self) -> bool:
         return bool(self._marks)
@@ -73,17 +75,17 @@ class Failing:
             self._marks.pop(key, None)
             del self._failures[key]
 
-    def settle(self, now: float) -> bool:
+    def refresh(self, now: float) -> bool:
         """Begin back-offs, and take models from slices that they have left. True: a model may be
         tried again that could not be before."""
         again = False
         for key, mark in self._marks.items():
-            load = self._instances.slices.get(key[0])
+            load = self._slices.get(key[0])
             instance = None if load is None else load.active.get(key[1])
-            if mark.leaving and (load is None or instance is None or not instance.jobs):
-                mark.leaving = False
+            if mark.active and (load is None or instance is None or not instance.jobs):
+                mark.active = False
                 if load is not None:
-                    self._instances.deactivate(load, key[1])
+                    self._deactivate(load, key[1])
             if mark.retry_s is None:
                 failures = self._failures[key]
                 self._failures[key] += 1
@@ -98,12 +100,13 @@ class Failing:
             return True
         instance = load.active.get(model)
         idle = instance is None or not instance.jobs
-        return idle and not mark.leaving and mark.retry_s is not None and now >= mark.retry_s
+        return idle and not mark.active and mark.retry_s is not None and now >= mark.retry_s
 
     def refused(self, now: float, waiting: Iterable[str]) -> Iterator[tuple[str, str, float]]:
-        """Of these models, those that back off on every slice: why, and for how long still."""
+        """Yield those of the models that back off on every slice, with the reason and the seconds
+        left."""
         for model in waiting:
-            marks = [self._marks.get((one, model)) for one in self._instances.slices]
+            marks = [self._marks.get((one, model)) for one in self._slices]
             times = [
                 mark.retry_s for mark in marks if mark is not None and mark.retry_s is not None
             ]

@@ -5,10 +5,10 @@ Each tenant has a counter of the work that was done for it, divided by its weigh
 
     work = prompt tokens + 2 * output tokens
 
-A request is charged with its prompt and the output that is expected of it when it is dispatched,
-and with what it really drew when it ends. Of the tenants whose requests wait, the one with the
-lowest counter is served next. While two tenants wait all the time, the work done for them differs
-by a bounded number of requests' work, however many requests either of them sends.
+At dispatch, a request is charged with its prompt and its expected output. At its end it is charged
+with what it really sampled. Of the tenants whose requests wait, the one with the lowest counter is
+served next. While two tenants wait all the time, the work done for them differs by a bounded number
+of requests. It does not matter how many either of them sends.
 
 A tenant that had no request for a while has no claim on what it did not use. When it comes back,
 its counter is raised to the lowest one of the tenants with requests.
@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from c2cserve.core.request import Request
 
 OUTPUT_WORK = 2.0
-"""Of an output token, in prompt tokens: it takes a step of its own."""
+"""The work of an output token, in prompt tokens: it takes a step of its own."""
 
 
 @dataclass(slots=True, eq=False)
 class _Account:
-    """Of a request that waits or is on a slice."""
+    """The account of a request that waits or is on a slice."""
 
     tenant: str
     expected: float = 0.0
@@ -97,6 +97,6 @@ class FairShares:
         self._served[tenant] = self.served(tenant) + work / self._weights.get(tenant, 1.0)
 
     def _raise_floor(self) -> None:
-        """To the lowest counter of a tenant with requests; it never goes back."""
+        """Raise the floor to the lowest counter of a tenant with requests; it never goes back."""
         lowest = min((self.served(one) for one in self._present), default=self._floor)
         self._floor = max(self._floor, lowest)

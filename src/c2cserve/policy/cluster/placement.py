@@ -1,42 +1,36 @@
-"""Which slice takes a request: an active instance with room, else an idle slice, else wherever it
-can still be in time, making the least valuable models leave a slice that is full of them.
+"""Which slice takes a request: an active instance with room, else an idle slice, else one where it
+can still be in time. The least valuable models leave a slice that is full of them.
 
-C2CServe sections 6.1 and 6.2, with the shadow validation of SLINFER section 6 C in closed form:
-chunks of a prompt are sized so that nobody waits for a whole one (`policy.slice.batching`), so what
-matters is the sum of what there is to do. A slice's budgets are the time of everybody's tokens,
-memory (weights that are kept, and KV), and the link its weights come over.
-"""
+C2CServe sections 6.1 and 6.2, with the shadow validation of SLINFER section 6 C in closed form.
+Chunks are sized so that no request waits for a whole prompt (`policy.slice.batching`). So what
+matters is the sum of what there is to do. A slice's budgets are the time of all requests' tokens
+and, where they are known, memory and link (`Budgets`)."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, nlargest
-from math import ceil
+from heapq import heapify, heappop
+from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.baselines.slinfer.shadow import OVERESTIMATE
+from c2cserve.policy.cluster.quantify import OVERESTIMATE
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
-from c2cserve.policy.simulated.link_budget import link_demand
 
-_ROOMY = 0.5
+ROOMY = 0.5
 """An instance is preferred to an idle slice while its times stay below this share of the targets.
 Above, an idle slice serves sooner, and what is believed about time is rough."""
-
-SHIFT_TOKENS = 24
-"""How many tokens ahead of its clients a model is on average when its weights leave for another's.
-Less is more loading; more is less time in which somebody can be away (chosen in simulation)."""
 
 Value = Callable[[str], tuple[float, ...]]
 """Orders models by what it costs to let them leave a slice, lowest first."""
 
 Cost = tuple[float, ...]
-Leaving = tuple[tuple[str, ...], Cost]
-"""Who leaves a slice, and what that costs."""
+Victims = tuple[tuple[str, ...], Cost]
+"""The models that leave a slice, and what that costs."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Ask:
+class Ask:
     """What is to be placed, and when."""
 
     request: Request
@@ -44,29 +38,90 @@ class _Ask:
     kv_bytes: float
     value: Value
     now: float
+    budgets: "Budgets"
+
+
+class Budgets(Protocol):
+    """A slice's memory and its share of a link, where their sizes are known."""
+
+    def bounded(self, load: SliceLoad) -> bool:
+        """Whether the slice can run out of memory."""
+        ...
+
+    def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
+        """Whether there is memory for the request's KV and so much more, beside what is there."""
+        ...
+
+    def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
+        """Whether an instance without requests can go on as it is."""
+        ...
+
+    def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
+        """Return the memory that the instance's weights take once it has a request again."""
+        ...
+
+    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
+        """Return the memory that is free once the instance, without requests, is deactivated."""
+        ...
+
+    def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
+        """Return whether the weights of one more model would be kept as a whole, and the memory
+        that they take. None: there is no budget for the model."""
+        ...
+
+    def link_bytes_per_s(self, load: SliceLoad) -> int:
+        """Return what the slice asks of its link."""
+        ...
+
+
+class Unbounded:
+    """A live slice: its memory is a cache of weights, and its link is measured by step times."""
+
+    def bounded(self, load: SliceLoad) -> bool:
+        return False
+
+    def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
+        return True
+
+    def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
+        return True
+
+    def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
+        return 0
+
+    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
+        return 0
+
+    def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
+        return False, 0
+
+    def link_bytes_per_s(self, load: SliceLoad) -> int:
+        return 0
+
+
+UNBOUNDED = Unbounded()
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """A slice could take one more model."""
+class Activation:
+    """One more model on a slice."""
 
     load: SliceLoad
-    leaving: tuple[str, ...]
+    victims: tuple[str, ...]
     cost: Cost
     keep: bool
     """Its weights would be kept; else they stream, or lie in the slice's memory anyway."""
 
     def placement(self) -> Placement:
-        return Placement(self.load.slice.id, True, self.keep, self.leaving)
+        return Placement(self.load.slice.id, True, self.keep, self.victims)
 
 
 def in_time(
     load: SliceLoad, request: Request, now: float, share: float, *, late: bool = False
 ) -> bool:
-    """Would the request get its first token within `share` of the time it has left, and would
-    a decode step of every model here stay within that share of everybody's TPOT? (SLINFER
-    figure 15: cases 1, and 2 with 3.) False if some time is not known yet. `late`: its own first
-    token may be late."""
+    """Whether the request gets its first token within `share` of the time it has left. A decode
+    step of every model here must stay within that share of each TPOT. (SLINFER figure 15: cases 1,
+    and 2 with 3.) False if some time is not known yet. `late`: its own first token may be late."""
     joined = load.active.get(request.model)
     if not load.requests and joined is not None:
         return True
@@ -107,25 +162,26 @@ def place(
     now: float,
     *,
     late: bool = False,
+    budgets: Budgets = UNBOUNDED,
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
     slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
-    goes where nobody else becomes late because of it, too, and to an idle slice in any case."""
-    ask, model = _Ask(request, spec, kv_bytes, value, now), request.model
+    also goes where no other request becomes late because of it, and to an idle slice in any
+    case."""
+    ask, model = Ask(request, spec, kv_bytes, value, now, budgets), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
     for load in loads:
         instance = load.active.get(model)
-        if instance is None or not (instance.jobs or _resumes(load, instance, request)):
+        if instance is None or not (instance.jobs or budgets.resumes(ask, load, instance)):
             others.append(load)
         elif len(instance.jobs) < load.instance_limit:
-            back = load.keeps and not instance.jobs and not instance.streams
-            joining = _room(ask, load, back * spec.weight_bytes, 0)
+            joining = _room(ask, load, budgets.resumed_bytes(load, instance), 0)
             if joining is not None:
                 here.append((load, joining[0]))
     # Largest batch first: it uses the weights best, and lets small batches run dry (section 8).
     here.sort(key=lambda h: (-len(h[0].active[model].jobs), h[0].requests, h[0].slice.id))
-    roomy = _first_in_time(ask, here, _ROOMY)
+    roomy = _first_in_time(ask, here, ROOMY)
     if roomy is not None:
         return roomy
     moves = [
@@ -135,7 +191,7 @@ def place(
     # Over the link that streams least first: interference grows with that (C2CServe 3.3.1).
     streamed = defaultdict[str, int](int)
     for load in others if len(moves) > 1 else ():
-        streamed[load.slice.link] += load.work().link_bytes_per_s
+        streamed[load.slice.link] += budgets.link_bytes_per_s(load)
     idle = [
         (
             move.load.slice.kind != "cpu", move.cost, streamed[move.load.slice.link],
@@ -147,7 +203,7 @@ def place(
     first = idle[0][-1] if idle else None
     while idle:
         move = heappop(idle)[-1]
-        if not move.load.slice.hbm_bytes or in_time(move.load, request, now, 1.0):
+        if not budgets.bounded(move.load) or in_time(move.load, request, now, 1.0):
             return move.placement()
     able = _first_in_time(ask, here, 1.0)
     if able is not None:
@@ -162,11 +218,13 @@ def place(
 
 
 def place_owed(
-    request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float
-) -> Placement | None:
-    """Where to send a request whose tenant has less than its share of each of the `loads`: where it
-    has fewest, with its model active if possible. Others' requests make room there in time and in
-    memory for KV (`policy.slice_shares`), not their weights: None if they are in the way."""
+    request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float,
+    budgets: Budgets = UNBOUNDED,
+) -> Placement | None:  # fmt: skip
+    """Return where to send a request whose tenant has less than its share of each of the `loads`.
+    It goes where the tenant has fewest, with its model active if possible. Others' requests make
+    room there in time and in memory for KV (`policy.slice_shares`), not their weights: None if they
+    are in the way."""
 
     def order(load: SliceLoad) -> tuple[int, int, str]:
         return load.tenants[request.tenant], load.requests, load.slice.id
@@ -174,7 +232,7 @@ def place_owed(
     active = [load for load in loads if request.model in load.active]
     if active:
         return Placement(min(active, key=order).slice.id)
-    ask = _Ask(request, spec, 0.0, value, now)
+    ask = Ask(request, spec, 0.0, value, now, budgets)
     for load in sorted(loads, key=order):
         if (move := _activation(ask, load)) is not None:
             return move.placement()
@@ -182,27 +240,27 @@ def place_owed(
 
 
 def _first_in_time(
-    ask: _Ask,
+    ask: Ask,
     here: Iterable[tuple[SliceLoad, tuple[str, ...]]],
     share: float,
     *,
     late: bool = False,
 ) -> Placement | None:
-    for load, leaving in here:
+    for load, victims in here:
         if in_time(load, ask.request, ask.now, share, late=late):
-            return Placement(load.slice.id, deactivate=leaving)
+            return Placement(load.slice.id, deactivate=victims)
     return None
 
 
 def _busy(
-    ask: _Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
+    ask: Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
-    """Busy everywhere, or late already. Where memory is what a slice runs out of (its size is
-    known), one more instance where least is to be done and the request is in time, on CPUs first;
-    a request that is not waits for somebody to leave. Else it goes wherever fewest are."""
+    """Busy everywhere, or late already. Where slices can run out of memory, one more instance
+    starts where least is to be done. CPUs go first, and the request must be in time there. A
+    request that is not in time waits for others to leave. Else it goes where fewest are."""
     bounded = [
         (load.slice.kind != "cpu", load.work().round_s, load.slice.id, load)
-        for load in others if load.slice.hbm_bytes
+        for load in others if ask.budgets.bounded(load)
     ]  # fmt: skip
     heapify(bounded)
     while bounded:
@@ -212,12 +270,12 @@ def _busy(
             if move is not None:
                 return move.placement()
     moves = [
-        move for load in others if not load.slice.hbm_bytes
+        move for load in others if not ask.budgets.bounded(load)
         and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
     choices = [
         (load.requests, False, (), load.slice.id, Placement(load.slice.id))
-        for load in here if not load.slice.hbm_bytes
+        for load in here if not ask.budgets.bounded(load)
     ]  # fmt: skip
     choices += [
         (move.load.requests, True, move.cost, move.load.slice.id, move.placement())
@@ -226,105 +284,37 @@ def _busy(
     return min(choices, key=lambda c: c[:4])[4] if choices else None
 
 
-# ---- the link: whether weights stream ----------------------------------------------------------
-
-
-def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
-    """Would the slice's share of the link bring one stream more at everybody's pace (section 6.2),
-    and would that leave the slice time for others? Nothing of a newcomer is resident yet."""
-    demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
-    if demand > load.slice.link_bytes_per_s:
-        return False
-    work = load.work()
-    return (
-        work.link_bytes_per_s + demand <= load.slice.link_bytes_per_s
-        and work.round_s + load.stream_s(spec, 0.0) <= _ROOMY * tpot_s
-    )
-
-
-def _resumes(load: SliceLoad, instance: Instance, request: Request) -> bool:
-    """Could an instance without requests go on as it is? If its weights stream and others have
-    taken the link since, it must be made anew, with its weights kept."""
-    return not instance.streams or _carries(load, instance.spec, request.slo.tpot_s)
-
-
 # ---- memory: who leaves, who takes shifts ------------------------------------------------------
 
 
-def _kept(load: SliceLoad) -> list[int]:
-    """Bytes of the weights of each model with requests that does not stream: where models take
-    shifts, the others are not in the way."""
-    return [one.spec.weight_bytes for one in load.busy() if not one.streams]
-
-
-def _holds(ask: _Ask, load: SliceLoad, weights: int) -> bool:
-    """Is there memory for the request's KV and so much more, beside what everybody has?"""
-    if not load.slice.hbm_bytes:
-        return True
-    free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
-    if not load.keeps:
-        return load.weight_bytes + weights <= free
-    sizes = _kept(load)
-    if sum(sizes) + weights <= free:
-        return True
-    if not weights:  # one request more for models that take shifts already
-        return sum(nlargest(2, sizes)) <= free
-    return _shift(ask, load, [*sizes, weights], free)
-
-
-def _shift(ask: _Ask, load: SliceLoad, sizes: list[int], free: float) -> bool:
-    """Could models with weights of these sizes, the newcomer's last, take shifts in so much memory
-    (`policy.simulated.weight_swapping`)? Two have to fit, one that computes while the other is
-    loaded; the link has to bring each of them once while a client reads `SHIFT_TOKENS`; and the
-    newcomer's own loading must not come too late because others wait for their first one. (Where it
-    alone takes longer than there is time, nobody else may wait.)"""
-    link_bytes_per_s = load.slice.link_bytes_per_s
-    period_s = SHIFT_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)
-    if sum(nlargest(2, sizes)) > free or sum(sizes) > period_s * link_bytes_per_s:
-        return False
-    ahead = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
-    left_s = ask.request.first_token_due_s - ask.now
-    return ahead <= max(0.0, left_s * link_bytes_per_s - sizes[-1])
-
-
-def _room(ask: _Ask, load: SliceLoad, weights: int, models: int) -> Leaving | None:
-    """Who leaves for the request's KV, so much memory and so many models more; None: somebody with
-    requests would have to. The request's own model does not, with or without requests."""
+def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | None:
+    """Return the models that leave for the request's KV, so much memory and so many models more.
+    None: a model with requests would have to. The request's own model does not, with or without
+    requests."""
     places = load.slice.max_active - len(load.active)
-    if places >= models and _holds(ask, load, weights):
+    if places >= models and ask.budgets.holds(ask, load, weights):
         return (), ()
     if not load.unused:
         return None
-    leaving: list[str] = []
+    victims: list[str] = []
     unused = [(ask.value(name), name) for name, one in load.active.items() if not one.jobs]
     for _, name in sorted(unused):
         if name == ask.spec.id:
             continue
-        leaving.append(name)
-        weights -= 0 if load.keeps else load.active[name].spec.weight_bytes
-        if places + len(leaving) >= models and _holds(ask, load, weights):
-            return tuple(leaving), ask.value(leaving[-1])
+        victims.append(name)
+        weights -= ask.budgets.freed_bytes(load, load.active[name])
+        if places + len(victims) >= models and ask.budgets.holds(ask, load, weights):
+            return tuple(victims), ask.value(victims[-1])
     return None
 
 
-def _activation(ask: _Ask, load: SliceLoad) -> Move | None:
-    """One more model on the slice. None: somebody with requests would have to leave, or there is no
-    budget for it. Its weights are kept if they fit, or if the link would not carry them as a
-    stream; those of a model that is larger than the memory stream as well as they can, with none
-    beside them."""
-    spec = ask.spec
-    anew = (spec.id,) if spec.id in load.active else ()
-    free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
-    keep = load.keeps and (
-        sum(_kept(load)) + spec.weight_bytes <= free
-        or not _carries(load, spec, ask.request.slo.tpot_s)
-    )
-    if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
-        if load.work().link_bytes_per_s:
-            return None
-        keep = False
-    weights = 0 if load.keeps and not keep else spec.weight_bytes
-    leaving = _room(ask, load, weights, 1 - len(anew))
-    if leaving is None:
+def _activation(ask: Ask, load: SliceLoad) -> Activation | None:
+    """One more model on the slice. None: a model with requests would have to leave, or there is no
+    budget for it."""
+    budget = ask.budgets.activation(ask, load)
+    if budget is None:
         return None
-    return Move(load, anew + leaving[0], leaving[1], keep)
+    keep, weights = budget
+    anew = (ask.spec.id,) if ask.spec.id in load.active else ()
+    victims = _room(ask, load, weights, 1 - len(anew))
+    return None if victims is None else Activation(load, anew + victims[0], victims[1], keep)

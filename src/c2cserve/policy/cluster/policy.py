@@ -1,40 +1,44 @@
 """The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from math import inf
+from typing import Generic, Never, overload
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.model import name_of
 from c2cserve.core.request import Request
-from c2cserve.policy.baselines.slinfer.consolidation import Placer
-from c2cserve.policy.cluster import pool_residency as residence
+from c2cserve.policy.cluster import pool_residency
 from c2cserve.policy.cluster.admission import Admission, AdmissionSettings
 from c2cserve.policy.cluster.failing import Failing
 from c2cserve.policy.cluster.fairness import FairShares
 from c2cserve.policy.cluster.instances import Instances
-from c2cserve.policy.cluster.placement import active_if_full, place_owed
+from c2cserve.policy.cluster.placement import active_if_full
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.relocation import Relocation
-from c2cserve.policy.cluster.slice_load import Outputs, Placement, SliceLoad
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.cluster.strategies import ExtraT, Strategies, live_strategies
 from c2cserve.policy.cluster.suspects import Suspects
-from c2cserve.policy.presets import C2CSERVE, Preset
-from c2cserve.policy.strategies import place_by_preset
 
 
-class ClusterPolicy:
-    """`runtime.ports.Policy[ClusterEvent, ClusterAction]`."""
+class ClusterPolicy(Generic[ExtraT]):
+    """`runtime.ports.Policy[ClusterEvent, ClusterAction | ExtraT]`. Without `strategies` it is what
+    a server runs, and has no actions of the type `ExtraT`."""
+
+    @overload
+    def __init__(self: "ClusterPolicy[Never]", settings: AdmissionSettings = ...) -> None: ...
+
+    @overload
+    def __init__(self, settings: AdmissionSettings, strategies: Strategies[ExtraT]) -> None: ...
 
     def __init__(
-        self, settings: AdmissionSettings | None = None, preset: Preset = C2CSERVE
+        self,
+        settings: AdmissionSettings | None = None,
+        strategies: Strategies[ExtraT] | None = None,
     ) -> None:
-        settings = settings or AdmissionSettings()
-        if preset.patience is not None:
-            settings = replace(settings, patience=preset.patience, foresee=False, burst_s=inf)
-        self._preset = preset
+        settings, strategies = settings or AdmissionSettings(), strategies or live_strategies()
+        self._placing = strategies.placing
         self._budget_bytes: int | None = None
         self._models: dict[str, ModelBook] = {}
         self._outside: dict[str, ModelBook] = {}
@@ -42,16 +46,15 @@ class ClusterPolicy:
         self._shares = FairShares()
         self._queue = WaitingQueue(self._shares)
         self._admission = Admission(settings, self._queue, self._models)
-        self._actions: list[act.ClusterAction] = []
-        self._outputs = Outputs()
-        self._placer = Placer(preset, self._outputs.mean)
-        self._instances = Instances(preset, self._placer, self._actions)
+        self._actions: list[act.ClusterAction | ExtraT] = []
+        self._outputs = strategies.outputs
+        self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices = self._instances.slices
         self._where = self._instances.where
-        self._failing = Failing(self._instances)
+        self._failing = Failing(self._slices, self._instances.deactivate)
         self._relocation = Relocation(
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
-            self._failing, self._send_to, on=preset.placing == "c2cserve",
+            self._failing, self._send_to, on=strategies.placing.ours,
         )  # fmt: skip
         self._arrived: list[Request] = []
         self._failed: list[str] = []
@@ -179,8 +182,8 @@ class ClusterPolicy:
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def decide(self, now: float) -> Sequence[act.ClusterAction]:
-        self._room_changed |= self._instances.settle(now)
+    def decide(self, now: float) -> Sequence[act.ClusterAction | ExtraT]:
+        self._room_changed |= self._instances.refresh(now)
         self._admission.begin(now)
         arrived, self._arrived = self._arrived, []
         for request in arrived:
@@ -196,7 +199,7 @@ class ClusterPolicy:
         self._forget()
         self._actions += self._relocation.recalls(now)
         usable = any(self._models[m].usable for m in self._queue.models())
-        self._admission.throughput.look(now, saturated=usable and bool(self._slices))
+        self._admission.throughput.refresh(now, saturated=usable and bool(self._slices))
         actions, self._actions[:] = [*self._actions], []
         return actions
 
@@ -205,8 +208,7 @@ class ClusterPolicy:
         if self._draining:
             self._reject(request, 503, "the server is shutting down", 5.0)
         elif model is None or model.removing:
-            why = f"the model {name_of(request.model)!r} does not exist"
-            self._reject(request, 404, why, 1.0)
+            self._reject(request, 404, f"the model {name_of(request.model)!r} does not exist", 1.0)
         else:
             self._pool_changed |= not model.in_pool
             self._wait(request)
@@ -222,7 +224,7 @@ class ClusterPolicy:
         return self._queue.remove(request_id) is not None or held
 
     def _fail(self, now: float) -> None:
-        """End what was asked of models that can not be loaded, and be slow to try again."""
+        """End the requests of models that cannot be loaded, and be slow to try again."""
         for model in (self._models[name] for name in self._failed):
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
@@ -243,7 +245,7 @@ class ClusterPolicy:
 
     def _back_off(self, now: float) -> None:
         """Keep models that fail away from slices, and end what can only wait for them."""
-        self._room_changed |= self._failing.settle(now)
+        self._room_changed |= self._failing.refresh(now)
         for name, why, retry_s in list(self._failing.refused(now, self._queue.models())):
             for request in self._queue.of(name):
                 self._reject(request, 503, why, retry_s)
@@ -256,10 +258,10 @@ class ClusterPolicy:
         models = self._models.values()
         # Also of requests that waited already: a model may have been pinned since.
         absent = [m for n in sorted(self._queue.models()) if not (m := self._models[n]).in_pool]
-        for name, why in residence.impossible(absent, models, self._budget_bytes):
+        for name, why in pool_residency.impossible(absent, models, self._budget_bytes):
             for request in self._queue.of(name):
                 self._reject(request, 503, why, 60.0)
-        loads = residence.asked_loads(
+        loads = pool_residency.asked_loads(
             self._models, self._outside, self._queue, self._budget_bytes, now
         )
         for model, victims in loads:
@@ -269,7 +271,7 @@ class ClusterPolicy:
             self._start_load(model)
         if not self._draining:
             outside = self._outside.values()
-            for model in residence.unasked_loads(outside, models, self._budget_bytes):
+            for model in pool_residency.unasked_loads(outside, models, self._budget_bytes):
                 self._start_load(model)
 
     def _start_load(self, model: ModelBook) -> None:
@@ -292,7 +294,7 @@ class ClusterPolicy:
             self._room_changed = False
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
-        anywhere = self._room_changed or self._preset.placing != "c2cserve"
+        anywhere = self._room_changed or not self._placing.ours
         if not self._room_changed and not relieved:
             names = {request.model for request in arrived}  # the others could not be placed before
         self._room_changed = False
@@ -327,7 +329,7 @@ class ClusterPolicy:
 
     def _dispatch_owed(self, now: float) -> None:
         """Place requests of tenants that have less than their share of slices full of others."""
-        fair = self._shares.tenants > 1 and self._preset.placing == "c2cserve"
+        fair = self._shares.tenants > 1 and self._placing.ours
         for name in sorted(self._queue.models()) if fair else ():
             model = self._models[name]
             while model.usable and (head := self._queue.head(name)) is not None:
@@ -337,7 +339,7 @@ class ClusterPolicy:
                 ]  # fmt: skip
                 if self._failing:
                     loads = [load for load in loads if self._failing.open(load, name, now)]
-                placement = place_owed(head[1], model.spec, loads, self._value, now)
+                placement = self._placing.place_owed(head[1], model.spec, loads, self._value, now)
                 if placement is None:
                     break
                 self._send(head[1], placement, now)
@@ -348,22 +350,19 @@ class ClusterPolicy:
             one for one in self._slices.values()
             if one.requests < one.most_requests and not self._relocation.closed(one)
         ]  # fmt: skip
-        return loads, active_if_full(loads) if self._preset.placing == "c2cserve" else None
+        return loads, active_if_full(loads) if self._placing.ours else None
 
-    def _place(self, request: Request, loads: Sequence[SliceLoad], now: float) -> Placement | None:
+    def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
-        return place_by_preset(
-            self._preset, self._placer, request, spec, loads, self._value, now, late=late
-        )
+        return self._placing.place(request, spec, loads, self._value, now, late=late)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """What it costs to let the model leave a slice (it has no requests there), lowest first."""
         return self._queue.count(name) > 0, *self._models[name].value
 
     def _send_to(self, request: Request, load: SliceLoad, now: float) -> bool:
-        """To this slice, if it can go there now."""
-        placement = self._place(request, [load], now)
-        if placement is not None:
+        """Send the request to this slice, if it can go there now."""
+        if (placement := self._place(request, [load], now)) is not None:
             self._send(request, placement, now)
         return placement is not None
 

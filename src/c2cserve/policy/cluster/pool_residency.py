@@ -36,7 +36,8 @@ class ModelBook:
 
     @property
     def wanted(self) -> bool:
-        """To be loaded although no request waits for it: it is to replace another version."""
+        """Whether it is to be loaded although no request waits for it: it replaces another
+        version."""
         fresh = not self.in_pool and not self.failures and not self.removing
         return bool(self.replaces) and fresh
 
@@ -100,8 +101,8 @@ def unwaited(
 
 
 def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:
-    """Who may leave the pool, least recently used first: nobody pinned, in use (with requests
-    running or in `waiting`) or still loading."""
+    """Return the models that may leave the pool, least recently used first. None of them is pinned,
+    still loading, or in use (with requests running or in `waiting`)."""
     unused = [
         m for m in models
         if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
@@ -110,7 +111,8 @@ def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[Mod
 
 
 def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | None:
-    """Whom of the `evictable` to evict for so many bytes, nobody in vain. None: not enough."""
+    """Return which of the `evictable` to evict for so many bytes, none in vain. None: not
+    enough."""
     if sum(model.spec.weight_bytes for model in unused) < lacking:
         return None
     victims: list[ModelBook] = []
@@ -159,8 +161,8 @@ def asked_loads(
 def unasked_loads(
     outside: Iterable[ModelBook], models: Collection[ModelBook], budget_bytes: int
 ) -> list[ModelBook]:
-    """What to load although nobody asks, while there is room: pinned, then by priority. `outside`:
-    those of the models that are not in the pool."""
+    """Return what to load although no request asks for it, while there is room: pinned, then by
+    priority. `outside`: those of the models that are not in the pool."""
     cold = [m for m in outside if not m.removing and not m.failures]
     if not cold:
         return []

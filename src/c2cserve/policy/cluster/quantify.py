@@ -14,6 +14,8 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from itertools import pairwise
 
+OVERESTIMATE = 1.1
+"""Times are taken so many times as long: they fluctuate, and sequences grow while they decode."""
 _NEVER_S = float("inf")
 
 
@@ -74,15 +76,15 @@ class StepTable:
 
 
 class Learned:
-    """The same of a model that nobody has profiled: what its slice said of it last. Unknown takes
-    for ever."""
+    """The same of a model that was not profiled: what its slice measured last. Unknown takes for
+    ever."""
 
     __slots__ = ("_decode_s", "_token_s")
 
     def __init__(self, decode_step_s: float = 0.0, prefill_token_s: float = 0.0) -> None:
-        known = decode_step_s > 0.0 and prefill_token_s > 0.0
-        self._decode_s = decode_step_s if known else _NEVER_S
-        self._token_s = prefill_token_s if known else _NEVER_S
+        measured = decode_step_s > 0.0 and prefill_token_s > 0.0
+        self._decode_s = decode_step_s if measured else _NEVER_S
+        self._token_s = prefill_token_s if measured else _NEVER_S
 
     def prefill_s(self, tokens: int) -> float:
         return tokens * self._token_s if tokens else 0.0

@@ -1,10 +1,10 @@
 """Requests that wait at the controller: whose turn it is, and which one is too many.
 
-Requests of each model wait in lines, one for each tenant. In a line go first those that a fault has
-displaced (their clients may have seen tokens already), then those that can still be in time, then
-the late ones; each by when the first token is due. So a late request never delays one that can be
-in time. Between lines the tenant decides that was served least (`policy.cluster.fairness`).
-"""
+Requests of each model wait in lines, one for each tenant. First in a line are requests that a fault
+has displaced: their clients may have seen tokens already. Then come those that can still be in
+time, then the late ones. Each class is ordered by when the first token is due. So a late request
+never delays one that can be in time. Between lines the tenant decides that was served least
+(`policy.cluster.fairness`)."""
 
 from bisect import bisect_left, insort
 from collections import Counter
@@ -22,7 +22,7 @@ DISPLACED, FRESH, LATE = range(3)
 Urgency = tuple[int, float, str]
 """Smallest first: class, when the first token is due (with priority), id."""
 
-Turn = tuple[bool, float, Urgency]
+QueueRank = tuple[bool, float, Urgency]
 """Smallest first: not displaced, work done for the tenant, urgency."""
 
 Entry = tuple[Urgency, Request]
@@ -30,7 +30,7 @@ Entry = tuple[Urgency, Request]
 
 @dataclass(slots=True, eq=False)
 class _Lines:
-    """Of one model: a sorted line for each tenant that has requests waiting."""
+    """The lines of one model, sorted: one for each tenant that has requests waiting."""
 
     of_tenant: dict[str, list[Entry]] = field(default_factory=dict[str, list[Entry]])
     count: int = 0
@@ -67,11 +67,11 @@ class WaitingQueue:
         turn = self._first(model)
         return None if turn is None else self._entries[turn[2][2]]
 
-    def turn(self, model: str) -> Turn | None:
+    def turn(self, model: str) -> QueueRank | None:
         """Orders models by their heads."""
         return self._first(model)
 
-    def _first(self, model: str) -> Turn | None:
+    def _first(self, model: str) -> QueueRank | None:
         lines = self._by_model.get(model)
         if lines is None:
             return None
@@ -146,9 +146,9 @@ class WaitingQueue:
         return request
 
     def excess(self, newcomer: Request) -> Request:
-        """The request to refuse when `newcomer` is one too many: the least urgent one of the tenant
-        that has most waiting, of its model that has most; so that neither one busy tenant nor one
-        busy model can fill the queue for all. Ties are the newcomer's."""
+        """Return the request to refuse when `newcomer` is one too many. It is the least urgent one
+        of the tenant that has most waiting, of its model that has most. So neither one busy tenant
+        nor one busy model can fill the queue for all. Ties are the newcomer's."""
         tenants: dict[str, int] = {}
         for lines in self._by_model.values():
             for tenant, line in lines.of_tenant.items():

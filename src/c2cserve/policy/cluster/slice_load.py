@@ -2,18 +2,16 @@
 believed about their speed."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from math import ceil
+from typing import Protocol
 
-from c2cserve.core.actions import Activate, ClusterAction, ResizeKv
+from c2cserve.core.actions import Activate, Dispatch, ResizeKv
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
 from c2cserve.core.value import value
-from c2cserve.policy.baselines.slinfer.memory import MemoryBooks
 from c2cserve.policy.cluster.quantify import UNKNOWN, Times
-from c2cserve.policy.simulated.link_budget import link_demand
 
 _NEVER_S = float("inf")
 _OUTPUT_WEIGHT = 0.05
@@ -25,7 +23,7 @@ _WITH_PROMPTS = 1.6
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PlacedRequest:
     """A request dispatched to an instance."""
 
     request: Request
@@ -38,7 +36,8 @@ class Job:
 
     @property
     def due_s(self) -> float:
-        """Of the first token it gets here (equation 1 of SLINFER with those sent before)."""
+        """When the first token it gets here is due (equation 1 of SLINFER with those sent
+        before)."""
         request = self.request
         return request.first_token_due_s + request.slo.tpot_s * request.sent
 
@@ -56,11 +55,11 @@ class Instance:
     """A model active on a slice."""
 
     spec: ModelSpec
-    jobs: dict[str, Job] = field(default_factory=dict[str, Job])
+    jobs: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
     pending_tokens: int = 0
-    """Of prompts still to be computed."""
+    """Tokens of prompts still to be computed."""
     prompt_tokens: int = 0
-    """Of all its requests."""
+    """Prompt tokens of all its requests."""
     tpot_s: float = _NEVER_S
     """The strictest of its requests' targets since it was last empty."""
     times: Times = UNKNOWN
@@ -68,26 +67,27 @@ class Instance:
     """Its weights need not be loaded first, or they are."""
     streams: bool = False
     """Its weights cross the slice's link with each step, and so take none of its memory."""
+    stream_step_s: float = 0.0
+    """The least time of a decode step for that."""
     kv_bytes: int = 0
     """Memory it has for KV, where that is sized in advance."""
     shrinking: int = 0
     """Bytes it is giving back; it has, when it is told of being resized to `shrunk_to`."""
     shrunk_to: int = 0
-    held: list[ClusterAction] | None = None
-    """It waits for memory to be started: what is to be done then."""
+    delayed: list[Dispatch] | None = None
+    """The instance waits for memory to be started: what is dispatched to it then."""
     used: int = 0
     """Requests it ever had. Tells one idle time from the next."""
-    _cost: tuple[float, float, int] | None = None
+    _cost: tuple[float, float] | None = None
 
     def changed(self) -> None:
         self._cost = None
 
-    def cost(self) -> tuple[float, float, int]:
-        """What it adds to its slice's `Work`: seconds of prompts and of a decode step, and bytes
-        per second of the link; kept until something changes."""
+    def cost(self) -> tuple[float, float]:
+        """Return what it adds to its slice's `Work`: seconds of prompts, and of a decode step."""
         if self._cost is None:
-            link = self.link_bytes_per_s() if self.streams else 0
-            self._cost = self.times.prefill_s(self.pending_tokens), self.decode_s(), link
+            step_s = max(self.decode_s(), self.stream_step_s)
+            self._cost = self.times.prefill_s(self.pending_tokens), step_s
         return self._cost
 
     def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
@@ -96,23 +96,35 @@ class Instance:
         tokens = self.prompt_tokens + more_tokens
         return self.times.decode_s(batch, tokens / batch) if batch else 0.0
 
-    def link_bytes_per_s(self) -> int:
-        """What a stream of its weights needs of a link, for one decode step in each TPOT."""
-        return link_demand(ceil(self.spec.step_bytes(len(self.jobs))), self.tpot_s)
-
 
 @value
 class Work:
     """What there is to do on a slice."""
 
     pending_s: float
-    """Of prompts."""
+    """Seconds of prompts."""
     round_s: float
     """One decode step of every instance."""
     tpot_s: float
     """The strictest target."""
-    link_bytes_per_s: int
-    """What those whose weights stream need of the link to keep their pace."""
+
+
+class InstanceMemory(Protocol):
+    """Memory of a slice on which each instance has weights and KV of its own, sized in advance
+    (`policy.baselines.slinfer.memory.MemoryBooks`)."""
+
+    budget_bytes: int
+
+    @property
+    def free_bytes(self) -> int: ...
+
+    def up(self, size: int, operation: Activate | ResizeKv) -> bool: ...
+
+    def cancel(self, unwanted: Callable[[Activate | ResizeKv], bool]) -> int: ...
+
+    def down(self, size: int) -> None: ...
+
+    def freed(self, size: int) -> list[Activate | ResizeKv]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -126,13 +138,12 @@ class SliceLoad:
     """Active models without requests."""
     profiled: dict[str, Times] = field(default_factory=dict[str, Times])
     weight_bytes: int = 0
-    """Of its active models, but for those whose weights stream."""
+    """Weights of its active models, but for those that stream."""
     kv_bytes: float = 0.0
     """Expected of all its requests."""
     keeps: bool = False
-    """For each model it is chosen whether its weights stream or are kept
-    (`policy.cluster.placement`)."""
-    memory: MemoryBooks[Activate | ResizeKv] | None = None
+    """Weights stream or are kept, by model (`policy.simulated.link_and_memory`)."""
+    memory: InstanceMemory | None = None
     """Where every instance has weights and KV of its own."""
     most_requests: int = field(init=False)
     """What waits at the controller can still go to any slice, so this one gets no more than keeps
@@ -148,8 +159,8 @@ class SliceLoad:
         return self.slice.max_batch + self.slice.max_batch // 4
 
     def owes(self, tenant: str) -> bool:
-        """Whether the tenant has less than its share of this slice, and others have some of it: its
-        request need not wait for theirs to end, because the slice serves it first
+        """Whether the tenant has less than its share of this slice, and others have some of it. Its
+        request need not wait for theirs to end: the slice serves it first
         (`policy.slice_shares`)."""
         own = self.tenants.get(tenant, 0)
         tenants = len(self.tenants) + (own == 0)
@@ -163,23 +174,18 @@ class SliceLoad:
         return (one for one in self.active.values() if one.jobs)
 
     def work(self) -> "Work":
-        """Of everybody; kept until something changes."""
+        """Return the work of all instances; it is kept until something changes."""
         if self._work is None:
-            pending_s, round_s, tpot_s, link = 0.0, 0.0, _NEVER_S, 0
+            pending_s, round_s, tpot_s = 0.0, 0.0, _NEVER_S
             for one in self.active.values():
                 if one.jobs:
                     cost = one.cost()
                     pending_s += cost[0]
-                    round_s += self.stream_s(one.spec, cost[1]) if one.streams else cost[1]
-                    link += cost[2]
+                    round_s += cost[1]
                     if one.tpot_s < tpot_s:
                         tpot_s = one.tpot_s
-            self._work = Work(pending_s, round_s, tpot_s, link)
+            self._work = Work(pending_s, round_s, tpot_s)
         return self._work
-
-    def stream_s(self, spec: ModelSpec, decode_s: float) -> float:
-        """A decode step for which the weights come over the slice's share of its link."""
-        return max(decode_s, spec.step_bytes(1) / self.slice.link_bytes_per_s)
 
     def round_s(self) -> float:
         """One decode step of every instance."""
@@ -190,9 +196,14 @@ class SliceLoad:
             return self.active[model].times
         return self.profiled.get(model, UNKNOWN)
 
-    def activate(self, spec: ModelSpec, *, ready: bool = True, streams: bool = False) -> Instance:
+    def activate(
+        self, spec: ModelSpec, *, ready: bool = True, streams: bool = False,
+        stream_step_s: float = 0.0,
+    ) -> Instance:  # fmt: skip
         times = self.profiled.get(spec.id, UNKNOWN)
-        instance = Instance(spec, times=times, ready=ready, streams=streams)
+        instance = Instance(
+            spec, times=times, ready=ready, streams=streams, stream_step_s=stream_step_s
+        )
         self.active[spec.id] = instance
         self.unused += 1
         self.weight_bytes += 0 if streams else spec.weight_bytes
@@ -220,7 +231,7 @@ class SliceLoad:
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        instance.jobs[request.id] = Job(request, kv_bytes, displaced=displaced)
+        instance.jobs[request.id] = PlacedRequest(request, kv_bytes, displaced=displaced)
         self.kv_bytes += kv_bytes
         instance.used += 1
         instance.pending_tokens += request.prompt_len
@@ -270,7 +281,8 @@ class Outputs:
 
 
 def expected_kv_bytes(request: Request, spec: ModelSpec, mean_output: float) -> float:
-    """Of the request at its end, if its answer is as long as its model's are on average."""
+    """Return the KV of the request at its end, if its answer is as long as its model's on
+    average."""
     tokens = request.prompt_len + min(mean_output, request.max_new_tokens)
     return tokens * kv_token_bytes(spec)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from c2cserve.core.actions import Recall
 from c2cserve.core.request import Request
-from c2cserve.policy.baselines.slinfer.shadow import OVERESTIMATE
-from c2cserve.policy.cluster.slice_load import Job, SliceLoad
+from c2cserve.policy.cluster.quantify import OVERESTIMATE
+from c2cserve.policy.cluster.slice_load import PlacedRequest, SliceLoad
 
 _RECALLS_MAX = 2
 
@@ -55,8 +55,8 @@ class Stealing:
                 yield self._slices[slice_id], request
 
     def recalls(self, now: float, may_take: MayTake) -> list[Recall]:
-        """Ask for requests: for each idle slice, half of the requests of the slice that has most
-        late ones, or fewer if fewer are late; the most urgent first."""
+        """Ask for requests. For each idle slice these are half of the requests of the slice with
+        most late ones, or fewer if fewer are late. The most urgent go first."""
         self.wakeup = None
         busy = set(self._asked.values())
         idle = [
@@ -82,24 +82,29 @@ class Stealing:
         return actions
 
     def _ask(
-        self, source: SliceLoad, target: SliceLoad, late: list[Job], most: int, may_take: MayTake
+        self,
+        source: SliceLoad,
+        target: SliceLoad,
+        late: list[PlacedRequest],
+        most: int,
+        may_take: MayTake,
     ) -> Iterator[Recall]:
         taken = [job for job in late if may_take(target, job.request.model)][:most]
         for job in taken:
             late.remove(job)
             self._asked[job.request.id] = target.slice.id
             self._recalls[job.request.id] += 1
-            yield Recall(job.request.id, source.slice.id, unstarted=True)
+            yield Recall(job.request.id, source.slice.id)
 
-    def _late(self, load: SliceLoad, now: float) -> list[Job]:
-        """Requests without a first token on a busy slice that are late, or will be by what is
-        believed of times, and that have others before them."""
+    def _late(self, load: SliceLoad, now: float) -> list[PlacedRequest]:
+        """Return requests without a first token on a busy slice that have others before them and
+        are late. Some will be late only by what is believed of times."""
         waiting = sorted(
             (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
             for instance in load.active.values() if instance.pending_tokens
             for job in instance.jobs.values() if job.first_s is None
         )  # fmt: skip
-        late: list[Job] = []
+        late: list[PlacedRequest] = []
         round_s = load.round_s()
         before_s = 0.0
         for due_s, request_id, prefill_s, job in waiting:
@@ -116,7 +121,7 @@ class Stealing:
         return late
 
     @staticmethod
-    def _lacks_place(load: SliceLoad, job: Job) -> bool:
+    def _lacks_place(load: SliceLoad, job: PlacedRequest) -> bool:
         """Whether other requests of its model fill the largest batch of the slice."""
         jobs = load.active[job.request.model].jobs.values()
         return sum(one.first_s is not None for one in jobs) >= load.slice.max_batch

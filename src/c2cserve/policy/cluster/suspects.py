@@ -8,9 +8,8 @@
     one request that two workers had to itself when they died, of four in all --> 500
 
 A worker that dies for an outside reason costs its requests a pause: they make progress when they
-run next, and are cleared. With one poisonous request among n, at most 4 + log2(n) workers die:
-two in company, one for each halving, one beside requests that were cleared, and two alone.
-"""
+run next, and are cleared. With one poisonous request among n, at most 4 + log2(n) workers die. Two
+die in company, one for each halving, one beside cleared requests, and two alone."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -172,8 +171,8 @@ class Suspects:
         return begun
 
     def _free(self, loads: Iterable[SliceLoad]) -> SliceLoad | None:
-        """A slice for the first group: an empty one, other than where its worker died last if
-        there is a choice; or one on which the last trial has cleared all requests."""
+        """Return a slice for the first group: an empty one, or one on which the last trial has
+        cleared all requests. It is not where the group's worker died last, if there is a choice."""
         record = self._records.get(self._groups[0][0].id)
         last = "" if record is None else record.last_slice
         free = [
@@ -188,7 +187,7 @@ class Suspects:
         return over and load.requests < load.most_requests
 
     def _take(self, load: SliceLoad) -> list[Request]:
-        """As much of the first group as the slice takes."""
+        """Take as much of the first group as the slice takes."""
         group = self._groups.pop(0)
         models = {one.spec.id for one in load.busy()}
         taken: list[Request] = []
@@ -208,7 +207,7 @@ class Suspects:
         self, loads: Sequence[SliceLoad], now: float
     ) -> Sequence[tuple[SliceLoad | None, Request]]:
         """Close a slice to other requests when the groups that are left have waited for an empty
-        one for long; let go of all of them when no slice has been up for too long."""
+        one for long. Let go of all of them when no slice has been up for too long."""
         self.wakeup = None
         if not self._groups or any(self._trials.values()):
             self._since_s = None

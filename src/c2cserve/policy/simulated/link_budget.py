@@ -4,11 +4,10 @@ A model whose weights stay in host memory takes link bandwidth, not HBM. To keep
 
     BW_m = (1 - resident_m) * S_m / TPOT_m          sum over active m of BW_m <= BW_avail
 
-where `S_m` is what one decode step reads of it (a mixture of experts: what its batch chooses) and
-`resident_m` the share of that which the slice's HBM holds (ours; the paper has 0). Rates are whole
-bytes per second, so that books which are added to and taken from for days stay exact. Who may
-stream where by this is decided in `policy.cluster.placement`.
-"""
+`S_m` is what one decode step reads of it; of a mixture of experts, what its batch chooses.
+`resident_m` is the share of that which the slice's HBM holds (ours; the paper has 0). Rates are
+whole bytes per second, so that books which are added to and taken from for days stay exact. Who may
+stream where by this is decided in `policy.cluster.placement`."""
 
 from math import ceil
 

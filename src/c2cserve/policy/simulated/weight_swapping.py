@@ -1,20 +1,19 @@
-"""Whose weights are in a slice's memory while there are more than fit (ours).
+"""Which weights are in a slice's memory while there are more than fit (ours).
 
 Weights that are kept are loaded as a whole, and dropping them costs nothing: host memory has them.
 A slice that has them draws tokens several times as fast as a client reads. So a model's requests
-run ahead, wait without its weights (their KV stays), and go on before anybody notices: models take
-shifts. SLINFER's equation 1 says when the next token of a model that is out is due, at d_m, and the
-link how long loading it takes, l_m. Loads follow one another, most urgent first, so the latest
-start that brings everybody in time is, over the models that are out in order of d_1 <= d_2 ...,
+run ahead, wait while its weights are absent (their KV stays), and go on before a client notices.
+The next token of an absent model is due at d_m (SLINFER's equation 1), and loading the model takes
+l_m. Loads follow one another, most urgent first. Over the absent models in order of d_1 <= d_2 ...,
+the latest start that brings all in time is
 
     b_k = min(d_k, b_k+1) - l_k          the first load begins at b_1
 
-Then the models that are in and will be missed last make room, if they can be away until they are
-loaded again; those without requests go at once. While there is room, nobody waits.
+Then the resident models that will be missed last make room, if they can be absent until they are
+loaded again. Models without requests go at once. While there is room, none waits.
 
-And while everybody is far ahead they do not take turns: whoever makes room soonest and for longest
-runs until it is done (`favourite`).
-"""
+While all are far ahead they do not take turns: the model that makes room soonest and for longest
+runs until it is done (`favourite`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -30,21 +29,21 @@ from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
 
 _MARGIN_S = 0.25
-"""How long before the latest start a load begins: what runs may be several steps that were decided
-at once, and the first step after a load must be over in time too."""
+"""How long before the latest start a load begins. Several steps that were decided at once may be
+running, and the first step after a load must be over in time too."""
 _AT_A_TIME = 2
 """Loads over one link: more would all be late."""
 EASE_S = 4.0
-"""While everybody has so much headroom, they do not take turns (chosen in simulation)."""
+"""While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
 _WEIGHT = 0.2
 
 
 @dataclass(slots=True, eq=False)
-class _Kept:
+class _Weights:
     model: ActiveModel
     size: int
-    where: Literal["out", "coming", "in"] = "out"
+    state: Literal["absent", "loading", "resident"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
     asked_s: float = float("-inf")
@@ -55,13 +54,13 @@ class _Kept:
         return self.model.most_urgent_due_s()
 
     def needed_s(self, now: float) -> float:
-        """When somebody will be waiting for it, if it is not here: its next token is due, or its
-        next request is expected (who has not come for long will not come for as long)."""
+        """When a client will wait for it, if it is absent: its next token is due, or its next
+        request is expected. After a long gap the next request is expected after as long again."""
         next_s = now + max(self.gap_s, now - self.asked_s)
         return min(next_s, self.due_s) if self.model.seqs else next_s
 
 
-class Shifts:
+class WeightSwapping:
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
@@ -73,77 +72,77 @@ class Shifts:
         outside_bytes = slice_.hbm_bytes - slice_.kv_bytes if slice_.hbm_bytes else 1 << 60
         self._outside_bytes = max(0, outside_bytes)
         self._bytes_per_s = slice_.link_bytes_per_s
-        self._kept: dict[str, _Kept] = {}
+        self._weights: dict[str, _Weights] = {}
         self.wakeup: float | None = None
 
     @property
     def scarce(self) -> bool:
         """A model with requests is out: what is decided for long must be looked at again soon."""
-        return any(one.where == "out" and one.model.seqs for one in self._kept.values())
+        return any(one.state == "absent" and one.model.seqs for one in self._weights.values())
 
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
-        one = self._kept.get(name)
-        return one is None or one.where == "in"
+        one = self._weights.get(name)
+        return one is None or one.state == "resident"
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model, beside its own weights."""
-        one = self._kept.get(model.name)
+        one = self._weights.get(model.name)
         return self._arena.capacity(model.key, 0 if one is None else self._inside(one.size))
 
     # ---- events ---------------------------------------------------------------------------------
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        self._kept[model.name] = _Kept(model, spec.weight_bytes)
+        self._weights[model.name] = _Weights(model, spec.weight_bytes)
 
     def deactivated(self, name: str) -> None:
-        if self._kept.pop(name, None) is not None:
+        if self._weights.pop(name, None) is not None:
             self._arena.withhold(self._slabs())
 
     def fetched(self, name: str, took_s: float) -> None:
-        one = self._kept.get(name)
-        if one is not None and one.where == "coming":
-            one.where = "in"
+        one = self._weights.get(name)
+        if one is not None and one.state == "loading":
+            one.state = "resident"
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
-    def asked(self, name: str, now: float) -> None:
+    def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
-        if (one := self._kept.get(name)) is not None:
+        if (one := self._weights.get(name)) is not None:
             gap_s = now - one.asked_s
             one.gap_s = gap_s if isinf(one.gap_s) else one.gap_s + _WEIGHT * (gap_s - one.gap_s)
             one.asked_s = now
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def plan(self, now: float, flying: Collection[str]) -> list[Fetch | Release]:
-        """Whose weights to load now, and who makes room. `flying`: models with steps in flight,
+    def plan(self, now: float, in_flight: Collection[str]) -> list[Fetch | Release]:
+        """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
         actions: list[Fetch | Release] = []
-        most = _AT_A_TIME if self._rotates else len(self._kept)
-        while sum(one.where == "coming" for one in self._kept.values()) < most:
+        most = _AT_A_TIME if self._rotates else len(self._weights)
+        while sum(one.state == "loading" for one in self._weights.values()) < most:
             out = sorted(
-                (one.due_s, name) for name, one in self._kept.items()
-                if one.where == "out" and one.model.seqs
+                (one.due_s, name) for name, one in self._weights.items()
+                if one.state == "absent" and one.model.seqs
             )  # fmt: skip
             if not out:
                 break
             begin_s = self.latest_start_s(out) - _MARGIN_S
-            first = self._kept[out[0][1]]
-            leaving = self._leaving(first, now, flying)
-            if leaving is None:
+            first = self._weights[out[0][1]]
+            victims = self._victims_for(first, now, in_flight)
+            if victims is None:
                 break  # who could leave is in flight, or not far enough ahead
-            if now < begin_s and any(one.model.seqs for one in leaving):
+            if now < begin_s and any(one.model.seqs for one in victims):
                 self.wakeup = begin_s
                 break
-            actions += self._bring(first, leaving)
+            actions += self._bring(first, victims)
         return actions
 
     def turn(
         self, candidates: Sequence[tuple[float, int, str]], now: float, late_ran: bool
     ) -> tuple[bool, str] | None:
-        """`headroom.next_turn`, as long as somebody might become late."""
+        """Decide as `headroom.next_turn`, as long as a model might become late."""
         if candidates and min(candidates)[0] >= now + EASE_S:
             favourite = self.favourite([name for _, _, name in candidates], now)
             if favourite is not None:
@@ -151,87 +150,90 @@ class Shifts:
         return next_turn(candidates, now, late_ran)
 
     def favourite(self, names: Iterable[str], now: float) -> str | None:
-        """Who runs while everybody is far ahead: the one whose weights will make room soonest and
-        for longest. What a step of it is worth is the bytes of its weights, times the seconds until
-        somebody is expected to ask for it again, by the second that the step takes (Smith's rule:
-        the least sum of waiting, weighed so, of all that wait for memory). None: nobody here makes
-        room for others."""
-        if not self._rotates or not self._kept:
+        """Return the model that runs while all are far ahead: its weights make room soonest and for
+        longest. The worth of its step is weight bytes * seconds until its next request is expected
+        / seconds of the step. By Smith's rule this gives the least weighted waiting for memory.
+        None: no model here makes room for others."""
+        if not self._rotates or not self._weights:
             return None
         return max(names, key=lambda name: (self._worth(name, now), name), default=None)
 
     def _worth(self, name: str, now: float) -> int:
         """Its logarithm, rounded, so that it seldom changes while they run."""
-        one = self._kept.get(name)
+        one = self._weights.get(name)
         if one is None:
             return 0
         gap_s = min(max(one.gap_s, now - one.asked_s), _LONG_S)
         step_s = one.model.time.decode_step_s(len(one.model.seqs))
         return frexp(one.size * gap_s / step_s)[1] if step_s else 0
 
-    def make_way(self, model: ActiveModel, flying: Collection[str], now: float) -> list[Release]:
+    def make_room(
+        self, model: ActiveModel, in_flight: Collection[str], now: float
+    ) -> list[Release]:
         """KV of a model with requests finds no room: the weights that go for it, those of the model
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
-        more urgent: else the two would make each other leave in turn."""
-        victim = next(iter(self._victims(model.name, flying, now)), None)
+        more urgent. Else the two would make each other leave in turn."""
+        victim = next(iter(self._victims(model.name, in_flight, now)), None)
         if victim is None or self._slabs(-victim.size) == self._slabs():
             return []
         if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
             return []
         return [self._release(victim)]
 
-    def insist(self) -> list[Fetch | Release]:
-        """Nothing runs, so whoever is in waits for memory that somebody holds who is out: he comes
-        in, whoever has to leave."""
-        absent = [one for one in self._kept.values() if one.where == "out" and one.model.seqs]
-        if not absent or any(one.where == "coming" for one in self._kept.values()):
+    def break_deadlock(self) -> list[Fetch | Release]:
+        """Deadlock: resident models find no free KV blocks, and the models that hold them are
+        absent. Load the holder that is due first, with as many victims as it takes."""
+        absent = [one for one in self._weights.values() if one.state == "absent" and one.model.seqs]
+        if not absent or any(one.state == "loading" for one in self._weights.values()):
             return []
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
-        there = [one for one in self._kept.values() if one.where == "in"]
+        there = [one for one in self._weights.values() if one.state == "resident"]
         there.sort(key=lambda one: (bool(one.model.seqs), -one.due_s, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
                 return self._bring(first, there[:count])
         return []
 
-    def _bring(self, one: _Kept, leaving: Iterable[_Kept]) -> list[Fetch | Release]:
-        actions: list[Fetch | Release] = [self._release(other) for other in leaving]
-        one.where = "coming"
+    def _bring(self, one: _Weights, victims: Iterable[_Weights]) -> list[Fetch | Release]:
+        actions: list[Fetch | Release] = [self._release(other) for other in victims]
+        one.state = "loading"
         self._arena.withhold(self._slabs())
         return [*actions, Fetch(one.model.name)]
 
     def latest_start_s(self, out: Iterable[tuple[float, str]]) -> float:
-        """When loading must begin for everybody to be in time; `out`: (due, model)."""
+        """Return when loading must begin for all to be in time; `out`: (due, model)."""
         begin_s = float("inf")
         for due_s, name in sorted(out, reverse=True):
-            begin_s = min(begin_s, due_s) - self._load_s(self._kept[name])
+            begin_s = min(begin_s, due_s) - self._load_s(self._weights[name])
         return begin_s
 
-    def _load_s(self, one: _Kept) -> float:
+    def _load_s(self, one: _Weights) -> float:
         return one.size / self._bytes_per_s if self._bytes_per_s > 0.0 else 0.0
 
-    def _leaving(self, first: _Kept, now: float, flying: Collection[str]) -> list[_Kept] | None:
-        """Who makes room for it; None: those who could must not be away."""
-        leaving: list[_Kept] = []
-        victims = iter(self._victims(first.model.name, flying, now))
-        while not self._fits(first, leaving):
-            victim = next(victims, None)
+    def _victims_for(
+        self, first: _Weights, now: float, in_flight: Collection[str]
+    ) -> list[_Weights] | None:
+        """Return the victims that make room for it. None: those that could must not be absent."""
+        chosen: list[_Weights] = []
+        candidates = iter(self._victims(first.model.name, in_flight, now))
+        while not self._fits(first, chosen):
+            victim = next(candidates, None)
             if victim is None:
                 return None
             if victim.model.seqs:
                 back_s = self._load_s(first) + self._load_s(victim)
                 if victim.needed_s(now) < max(now, first.due_s) + back_s:
                     return None
-            leaving.append(victim)
-        return leaving
+            chosen.append(victim)
+        return chosen
 
-    def _victims(self, name: str, flying: Collection[str], now: float) -> list[_Kept]:
-        """Who could leave, whoever would be missed last in front."""
+    def _victims(self, name: str, in_flight: Collection[str], now: float) -> list[_Weights]:
+        """Return the models that could leave, the one that would be missed last in front."""
         if not self._rotates:
             return []
         able = [
-            one for other, one in self._kept.items()
-            if one.where == "in" and other != name and other not in flying
+            one for other, one in self._weights.items()
+            if one.state == "resident" and other != name and other not in in_flight
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))
@@ -239,17 +241,17 @@ class Shifts:
         busy.sort(key=lambda one: (-one.needed_s(now), one.model.name))
         return unused + busy
 
-    def _release(self, one: _Kept) -> Release:
-        one.where = "out"
+    def _release(self, one: _Weights) -> Release:
+        one.state = "absent"
         self._arena.withhold(self._slabs())
         return Release(one.model.name)
 
     # ---- memory ---------------------------------------------------------------------------------
 
-    def _fits(self, one: _Kept, leaving: Collection[_Kept]) -> bool:
+    def _fits(self, one: _Weights, victims: Collection[_Weights]) -> bool:
         """Is there room for its weights, and for a prompt if it has nothing else, once these
         left? (A prompt that is longer than the memory ends as such.)"""
-        size = one.size - sum(other.size for other in leaving)
+        size = one.size - sum(other.size for other in victims)
         blocks = 0
         if not one.model.started:
             blocks = min(seq.length for seq in one.model.seqs.values()) // BLOCK_TOKENS + 1
@@ -258,9 +260,9 @@ class Shifts:
         return self._slabs(size) + kv_slabs <= self._arena.free_slabs
 
     def _slabs(self, more: int = 0) -> int:
-        """Of the arena, for weights beyond the memory outside of it."""
+        """Slabs of the arena for weights beyond the memory outside of it."""
         return self._inside(
-            more + sum(one.size for one in self._kept.values() if one.where != "out")
+            more + sum(one.size for one in self._weights.values() if one.state != "absent")
         )
 
     def _inside(self, size: int) -> int:

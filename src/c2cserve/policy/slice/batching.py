@@ -6,9 +6,7 @@ from operator import attrgetter
 
 from c2cserve.core.request import Request
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.policy.baselines.c2cserve.chunking import ChunkCost, smallest_chunk
 from c2cserve.policy.headroom import due_s
-from c2cserve.policy.presets import Chunks
 from c2cserve.policy.slice.estimate import StepTime, allowed_step_s
 
 
@@ -28,7 +26,7 @@ class Seq:
     """Tokens that steps in flight will draw."""
     computed: int = 0
     issued: int = 0
-    flights: int = 0
+    in_flight: int = 0
     """Steps in flight that it has a part in."""
     moves: int = 0
     """Moves of its KV under way."""
@@ -37,8 +35,8 @@ class Seq:
     since_s: float = 0.0
     """When it began to run or was paused, whichever was later. Only where KV is rotated."""
     blocks: list[int] = field(default_factory=list[int])
-    told: int = 0
-    """Blocks that the executor has been told of; none before the first step since (re)start."""
+    notified: int = 0
+    """Blocks that the executor was notified of; 0 before the first step since the (re)start."""
     started: bool = False
     withdrawn: bool = False
     failures: int = 0
@@ -57,7 +55,7 @@ class Seq:
     @property
     def busy(self) -> bool:
         """Its blocks are being read or written."""
-        return self.flights > 0 or self.moves > 0
+        return self.in_flight > 0 or self.moves > 0
 
     @property
     def suspect(self) -> bool:
@@ -71,17 +69,18 @@ class Seq:
 
     def issue(self, tokens: int) -> SeqStep:
         """Its share of the next step."""
-        request, start, told, has = self.request, self.issued, self.told, len(self.blocks)
+        request, start, notified = self.request, self.issued, self.notified
         self.issued = end = start + tokens
-        self.flights += 1
+        self.in_flight += 1
         emits = end == self.length + self.drawing
         if emits:
             self.drawing += 1
             self.due_s += request.slo.tpot_s
-        if told == has:
-            return SeqStep(request.id, start, tokens, (), told == 0, emits)
-        self.told = has
-        return SeqStep(request.id, start, tokens, tuple(self.blocks[told:]), told == 0, emits)
+        if notified == len(self.blocks):
+            return SeqStep(request.id, start, tokens, (), notified == 0, emits)
+        self.notified = len(self.blocks)
+        new_blocks = tuple(self.blocks[notified:])
+        return SeqStep(request.id, start, tokens, new_blocks, notified == 0, emits)
 
     def land(self, part: SeqStep, drawn: int, times: int) -> None:
         """A step that it had `part` in is done, run so many times, and drew so many tokens for
@@ -103,15 +102,15 @@ class Seq:
     def restart(self) -> None:
         """Its KV is gone; its tokens are not."""
         self.blocks = []
-        self.computed = self.issued = self.told = 0
+        self.computed = self.issued = self.notified = 0
         self.started = self.paused = self.stopping = False
 
 
 @dataclass(slots=True, eq=False)
 class ActiveModel:
     """A model from `Activated` to `Deactivated`, and on until its last step and request are gone.
-    `key` names its part of the arena: a model that comes back has a new one, because its weights
-    may be others by then and what was cached must not be found."""
+    `key` names its part of the arena. A model that comes back has a new one: its weights may be
+    others by then, and what was cached must not be found."""
 
     name: str
     key: str
@@ -145,11 +144,11 @@ class ActiveModel:
     def most_urgent_due_s(self) -> float:
         return min(map(BY_HEADROOM, self.seqs.values()))
 
-    def line_up(self, now: float) -> tuple[list[Seq], list[Seq]]:
-        """Its requests by rank: those that are ready for their next single token, be it that a
-        step in flight draws the one before, and those with more tokens to be computed, started
-        ones first. Of those that wait, the ones whose first token is late go last. A request whose
-        last token is being drawn, or that is paused, is in neither."""
+    def line_up(self, now: float) -> "Line":
+        """Return its decodes and its prefills, by rank. A decode is ready for its next single
+        token, though a step in flight may still sample the one before. A prefill has more tokens to
+        compute. Started prefills go first, and waiting ones whose first token is late go last. A
+        request whose last token is being sampled, or that is paused, is in neither."""
         decodes: list[Seq] = []
         started: list[Seq] = []
         waiting: list[Seq] = []
@@ -174,25 +173,29 @@ class ActiveModel:
         return 0.0 < now - seq.request.first_token_due_s <= _YIELDS * slo.ttft_s
 
 
+Line = tuple[list[Seq], list[Seq]]
+"""Decodes and prefills of a model, by rank."""
+
+
 @dataclass(slots=True)
-class Flight:
+class StepInFlight:
     """A step from its launch to its `events.StepDone`."""
 
     step: Step
     model: ActiveModel
     seqs: list[Seq]
-    """In the step's order: the decodes first."""
+    """The step's requests in its order: the decodes first."""
     decodes: int
     prefill_tokens: int
     expected_s: float
-    """How long it will take, 0 if nobody knows."""
+    """How long it will take, 0 if that is unknown."""
     since_s: float | None = None
     """When all steps before it were done."""
     parked: bool = False
 
     @property
     def holds_up(self) -> bool:
-        """Whether the model's next step can not be planned before this one is done."""
+        """Whether the model's next step cannot be planned before this one is done."""
         parts = zip(self.step.seqs, self.seqs, strict=True)
         return self.parked or any(part.emits and not seq.chained for part, seq in parts)
 
@@ -200,34 +203,27 @@ class Flight:
 _YIELDS = 10.0
 """A late request yields for so many times its TTFT target."""
 BY_HEADROOM = attrgetter("due_s")
-BY_ARRIVAL = attrgetter("request.arrival_s")
 _CHUNK_MIN = 16
 
+PrefillBudget = Callable[[Iterable[ActiveModel], ActiveModel, Seq, float, int, int], int]
+"""Prefill tokens that go into a model's step. Arguments: models on the slice, the model, the most
+urgent of its prompts, now, decodes in the step, the slice's largest chunk."""
 
-def prefill_budget(
-    chunks: Chunks,
-    models: Iterable[ActiveModel],
-    model: ActiveModel,
-    first: Seq,
-    now: float,
-    decodes: int,
+
+def headroom_budget(
+    models: Iterable[ActiveModel], model: ActiveModel, first: Seq, now: float, decodes: int,
     most: int,
-) -> int:
-    """Prefill tokens that go into a step of `model` beside so many decodes; `first`: the most
-    urgent of its prompts. `most`: what the slice takes."""
-    if chunks == "headroom":
-        return chunk_tokens(model.time, decodes, models, now, most)
-    if chunks == "smallest":
-        return smallest_chunk_tokens(model.time, decodes, first, now, most)
-    return most if chunks == "fixed" else min(most, first.expected - first.issued)
+) -> int:  # fmt: skip
+    """Return as many tokens as headroom allows: see `chunk_tokens`."""
+    return chunk_tokens(model.time, decodes, models, now, most)
 
 
 def chunk_tokens(
     time: StepTime, decodes: int, models: Iterable[ActiveModel], now: float, most: int
 ) -> int:
-    """Prefill tokens that may go into a step beside so many decodes, so that no model that runs on
-    the slice makes its clients wait for it; and since nothing can start before a step ends, a
-    newcomer like those who are there would still have half of its time for the first token."""
+    """Return the prefill tokens that may go into a step beside so many decodes. No client of a
+    model that runs on the slice may have to wait for them. Nothing can start before a step ends, so
+    a new request must still have half of its time for the first token."""
     allowed_s = float("inf")
     for model in models:
         if not model.seqs:
@@ -247,31 +243,15 @@ def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s
     return max(least, time.chunk(decodes, limit_s, least, 1 << 30) - taken)
 
 
-def smallest_chunk_tokens(time: StepTime, decodes: int, seq: Seq, now: float, most: int) -> int:
-    """C2CServe section 6.3 with what steps were measured to take: the smallest chunk by which the
-    request has its first token in time; the largest if there is none, or nothing is known. (What
-    its HBM permits is in the measured times.)"""
-    if time.prefill_token_s <= 0.0:
-        return time.chunk(decodes, 0.0, _CHUNK_MIN, most)
-    profile = [
-        ChunkCost(size, time.step_s(decodes, size), 0.0, time.prefill_token_s * size)
-        for size in (most >> power for power in range(most.bit_length()))
-        if size >= _CHUNK_MIN
-    ]
-    left_s = max(0.0, seq.request.first_token_due_s - now)
-    tokens = seq.expected - seq.issued
-    return smallest_chunk(profile, tokens, left_s, float("inf")) or most
-
-
 def to_preempt(seq: Seq, everybody: Iterable[Seq]) -> Seq | None:
-    """For whom `seq` has no room: the running request with most headroom (SLINFER section 7 D), of
-    the same model if there is one, because a block of another model seldom empties a slab. Never
-    one that is more urgent than `seq`, so that two never preempt each other in turn, and never one
-    that has just come back and not run since."""
+    """Return the running request to preempt for `seq`: the one with most headroom (SLINFER section
+    7 D). One of the same model goes first, because a block of another model seldom empties a slab.
+    It is never more urgent than `seq`, so that two never preempt each other in turn. It has run
+    since it came back."""
     rank = seq.model.rank
     candidates = [
         other for other in everybody
-        if other.started and other.told and not other.busy and not other.paused
+        if other.started and other.notified and not other.busy and not other.paused
         and rank(other) >= rank(seq) and other is not seq
     ]  # fmt: skip
     return max(

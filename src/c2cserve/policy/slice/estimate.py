@@ -1,10 +1,9 @@
 """What decisions believe about time, learned from what steps took.
 
 A step takes about `decode_step_s(decodes) + prefill_token_s * prefill tokens`. Decode steps are
-kept by powers of two of the batch (the samples of SLINFER section 6 B) with straight lines between
-them; all values are exponential averages. (The simulator has its own cost model: what is believed
-and what happens are never the same table.)
-"""
+kept by powers of two of the batch (SLINFER section 6 B), with straight lines between them. All
+values are exponential averages. (The simulator has its own cost model: what is believed and what
+happens are never the same table.)"""
 
 from dataclasses import dataclass, field
 
@@ -14,8 +13,8 @@ _PREFILL_TOKENS_MIN = 8
 _FIRST_CHUNK = 64
 """Prefill tokens of a model's first step, by which its speed becomes known."""
 _AHEAD_MAX = 2.0
-"""Requests that are ahead of their pace may lose that in one step only up to so many times their
-time per token: a client sees the gap, not the average."""
+"""A request ahead of its pace may lose at most so many times its time per token in one step. A
+client sees the gap, not the average."""
 
 
 @dataclass(slots=True)
@@ -28,25 +27,25 @@ class StepTime:
     _by_batch: dict[int, float] = field(default_factory=dict[int, float])
     """floor(log2(batch)) -> seconds of a pure decode step."""
     _largest: int = -1
-    """Of its keys."""
+    """The largest of its keys."""
 
     def decode_step_s(self, batch: int) -> float:
         """A pure decode step: interpolated between known batches, else as the nearest known."""
-        known = self._by_batch
-        if not known or batch < 1:
+        samples = self._by_batch
+        if not samples or batch < 1:
             return 0.0
         lower = batch.bit_length() - 1
-        if lower in known and batch == 1 << lower:
-            return known[lower]
+        if lower in samples and batch == 1 << lower:
+            return samples[lower]
         upper = lower + 1
-        while lower >= 0 and lower not in known:
+        while lower >= 0 and lower not in samples:
             lower -= 1
-        while upper <= self._largest and upper not in known:
+        while upper <= self._largest and upper not in samples:
             upper += 1
         if lower < 0 or upper > self._largest:
-            return known[upper if lower < 0 else lower]
+            return samples[upper if lower < 0 else lower]
         share = (batch - (1 << lower)) / ((1 << upper) - (1 << lower))
-        return known[lower] + share * (known[upper] - known[lower])
+        return samples[lower] + share * (samples[upper] - samples[lower])
 
     def knows(self, batch: int) -> bool:
         """Whether decode steps of about this size were seen."""
@@ -77,8 +76,8 @@ class StepTime:
 
 
 def allowed_step_s(headroom_s: float, tpot_s: float) -> float:
-    """How long a step may take for the sake of one running request: its time per token if it is
-    late or just in time, somewhat longer if it is ahead."""
+    """Return how long a step may take for the sake of one running request. That is its time per
+    token if it is late or just in time, and longer if it is ahead."""
     return tpot_s * _AHEAD_MAX if headroom_s > tpot_s * _AHEAD_MAX else max(headroom_s, tpot_s)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from c2cserve.core.actions import GiveUp, Recover
 from c2cserve.policy.headroom import due_s
-from c2cserve.policy.slice.batching import ActiveModel, Seq
+from c2cserve.policy.slice.batching import ActiveModel, Line, Seq
 
 _ALONE_TOKENS = 4
 """Tokens that a request draws alone after a failed step. Its prompt draws the first one; a decode
@@ -30,7 +30,7 @@ class _Row:
 
 
 class Faults:
-    """Of one slice. All models work until one fails: then nothing is kept, and nothing asked."""
+    """The faults of one slice. Nothing is kept while all models work."""
 
     def __init__(self) -> None:
         self._rows: dict[str, _Row] = {}
@@ -50,7 +50,7 @@ class Faults:
 
     def landed(self, seq: Seq) -> Recover | None:
         """A step of the request is done. Its model works if the request has ended as it should, or
-        has gone on for a while: one whose decodes fail draws a first token every time."""
+        has gone on for a while. A first token proves nothing: decodes may still fail."""
         gone_on = not seq.suspect and seq.length - seq.request.prompt_len >= _ALONE_TOKENS
         if not (seq.ended or gone_on):
             return None
@@ -68,10 +68,6 @@ def set_apart(seq: Seq) -> None:
     seq.failures += 1
     seq.alone_until = seq.length + _ALONE_TOKENS * _ALONE_GROWTH ** (seq.failures - 1)
     seq.model.suspects = True
-
-
-Line = tuple[list[Seq], list[Seq]]
-"""Decodes and prefills, by rank."""
 
 
 def groups(model: ActiveModel, line: Line) -> list[Line]:

@@ -2,58 +2,58 @@
 
 from collections.abc import Iterable, Iterator
 
-from c2cserve.policy.slice.batching import ActiveModel, Flight
+from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
 
 _LEAD_S = 0.02
-"""How long before the end of a step the next one is planned. It hides the planning and launching
-of a step, and the word that the last one is done; but who comes after it waits for a step more."""
+"""How long before the end of a step the next one is planned. It hides planning, launching, and the
+message that the last step is done. But a request that arrives after it waits for one step more."""
 
 
-class Flights:
+class InFlight:
     def __init__(self) -> None:
-        self._flights: dict[int, Flight] = {}
-        self.flying = 0
+        self._steps: dict[int, StepInFlight] = {}
+        self.running = 0
         """Those that are not parked."""
 
-    def __iter__(self) -> Iterator[Flight]:
-        return iter(self._flights.values())
+    def __iter__(self) -> Iterator[StepInFlight]:
+        return iter(self._steps.values())
 
     def __len__(self) -> int:
-        return len(self._flights)
+        return len(self._steps)
 
-    def launched(self, flights: Iterable[Flight]) -> None:
-        for flight in flights:
-            self._flights[flight.step.id] = flight
-            self.flying += 1
+    def launched(self, steps: Iterable[StepInFlight]) -> None:
+        for step in steps:
+            self._steps[step.step.id] = step
+            self.running += 1
 
-    def landed(self, step_id: int) -> Flight:
-        flight = self._flights.pop(step_id)
-        self.flying -= not flight.parked
-        return flight
+    def landed(self, step_id: int) -> StepInFlight:
+        step = self._steps.pop(step_id)
+        self.running -= not step.parked
+        return step
 
     def park(self, step_id: int) -> None:
-        flight = self._flights[step_id]
-        self.flying -= not flight.parked
-        flight.parked = True
+        step = self._steps[step_id]
+        self.running -= not step.parked
+        step.parked = True
 
-    def of(self, model: ActiveModel) -> list[Flight]:
-        return [flight for flight in self if flight.model is model]
+    def of(self, model: ActiveModel) -> list[StepInFlight]:
+        return [step for step in self if step.model is model]
 
     def parked(self, model: ActiveModel) -> bool:
-        return any(flight.parked for flight in self.of(model))
+        return any(step.parked for step in self.of(model))
 
     def models(self) -> set[str]:
-        return {flight.model.name for flight in self}
+        return {step.model.name for step in self}
 
     def next_plan_s(self, now: float) -> float:
-        """When the next step is due to be planned: at once if nothing runs, or else when what runs
-        is about to end: until then, who comes can still have a part in it. While nobody knows how
-        long steps take, there is nothing to hide, and what comes is the end of the step."""
-        ahead = next((flight for flight in self if not flight.parked), None)
-        if ahead is None:
+        """Return when to plan the next step: at once if nothing runs, else shortly before what runs
+        ends. Requests that arrive until then can still join it. While step times are unknown, it is
+        planned when the step has ended."""
+        first = next((step for step in self if not step.parked), None)
+        if first is None:
             return now
-        if ahead.since_s is None:
-            ahead.since_s = now
-        if not ahead.expected_s:
+        if first.since_s is None:
+            first.since_s = now
+        if not first.expected_s:
             return float("inf")
-        return ahead.since_s + ahead.expected_s - _LEAD_S
+        return first.since_s + first.expected_s - _LEAD_S

@@ -3,11 +3,10 @@
     arena  [ slab | slab | slab | slab | ... ]     a span of slabs belongs to one model at a time
     span   [ block | block | block |  rest  ]      and holds as many of its blocks as fit
 
-A block is named by its byte offset in the arena. It is *free*, *held* (by one sequence or more), or
-*cached*: held by none, but full, computed and addressable by the hash of the tokens up to its end.
-A span in which nothing is held or cached goes back to the arena at once. Handing slabs from model
-to model copies nothing.
-"""
+A block is named by its byte offset in the arena. It is *free*, *held* by one sequence or more, or
+*cached*. A cached block is held by none, but is addressable by the hash of the tokens up to its
+end. A span in which nothing is held or cached goes back to the arena at once. Handing slabs from
+model to model copies nothing."""
 
 import itertools
 from collections import OrderedDict
@@ -34,13 +33,13 @@ class _ModelKv:
     span_slabs: int
     per_span: int
     spans: dict[int, _Span] = field(default_factory=dict[int, _Span])
-    """By first slab."""
+    """First slab -> span."""
     roomy: OrderedDict[int, _Span] = field(default_factory=OrderedDict[int, _Span])
     """Those with free blocks. Free blocks are used up before another span is taken."""
     idle: OrderedDict[_Span, int] = field(default_factory=OrderedDict[_Span, int])
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
     hashes: dict[int, int] = field(default_factory=dict[int, int])
-    """Of blocks that can be found again, held or cached, by offset."""
+    """Offset -> hash of blocks that can be found again, held or cached."""
     by_hash: dict[int, int] = field(default_factory=dict[int, int])
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Offset -> holders beside the first."""
@@ -60,7 +59,7 @@ class KvArena:
         self.slabs = kv_bytes // slab_bytes
         self._taken = bytearray(self.slabs)
         self._busy = bytearray(self.slabs)
-        """Slabs in which something is held: what eviction can not free."""
+        """Slabs in which something is held: what eviction cannot free."""
         self._withheld = 0
         """Slabs that hold something else, wherever they lie."""
         self._models: dict[str, _ModelKv] = {}

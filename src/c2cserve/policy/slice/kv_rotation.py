@@ -5,10 +5,9 @@ link.
                Move "out"   its HBM is free           Move "in"
 
 Full blocks of running requests are copied out in the background (Move "copy"), so a pause moves
-little and frees the rest at once; what comes in takes whatever is free, and nobody waits for a
-block that is still being read. Only requests are paused that no step and no move has in hand, and
-that have run since they came.
-"""
+little and frees the rest at once. What comes in takes any free block, and never waits for one that
+is still being read. Only requests are paused that no step and no move has in hand, and that have
+run since they came."""
 
 from collections.abc import Iterable
 
@@ -17,35 +16,35 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.slice.batching import ActiveModel, Seq
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.rotation import EagerCopies, KvState, RotationSettings, Tenant, rotate
+from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, RotationSettings, rotate
 
 
-class Rotary:
+class KvRotation:
     def __init__(self, arena: KvArena, slice_: Slice, settings: RotationSettings) -> None:
         self._arena = arena
         self._slice = slice_
         self._settings = settings
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
-        self._leaving_bytes = 0
+        self._outgoing_bytes = 0
         self.welcome: dict[str, None] = {}
         """Waiting requests that may start in this iteration, in order."""
         self.contended = False
-        """Somebody who wants in found no room. Who is in a step that runs can not be paused: what
-        comes next is better decided between steps."""
+        """A request that wants to run found no room. Requests in a running step cannot be paused,
+        so what comes next is better decided between steps."""
 
     def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
         """One iteration of SuperInfer's Algorithm 1: who goes, who comes, who may start; and what
-        of the others is copied meanwhile. Room that is about to be free counts as free: whoever it
-        was made for has the largest lag in the next iteration too."""
+        of the others is copied meanwhile. Room that is about to be free counts as free. The request
+        that it was made for has the largest lag in the next iteration too."""
         everybody = {seq.request.id: seq for seq in seqs}
-        tenants = self._tenants(everybody.values(), now)
-        held = self._arena.held_bytes - self._leaving_bytes
-        growth = sum(t.state is KvState.RUNNING for t in tenants)
+        claims = self._claims(everybody.values(), now)
+        held = self._arena.held_bytes - self._outgoing_bytes
+        growth = sum(t.state is KvState.RUNNING for t in claims)
         block = max((seq.model.block_bytes for seq in everybody.values()), default=0)
         size = self._arena.slabs * self._arena.slab_bytes
-        rotation = rotate(tenants, max(0, size - held - growth * block), self._settings, now)
-        self.contended = len(tenants) > growth + len(rotation.prioritized)
+        rotation = rotate(claims, max(0, size - held - growth * block), self._settings, now)
+        self.contended = len(claims) > growth + len(rotation.prioritized)
         moves: list[Move] = []
         budget = self._settings.transfer_bytes
         for name in rotation.preempted:
@@ -64,24 +63,24 @@ class Rotary:
                 moves.append(move)
         return moves + self._copy(everybody.values(), budget)
 
-    def _tenants(self, seqs: Iterable[Seq], now: float) -> list[Tenant]:
-        """Those who hold HBM or want it, but of the waiting no more than the next step could take
-        in: making room for others would empty HBM for nothing."""
-        tenants: list[Tenant] = []
+    def _claims(self, seqs: Iterable[Seq], now: float) -> list[KvClaim]:
+        """Return the requests that hold HBM or want it. Of the waiting there are no more than the
+        next step could take in: room for others would lie idle."""
+        claims: list[KvClaim] = []
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
         for seq in seqs:
             request, block = seq.request, seq.model.block_bytes
             if seq.paused:
                 if not seq.moves:
-                    state = KvState.ROTARY if seq.length > request.prompt_len else KvState.WAITING
-                    since_s = seq.since_s if state is KvState.ROTARY else request.arrival_s
+                    state = KvState.PAUSED if seq.length > request.prompt_len else KvState.WAITING
+                    since_s = seq.since_s if state is KvState.PAUSED else request.arrival_s
                     size = _blocks(seq.length + 1) * block
-                    tenants.append(Tenant(request.id, state, size, since_s, request.slo))
+                    claims.append(KvClaim(request.id, state, size, since_s, request.slo))
             elif seq.started:
                 since_s = seq.since_s if _at_rest(seq) else now
                 size = len(seq.blocks) * block
-                tenants.append(Tenant(request.id, KvState.RUNNING, size, since_s, request.slo))
+                claims.append(KvClaim(request.id, KvState.RUNNING, size, since_s, request.slo))
                 left -= max(0, seq.expected - 1 - seq.issued)
             else:
                 waiting.append(seq)
@@ -91,14 +90,14 @@ class Rotary:
                 break
             left -= seq.length
             request, size = seq.request, _blocks(seq.length + 1) * seq.model.block_bytes
-            tenants.append(
-                Tenant(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
+            claims.append(
+                KvClaim(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
             )
-        return tenants
+        return claims
 
     def pause(self, seq: Seq, now: float) -> Move | None:
-        """Out of HBM with it: its synced blocks at once, the others when they have been copied.
-        None: it can not be paused now."""
+        """Move it out of HBM: its synced blocks at once, the others when they have been copied.
+        None: it cannot be paused now."""
         if not _at_rest(seq):
             return None
         name, block = seq.request.id, seq.model.block_bytes
@@ -112,7 +111,7 @@ class Rotary:
         self._arena.release(seq.model.key, seq.blocks[:first])
         seq.blocks = dirty
         seq.paused, seq.since_s = True, now
-        self._leaving_bytes += count * block
+        self._outgoing_bytes += count * block
         return self._move(seq, "out", first, dirty)
 
     def _resume(self, seq: Seq, now: float) -> Move | None:
@@ -120,7 +119,7 @@ class Rotary:
         blocks = self._arena.allocate(seq.model.key, _blocks(seq.length))
         if blocks is None:
             return None
-        seq.blocks, seq.told, seq.since_s = blocks, 0, now
+        seq.blocks, seq.notified, seq.since_s = blocks, 0, now
         lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
         return self._move(seq, "in", 0, blocks[: _blocks(seq.computed)], lasting, end_bytes)
 
@@ -131,7 +130,7 @@ class Rotary:
             block = seq.model.block_bytes
             if budget < block:
                 break
-            if not seq.started or seq.paused or seq.moves or not seq.told:
+            if not seq.started or seq.paused or seq.moves or not seq.notified:
                 continue
             name = seq.request.id
             self._copies.filled(name, seq.computed // BLOCK_TOKENS)
@@ -150,7 +149,8 @@ class Rotary:
         return Move(seq.request.id, direction, first, tuple(blocks), kept, kv_end_bytes)
 
     def moved(self, request_id: str) -> Seq:
-        """A move is done. Whoever left has no blocks any more, whoever came can run."""
+        """A move is done. A request that went out has no blocks any more; one that came in can
+        run."""
         seq, direction = self._moving.pop(request_id)
         seq.moves -= 1
         if direction == "in":
@@ -159,7 +159,7 @@ class Rotary:
         else:
             self._copies.moved(request_id)
         if direction == "out":
-            self._leaving_bytes -= len(seq.blocks) * seq.model.block_bytes
+            self._outgoing_bytes -= len(seq.blocks) * seq.model.block_bytes
             self._arena.release(seq.model.key, seq.blocks)
             seq.blocks = []
         return seq
@@ -174,7 +174,7 @@ class Rotary:
 
 
 def _at_rest(seq: Seq) -> bool:
-    return not seq.busy and seq.told > 0
+    return not seq.busy and seq.notified > 0
 
 
 def _blocks(tokens: int) -> int:

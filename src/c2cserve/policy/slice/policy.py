@@ -1,14 +1,14 @@
 """The fast loop: which model runs next on a slice, which of its requests, and where their KV lies.
 
-Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6) and
-batches all its running decodes with prefill chunks in order of urgency. Where steps may overlap,
-the next one is planned shortly before the last one ends, of the same sequences if their tokens are
-drawn where the next step reads them. Where a slice has host memory for KV, requests rotate through
-its own (`policy.slice.kv_rotation`).
-"""
+Every iteration picks a model by the headroom of its most urgent request (SLINFER section 6). It
+batches all the model's running decodes with prefill chunks in order of urgency. Where steps may
+overlap, the next one is planned shortly before the last one ends. It may have the same sequences,
+if their tokens are sampled where it reads them. Where a slice has host memory for KV, requests
+rotate through its own (`policy.slice.kv_rotation`)."""
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Never, overload
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction, Truncate
@@ -16,47 +16,43 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep, Step
-from c2cserve.policy.baselines.c2cserve.alpha import AlphaBank
-from c2cserve.policy.presets import C2CSERVE, Preset
-from c2cserve.policy.simulated.lookahead import Limits, decide_ahead, plan
-from c2cserve.policy.simulated.weight_swapping import EASE_S
-from c2cserve.policy.slice.batching import (
-    BY_ARRIVAL,
-    BY_HEADROOM,
-    ActiveModel,
-    Flight,
-    Seq,
-    prefill_budget,
-    spare_tokens,
-)
+from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
 from c2cserve.policy.slice.slice_memory import SliceMemory
-
-_LOOKAHEAD_SCARCE = 8
-"""Steps decided at once while a model waits for memory."""
+from c2cserve.policy.slice.strategies import ExtraT, Lookahead, SliceStrategies, live_strategies
 
 
-class SlicePolicy(SliceMemory):
-    """`runtime.ports.Policy[SliceEvent, SliceAction]`. Never done: its process is ended."""
+class SlicePolicy(SliceMemory[ExtraT]):
+    """`runtime.ports.Policy[SliceEvent, SliceAction | ExtraT]`. It is never done: its process is
+    ended. Without `strategies` it is what a server runs, and has no actions of the type `ExtraT`.
+    """
 
     done = False
     wakeup: float | None = None
 
+    @overload
+    def __init__(self: "SlicePolicy[Never]", slice_: Slice, max_in_flight: int = 1) -> None: ...
+
+    @overload
     def __init__(
-        self, slice_: Slice, max_in_flight: int = 1, preset: Preset = C2CSERVE, lookahead: int = 1
-    ) -> None:
-        """`max_in_flight`: steps at a time that are not parked. They run in the order of their
-        launch; more than one or two only make newcomers wait. `lookahead`: see
-        `policy.simulated.lookahead`."""
-        super().__init__(slice_, preset)
+        self, slice_: Slice, max_in_flight: int, strategies: SliceStrategies[ExtraT]
+    ) -> None: ...
+
+    def __init__(
+        self, slice_: Slice, max_in_flight: int = 1,
+        strategies: SliceStrategies[ExtraT] | None = None,
+    ) -> None:  # fmt: skip
+        """Build the policy of one slice. `max_in_flight`: steps at a time that are not parked. They
+        run in the order of their launch; more than two only make newcomers wait."""
+        strategies = strategies or live_strategies(slice_)
+        super().__init__(slice_, strategies)
         self._max_in_flight = max_in_flight
-        self._preset = preset
-        self._lookahead = 1 if self._rotary is not None else lookahead
-        self._alphas = AlphaBank() if preset.alpha else None
+        self._strategies = strategies
+        self._lookahead = strategies.lookahead
         self._models: dict[str, ActiveModel] = {}
         self._times: dict[str, StepTime] = {}
-        """Of all models that ever were active here."""
+        """Step times of all models that ever were active here."""
         self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)
@@ -80,17 +76,17 @@ class SlicePolicy(SliceMemory):
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
             case ev.Fetched(name, took_s):
-                self._shifts.fetched(name, took_s)
+                self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
-                self._shifts.deactivated(name)
-                self._leaving.append(model)
+                self._weights.deactivated(name)
+                self._deactivated.append(model)
                 self._retire(model)
             case ev.Submitted(request, chained):
                 model = self._models[request.model]
                 seq = self._seqs[request.id] = model.add(request, chained)
                 self._shares.entered(request.tenant)
-                self._shifts.asked(request.model, request.arrival_s)
+                self._weights.requested(request.model, request.arrival_s)
                 if model.given_up:
                     self._give_back(seq)
             case ev.Withdrawn(request_id):
@@ -102,24 +98,23 @@ class SlicePolicy(SliceMemory):
             case ev.StepFailed(step_id, reason):
                 self._step_failed(step_id, reason)
             case ev.StepParked(step_id):
-                self._flights.park(step_id)
+                self._in_flight.park(step_id)
             case ev.MoveDone(request_id):
                 self._moved(request_id)
-            case ev.GemmsMeasured(name) if self._alphas is not None and name in self._models:
-                self._actions += self._alphas.sample(event, self._models[name].tpot_s)
-            case ev.GemmsMeasured():
-                pass
+            case ev.GemmsMeasured(name):
+                control, model = self._strategies.gemm_control, self._models.get(name)
+                if control is not None and model is not None:
+                    self._actions += control.sample(event, model.tpot_s)
 
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
             time = self._times.setdefault(spec.id, StepTime())
             key = f"{spec.id}#{next(self._keys)}"
-            rank = BY_ARRIVAL if self._preset.turn == "arrival" else BY_HEADROOM
-            model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, rank)
+            model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, self._strategies.rank)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
             if keep:
-                self._shifts.activated(model, spec)
+                self._weights.activated(model, spec)
 
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -133,7 +128,7 @@ class SlicePolicy(SliceMemory):
             self._give_back(seq)
 
     def _step_done(self, event: ev.StepDone) -> None:
-        flight = self._flights.landed(event.step_id)
+        flight = self._in_flight.landed(event.step_id)
         if times := event.times:
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
@@ -142,9 +137,9 @@ class SlicePolicy(SliceMemory):
         self._retire(flight.model)
 
     def _step_failed(self, step_id: int, reason: str) -> None:
-        flight = self._flights.landed(step_id)
+        flight = self._in_flight.landed(step_id)
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
-            seq.flights -= 1
+            seq.in_flight -= 1
             if not seq.ended:
                 seq.fail(part)
                 seq.stopping = True
@@ -188,7 +183,7 @@ class SlicePolicy(SliceMemory):
         self._leave(seq)
 
     def _land(self, seq: Seq, part: SeqStep, outcome: ev.SeqOutcome | None, times: int) -> None:
-        seq.flights -= 1
+        seq.in_flight -= 1
         if not seq.ended:
             hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
             failed = seq.stopping or (outcome is not None and outcome.failed)
@@ -212,33 +207,33 @@ class SlicePolicy(SliceMemory):
             self._actions.append(recovery)
 
     def _moved(self, request_id: str) -> None:
-        assert self._rotary is not None
-        seq = self._rotary.moved(request_id)
+        assert self._rotation is not None
+        seq = self._rotation.moved(request_id)
         self._settle(seq)
         self._retire(seq.model)
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def decide(self, now: float) -> Sequence[SliceAction]:
+    def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
         self._short_of_room = False
         self._now = now
-        self._shares.look(now)
+        self._shares.refresh(now)
         tried: set[str] = set()
-        self._actions += self._shifts.plan(now, self._flights.models())
-        self.wakeup = self._shifts.wakeup
-        if self._rotary is not None and self._may_launch(now):
-            self._actions += self._rotary.plan(self._seqs.values(), now)
-        if self._lookahead > 1 and not self._flights and not self._shares.greedy:
-            self._launch_ahead(now)
+        self._actions += self._weights.plan(now, self._in_flight.models())
+        self.wakeup = self._weights.wakeup
+        if self._rotation is not None and self._may_launch(now):
+            self._actions += self._rotation.plan(self._seqs.values(), now)
+        if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
+            self._launch_several(self._lookahead, now)
         while self._may_launch(now):
             candidates = [
                 (model.first(), model.last_step, name)
                 for name, model in self._models.items()
-                if model.seqs and name not in tried and self._shifts.computes(name)
-                and not any(flight.holds_up for flight in self._flights.of(model))
+                if model.seqs and name not in tried and self._weights.computes(name)
+                and not any(step.holds_up for step in self._in_flight.of(model))
             ]  # fmt: skip
             candidates = self._shares.candidates(candidates, self._models)
-            turn = self._shifts.turn(candidates, now, self._late_ran)
+            turn = self._weights.turn(candidates, now, self._late_ran)
             if turn is None:
                 break
             late, name = turn
@@ -254,36 +249,31 @@ class SlicePolicy(SliceMemory):
                     self._actions += self._rotary.plan(self._seqs.values(), now)
             else:
                 tried.add(name)
-            if self._flights.flying and self._short_of_room:
+            if self._in_flight.running and self._short_of_room:
                 break  # who could be preempted has to land first
-        if not self._flights:
-            self._actions += self._shifts.insist()
+        if not self._in_flight:
+            self._actions += self._weights.break_deadlock()
         actions, self._actions = self._actions, []
         return actions
 
     def _may_launch(self, now: float) -> bool:
         """Steps do not overlap while requests compete for memory: only between steps can they
         change places."""
-        contended = self._rotary is not None and self._rotary.contended
+        contended = self._rotation is not None and self._rotation.contended
         most = 1 if contended else self._max_in_flight
-        return self._flights.flying < most and self._is_time(now)
+        return self._in_flight.running < most and self._is_time(now)
 
-    def _launch_ahead(self, now: float) -> None:
+    def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch as many decode steps at once as would come of single decisions too."""
-        models = [m for m in self._models.values() if m.seqs and self._shifts.computes(m.name)]
-        steps = min(self._lookahead, _LOOKAHEAD_SCARCE) if self._shifts.scarce else self._lookahead
-        limits = Limits(steps, self._slice.max_batch, self._preset.turn == "headroom")
-        name = self._shifts.favourite([model.name for model in models], now)
-        favourite = None if name is None else (name, EASE_S)
-        order = plan(models, now, limits, self._late_ran, favourite)
-        ahead = decide_ahead(models, order, self.arena, self._step_ids) if len(order) > 1 else None
-        if ahead is not None:
-            self._flights.launched(ahead.flights)
-            self._late_ran = models[order[-1]].first() < now
-            self._actions.append(ahead.run)
+        models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
+        steps = lookahead.decide(models, self._step_ids, now, self._late_ran)
+        if steps is not None:
+            self._in_flight.launched(steps.in_flight)
+            self._late_ran = steps.late
+            self._actions.append(steps.run)
 
     def _is_time(self, now: float) -> bool:
-        begin_s = self._flights.next_plan_s(now)
+        begin_s = self._in_flight.next_plan_s(now)
         if now < begin_s < float("inf"):
             self.wakeup = begin_s if self.wakeup is None else min(begin_s, self.wakeup)
         return now >= begin_s
@@ -291,7 +281,7 @@ class SlicePolicy(SliceMemory):
     def _launch(self, model: ActiveModel, now: float) -> bool:
         """Start the model's next step. False: nothing of it can run now."""
         line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
-        if self._flights.of(model) and self._lacks_room(model, line[0]):
+        if self._in_flight.of(model) and self._lacks_room(model, line[0]):
             return False
         return any(self._launch_group(model, *group, now, limit_s) for group in groups(model, line))
 
@@ -303,9 +293,9 @@ class SlicePolicy(SliceMemory):
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
-            budget = prefill_budget(
-                self._preset.chunks, self._models.values(), model, prefills[0], now,
-                len(decodes), self._slice.max_step_tokens,
+            budget = self._strategies.prefill_budget(
+                self._models.values(), model, prefills[0], now, len(decodes),
+                self._slice.max_step_tokens,
             )  # fmt: skip
         for seq in decodes[: self._slice.max_batch]:
             # Paused or not started any more: one of those before it has preempted it.
@@ -330,8 +320,8 @@ class SlicePolicy(SliceMemory):
             return False
         step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes)
         expected_s = model.time.step_s(decoding, budget - left)
-        flight = Flight(step, model, seqs, decoding, budget - left, expected_s)
-        self._flights.launched((flight,))
+        launched = StepInFlight(step, model, seqs, decoding, budget - left, expected_s)
+        self._in_flight.launched((launched,))
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True

@@ -2,13 +2,12 @@
 
 *Virtual lag time* says how far a request is behind or ahead (section 4.2.2, three cases):
 
-    rotary    alpha * max(0, now - t_last - beta_B * TPOT_SLO)
+    paused    alpha * max(0, now - t_last - beta_B * TPOT_SLO)
     waiting           max(0, now - t_arr  - beta_F * TTFT_SLO)
     running         -(now - t_run)
 
-(The paper's text calls S_B the TTFT and S_F the TBT target; its formula, its figures and its advice
-on beta only make sense the other way round.) `rotate` is its Algorithm 1, largest lag first.
-"""
+(The paper's text calls S_B the TTFT and S_F the TBT target. Its formula, figures and advice on beta
+only make sense the other way round.) `rotate` is its Algorithm 1, largest lag first."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,12 +32,12 @@ class KvState(Enum):
     RUNNING = "running"
     WAITING = "waiting"
     """Not started: has no KV."""
-    ROTARY = "rotary"
+    PAUSED = "paused"
     """Paused, its KV in host memory."""
 
 
 @value
-class Tenant:
+class KvClaim:
     """A request that holds HBM or wants to. `kv_bytes`: what it holds (running) or needs to go on.
     `since_s`: t_run, when it began to run; t_arr, its arrival; or t_last, its last token."""
 
@@ -57,28 +56,28 @@ class Rotation:
     prioritized: tuple[str, ...]
 
 
-def lag_s(tenant: Tenant, settings: RotationSettings, now: float) -> float:
+def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
     """Virtual lag time, seconds."""
-    passed_s = now - tenant.since_s
-    match tenant.state:
+    passed_s = now - claim.since_s
+    match claim.state:
         case KvState.RUNNING:
             return -passed_s
         case KvState.WAITING:
-            return max(0.0, passed_s - settings.beta_f * tenant.slo.ttft_s)
-        case KvState.ROTARY:
-            return settings.alpha * max(0.0, passed_s - settings.beta_b * tenant.slo.tpot_s)
+            return max(0.0, passed_s - settings.beta_f * claim.slo.ttft_s)
+        case KvState.PAUSED:
+            return settings.alpha * max(0.0, passed_s - settings.beta_b * claim.slo.tpot_s)
 
 
 def rotate(
-    tenants: Iterable[Tenant], free_bytes: int, settings: RotationSettings, now: float
+    claims: Iterable[KvClaim], free_bytes: int, settings: RotationSettings, now: float
 ) -> Rotation:
-    """SuperInfer Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention everybody
-    comes in, first come first served. Two things the paper leaves open: a request that began to run
-    in this very moment (lag 0) is neither prioritized again nor preempted, and B_xfer counts only
-    as far as there is somebody to preempt, so that whoever is prioritized has room for sure:
-    sum of kv_bytes of `prioritized` <= free_bytes + that of `preempted`. Ties go to the smaller id.
-    """
-    everybody = list(tenants)
+    """SuperInfer Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention all
+    requests come in, first come first served. The paper leaves two things open. A request that
+    began to run in this very moment (lag 0) is neither prioritized again nor preempted. B_xfer
+    counts only as far as there are requests to preempt. So a prioritized request always has room:
+    sum of kv_bytes of `prioritized` <= free_bytes + that of `preempted`. Ties go to the smaller
+    id."""
+    everybody = list(claims)
     running = [t for t in everybody if t.state is KvState.RUNNING]
     wanting = [t for t in everybody if t.state is not KvState.RUNNING]
     if sum(t.kv_bytes for t in wanting) <= free_bytes:  # step 1: no contention
@@ -91,17 +90,17 @@ def rotate(
     left = free_bytes + min(settings.transfer_bytes, sum(t.kv_bytes for t in leavers))
     prioritized: list[str] = []  # step 3
     extra = -free_bytes
-    for tenant in wanting:
-        if tenant.kv_bytes <= left:
-            prioritized.append(tenant.id)
-            left -= tenant.kv_bytes
-            extra += tenant.kv_bytes
+    for claim in wanting:
+        if claim.kv_bytes <= left:
+            prioritized.append(claim.id)
+            left -= claim.kv_bytes
+            extra += claim.kv_bytes
     preempted: list[str] = []  # step 4
-    for tenant in leavers:
+    for claim in leavers:
         if extra <= 0:
             break
-        preempted.append(tenant.id)
-        extra -= tenant.kv_bytes
+        preempted.append(claim.id)
+        extra -= claim.kv_bytes
     return Rotation(tuple(preempted), tuple(prioritized))
 
 
@@ -110,19 +109,18 @@ class _Copies:
     full: int = 0
     """Blocks that are written to their end. They do not change any more."""
     synced: int = 0
-    """Of these, from the first on, those with a copy in host memory."""
+    """How many of these, from the first on, have a copy in host memory."""
     moving: int = 0
     """Blocks after the synced ones that are on their way there."""
 
 
 class EagerCopies:
     """Which blocks of which request have a copy in host memory (section 4.3.2, eager block
-    rotation), as accounting of counts: KV fills block by block, so copies are a prefix of it.
+    rotation). Counts suffice: KV fills block by block, so copies are a prefix of it.
 
-    Full blocks are copied in the background before anybody needs their place. A request that is
-    rotated out then moves only what is *dirty*, and the *synced* ones' HBM is free at once; so what
-    comes in never waits for what goes out, and both directions of the link are in use.
-    """
+    Full blocks are copied in the background before their place is needed. A request that is rotated
+    out then moves only what is *dirty*; the HBM of *synced* blocks is free at once. So what comes
+    in never waits for what goes out, and both directions of the link are in use."""
 
     __slots__ = ("_copies", "capacity_bytes", "used_bytes")
 
@@ -135,7 +133,7 @@ class EagerCopies:
         return self._copies[request_id].synced if request_id in self._copies else 0
 
     def lasting(self, request_id: str) -> int:
-        """Of its copies, from the first on, those that stay valid when it goes on."""
+        """Return how many of its copies, from the first on, stay valid when it goes on."""
         copies = self._copies[request_id]
         return min(copies.synced, copies.full)
 
@@ -144,9 +142,9 @@ class EagerCopies:
         self._copies.setdefault(request_id, _Copies()).full = blocks
 
     def start(self, request_id: str, block_bytes: int, most: int) -> tuple[int, int]:
-        """Copy full blocks in the background: (first, count) of those to move now, at most `most`
-        and no more than host memory has room for; count 0 if one move of it is under way or there
-        is nothing to do."""
+        """Copy full blocks in the background. Return (first, count) of those to move now, at most
+        `most` and no more than host memory has room for. The count is 0 if a move of the request is
+        under way, or nothing is to be done."""
         copies = self._copies.get(request_id)
         if copies is None or copies.moving:
             return 0, 0
@@ -156,8 +154,9 @@ class EagerCopies:
         return copies.synced, copies.moving
 
     def rotate_out(self, request_id: str, held: int, block_bytes: int) -> tuple[int, int] | None:
-        """The request leaves HBM: (first, count) of the blocks still to be moved, the dirty ones of
-        `held`; None: host memory has no room for them, or a move of it is under way."""
+        """Take the request out of HBM. Return (first, count) of the blocks still to be moved, the
+        dirty ones of `held`. None: host memory has no room for them, or a move of it is under
+        way."""
         copies = self._copies.setdefault(request_id, _Copies())
         dirty = held - copies.synced
         if copies.moving or self.used_bytes + dirty * block_bytes > self.capacity_bytes:

@@ -1,39 +1,37 @@
 """What requests hold of a slice: blocks from their start to their end, and which make room."""
 
+from typing import Generic
+
 from c2cserve.core.actions import Drop, SliceAction, Truncate
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep
-from c2cserve.policy.presets import Preset
-from c2cserve.policy.simulated.weight_swapping import Shifts
 from c2cserve.policy.slice.batching import ActiveModel, Seq, to_preempt
-from c2cserve.policy.slice.in_flight import Flights
-from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.kv_rotation import Rotary
+from c2cserve.policy.slice.in_flight import InFlight
+from c2cserve.policy.slice.kv_rotation import KvRotation
+from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies
 from c2cserve.policy.slice_shares import SliceShares
 
 
-class SliceMemory:
+class SliceMemory(Generic[ExtraT]):
     """The part of `policy.slice` that starts, preempts and ends requests."""
 
-    def __init__(self, slice_: Slice, preset: Preset) -> None:
+    def __init__(self, slice_: Slice, strategies: SliceStrategies[ExtraT]) -> None:
         self._slice = slice_
-        # On GPUs what KV leaves of the arena is a cache of weights.
-        cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
-        self.arena = KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
-        rotation = preset.rotation if slice_.host_kv_bytes else None
-        self._rotary = None if rotation is None else Rotary(self.arena, slice_, rotation)
-        self._shifts = Shifts(self.arena, slice_, rotates=preset.keeps)
-        self._leaving: list[ActiveModel] = []
+        self.arena = strategies.arena
+        rotation = strategies.rotation
+        self._rotation = None if rotation is None else KvRotation(self.arena, slice_, rotation)
+        self._weights = strategies.memory
+        self._deactivated: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
         self._shares = SliceShares()
-        self._flights = Flights()
+        self._in_flight = InFlight()
         self._first_in_line: Seq | None = None
         """The most urgent request that waits for memory."""
         self._now = 0.0
         self._short_of_room = False
         """A running request found no block for its next token."""
-        self._actions: list[SliceAction] = []
+        self._actions: list[SliceAction | ExtraT] = []
         self.running = 0
         """Requests that have started (and so hold KV, here or on the host)."""
         self.cached_tokens = 0
@@ -42,17 +40,17 @@ class SliceMemory:
     # ---- from its start to its end --------------------------------------------------------------
 
     def _admit(self, seq: Seq) -> bool:
-        """Start a request: blocks for all tokens known of it, reusing what of its prefix is cached
-        (never its last token: that one draws the next). One block for each running request stays
-        free, so that they can go on for a while; and nobody overtakes a more urgent request that
-        waits for memory, however little he needs himself."""
+        """Start a request: take blocks for all its tokens, reusing what of its prefix is cached.
+        Its last token is never reused, because that one samples the next. One block for each
+        running request stays free, so that they can go on for a while. No request overtakes a more
+        urgent one that waits for memory."""
         model = seq.model
         needed = -(-seq.length // BLOCK_TOKENS)
-        if needed > self._shifts.capacity(model):
+        if needed > self._weights.capacity(model):
             self._truncate(seq)
             return False
-        if self._rotary is not None:
-            if seq.request.id not in self._rotary.welcome:
+        if self._rotation is not None:
+            if seq.request.id not in self._rotation.welcome:
                 return False
             if self.arena.available(model.key) < needed:
                 return False
@@ -80,7 +78,7 @@ class SliceMemory:
             if not in_front:
                 return False
         while self.arena.available(model.key) < needed + self.running and (
-            self._make_way(model) or (modest and self._displace(model))
+            self._release_weights(model) or (modest and self._displace(model))
         ):
             pass
         if self.arena.available(model.key) < needed + self.running:
@@ -103,7 +101,7 @@ class SliceMemory:
         return self._put_aside(max(candidates, key=lambda seq: (seq.due_s, seq.request.id)))
 
     def _could_run(self, model: ActiveModel) -> bool:
-        return self._shifts.computes(model.name) and not self._flights.parked(model)
+        return self._weights.computes(model.name) and not self._in_flight.parked(model)
 
     def _seal(self, seq: Seq, part: SeqStep) -> None:
         """What the step filled of its prompt's blocks can be reused from now on."""
@@ -129,8 +127,8 @@ class SliceMemory:
 
     def _stop(self, seq: Seq) -> None:
         """Take its memory away."""
-        if self._rotary is not None:
-            self._rotary.forget(seq)
+        if self._rotation is not None:
+            self._rotation.forget(seq)
         if seq.started:
             seq.model.started -= 1
             self.running -= 1
@@ -139,16 +137,21 @@ class SliceMemory:
 
     def _retire(self, model: ActiveModel) -> None:
         """A deactivated model's memory goes with its last request and step."""
-        moving = self._rotary is not None and self._rotary.moving(model)
-        if model in self._leaving and not model.seqs and not self._flights.of(model) and not moving:
-            self._leaving.remove(model)
+        moving = self._rotation is not None and self._rotation.moving(model)
+        if (
+            model in self._deactivated
+            and not model.seqs
+            and not self._in_flight.of(model)
+            and not moving
+        ):
+            self._deactivated.remove(model)
             self.arena.remove_model(model.key)
 
     # ---- room -----------------------------------------------------------------------------------
 
     def _lacks_room(self, model: ActiveModel, decodes: list[Seq]) -> bool:
         """Whether decodes of a model with a step in flight need more blocks than there are. They
-        wait then until it has landed: nobody could be preempted for them before."""
+        wait then until it has landed: no request could be preempted for them before."""
         needed = sum(seq.issued == len(seq.blocks) * BLOCK_TOKENS for seq in decodes)
         short = needed > 0 and self.arena.available(model.key) < needed
         self._short_of_room |= short
@@ -157,10 +160,10 @@ class SliceMemory:
     def _make_room(self, seq: Seq) -> bool:
         """One more block, for the next token, preempting others if need be."""
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
-            if self._make_way(seq.model):
+            if self._release_weights(seq.model):
                 continue
             victim = to_preempt(seq, self._seqs.values())
-            if victim is None and len(seq.blocks) >= self._shifts.capacity(seq.model):
+            if victim is None and len(seq.blocks) >= self._weights.capacity(seq.model):
                 self._truncate(seq)
                 return False
             if victim is None or not self._put_aside(victim):
@@ -169,9 +172,9 @@ class SliceMemory:
         seq.blocks += block
         return True
 
-    def _make_way(self, model: ActiveModel) -> bool:
+    def _release_weights(self, model: ActiveModel) -> bool:
         """Other models' weights go for its KV. False: there are none that can."""
-        gone = self._shifts.make_way(model, self._flights.models(), self._now)
+        gone = self._weights.make_room(model, self._in_flight.models(), self._now)
         self._actions += gone
         return bool(gone)
 
@@ -179,7 +182,7 @@ class SliceMemory:
         """Preempt it. False: what it held is free only when it has been moved."""
         self.preemptions += 1
         held = len(victim.blocks)
-        move = None if self._rotary is None else self._rotary.pause(victim, self._now)
+        move = None if self._rotation is None else self._rotation.pause(victim, self._now)
         if move is None:
             self._stop(victim)
             self._actions.append(Drop(victim.request.id, requeued=True))

@@ -1,11 +1,10 @@
 """Which weights stay in a slice's HBM (ours, DESIGN "Weights on a slice").
 
 HBM that KV does not need is a cache of weights. Keeping a weight saves its bytes on the link at
-each use, so what a byte of HBM is worth is how often its model runs, weighed by priority. A weight
-is taken in as it streams by, when there is room, or room can be made of weights worth clearly less;
-dropping one costs nothing, host memory has it. Within one model all weights are worth the same, so
-a model larger than the cache keeps what it has: taking turns would save nothing.
-"""
+each use. So a byte of HBM is worth how often its model runs, weighed by priority. A weight is taken
+in as it streams by, if there is room, or room can be made of weights worth clearly less. Dropping
+one costs nothing: host memory has it. Within one model all weights are worth the same, so a model
+larger than the cache keeps what it has: taking turns would save nothing."""
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -13,9 +12,9 @@ from heapq import nsmallest
 from math import exp2
 
 HALF_LIFE_S = 30.0
-"""Of a use's weight: traffic that stopped this long ago counts half."""
+"""The half-life of a use's weight: traffic that stopped this long ago counts half."""
 MARGIN = 1.5
-"""How much more a model must be worth before its weights displace another's: models of like traffic
+"""How much more a model must be worth before its weights displace another's. Models of like traffic
 would displace each other for ever, and each exchange costs link bytes."""
 
 

@@ -1,10 +1,9 @@
 """Which weights are copied into memory that neighbouring GPUs lend (ours, DESIGN "Pool").
 
 A neighbour's HBM is read several times as fast as host memory, so what lies there is a second home.
-Models come in pieces (runs of tensors), hottest model first: while there is room all that there is,
-then what is worth clearly more than what would go for it (`policy.weights.hbm_residency`). Models
-nobody has asked for come last, in the order they came into the pool.
-"""
+Models come in pieces (runs of tensors), hottest model first. While there is room, all pieces are
+taken; then those worth clearly more than what goes for them (`policy.weights.hbm_residency`).
+Models without requests come last, in the order they came into the pool."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from c2cserve.policy.weights.hbm_residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PieceCopy:
     """A piece to copy next."""
 
     model: str
@@ -41,7 +40,7 @@ class Lending:
         if model in self._models:
             self._books.used(model, now)
 
-    def next(self, now: float) -> Turn | None:
+    def next(self, now: float) -> PieceCopy | None:
         """The piece to copy now, entered into the books; None: all is as it should be."""
         order = sorted(self._models, key=lambda model: -self._books.worth(model, now))
         for model in order:
@@ -57,7 +56,7 @@ class Lending:
                 self._miss(victim, self._there.pop(victim))
             if victims:
                 self._retry()
-            return Turn(model, key, tuple(victims))
+            return PieceCopy(model, key, tuple(victims))
         return None
 
     def refuse(self, key: Hashable) -> None:

@@ -37,7 +37,7 @@ class OverloadCheck:
         `backlog`: the policy's latest one. `preparing`: tenant -> its requests that have arrived
         and have not reached the controller yet."""
         crowd = sum(preparing.values())
-        self._preparing.look(now, saturated=crowd > 0)
+        self._preparing.refresh(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
         expected_s = 0.0
         if standing:

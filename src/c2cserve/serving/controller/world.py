@@ -30,7 +30,6 @@ from c2cserve.core.actions import (
     Recall,
     Reject,
     Replace,
-    ResizeKv,
     Withdraw,
 )
 from c2cserve.core.events import (
@@ -309,7 +308,7 @@ class ControllerWorld:
 
     def submit(self, action: ClusterAction) -> None:
         match action:
-            case Dispatch() | Withdraw() | Reject() | Recall(unstarted=True):
+            case Dispatch() | Withdraw() | Reject() | Recall():
                 carry_out = partial(self._carry_out, action)
                 self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
@@ -329,8 +328,6 @@ class ControllerWorld:
                 self._replace(slice_id, reason)
             case Backlog():
                 self.backlog = action
-            case ResizeKv() | Recall():
-                raise TypeError(f"only simulated rivals do this: {action}")
 
     def _carry_out(self, action: Dispatch | Withdraw | Reject | Recall) -> Sequence[ClusterEvent]:
         match action:

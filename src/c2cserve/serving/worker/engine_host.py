@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from c2cserve.core.actions import Move, RunStep, SliceAction
+from c2cserve.core.actions import ExecutorAction, Move, RunStep
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
@@ -234,7 +234,7 @@ class WorkerEngine:
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
-    def submit(self, action: SliceAction) -> None:
+    def submit(self, action: ExecutorAction) -> None:
         if isinstance(action, RunStep):
             self._backend.begin(action.step)
         elif isinstance(action, Move) and action.direction == "in":

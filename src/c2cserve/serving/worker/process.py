@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Never, NoReturn
 
 import msgspec
 
@@ -151,7 +151,7 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
-def _policy_stats(policy: SlicePolicy) -> Callable[[], SliceStats]:
+def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
     def stats() -> SliceStats:
         return SliceStats(
             running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
@@ -162,7 +162,7 @@ def _policy_stats(policy: SlicePolicy) -> Callable[[], SliceStats]:
     return stats
 
 
-def _measured(policy: SlicePolicy) -> Callable[[], Sequence[Measured]]:
+def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:
     def measured() -> list[Measured]:
         times = policy.step_times().items()
         return [Measured(name, t.decode_s, t.prefill_token_s) for name, t in times if t.decode_s]

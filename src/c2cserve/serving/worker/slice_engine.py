@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from c2cserve.core.actions import SliceAction
+from c2cserve.core.actions import ExecutorAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
@@ -27,7 +27,7 @@ class SliceEngine(Protocol):
         fault of this request alone."""
         ...
 
-    def submit(self, action: SliceAction) -> None: ...
+    def submit(self, action: ExecutorAction) -> None: ...
 
     def poll(self) -> None: ...
 

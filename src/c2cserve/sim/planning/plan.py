@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from c2cserve.policy.presets import PRESETS
+from c2cserve.policy.simulated.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import RELIEFS, could_bind
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import Scenario, prepare

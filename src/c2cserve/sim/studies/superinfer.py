@@ -11,7 +11,7 @@ for "without DuplexKV" the 10 GB/s that the paper measures for copies of 64 KB s
 from dataclasses import dataclass, replace
 
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.presets import FCFS, SUPERINFER, Preset
+from c2cserve.policy.simulated.presets import FCFS, SUPERINFER, Preset
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule

@@ -8,9 +8,8 @@ from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.request import Request
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.cluster.policy import ClusterPolicy
-from c2cserve.policy.presets import C2CSERVE, Preset
-from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.simulated.build import cluster_policy, slice_policy
+from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.runtime.record import no_record
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.faults import Fault
@@ -54,7 +53,7 @@ class Settings:
 
 
 class Simulation:
-    """`runtime.ports.Executor[ClusterAction]` for the controller's policy, and all around it."""
+    """`runtime.ports.Executor` for the controller's policy, and all around it."""
 
     def __init__(
         self,
@@ -85,8 +84,10 @@ class Simulation:
         """Model -> number of its latest load."""
         self._loads = 0
         self._recalled: set[str] = set()
-        policy = ClusterPolicy(settings.admission, settings.preset)
-        self.loop: Loop[ev.ClusterEvent, act.ClusterAction] = Loop(policy, self, no_record)
+        policy = cluster_policy(settings.admission, settings.preset)
+        self.loop: Loop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = Loop(
+            policy, self, no_record
+        )
         self._world = World(
             self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
@@ -181,7 +182,7 @@ class Simulation:
 
     # ---- Executor -------------------------------------------------------------------------------
 
-    def submit(self, action: act.ClusterAction) -> None:
+    def submit(self, action: act.ClusterAction | act.SimulatedClusterAction) -> None:
         match action:
             case act.Dispatch(request_id, slice_id):
                 job = self.jobs.live[request_id]
@@ -200,9 +201,9 @@ class Simulation:
                 self.slices[slice_id].deactivate(model)
             case act.Withdraw(request_id, slice_id):
                 self.slices[slice_id].withdraw(request_id)
-            case act.Recall(request_id, slice_id, unstarted=True):
-                self.slices[slice_id].recall(request_id)
             case act.Recall(request_id, slice_id):
+                self.slices[slice_id].recall(request_id)
+            case act.Preempt(request_id, slice_id):
                 self._recalled.add(request_id)
                 self.slices[slice_id].withdraw(request_id)
             case act.ResizeKv(model, slice_id, kv_bytes):
@@ -255,9 +256,7 @@ class Simulation:
     # ---- slices come and go ---------------------------------------------------------------------
 
     def _up(self, lane: Lane) -> None:
-        policy = SlicePolicy(
-            lane.slice, preset=self.settings.preset, lookahead=self.settings.lookahead
-        )
+        policy = slice_policy(lane.slice, self.settings.preset, self.settings.lookahead)
         self.slices[lane.slice.id] = SimSlice(lane, self._world, policy, no_record)
         self.tell(ev.SliceUp(lane.slice))
 

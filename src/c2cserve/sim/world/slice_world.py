@@ -11,10 +11,11 @@ from c2cserve.core.actions import (
     Return,
     RunStep,
     SetAlpha,
+    SimulatedSliceAction,
     SliceAction,
     Truncate,
 )
-from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.simulated.build import SimulatedSlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.compute import Compute
@@ -29,17 +30,19 @@ from c2cserve.sim.world.weight_cache import KeptWeights
 
 
 class SimSlice:
-    """`runtime.ports.Executor[SliceAction]`."""
+    """`runtime.ports.Executor` of all of a slice's actions."""
 
     def __init__(
         self,
         lane: Lane,
         world: World,
-        policy: SlicePolicy,
-        record: Recorder[ev.SliceEvent, SliceAction],
+        policy: SimulatedSlicePolicy,
+        record: Recorder[ev.SliceEvent, SliceAction | SimulatedSliceAction],
     ) -> None:
         self.lane = lane
-        self.loop: Loop[ev.SliceEvent, SliceAction] = Loop(policy, self, record)
+        self.loop: Loop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = Loop(
+            policy, self, record
+        )
         self.policy = policy
         self.seqs: dict[str, SeqState] = {}
         self.active: dict[str, SimModel] = {}
@@ -190,7 +193,7 @@ class SimSlice:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    def submit(self, action: SliceAction) -> None:
+    def submit(self, action: SliceAction | SimulatedSliceAction) -> None:
         if isinstance(action, RunStep):
             self._run(action)
         elif isinstance(action, Drop):

@@ -7,12 +7,12 @@ often. Algorithm 2, once per control interval, with smoothed values:
     alpha <- clip(alpha - eta * sign(delta), 0, 1)     eta: fast if L > L_budget, else slow
 
 A fixed eta steps back and forth over a balance that is narrower than eta, and smoothed values lag
-behind what the last step did. So (ours) a step is halved each time the direction turns, and doubled
-again, up to eta, from the third step in one direction on (a balance between the last two alphas is
-found in two); and after a step nothing is decided until the smoothed values have forgotten what was
-before it. Then alpha converges for every plant whose delta grows with alpha, however steep, and at
-the balance a GEMM takes at most 1 / (1 - tau) of the least time any alpha could give it.
-"""
+behind what the last step did. So (ours) a step is halved each time the direction turns. It is
+doubled again, up to eta, from the third step in one direction on: a balance between the last two
+alphas is found in two. After a step nothing is decided until the smoothed values have forgotten
+what was before it. Then alpha converges for every plant whose delta grows with alpha, however
+steep. At the balance a GEMM takes at most 1 / (1 - tau) of the least time any alpha could give
+it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class AlphaSettings:
     """Step while the GEMM misses its budget, the largest there is."""
     slow: float = 0.03125
     weight: float = 0.5
-    """Of the newest sample in the exponential averages, 0..1."""
+    """The weight of the newest sample in the exponential averages, 0..1."""
 
     @property
     def settling(self) -> int:

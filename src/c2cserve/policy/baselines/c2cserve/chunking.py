@@ -1,9 +1,9 @@
 """How many prompt tokens go into one prefill step of a model on a slice (C2CServe section 6.3).
 
-Every step streams all weights once, so the largest chunk is the fastest for its own request; but it
-keeps the link, the slice and its HBM busy longest, and whoever shares them waits. The *smallest*
-chunk that still meets the target disturbs least. For each candidate, with `S_X`, `S_O` the bytes of
-its activations and outputs and `gamma` how often the dataflow moves them,
+Every step streams all weights once, so the largest chunk is the fastest for its own request. But it
+keeps the link, the slice and its HBM busy longest, and requests that share them wait. The
+*smallest* chunk that still meets the target disturbs least. For each candidate, with `S_X`, `S_O`
+the bytes of its activations and outputs and `gamma` how often the dataflow moves them,
 
     BW_HBM = (gamma_X * S_X + gamma_O * S_O) / TTFT
 
@@ -34,8 +34,8 @@ class Gemm:
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """One line of the profile of a model on one size of slice: what a step of `tokens` prompt
-    tokens takes when it is alone (`step_s`), and of that what it needs of HBM and of compute."""
+    """One line of the profile of a model on one size of slice: a step of `tokens` prompt tokens,
+    alone. It takes `step_s`, with so much of HBM and of compute."""
 
     tokens: int
     step_s: float
@@ -51,9 +51,10 @@ def hbm_demand(cost: ChunkCost, chunk_s: float) -> float:
 def smallest_chunk(
     profile: Iterable[ChunkCost], prompt_tokens: int, ttft_s: float, hbm_bytes_per_s: float
 ) -> int | None:
-    """The smallest chunk with which a prompt gets its first token within `ttft_s`, without asking
-    more of the slice than its HBM's bandwidth and its compute; None: no chunk does. `ttft_s` is the
-    time that is left for it, `profile` that of this model on this size of slice, in any order."""
+    """Return the smallest chunk with which a prompt gets its first token within `ttft_s`. It asks
+    no more of the slice than its HBM's bandwidth and its compute. None: no chunk does. `ttft_s` is
+    the time that is left for it, `profile` that of this model on this size of slice, in any
+    order."""
     for cost in sorted(profile, key=lambda line: line.tokens):
         chunks = -(-prompt_tokens // cost.tokens)
         chunk_s = ttft_s / chunks

@@ -1,13 +1,11 @@
 """Placing as SLINFER does it (sections 5 to 8).
 
-A request goes to an instance of its model that shadow validation
-(`policy.baselines.slinfer.shadow`) and the memory check (`policy.baselines.slinfer.memory`) let
-have it: on CPUs first, the largest batch first, so that small batches run dry and their memory
-comes back (8 B, reactive consolidation). If memory alone is in the way, a neighbour may have to
-leave for it: one with a smaller batch, the smallest that frees enough, and only if each of its
-requests would be in time elsewhere (8 A, proactive consolidation). Else a new instance is made,
-packed onto the slice that is busiest.
-"""
+A request goes to an instance of its model that passes shadow validation
+(`policy.baselines.slinfer.shadow`) and the memory check (`policy.baselines.slinfer.memory`). CPUs
+go first, and the largest batch first, so that small batches run dry and free their memory (8 B,
+reactive consolidation). If memory alone is in the way, a neighbour may have to leave: the smallest
+batch that frees enough, smaller than its own. Each of its requests must be in time elsewhere (8 A,
+proactive consolidation). Else a new instance is made, packed onto the slice that is busiest."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +14,14 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
 from c2cserve.policy.baselines.slinfer.memory import raised, required_bytes
 from c2cserve.policy.baselines.slinfer.shadow import Prompt, Shadow, in_time, round_fits
-from c2cserve.policy.cluster.slice_load import Instance, Job, Placement, SliceLoad, kv_token_bytes
-from c2cserve.policy.presets import Preset
+from c2cserve.policy.cluster.slice_load import (
+    Instance,
+    PlacedRequest,
+    Placement,
+    SliceLoad,
+    kv_token_bytes,
+)
+from c2cserve.policy.simulated.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,7 @@ class Placer:
         batch = len(load.active[request.model].jobs)
         smaller = [
             (len(one.jobs), name) for name, one in load.active.items()
-            if name != request.model and one.ready and one.held is None and len(one.jobs) < batch
+            if name != request.model and one.ready and one.delayed is None and len(one.jobs) < batch
         ]  # fmt: skip
         for _, name in sorted(smaller):
             one = load.active[name]
@@ -153,14 +157,14 @@ class Placer:
 
 
 _LEAST_TOKENS_MAX = 4096
-"""Of L_min: longer contexts are rare among requests, whatever a model can do."""
+"""The limit of L_min: longer contexts are rare among requests, whatever a model can do."""
 
 
 def footprint(instance: Instance) -> int:
     return instance.spec.weight_bytes + instance.kv_bytes
 
 
-def resumed(job: Job, now: float, round_s: float) -> Request:
+def resumed(job: PlacedRequest, now: float, round_s: float) -> Request:
     """What the request would be if it was taken from its instance now."""
     out = min(job.out(now, round_s), job.request.max_new_tokens - 1)
     request = job.request
@@ -182,7 +186,7 @@ def computes(load: SliceLoad, request: Request, now: float, without: str = "") -
     joined = next((shadow for one, shadow in present if one.spec.id == request.model), None)
     loading = joined is None and not load.is_cpu
     target = joined or Shadow(load.times(request.model))
-    due_s = Job(request).due_s
+    due_s = PlacedRequest(request).due_s
     target.prompts.append(Prompt(due_s, request.prompt_len, request.slo.tpot_s, newcomer=True))
     fresh = [target] if joined is None else []
     shadows = [shadow for _, shadow in present] + fresh

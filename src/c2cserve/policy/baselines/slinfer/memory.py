@@ -1,10 +1,9 @@
-"""Memory of a slice on which every instance has weights and KV of its own, sized in advance and
-resized at a cost (SLINFER section 7).
+"""Memory of a slice on which every instance has weights and KV of its own (SLINFER section 7). It
+is sized in advance and resized at a cost.
 
-How much KV memory an instance needs (7 A, equation 2), when that is worth a resize (7 B, 7 D), and
-books that let many resizes, loads and unloads be under way at once without ever running out (7 C).
-Slices that hand slabs of one arena from model to model (`policy.slice.kv`) need none of this.
-"""
+7 A, equation 2: how much KV memory an instance needs. 7 B, 7 D: when that is worth a resize. 7 C:
+books by which many resizes, loads and unloads are under way at once without running out. Slices
+that hand slabs of one arena from model to model (`policy.slice.kv`) need none of this."""
 
 from collections import deque
 from collections.abc import Callable, Iterable

@@ -1,9 +1,9 @@
-"""Would a slice still keep everybody's targets with one request more? (SLINFER section 6 C)
+"""Would a slice still keep all targets with one request more? (SLINFER section 6 C)
 
-The request is added virtually and the slice's next iterations are played through in virtual time,
-each 10 % longer than believed: the instance with least headroom runs, a prompt alone, a batch's
-decode step together, until all prompts have had their turn and every instance a decode step after
-the last of them. Figure 15's violations:
+The request is added virtually, and the slice's next iterations are played through in virtual time,
+each 10 % longer than believed. The instance with least headroom runs: a prompt alone, a batch's
+decode step together. The play ends when all prompts have had their turn, and every instance a
+decode step after the last of them. Figure 15's violations:
 
   1  the newcomer's first token comes after its deadline;
   2  a request that was in time is late because of the newcomer's prefill;
@@ -15,10 +15,8 @@ Requests that were late before do not count: refusing the newcomer would not hel
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from c2cserve.policy.cluster.quantify import Times
+from c2cserve.policy.cluster.quantify import OVERESTIMATE, Times
 
-OVERESTIMATE = 1.1
-"""Times fluctuate, and sequences grow while they decode."""
 _NEVER_S = float("inf")
 
 
@@ -41,7 +39,7 @@ class Shadow:
     """Most urgent first."""
     batch: int = 0
     tokens: float = 0.0
-    """Of the sequences that decode, together."""
+    """Tokens of the sequences that decode, together."""
     due_s: float = _NEVER_S
     """When the most urgent of them needs its next token."""
     tpot_s: float = _NEVER_S

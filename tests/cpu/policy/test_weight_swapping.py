@@ -9,7 +9,7 @@ from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.simulated.weight_swapping import EASE_S, Shifts
+from c2cserve.policy.simulated.weight_swapping import EASE_S, WeightSwapping
 from c2cserve.policy.slice.batching import BY_HEADROOM, ActiveModel
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.kv import KvArena
@@ -25,7 +25,7 @@ class World:
             hbm_bytes=hbm_bytes, link_bytes_per_s=LINK,
         )  # fmt: skip
         self.arena = KvArena(hbm_bytes, 1)
-        self.shifts = Shifts(self.arena, slice_, rotates=rotates)
+        self.swapping = WeightSwapping(self.arena, slice_, rotates=rotates)
         self.hbm_bytes = hbm_bytes
         self.models: dict[str, ActiveModel] = {}
         self.there: dict[str, int] = {}
@@ -35,21 +35,21 @@ class World:
         model = ActiveModel(name, name, 1, StepTime(), BY_HEADROOM)
         self.models[name] = model
         self.arena.add_model(name, 1)
-        self.shifts.activated(model, ModelSpec(name, size, 1, 1, 4096))
+        self.swapping.activated(model, ModelSpec(name, size, 1, 1, 4096))
         return model
 
     def ask(self, model: ActiveModel, name: str, now: float, ttft_s: float = 2.0) -> None:
         model.add(Request(name, model.name, 20, 50, now, Slo(ttft_s, 0.1)), False)
-        self.shifts.asked(model.name, now)
+        self.swapping.requested(model.name, now)
 
     def plan(self, now: float, *flying: str) -> list[Fetch | Release]:
-        actions = self.shifts.plan(now, flying)
+        actions = self.swapping.plan(now, flying)
         self.carry_out(actions)
         return actions
 
     def carry_out(self, actions: list[Fetch | Release]) -> None:
         for action in actions:
-            size = self.shifts._kept[action.model].size
+            size = self.swapping._weights[action.model].size
             if isinstance(action, Fetch):
                 assert action.model not in self.there
                 assert action.model not in self.coming
@@ -61,7 +61,7 @@ class World:
 
     def arrive(self, name: str, took_s: float = 1.0) -> None:
         self.there[name] = self.coming.pop(name)
-        self.shifts.fetched(name, took_s)
+        self.swapping.fetched(name, took_s)
 
 
 @settings(max_examples=300, deadline=None)
@@ -84,7 +84,7 @@ def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
         elif what < 0.6 and (more := world.arena.allocate(model.key, random.randint(1, 9))):
             blocks += [(model.key, offset) for offset in more]
         elif what < 0.65 and model.seqs:
-            world.carry_out(list(world.shifts.make_way(model, (), now)))
+            world.carry_out(list(world.swapping.make_room(model, (), now)))
         elif what < 0.8 and blocks:
             key, offset = blocks.pop(random.randrange(len(blocks)))
             world.arena.release(key, [offset])
@@ -94,17 +94,17 @@ def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
         before = dict(world.there)
         world.plan(now, *flying)
         for name in before.keys() - world.there.keys():
-            assert world.shifts._rotates
+            assert world.swapping._rotates
             assert name not in flying, "a step is reading its weights"
         for one in models:
-            assert world.shifts.computes(one.name) == (one.name in world.there)
+            assert world.swapping.computes(one.name) == (one.name in world.there)
 
 
 def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> None:
     world = World(100)
     ahead, urgent = world.activate("ahead", 60), world.activate("urgent", 60)
     world.ask(ahead, "r1", 0.0)
-    world.shifts._kept["ahead"].gap_s = 1e3
+    world.swapping._weights["ahead"].gap_s = 1e3
     assert world.plan(0.0) == [Fetch("ahead")]
     world.arrive("ahead", 6.0)
     ahead.seqs["r1"].due_s = 30.0
@@ -114,9 +114,9 @@ def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> Non
     world.arrive("urgent", 6.0)
     urgent.seqs["r2"].due_s = 90.0
     urgent.seqs["r2"].started, urgent.started = True, 1
-    world.shifts._kept["urgent"].gap_s = 1e3
+    world.swapping._weights["urgent"].gap_s = 1e3
     assert world.plan(13.0) == [], "there is time"
-    begin_s = world.shifts.wakeup
+    begin_s = world.swapping.wakeup
     assert begin_s is not None
     assert 23.0 < begin_s < 24.0, "six seconds of loading, and a margin"
     assert world.plan(begin_s) == [Release("urgent"), Fetch("ahead")]
@@ -144,8 +144,8 @@ def test_loads_are_begun_early_enough_for_all_of_them() -> None:
     world = World(1000)
     for name, size in (("a", 10), ("b", 20), ("c", 30)):
         world.activate(name, size)
-    assert world.shifts.latest_start_s([(10.0, "a"), (10.5, "b"), (50.0, "c")]) == 7.5
-    assert world.shifts.latest_start_s([(10.0, "a"), (20.0, "b")]) == 9.0
+    assert world.swapping.latest_start_s([(10.0, "a"), (10.5, "b"), (50.0, "c")]) == 7.5
+    assert world.swapping.latest_start_s([(10.0, "a"), (20.0, "b")]) == 9.0
 
 
 def test_while_all_are_far_ahead_the_one_runs_that_makes_room_for_longest() -> None:
@@ -158,6 +158,6 @@ def test_while_all_are_far_ahead_the_one_runs_that_makes_room_for_longest() -> N
         world.ask(popular, f"p{now}", float(now))
     world.ask(rare, "r", 9.0)
     lines = [(10.0 + EASE_S, 1, "popular"), (11.0 + EASE_S, 2, "rare")]
-    assert world.shifts.turn(lines, 9.5, False) == (False, "rare")
-    assert world.shifts.turn(lines, 10.5, False) == (False, "popular"), "least headroom"
-    assert World(10, rotates=False).shifts.favourite(["popular"], 0.0) is None
+    assert world.swapping.turn(lines, 9.5, False) == (False, "rare")
+    assert world.swapping.turn(lines, 10.5, False) == (False, "popular"), "least headroom"
+    assert World(10, rotates=False).swapping.favourite(["popular"], 0.0) is None

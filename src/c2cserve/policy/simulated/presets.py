@@ -1,8 +1,7 @@
 """Which strategies make up a scheduler: ours, and the papers' as baselines in the same code.
 
-A preset is data. `policy.cluster` reads how requests are placed, `policy.slice` what a step is made
-of, and a simulated world what the mechanism underneath can do (whether weights stream).
-"""
+A preset is data, from which `policy.simulated.build` makes policies. A simulated world reads what
+the mechanism underneath can do."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,12 +14,12 @@ Placing = Literal["c2cserve", "slinfer", "limits", "scatter"]
 `limits`: instances take a fixed number of requests (`policy.baselines.serverlessllm`). `scatter`:
 any slice with a free place, drawn by a hash (`policy.baselines.serverlessllm`)."""
 
-Turn = Literal["headroom", "arrival"]
+RunOrder = Literal["headroom", "arrival"]
 """Which model and which of its requests run next on a slice: least headroom first, or first come
 first served."""
 Chunks = Literal["headroom", "smallest", "fixed", "whole"]
-"""Prompts are computed in chunks as large as headroom allows, in the smallest ones that are in time
-(C2CServe section 6.3), in ones as large as the slice takes, or not at all, one prompt a step."""
+"""How large chunks of prompts are: as headroom allows, the smallest in time (C2CServe section 6.3),
+the slice's largest, or one whole prompt a step."""
 
 ANY_SLICE: tuple[SliceKind, ...] = ("gpu", "green", "mig", "cpu")
 GPU_ONLY: tuple[SliceKind, ...] = ("gpu", "green", "mig")
@@ -44,11 +43,12 @@ class Preset:
     kinds: tuple[SliceKind, ...] = ANY_SLICE
     """Slices it uses."""
     limits: tuple[Limit, ...] = ()
-    """By size of model, smallest first; larger models have the last one's. None: no limit."""
+    """Limits by size of model, smallest first; larger models have the last one's. None: no
+    limit."""
     patience: float | None = None
     """Replaces `AdmissionSettings.patience`; None leaves what the server was told."""
     keep_alive_s: float = float("inf")
-    """How long an instance without requests stays on a slice that nobody else wants."""
+    """How long an instance without requests stays on a slice that no other model needs."""
     consolidate: bool = True
     """SLINFER section 8: preempt smaller neighbours, fill the largest batch first."""
     share: bool = True
@@ -56,10 +56,10 @@ class Preset:
     watermark: float = 0.25
     """SLINFER section 7 B: what is added to the KV memory that is required."""
     seed: int = 0
-    """Of `scatter`."""
+    """Seed of `scatter`."""
 
     # ---- read by the slices' policy
-    turn: Turn = "headroom"
+    turn: RunOrder = "headroom"
     chunks: Chunks = "headroom"
     rotation: RotationSettings | None = None
     """Largest virtual lag time first, KV rotated to the host where a slice has memory there

@@ -1,0 +1,42 @@
+"""Where a request goes, by the strategy that a preset names (`presets.Placing`)."""
+
+from dataclasses import dataclass
+
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request
+from c2cserve.policy.baselines.serverlessllm import place_by_limits, scatter
+from c2cserve.policy.baselines.slinfer.consolidation import Placer
+from c2cserve.policy.cluster.placement import Value
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.simulated.presets import Preset
+
+
+@dataclass(frozen=True, slots=True)
+class BaselinePlacing:
+    """`policy.cluster.strategies.Placing`."""
+
+    preset: Preset
+    placer: Placer
+
+    @property
+    def ours(self) -> bool:
+        return False
+
+    def place(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
+        *, late: bool,
+    ) -> Placement | None:  # fmt: skip
+        match self.preset.placing:
+            case "slinfer":
+                return self.placer.place(request, spec, loads, now)
+            case "limits":
+                return place_by_limits(request, spec, loads, self.preset.limits)
+            case "scatter":
+                return scatter(request, loads, self.preset.seed, self.preset.share)
+            case "c2cserve":
+                raise AssertionError("that is no baseline")
+
+    def place_owed(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float
+    ) -> Placement | None:
+        return None

@@ -1,0 +1,169 @@
+"""What the controller's policy is composed of: parts with more than one implementation.
+
+                 a server                     simulations and baselines
+    placing      `placement`, unbounded       `simulated.link_and_memory`, `baselines.placing`
+    instances    weights are read in place    `baselines.instances`
+
+`ExtraT` is the type of the actions that these parts add to `actions.ClusterAction`. On a server
+they add none, so its controller is never handed an action that it cannot carry out.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Never, Protocol, TypeVar
+
+from c2cserve.core import events as ev
+from c2cserve.core.actions import Activate, ClusterAction
+from c2cserve.core.machine import Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request
+from c2cserve.policy.cluster.placement import Value, place, place_owed
+from c2cserve.policy.cluster.slice_load import (
+    Instance,
+    Outputs,
+    Placement,
+    SliceLoad,
+    expected_kv_bytes,
+)
+
+ExtraT = TypeVar("ExtraT")
+ExtraT_co = TypeVar("ExtraT_co", covariant=True)
+Actions = Sequence[ClusterAction]
+Changed = ev.InstanceReady | ev.KvResized
+
+
+class Placing(Protocol):
+    @property
+    def ours(self) -> bool:
+        """Whether tenants get their shares of slices, suspects are isolated and idle slices steal.
+        A request that waited is tried only where room was made since. Baselines do none of it."""
+        ...
+
+    def place(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
+        *, late: bool,
+    ) -> Placement | None:  # fmt: skip
+        """Return where the request should go, of the open slices `loads`; None: nowhere now.
+        `value` and `late`: see `placement.place`."""
+        ...
+
+    def place_owed(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float
+    ) -> Placement | None:
+        """See `placement.place_owed`."""
+        ...
+
+
+class UnboundedPlacing:
+    ours = True
+
+    def __init__(self, mean_output: Callable[[str], float]) -> None:
+        self._mean_output = mean_output
+
+    def place(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
+        *, late: bool,
+    ) -> Placement | None:  # fmt: skip
+        kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
+        return place(request, spec, kv_bytes, loads, value, now, late=late)
+
+    def place_owed(
+        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float
+    ) -> Placement | None:
+        return place_owed(request, spec, loads, value, now)
+
+
+class InstanceRules(Protocol[ExtraT_co]):
+    """How instances begin, get memory and end."""
+
+    @property
+    def wakeup(self) -> float | None:
+        """When `expired` has to be asked again, in clock seconds."""
+        ...
+
+    def opened(self, slice_: Slice, load: SliceLoad) -> bool:
+        """A slice is up. False: it is not used."""
+        ...
+
+    def start(
+        self, load: SliceLoad, spec: ModelSpec, placement: Placement
+    ) -> Sequence[ClusterAction | ExtraT_co]:
+        """Make the model an instance of the slice."""
+        ...
+
+    def joined(
+        self, load: SliceLoad, instance: Instance, placement: Placement
+    ) -> Sequence[ClusterAction | ExtraT_co]:
+        """A request goes to an instance that is there."""
+        ...
+
+    def preempt(self, request_id: str, slice_id: str) -> ExtraT_co: ...
+
+    def left(self, load: SliceLoad, instance: Instance) -> None:
+        """A request of the instance has left its slice."""
+        ...
+
+    def ended(self, load: SliceLoad, instance: Instance) -> Sequence[ClusterAction | ExtraT_co]:
+        """The instance was deactivated."""
+        ...
+
+    def changed(
+        self, load: SliceLoad, instance: Instance, event: Changed
+    ) -> Sequence[ClusterAction | ExtraT_co]: ...
+
+    def shrink(self, now: float) -> Sequence[ExtraT_co]:
+        """Take back memory from instances that requests have left."""
+        ...
+
+    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
+        """Yield (slice, model, `Instance.used`) of instances that had no requests for long enough.
+        An instance that was used since is not meant."""
+        ...
+
+
+class InPlaceInstances:
+    """Instances read weights in place, share one KV arena, and stay until another model needs
+    their place on the slice."""
+
+    wakeup: None = None
+
+    def opened(self, slice_: Slice, load: SliceLoad) -> bool:
+        return True
+
+    def start(self, load: SliceLoad, spec: ModelSpec, placement: Placement) -> Actions:
+        load.activate(spec)
+        return (Activate(spec.id, load.slice.id),)
+
+    def joined(self, load: SliceLoad, instance: Instance, placement: Placement) -> Actions:
+        return ()
+
+    def preempt(self, request_id: str, slice_id: str) -> Never:
+        raise AssertionError(f"{request_id}: requests of a live slice are not preempted from here")
+
+    def left(self, load: SliceLoad, instance: Instance) -> None:
+        pass
+
+    def ended(self, load: SliceLoad, instance: Instance) -> Actions:
+        return ()
+
+    def changed(self, load: SliceLoad, instance: Instance, event: Changed) -> Actions:
+        return ()
+
+    def shrink(self, now: float) -> Sequence[Never]:
+        return ()
+
+    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class Strategies(Generic[ExtraT_co]):
+    outputs: Outputs
+    placing: Placing
+    instances: InstanceRules[ExtraT_co]
+
+
+def live_strategies() -> Strategies[Never]:
+    """Return what a server runs."""
+    outputs = Outputs()
+    return Strategies(outputs, UnboundedPlacing(outputs.mean), InPlaceInstances())
