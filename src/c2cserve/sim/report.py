@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 
 if TYPE_CHECKING:
     from c2cserve.sim.world.simulation import Simulation
@@ -88,16 +88,16 @@ class Report:
         return asdict(self)
 
 
-def in_time(job: Job) -> bool:
-    return job.first_s >= 0 and job.ttft_s <= job.request.slo.ttft_s
+def in_time(tracked: TrackedRequest) -> bool:
+    return tracked.first_s >= 0 and tracked.ttft_s <= tracked.request.slo.ttft_s
 
 
-def on_pace(job: Job) -> bool:
-    return job.drawn > 0 and job.tpot_s <= job.request.slo.tpot_s
+def on_pace(tracked: TrackedRequest) -> bool:
+    return tracked.sampled > 0 and tracked.tpot_s <= tracked.request.slo.tpot_s
 
 
-def every_token_in_time(job: Job) -> bool:
-    return job.ending == "finished" and job.late_s <= job.grace_s
+def every_token_in_time(tracked: TrackedRequest) -> bool:
+    return tracked.ending == "finished" and tracked.late_s <= tracked.grace_s
 
 
 def latency(values: Sequence[float]) -> Latency:
@@ -109,27 +109,30 @@ def latency(values: Sequence[float]) -> Latency:
 
 
 def report(simulation: "Simulation") -> Report:
-    jobs = simulation.jobs.ended
-    total = max(1, len(jobs))
-    long = [job for job in jobs if job.drawn > 1]
-    met = sum(job.ending == "finished" and in_time(job) and on_pace(job) for job in jobs)
-    first_s = min((job.request.arrival_s for job in jobs), default=0.0)
+    requests = simulation.requests.ended
+    total = max(1, len(requests))
+    long = [tracked for tracked in requests if tracked.sampled > 1]
+    met = sum(
+        tracked.ending == "finished" and in_time(tracked) and on_pace(tracked)
+        for tracked in requests
+    )
+    first_s = min((tracked.request.arrival_s for tracked in requests), default=0.0)
     duration_s = max(simulation.timeline.now - first_s, 1e-9)
     nodes = _nodes(simulation, duration_s)
-    kinds = {lane.slice.id: lane.slice.kind for lane in simulation.machine.lanes}
+    kinds = {simulated.slice.id: simulated.slice.kind for simulated in simulation.machine.slices}
     return Report(
-        requests=len(jobs),
-        finished=sum(job.ending == "finished" for job in jobs),
-        rejected=sum(job.ending == "rejected" for job in jobs),
-        truncated=sum(job.ending == "truncated" for job in jobs),
+        requests=len(requests),
+        finished=sum(tracked.ending == "finished" for tracked in requests),
+        rejected=sum(tracked.ending == "rejected" for tracked in requests),
+        truncated=sum(tracked.ending == "truncated" for tracked in requests),
         duration_s=duration_s,
-        ttft=latency([job.ttft_s for job in jobs if job.drawn]),
-        tpot=latency([job.tpot_s for job in long]),
-        ttft_attainment=sum(map(in_time, jobs)) / total,
+        ttft=latency([tracked.ttft_s for tracked in requests if tracked.sampled]),
+        tpot=latency([tracked.tpot_s for tracked in long]),
+        ttft_attainment=sum(map(in_time, requests)) / total,
         tpot_attainment=sum(map(on_pace, long)) / max(1, len(long)),
         slo_met=met,
         slo_attainment=met / total,
-        every_token_attainment=sum(map(every_token_in_time, jobs)) / total,
+        every_token_attainment=sum(map(every_token_in_time, requests)) / total,
         nodes_used=_by_kind(kinds, {name: node.used for name, node in nodes.items()}),
         nodes_held=_by_kind(kinds, {name: node.held for name, node in nodes.items()}),
         nodes=nodes,
@@ -137,9 +140,9 @@ def report(simulation: "Simulation") -> Report:
             name: LinkUse(link.moved_bytes, link.busy_s / duration_s, link.moved_bytes / duration_s)
             for name, link in simulation.network.links.items()
         },
-        preempted=sum(job.preempted for job in jobs),
-        resumed=sum(job.resumed for job in jobs),
-        ticks=simulation.turns.ticks,
+        preempted=sum(tracked.preempted for tracked in requests),
+        resumed=sum(tracked.resumed for tracked in requests),
+        ticks=simulation.loops.ticks,
     )
 
 
@@ -153,9 +156,9 @@ def _by_kind(kinds: Mapping[str, str], shares: Mapping[str, float]) -> dict[str,
 def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
     nodes: dict[str, NodeUse] = {}
     lives = [*simulation.lost, *simulation.slices.values()]
-    for lane in simulation.machine.lanes:
-        uses = [life.use for life in lives if life.lane is lane]
-        nodes[lane.slice.id] = NodeUse(
+    for simulated in simulation.machine.slices:
+        uses = [life.use for life in lives if life.simulated is simulated]
+        nodes[simulated.slice.id] = NodeUse(
             busy=sum(use.busy_s for use in uses) / duration_s,
             used=sum(use.used_s for use in uses) / duration_s,
             held=sum(use.held_s for use in uses) / duration_s,
@@ -168,6 +171,6 @@ def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
             memory=sum(use.memory_s for use in uses) / duration_s,
             link=sum(use.link_s for use in uses) / duration_s,
             kv=sum(use.kv_byte_s for use in uses)
-            / max(1e-9, lane.slice.kv_bytes * sum(use.busy_s for use in uses)),
+            / max(1e-9, simulated.slice.kv_bytes * sum(use.busy_s for use in uses)),
         )
     return nodes

@@ -10,7 +10,7 @@ from c2cserve.sim.report import Report, report
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import Fault
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest, SloRule
+from c2cserve.sim.world.requests import SimRequest, SloRule
 from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -86,7 +86,7 @@ def prepare(
 
 
 def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
-    least = min(lane.slice.hbm_bytes for lane in machine.lanes)
+    least = min(simulated.slice.hbm_bytes for simulated in machine.slices)
     for model in models:
         if model.spec.weight_bytes > least:
             raise ValueError(

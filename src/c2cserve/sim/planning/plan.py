@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from c2cserve.policy.presets import PRESETS
-from c2cserve.sim.planning.bottleneck import RELIEFS, could_bind
+from c2cserve.sim.planning.bottleneck import RESOURCES, could_bind
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.growing import GrowingLoad
 from c2cserve.sim.world.hardware import SimMachine, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
-_RELIEF = 1.5
+_MORE = 1.5
 _HELPS = 0.002
 """Of all requests; what helps fewer does not bind."""
 _CLOSE = 0.02
@@ -31,7 +31,7 @@ Progress = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Utilization:
     """Shares of the time, mean over slices, unless it says otherwise."""
 
     busy: float
@@ -56,12 +56,12 @@ class Trial:
     """Share of requests that finished with both targets met."""
     ttft_p95_s: float
     tpot_p95_s: float
-    use: Use
+    use: Utilization
     passed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
+class Bottleneck:
     what: str
     attainment: float
     """With half as much again of it."""
@@ -75,7 +75,7 @@ class Plan:
     """The largest catalogue that passed, or the first machine that did; None: nothing passed."""
     beyond: Trial | None
     """The trial that failed by least beyond it; None: nothing failed."""
-    reliefs: tuple[Relief, ...]
+    reliefs: tuple[Bottleneck, ...]
     """Of `beyond`."""
     grows: bool
     """Whether more models meant more requests."""
@@ -85,7 +85,7 @@ class Plan:
         """What helps most, of `sim.planning.bottleneck`; "" if no single thing helps."""
         if self.beyond is None or not self.reliefs:
             return ""
-        most = max(self.reliefs, key=lambda relief: relief.attainment)
+        most = max(self.reliefs, key=lambda bottleneck: bottleneck.attainment)
         return most.what if most.attainment > self.beyond.attainment + _HELPS else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ class Planner:
         return self._plan(best, beyond)
 
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
-        reliefs = () if beyond is None else tuple(self._reliefs(beyond))
+        reliefs = () if beyond is None else tuple(self._bottlenecks(beyond))
         return Plan(tuple(self._trials), best, beyond, reliefs, self._load.grows)
 
     def _try(self, hardware: str, count: int) -> Trial:
@@ -161,13 +161,13 @@ class Planner:
         self._trials.append(trial)
         return trial
 
-    def _reliefs(self, trial: Trial) -> Iterator[Relief]:
+    def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         machine = self._machine(trial.hardware)
         models = grown(self._models, trial.models)
         for what in could_bind(machine, models):
-            more = RELIEFS[what](machine, _RELIEF)
+            more = RESOURCES[what](machine, _MORE)
             result = self._run(more, models, f"{trial.hardware} with more {what}")
-            yield Relief(what, result.slo_attainment)
+            yield Bottleneck(what, result.slo_attainment)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])
@@ -200,14 +200,14 @@ def grown(models: Sequence[SimModel], count: int) -> list[SimModel]:
     return found
 
 
-def _use(result: Report, machine: SimMachine, models: Sequence[SimModel]) -> Use:
+def _use(result: Report, machine: SimMachine, models: Sequence[SimModel]) -> Utilization:
     nodes = list(result.nodes.values())
     speeds = dict(machine.links)
 
     def mean(values: Iterator[float]) -> float:
         return sum(values) / len(nodes)
 
-    return Use(
+    return Utilization(
         busy=mean(node.busy for node in nodes),
         compute=mean(node.compute for node in nodes),
         bandwidth=mean(node.memory for node in nodes),

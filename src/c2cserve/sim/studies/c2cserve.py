@@ -19,7 +19,7 @@ from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved, shape_of
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -137,10 +137,10 @@ def _starts(seed: int, scale: float) -> Part:
             first = _run(
                 system, "gh200", model, [SimRequest(0.0, name, 128, 2)], seed, True, _LOOSE
             )
-            cold.setdefault(system.name, []).append((model, first.jobs.ended[0].ttft_s))
+            cold.setdefault(system.name, []).append((model, first.requests.ended[0].ttft_s))
             requests = [SimRequest(0.0, "llama-3.2-1b/0", 128, 2), SimRequest(60.0, name, 128, 2)]
             both = _run(system, "gh200", f"llama-3.2-1b,{model}", requests, seed, slo=_LOOSE)
-            warm.setdefault(system.name, []).append((model, 1e3 * both.jobs.ended[-1].ttft_s))
+            warm.setdefault(system.name, []).append((model, 1e3 * both.requests.ended[-1].ttft_s))
     figures = [
         Figure("c2cserve_fig10", "First token of a model on disk (C2CServe fig. 10)", "", "s", cold,
                kind="bars", log="y"),
@@ -235,10 +235,12 @@ def _projection(seed: int, scale: float) -> Part:
     trace = f"rate=6,duration={300 * scale},sources=16,zipf=0.5,cv=2,prompt=220,output=200"
     for name in ("gh200", "gb200", "rubin"):
         machine = build(name)
-        lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
-        step["from HBM"].append((name, 1e3 * (size / lane.hbm_bytes_per_s + lane.step_s)))
-        step["over the link"].append((name, 1e3 * (size / link + lane.step_s)))
-        gap = (size / link + lane.step_s) / (size / lane.hbm_bytes_per_s + lane.step_s)
+        simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
+        step["from HBM"].append((name, 1e3 * (size / simulated.hbm_bytes_per_s + simulated.step_s)))
+        step["over the link"].append((name, 1e3 * (size / link + simulated.step_s)))
+        gap = (size / link + simulated.step_s) / (
+            size / simulated.hbm_bytes_per_s + simulated.step_s
+        )
         result = report(_run(_PAPER, f"{name}:mig2", "llama-3.2-3b*16", trace, seed))
         ours = (
             f"{machine.hardware.pool_bytes / size:.0f} models in host memory; a step over the link "

@@ -16,7 +16,7 @@ move.
 
 from dataclasses import dataclass
 
-from c2cserve.sim.world.hardware import Lane
+from c2cserve.sim.world.hardware import SimulatedSlice
 
 ALONE_BYTES_PER_S = 327e9
 """What one instance draws of the link at most: 5.37 GB in 16.4 ms."""
@@ -47,7 +47,7 @@ class GemmShape:
     k: int
     count: int = 1
 
-    def moved(self, m: int, alpha: float, lane: Lane) -> Moved:
+    def moved(self, m: int, alpha: float, simulated: SimulatedSlice) -> Moved:
         """With `alpha` of its columns done output-stationary."""
         w, x, o = (2.0 * size * self.count for size in (self.n * self.k, m * self.k, m * self.n))
         reads = -(-m // _ROWS_PER_READ)
@@ -55,5 +55,5 @@ class GemmShape:
         return Moved(
             link_bytes=w * (alpha * reads + 1 - alpha),
             hbm_bytes=alpha * (_X_READS_SYM * x + o) + (1 - alpha) * (x + _O_WRITES_ASYM * o),
-            compute_s=flops * (alpha + (1 - alpha) / _ASYM_SHARE) / lane.flops,
+            compute_s=flops * (alpha + (1 - alpha) / _ASYM_SHARE) / simulated.flops,
         )

@@ -14,7 +14,7 @@ from random import Random
 from c2cserve.policy.baselines.c2cserve.alpha import AlphaControl, GemmSample
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.hybrid import ALONE_BYTES_PER_S, GemmShape
-from c2cserve.sim.world.hardware import Lane, SimMachine, build
+from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.shapes import Shape, shape_of
 from c2cserve.sim.world.timeline import Timeline
@@ -83,7 +83,7 @@ def footprint() -> Figure:
     machine = build("gh200:mig2")
     gaps: list[tuple[float | str, float]] = []
     for names in _PAIRS:
-        pair = [_decoder(machine.lanes[i], shape_of(name)) for i, name in enumerate(names)]
+        pair = [_decoder(machine.slices[i], shape_of(name)) for i, name in enumerate(names)]
         size = sum(shape_of(name).weight_bytes for name in names)
         gaps.append((size / 1e9, 100 * _interference(machine, pair)[2]))
     return Figure(
@@ -93,9 +93,9 @@ def footprint() -> Figure:
     )  # fmt: skip
 
 
-def _decoder(lane: Lane, shape: Shape) -> _Instance:
+def _decoder(simulated: SimulatedSlice, shape: Shape) -> _Instance:
     floor_s = shape.weight_bytes / ALONE_BYTES_PER_S
-    return _Instance(lane.h2d, float(shape.weight_bytes), floor_s, lane.step_s)
+    return _Instance(simulated.h2d, float(shape.weight_bytes), floor_s, simulated.step_s)
 
 
 def chunk_size() -> Figure:
@@ -122,11 +122,11 @@ def _prefills(machine: SimMachine, chunk: int, alpha: float, slow: int) -> list[
     shape = shape_of("llama-3.1-8b")
     gemm = GemmShape(n=shape.parameters // 4096, k=4096)
     pair: list[_Instance] = []
-    for lane in machine.lanes:
-        moved = gemm.moved(chunk, alpha, lane)
-        alone_s = moved.alone_s(ALONE_BYTES_PER_S, lane.hbm_bytes_per_s)
+    for simulated in machine.slices:
+        moved = gemm.moved(chunk, alpha, simulated)
+        alone_s = moved.alone_s(ALONE_BYTES_PER_S, simulated.hbm_bytes_per_s)
         floor_s = alone_s * (1 + slow / chunk)
-        pair.append(_Instance(lane.h2d, moved.link_bytes, floor_s, lane.step_s))
+        pair.append(_Instance(simulated.h2d, moved.link_bytes, floor_s, simulated.step_s))
     return pair
 
 
@@ -136,10 +136,10 @@ def dataflows() -> Figure:
     series: dict[str, list[tuple[float | str, float]]] = {}
     for layout, name in (("whole", "1 instance"), ("mig3", "3"), ("mig7", "7")):
         machine = build(f"gh200:{layout}")
-        lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
-        points = [(step / 16, gemm.moved(10240, step / 16, lane)) for step in range(17)]
+        simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
+        points = [(step / 16, gemm.moved(10240, step / 16, simulated)) for step in range(17)]
         series[name] = [
-            (alpha, 1e3 * moved.alone_s(link, lane.hbm_bytes_per_s)) for alpha, moved in points
+            (alpha, 1e3 * moved.alone_s(link, simulated.hbm_bytes_per_s)) for alpha, moved in points
         ]
     return Figure(
         "c2cserve_fig4", "HybridGEMM by alpha (C2CServe fig. 4)", "alpha", "ms", series,
@@ -152,19 +152,19 @@ def alpha_steps() -> Figure:
     intervals other instances come to the link or leave it."""
     gemm = GemmShape(n=16384, k=4096)
     machine = build("gh200:mig3")
-    lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
+    simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
     control = AlphaControl()
     chosen: list[tuple[float | str, float]] = []
     best: list[tuple[float | str, float]] = []
     for interval in range(500):
         share = link / (1, 3, 2, 6, 1)[interval // 100]
-        moved = gemm.moved(10240, control.variant, lane)
-        took_s = moved.alone_s(share, lane.hbm_bytes_per_s)
+        moved = gemm.moved(10240, control.variant, simulated)
+        took_s = moved.alone_s(share, simulated.hbm_bytes_per_s)
         chosen.append((interval, 1e3 * took_s))
-        best.append((interval, 1e3 * _best_s(gemm, lane, share)))
+        best.append((interval, 1e3 * _best_s(gemm, simulated, share)))
         use = GemmSample(
             took_s,
-            max(moved.hbm_bytes / lane.hbm_bytes_per_s, moved.compute_s) / took_s,
+            max(moved.hbm_bytes / simulated.hbm_bytes_per_s, moved.compute_s) / took_s,
             moved.link_bytes / share / took_s,
         )
         control.sample(use, budget_s=0.012)
@@ -174,9 +174,9 @@ def alpha_steps() -> Figure:
     )  # fmt: skip
 
 
-def _best_s(gemm: GemmShape, lane: Lane, share: float) -> float:
+def _best_s(gemm: GemmShape, simulated: SimulatedSlice, share: float) -> float:
     return min(
-        gemm.moved(10240, step / 64, lane).alone_s(share, lane.hbm_bytes_per_s)
+        gemm.moved(10240, step / 64, simulated).alone_s(share, simulated.hbm_bytes_per_s)
         for step in range(65)
     )
 

@@ -23,7 +23,7 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for figure in figures:
-        drawn, axes = plt.subplots(
+        sampled, axes = plt.subplots(
             figsize=(4.4, 2.8) if figure.small else (6.4, 4.0), layout="constrained"
         )
         (_bars if figure.kind == "bars" else _lines)(axes, figure)
@@ -38,12 +38,12 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
             axes.set_ylim(low if low < _PERCENT_LOW else 0.0, _PERCENT_TOP)
         axes.grid(alpha=0.3)
         if figure.kind == "bars":  # they leave no corner free
-            drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
+            sampled.legend(loc="outside lower center", ncols=5, fontsize=8)
         else:
             axes.legend(fontsize=8)
         paths.append(folder / f"{figure.name}.png")
-        drawn.savefig(paths[-1], dpi=130, metadata={"Software": None})
-        plt.close(drawn)
+        sampled.savefig(paths[-1], dpi=130, metadata={"Software": None})
+        plt.close(sampled)
     return paths
 
 

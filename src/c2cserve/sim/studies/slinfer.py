@@ -18,7 +18,7 @@ from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -64,10 +64,10 @@ def target(prompt: int) -> Slo:
     return Slo(_AIM * slo.ttft_s, _AIM * slo.tpot_s)
 
 
-def met(job: Job) -> bool:
-    slo = slo_rule("slinfer")(job.request.prompt_len)
-    in_time = job.drawn > 0 and job.ttft_s <= slo.ttft_s + job.grace_s
-    return job.ending == "finished" and in_time and job.tpot_s <= slo.tpot_s
+def met(tracked: TrackedRequest) -> bool:
+    slo = slo_rule("slinfer")(tracked.request.prompt_len)
+    in_time = tracked.sampled > 0 and tracked.ttft_s <= slo.ttft_s + tracked.grace_s
+    return tracked.ending == "finished" and in_time and tracked.tpot_s <= slo.tpot_s
 
 
 def run(
@@ -90,26 +90,24 @@ def run(
     settings = Settings(preset=preset, admission=admission, seed=seed, noise=0.05)
     simulation = Simulation(machine, names, workload(trace, names), target, settings)
     simulation.run()
-    jobs = simulation.jobs.ended
+    requests = simulation.requests.ended
     held = report(simulation).nodes_held
     parts = preset.parts
     return Outcome(
-        requests=len(jobs),
-        met=sum(map(met, jobs)),
+        requests=len(requests),
+        met=sum(map(met, requests)),
         cpus=held.get("cpu", 0.0) / (1 if whole_cpus else parts),
         gpus=held.get("gpu", 0.0) / parts,
-        ttft_s=sorted(job.ttft_s for job in jobs if job.drawn),
+        ttft_s=sorted(tracked.ttft_s for tracked in requests if tracked.sampled),
     )
 
 
 def _first(machine: SimMachine, nodes: int, whole_cpus: bool) -> SimMachine:
     """The machine with so many nodes of each kind; of CPUs one part each if they stay `whole`."""
-    kept = [lane for lane in machine.lanes if int(lane.node[3:]) < nodes]
+    chosen = [simulated for simulated in machine.slices if int(simulated.node[3:]) < nodes]
     if whole_cpus:
-        kept = [
-            lane for lane in kept if lane.slice.kind != "cpu" or lane.slice.id.endswith(".0")
-        ]  # fmt: skip
-    return replace(machine, lanes=tuple(kept))
+        chosen = [one for one in chosen if one.slice.kind != "cpu" or one.slice.id.endswith(".0")]
+    return replace(machine, slices=tuple(chosen))
 
 
 def study(options: StudyOptions) -> StudyResult:

@@ -52,7 +52,7 @@ class _Run:
 
 def _simulate(run: _Run) -> Report:
     weights = shape_of(run.model).weight_bytes
-    share = run.hbm_share - weights / build(_HARDWARE).lanes[0].slice.hbm_bytes
+    share = run.hbm_share - weights / build(_HARDWARE).slices[0].slice.hbm_bytes
     slices = SliceSettings(kv_share=share, max_batch=1024, host_kv_bytes=_HOST_BYTES)
     machine = build(_HARDWARE, slices, run.preset)
     if run.kv_link_bytes_per_s:

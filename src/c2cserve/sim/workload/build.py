@@ -7,10 +7,10 @@ from random import Random
 
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.sim.workload.catalogue import find_lengths, find_path, find_rows
-from c2cserve.sim.workload.rates import draw, has_rates
+from c2cserve.sim.workload.rates import has_rates, sample_requests
 from c2cserve.sim.workload.rows import Row
 from c2cserve.sim.workload.synthetic import synthetic
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
 _SHARED_SEED = 1 << 62
@@ -89,7 +89,7 @@ def _rows(settings: WorkloadSettings) -> list[Row]:
     path = find_path(settings.trace)
     if has_rates(path):
         duration_s = settings.duration_s if isfinite(settings.duration_s) else _RATES_S
-        return draw(
+        return sample_requests(
             path, settings.seed, settings.start_s, duration_s, settings.where, settings.rate_scale
         )
     rows = find_rows(settings.trace, settings.where)

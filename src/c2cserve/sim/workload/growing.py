@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from c2cserve.sim.workload.build import WorkloadSettings, by_source, workload
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
 _SHIFT = 0.381966

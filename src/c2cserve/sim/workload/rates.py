@@ -17,7 +17,7 @@ from c2cserve.sim.workload.clients import COLUMNS, WINDOW_S, clients
 from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
 
 
-def draw(
+def sample_requests(
     path: Path,
     seed: int,
     start_s: float,
@@ -40,10 +40,10 @@ def draw(
         case "minutes":
             rows = _minutes(lines, seed, start_s, end_s, scale)
         case "clients":
-            kept = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
-            if not kept:
+            chosen = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
+            if not chosen:
                 raise TraceError(f"{path.name} has no clients like these")
-            rows = clients(kept, seed, start_s, end_s, scale)
+            rows = clients(chosen, seed, start_s, end_s, scale)
         case "means":
             known = [column for column in found if column.startswith("rps")]
             column = where.get("rates", known[0])

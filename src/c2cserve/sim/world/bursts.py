@@ -11,12 +11,14 @@ class Burst:
     `order`: which step is next, and next, ...; `owed[i]`: times after which a sequence of step `i`
     ends, and all of it with it."""
 
-    def __init__(self, costs: Sequence[float], order: Sequence[int], owed: Sequence[int]) -> None:
+    def __init__(
+        self, costs: Sequence[float], order: Sequence[int], remaining: Sequence[int]
+    ) -> None:
         self._order = order
         self.costs = costs
         self._ends = list(accumulate(map(costs.__getitem__, order)))
         """Work that is done at the end of each entry of the order."""
-        self.length = _until_one_ends(order, owed)
+        self.length = _until_one_ends(order, remaining)
         """Entries that are run."""
 
     @property
@@ -49,12 +51,12 @@ class Burst:
         return spans
 
 
-def _until_one_ends(order: Sequence[int], owed: Sequence[int]) -> int:
-    if len(owed) == 1:
-        return min(len(order), owed[0])
+def _until_one_ends(order: Sequence[int], remaining: Sequence[int]) -> int:
+    if len(remaining) == 1:
+        return min(len(order), remaining[0])
     length = len(order)
-    for number, times in enumerate(owed):
+    for number, times in enumerate(remaining):
         if times <= order.count(number):
-            turns = (position for position, index in enumerate(order) if index == number)
-            length = min(length, next(islice(turns, times - 1, None)) + 1)
+            loops = (position for position, index in enumerate(order) if index == number)
+            length = min(length, next(islice(loops, times - 1, None)) + 1)
     return length

@@ -9,24 +9,24 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 
 
 @dataclass(slots=True, eq=False)
 class SeqState:
     """A request as its slice's executor knows it."""
 
-    job: Job
+    tracked: TrackedRequest
     spec: ModelSpec
     length: int
     """Known tokens: prompt and drawn."""
-    drawn: int = 0
+    sampled: int = 0
     """Tokens drawn on this slice."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
-    leaving: list[int] = field(default_factory=list[int])
+    swapping_out: list[int] = field(default_factory=list[int])
     """Blocks whose KV is on its way to the host."""
-    coming: list[int] = field(default_factory=list[int])
+    swapping_in: list[int] = field(default_factory=list[int])
     """Blocks whose KV is on its way, or has come, from the host, to be told by a fresh step."""
     on_host: int = 0
     """Tokens whose KV is in host memory, while the request is rotated out."""
@@ -62,11 +62,11 @@ class BlockBook:
     def begin(self, seq: SeqState, part: SeqStep, times: int) -> None:
         """A step is about to compute `part` of the sequence, so many times."""
         shared = 0
-        if part.fresh and seq.coming:
+        if part.fresh and seq.swapping_in:
             assert not seq.moving, f"{part.request_id}: runs while its KV is on its way"
             assert part.start == seq.on_host, f"{part.request_id}: it did not stop here"
-            self._give(seq, seq.coming)
-            seq.computed, seq.coming, seq.on_host = part.start, [], 0
+            self._give(seq, seq.swapping_in)
+            seq.computed, seq.swapping_in, seq.on_host = part.start, [], 0
         elif part.fresh:
             self.release(seq)
             seq.computed = part.start
@@ -140,8 +140,8 @@ class BlockBook:
     def release(self, seq: SeqState) -> None:
         """Its KV is gone, on the host too."""
         self._give(seq, seq.blocks)
-        self._give(seq, seq.coming)
-        seq.blocks, seq.coming = [], []
+        self._give(seq, seq.swapping_in)
+        seq.blocks, seq.swapping_in = [], []
         seq.computed = seq.on_host = 0
 
     def move(self, seq: SeqState, move: Move) -> None:
@@ -154,16 +154,16 @@ class BlockBook:
             assert seq.on_host, f"{name}: nothing of it is on the host"
             assert not seq.blocks, f"{name}: it is still here"
             self._claim(seq, blocks, 0)
-            seq.coming = blocks
+            seq.swapping_in = blocks
             return
         assert blocks == seq.blocks[move.first : move.first + len(blocks)], f"{name}: not its KV"
         if move.direction == "out":
-            seq.leaving = blocks
+            seq.swapping_out = blocks
             seq.on_host = seq.computed
             self._give(seq, [offset for offset in seq.blocks if offset not in set(blocks)])
             seq.blocks = []
 
     def moved(self, seq: SeqState) -> None:
         """Its move has arrived."""
-        self._give(seq, seq.leaving)
-        seq.leaving, seq.moving = [], False
+        self._give(seq, seq.swapping_out)
+        seq.swapping_out, seq.moving = [], False

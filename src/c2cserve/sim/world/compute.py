@@ -9,11 +9,11 @@ from c2cserve.core.actions import RunStep
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.checks import BlockBook, SeqState
-from c2cserve.sim.world.hardware import Lane
+from c2cserve.sim.world.context import SimulationContext, SliceUse
+from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.shared import Use, World
-from c2cserve.sim.world.weight_cache import KeptWeights
+from c2cserve.sim.world.weight_cache import WeightCache
 
 _STEADY = 4
 """What a slice keeps of a model is taken to stay as it is for one step more for every so many that
@@ -29,22 +29,22 @@ _WAITED = 1.001
 class Compute:
     def __init__(
         self,
-        lane: Lane,
-        world: World,
+        simulated: SimulatedSlice,
+        context: SimulationContext,
         seqs: Mapping[str, SeqState],
         book: BlockBook,
-        kept: KeptWeights | None,
-        tell: Callable[[ev.SliceEvent], None],
+        cached: WeightCache | None,
+        notify: Callable[[ev.SliceEvent], None],
         finished: Callable[[SeqState], None],
     ) -> None:
         """`kept`: of weights that stream; None: all are in the slice's memory. `finished` is called
         for sequences that have drawn all they owe, before the step is told to be done."""
-        self.use = Use()
+        self.use = SliceUse()
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
-        self._lane, self._world = lane, world
-        self._seqs, self._book, self._kept = seqs, book, kept
-        self._tell, self._finished = tell, finished
+        self._lane, self._context = simulated, context
+        self._seqs, self._book, self._cache = seqs, book, cached
+        self._notify, self._finished = notify, finished
         self._dead = False
         self._line: deque[RunStep] = deque()
         """The first of them is under way."""
@@ -52,7 +52,7 @@ class Compute:
         """When it began."""
         self._step_s = 0.0
         """When the step, or the burst, that is under way began."""
-        self._turn = self._position = 0
+        self._current = self._position = 0
         """Which of the run's steps that is, and where in its order."""
         self._steps: tuple[Step, ...] = ()
         """Of the run."""
@@ -94,7 +94,7 @@ class Compute:
         burst = self._burst
         if burst is None:
             return
-        network, now = self._world.network, self._world.timeline.now
+        network, now = self._context.network, self._context.timeline.now
         if self._flow is not None:
             whole, left = burst.work, network.left(self._flow)
             if burst.cut(whole - left):
@@ -102,26 +102,26 @@ class Compute:
         elif burst.cut(now - self._step_s):
             self._plan += 1
             end_s = self._step_s + burst.work
-            self._world.timeline.at(end_s, self._burst_done, self._plan)
+            self._context.timeline.at(end_s, self._burst_done, self._plan)
 
-    def settle(self) -> None:
+    def update_use(self) -> None:
         """Bring `use` up to now."""
         if self._line:
-            now = self._world.timeline.now
+            now = self._context.timeline.now
             self.use.busy_s += now - self._started_s
             self._started_s = now
 
     def stop(self) -> None:
         """For good: the slice is lost."""
-        self.settle()
+        self.update_use()
         self._dead = True
         if self._flow is not None:
-            self._world.network.stop(self._flow)
+            self._context.network.stop(self._flow)
 
     def _start(self) -> None:
         """What is first in line begins: one step, or several in an order."""
         run = self._line[0]
-        self._started_s = self._world.timeline.now
+        self._started_s = self._context.timeline.now
         order = run.order
         if not run.then:
             steps = self._steps = (run.step,)
@@ -134,8 +134,8 @@ class Compute:
         self._stopping = False
         self._position = 0
         if not order or not self._start_burst(run, steps):
-            self._turn = order[0] if order else 0
-            self._start_step(steps[self._turn])
+            self._current = order[0] if order else 0
+            self._start_step(steps[self._current])
 
     def _begin(self, step: Step, times: int) -> Parts:
         """The step's sequences, which it is about to compute so many times."""
@@ -149,31 +149,31 @@ class Compute:
         return parts
 
     def _start_step(self, step: Step) -> None:
-        world, lane, model = self._world, self._lane, self._world.models[step.model]
-        self._step_s = world.timeline.now
+        context, simulated, model = self._context, self._lane, self._context.models[step.model]
+        self._step_s = context.timeline.now
         self._switch(step.model)
-        kept, steps = self._keep(model, self._step_s, 1)
-        if kept < 1.0 and self._start_stream(step, model, kept, steps // _STEADY):
+        cached, steps = self._use_weights(model, self._step_s, 1)
+        if cached < 1.0 and self._start_stream(step, model, cached, steps // _STEADY):
             return
-        alpha = self.alphas.get(step.model, 0.0) if world.hybrid else None
-        cost = world.costs.step(step, model, lane, kept, alpha, self._times[self._turn])
+        alpha = self.alphas.get(step.model, 0.0) if context.hybrid else None
+        cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
         floor_s = cost.floor_s
-        if world.noise:
-            floor_s *= world.random.lognormvariate(0.0, world.noise)
+        if context.noise:
+            floor_s *= context.random.lognormvariate(0.0, context.noise)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
-        streamed = cost.link_bytes if lane.h2d else 0.0
+        streamed = cost.link_bytes if simulated.h2d else 0.0
         self.use.streamed_bytes += streamed
-        if alpha is not None and lane.h2d:
+        if alpha is not None and simulated.h2d:
             self._memory_bytes = cost.memory_bytes
-            self._moved_before = world.network.moved_bytes(lane.h2d[0])
-        if lane.compute:
-            self._flow = world.network.start((lane.compute,), floor_s, 1.0, self._step_done)
+            self._moved_before = context.network.moved_bytes(simulated.h2d[0])
+        if simulated.compute:
+            self._flow = context.network.start((simulated.compute,), floor_s, 1.0, self._step_done)
         elif streamed > 0:
             rate = streamed / floor_s
-            self._flow = world.network.start(lane.h2d, streamed, rate, self._step_done)
+            self._flow = context.network.start(simulated.h2d, streamed, rate, self._step_done)
         else:
             self._plan += 1
-            world.timeline.at(self._step_s + floor_s, self._step_done, self._plan)
+            context.timeline.at(self._step_s + floor_s, self._step_done, self._plan)
 
     def _switch(self, name: str) -> None:
         if name != self._last_model:
@@ -184,14 +184,14 @@ class Compute:
         """A step has run that is simulated on its own; the next of its round follows."""
         if self._dead or (plan is not None and plan != self._plan):
             return
-        turn, now = self._turn, self._world.timeline.now
+        current, now = self._current, self._context.timeline.now
         self._flow = None
-        self._took_s[turn] += now - self._step_s
-        self._times[turn] += 1
+        self._took_s[current] += now - self._step_s
+        self._times[current] += 1
         self._account(now - self._step_s)
-        if self._world.hybrid and self._lane.h2d:
-            self._measure_gemms(self._steps[turn], now - self._step_s)
-        self._go_on(1, self._advance(turn, 1, now, 0.0))
+        if self._context.hybrid and self._lane.h2d:
+            self._measure_gemms(self._steps[current], now - self._step_s)
+        self._go_on(1, self._advance(current, 1, now, 0.0))
 
     def _go_on(self, steps: int, ended: bool) -> None:
         """So many more have run; the next one of the order follows unless a sequence has ended, or
@@ -201,61 +201,70 @@ class Compute:
         if ended or self._stopping or self._position >= len(order):
             self._finish()
         else:
-            turn = self._turn = order[self._position]
-            self._start_step(self._steps[turn])
+            current = self._current = order[self._position]
+            self._start_step(self._steps[current])
 
     # ---- an order of decodes as one event -------------------------------------------------------
 
     def _start_burst(self, run: RunStep, steps: tuple[Step, ...]) -> bool:
         """False: weights stream, so that times depend on who else does: step by step."""
-        world, lane = self._world, self._lane
-        self._step_s = world.timeline.now
-        models = [world.models[step.model] for step in steps]
-        if self._kept is not None and not all(self._kept.all_of(model) for model in models):
+        context, simulated = self._context, self._lane
+        self._step_s = context.timeline.now
+        models = [context.models[step.model] for step in steps]
+        if self._cache is not None and not all(self._cache.all_of(model) for model in models):
             return False
-        owed = [min([seq.job.owed - seq.job.drawn for _, seq in parts]) for parts in self._parts]
+        remaining = [
+            min([seq.tracked.output - seq.tracked.sampled for _, seq in parts])
+            for parts in self._parts
+        ]
         scale = 1.0
-        if world.noise:
-            spread = world.noise / sqrt(min(len(run.order), *owed))
-            scale = world.random.lognormvariate(0.0, spread)
-        ahead = min(len(run.order) // len(steps), *owed) // 2
+        if context.noise:
+            spread = context.noise / sqrt(min(len(run.order), *remaining))
+            scale = context.random.lognormvariate(0.0, spread)
+        extra_tokens = min(len(run.order) // len(steps), *remaining) // 2
         costs = [
-            world.costs.step(step, model, lane, 1.0, None, ahead)
+            context.costs.step(step, model, simulated, 1.0, None, extra_tokens)
             for step, model in zip(steps, models, strict=True)
         ]
         self._floor_s, self._compute_share = inf, costs[0].compute_share
-        burst = self._burst = Burst([scale * cost.floor_s for cost in costs], run.order, owed)
-        if lane.compute:
-            route = (lane.compute,)
-            self._flow = world.network.start(route, burst.work, 1.0, self._burst_done)
+        burst = self._burst = Burst([scale * cost.floor_s for cost in costs], run.order, remaining)
+        if simulated.compute:
+            route = (simulated.compute,)
+            self._flow = context.network.start(route, burst.work, 1.0, self._burst_done)
         else:
             self._plan += 1
-            world.timeline.at(self._step_s + burst.work, self._burst_done, self._plan)
+            context.timeline.at(self._step_s + burst.work, self._burst_done, self._plan)
         return True
 
-    def _start_stream(self, step: Step, model: SimModel, kept: float, most: int) -> bool:
+    def _start_stream(self, step: Step, model: SimModel, cached: float, most: int) -> bool:
         """Several of an order of one model's decodes as one flow over the link, which takes longer
         or shorter as others come and go; `most` of them, as what the slice keeps of its weights is
         taken to change no sooner. False: the next one has to be simulated on its own."""
-        world, lane, left = self._world, self._lane, len(self._line[0].order) - self._position
-        if left < 2 or most < 2 or self._line[0].then or world.hybrid or lane.compute:
+        context, simulated, left = (
+            self._context,
+            self._lane,
+            len(self._line[0].order) - self._position,
+        )
+        if left < 2 or most < 2 or self._line[0].then or context.hybrid or simulated.compute:
             return False
-        times = min(left, most, *[seq.job.owed - seq.job.drawn for _, seq in self._parts[0]])
-        ahead = self._times[0] + times // 2
-        cost = world.costs.step(step, model, lane, kept, None, ahead)
+        times = min(
+            left, most, *[seq.tracked.output - seq.tracked.sampled for _, seq in self._parts[0]]
+        )
+        extra_tokens = self._times[0] + times // 2
+        cost = context.costs.step(step, model, simulated, cached, None, extra_tokens)
         self._floor_s, self._compute_share = cost.floor_s, cost.compute_share
-        if world.noise:
-            self._floor_s *= world.random.lognormvariate(0.0, world.noise / sqrt(times))
+        if context.noise:
+            self._floor_s *= context.random.lognormvariate(0.0, context.noise / sqrt(times))
         self._streams = cost.link_bytes
         rate = cost.link_bytes / self._floor_s
         burst = self._burst = Burst([cost.link_bytes], (0,) * times, [times])
-        self._flow = world.network.start(lane.h2d, burst.work, rate, self._burst_done)
+        self._flow = context.network.start(simulated.h2d, burst.work, rate, self._burst_done)
         return True
 
     def _burst_done(self, plan: int | None = None) -> None:
         if self._dead or (plan is not None and plan != self._plan):
             return
-        burst, run, now = self._burst, self._line[0], self._world.timeline.now
+        burst, run, now = self._burst, self._line[0], self._context.timeline.now
         assert burst is not None
         self._burst = self._flow = None
         stretch = (now - self._step_s) / burst.work
@@ -269,7 +278,7 @@ class Compute:
                 name = self._steps[index].model
                 self._switch(name)
                 if more := times - (self._streams > 0.0):
-                    self._keep(self._world.models[name], now, more)
+                    self._use_weights(self._context.models[name], now, more)
                 gap_s = stretch * (last - first) / (times - 1) if times > 1 else 0.0
                 ended |= self._advance(index, times, self._step_s + stretch * last, gap_s)
         if run.then:
@@ -277,14 +286,14 @@ class Compute:
         self._streams = 0.0
         self._go_on(burst.length, ended)
 
-    def _keep(self, model: SimModel, now: float, times: int) -> tuple[float, int]:
+    def _use_weights(self, model: SimModel, now: float, times: int) -> tuple[float, int]:
         """So many steps of it begin, and what streams by is kept. The share of its weights that is
         here, and for how many steps it has been so."""
-        if self._kept is None:
+        if self._cache is None:
             return 1.0, times
-        kept = self._kept.use(model, now, times)
-        before, steps = self._found.get(model.spec.id, (kept, 0))
-        found = self._found[model.spec.id] = kept, times + (steps if kept == before else 0)
+        cached = self._cache.use(model, now, times)
+        before, steps = self._found.get(model.spec.id, (cached, 0))
+        found = self._found[model.spec.id] = cached, times + (steps if cached == before else 0)
         return found
 
     # ---- what steps come to ---------------------------------------------------------------------
@@ -310,24 +319,24 @@ class Compute:
             seq.computed += tokens
             computed += tokens
             if part.emits:
-                job = seq.job
+                tracked = seq.tracked
                 seq.length += times
-                before, seq.drawn = seq.drawn, seq.drawn + times
-                job.draw(times, last_s, gap_s)
-                if job.drawn == 1:
-                    first = ev.FirstToken(part.request_id, job.ttft_s)
-                    self._world.controller.tell(first)
-                if job.resumed and before < ev.PROGRESS_TOKENS <= seq.drawn:
-                    after_s = last_s - job.request.arrival_s
-                    self._world.controller.tell(ev.Progressed(part.request_id, after_s))
-                if job.drawn >= job.owed:
+                before, seq.sampled = seq.sampled, seq.sampled + times
+                tracked.receive(times, last_s, gap_s)
+                if tracked.sampled == 1:
+                    first = ev.FirstToken(part.request_id, tracked.ttft_s)
+                    self._context.controller.notify(first)
+                if tracked.resumed and before < ev.PROGRESS_TOKENS <= seq.sampled:
+                    after_s = last_s - tracked.request.arrival_s
+                    self._context.controller.notify(ev.Progressed(part.request_id, after_s))
+                if tracked.sampled >= tracked.output:
                     ended = True
         self.use.tokens += computed
         return ended
 
     def _finish(self) -> None:
         """Tell the policy of the steps of a run, and let go of what has ended."""
-        now = self._world.timeline.now
+        now = self._context.timeline.now
         self._line.popleft()
         self.use.busy_s += now - self._started_s
         every = zip(self._steps, self._parts, self._times, self._took_s, strict=True)
@@ -335,17 +344,17 @@ class Compute:
             outcomes: list[ev.SeqOutcome] = []
             for part, seq in parts if times else ():
                 if part.emits:
-                    finished = seq.job.drawn >= seq.job.owed
+                    finished = seq.tracked.sampled >= seq.tracked.output
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
                     if finished:
                         self._finished(seq)
-            self._tell(ev.StepDone(step.id, tuple(outcomes), took_s, times))
+            self._notify(ev.StepDone(step.id, tuple(outcomes), took_s, times))
         if self._line:
             self._start()
 
     def _measure_gemms(self, step: Step, took_s: float) -> None:
-        network, link = self._world.network, self._lane.h2d[0]
+        network, link = self._context.network, self._lane.h2d[0]
         moved = network.moved_bytes(link) - self._moved_before
         memory = self._memory_bytes / (took_s * self._lane.hbm_bytes_per_s)
         use = moved / (took_s * network.links[link].bytes_per_s)
-        self._tell(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))
+        self._notify(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))

@@ -7,7 +7,7 @@ from math import inf
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.timeline import Timeline
 
-Job = tuple[float, Callable[[], None]]
+Copy = tuple[float, Callable[[], None]]
 """Bytes, and whom to tell."""
 
 
@@ -17,8 +17,8 @@ class CopyEngine:
         self._timeline = timeline
         self._network = network
         self._route = route
-        self._urgent: list[Job] = []
-        self._others: list[Job] = []
+        self._urgent: list[Copy] = []
+        self._others: list[Copy] = []
         self._busy = False
 
     def submit(self, size: float, urgent: bool, done: Callable[[], None]) -> None:
@@ -40,7 +40,7 @@ class CopyEngine:
         else:
             self._done(batch)
 
-    def _done(self, batch: list[Job]) -> None:
+    def _done(self, batch: list[Copy]) -> None:
         for _, done in batch:
             done()
         self._start()

@@ -25,7 +25,7 @@ from math import ceil
 
 from c2cserve.core.step import Step
 from c2cserve.core.value import value
-from c2cserve.sim.world.hardware import Lane
+from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.tables import StepTable, Tables
 
@@ -74,57 +74,59 @@ class Costs:
         self,
         step: Step,
         model: SimModel,
-        lane: Lane,
-        kept: float,
+        simulated: SimulatedSlice,
+        cached: float,
         alpha: float | None = None,
-        ahead: int = 0,
+        extra_tokens: int = 0,
     ) -> StepCost:
         """`kept`: the share of the model's weights that is in the slice's memory. `alpha`: of
         hybrid GEMMs; None: our own dataflows. `ahead`: tokens that every sequence is further than
         the step says."""
-        key = (model.shape.name, lane.slice.id)
+        key = (model.shape.name, simulated.slice.id)
         terms = self._terms.get(key)
         if terms is None:
-            terms = self._terms[key] = self._prepare(model, lane)
+            terms = self._terms[key] = self._prepare(model, simulated)
         if terms.table is not None:
-            floor_s, share = table_seconds(step, terms.table, ahead)
-            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept), share)
+            floor_s, share = table_seconds(step, terms.table, extra_tokens)
+            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - cached), share)
         tokens = pairs = context = 0
         for part in step.seqs:
-            start = part.start + ahead
+            start = part.start + extra_tokens
             end = start + part.tokens
             tokens += part.tokens
             pairs += part.tokens * (start + end + 1) // 2
             context += end + part.tokens
         weights = model.spec.step_bytes(tokens)
-        streamed = weights * (1.0 - kept)
+        streamed = weights * (1.0 - cached)
         compute_s = terms.token_s * tokens + terms.pair_s * pairs
         memory_s = (
-            terms.byte_s * weights * kept + terms.kv_token_s * context + terms.activation_s * tokens
+            terms.byte_s * weights * cached
+            + terms.kv_token_s * context
+            + terms.activation_s * tokens
         )
         if alpha is not None:
-            memory_s += (1.0 - kept) * (1.0 - alpha) * terms.partial_token_s * tokens
+            memory_s += (1.0 - cached) * (1.0 - alpha) * terms.partial_token_s * tokens
             streamed *= alpha * ceil(tokens / _TILE) + 1.0 - alpha
         floor_s = max(compute_s, memory_s) + terms.fixed_s
         share = float(compute_s >= memory_s)
-        return StepCost(floor_s, streamed, share, memory_s * lane.hbm_bytes_per_s)
+        return StepCost(floor_s, streamed, share, memory_s * simulated.hbm_bytes_per_s)
 
-    def _prepare(self, model: SimModel, lane: Lane) -> _Terms:
+    def _prepare(self, model: SimModel, simulated: SimulatedSlice) -> _Terms:
         shape = model.shape
         hidden = shape.heads * shape.head_dim
         return _Terms(
-            token_s=2.0 * shape.active_parameters / lane.flops,
-            pair_s=4.0 * shape.layers * hidden / lane.flops,
-            activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / lane.hbm_bytes_per_s,
-            kv_token_s=shape.kv_token_bytes / lane.hbm_bytes_per_s,
-            byte_s=1.0 / lane.hbm_bytes_per_s,
-            partial_token_s=4.0 * shape.active_parameters / _TILE / lane.hbm_bytes_per_s,
-            fixed_s=lane.step_s,
-            table=self._tables.get(shape.table, lane.table),
+            token_s=2.0 * shape.active_parameters / simulated.flops,
+            pair_s=4.0 * shape.layers * hidden / simulated.flops,
+            activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / simulated.hbm_bytes_per_s,
+            kv_token_s=shape.kv_token_bytes / simulated.hbm_bytes_per_s,
+            byte_s=1.0 / simulated.hbm_bytes_per_s,
+            partial_token_s=4.0 * shape.active_parameters / _TILE / simulated.hbm_bytes_per_s,
+            fixed_s=simulated.step_s,
+            table=self._tables.get(shape.table, simulated.table),
         )
 
 
-def table_seconds(step: Step, table: StepTable, ahead: int) -> tuple[float, float]:
+def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[float, float]:
     """Seconds, and the prefills' share of them. Decodes as one batch; prefills one after another.
     What a step costs however little is in it is paid once."""
     prefill_s = 0.0
@@ -132,7 +134,7 @@ def table_seconds(step: Step, table: StepTable, ahead: int) -> tuple[float, floa
     for part in step.seqs:
         if part.tokens == 1 and part.start:
             decodes += 1
-            length += part.start + ahead
+            length += part.start + extra_tokens
         else:
             prefills += 1
             prefill_s += table.prefill_s(part.start, part.tokens)

@@ -74,7 +74,7 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class SimulatedSlice:
     """A slice, and what it costs to run there."""
 
     slice: Slice
@@ -96,7 +96,7 @@ class Lane:
 @dataclass(frozen=True, slots=True)
 class SimMachine:
     hardware: Hardware
-    lanes: tuple[Lane, ...]
+    slices: tuple[SimulatedSlice, ...]
     links: tuple[tuple[str, float], ...]
 
 
@@ -198,19 +198,19 @@ def build(
         settings = replace(settings, kv_share=1.0)
     base, _, layout = name.partition(":")
     hardware = find(base)
-    lanes: list[Lane] = []
+    slices: list[SimulatedSlice] = []
     links = [(link, rate) for link, (rate, _) in hardware.host_links.items()]
     for device in hardware.devices:
         chosen = _layout(device, layout, hardware)
         for number in range(device.count):
             node = f"{device.name}{number}"
-            lanes += _lanes(hardware, device, chosen, node, settings, preset)
+            slices += _slices_of(hardware, device, chosen, node, settings, preset)
             if preset.parts > 1:
                 links += [(f"{node}.{n}.compute", 1.0) for n in range(chosen.slices)]
             if device.h2d_bytes_per_s > 0:
                 links.append((f"{node}.h2d", device.h2d_bytes_per_s))
                 links.append((f"{node}.d2h", device.d2h_bytes_per_s))
-    return SimMachine(hardware, tuple(lanes), tuple(links))
+    return SimMachine(hardware, tuple(slices), tuple(links))
 
 
 def _layout(device: Device, name: str, hardware: Hardware) -> Layout:
@@ -223,14 +223,14 @@ def _layout(device: Device, name: str, hardware: Hardware) -> Layout:
     return device.layouts[name]
 
 
-def _lanes(
+def _slices_of(
     hardware: Hardware,
     device: Device,
     layout: Layout,
     node: str,
     settings: SliceSettings,
     preset: Preset,
-) -> list[Lane]:
+) -> list[SimulatedSlice]:
     parts = preset.parts
     streams = device.h2d_bytes_per_s > 0
     # Weights that could stream are where the GPU reads them: the link's speed is theirs.
@@ -244,7 +244,7 @@ def _lanes(
     link_share = min([device.h2d_bytes_per_s, *(rate / max(1, gpus) for rate in shared)])
     hbm_bytes = layout.hbm_bytes // parts
     kv_bytes = int(hbm_bytes * settings.kv_share) // _SLAB_BYTES * _SLAB_BYTES
-    lanes: list[Lane] = []
+    slices: list[SimulatedSlice] = []
     for index in range(layout.slices * parts):
         slice_ = Slice(
             id=node if layout.slices * parts == 1 else f"{node}.{index}",
@@ -261,7 +261,7 @@ def _lanes(
             host_kv_bytes=settings.host_kv_bytes if streams else 0,
         )
         slice_ = replace(slice_, **layout.slice)
-        lane = Lane(
+        simulated = SimulatedSlice(
             slice=slice_,
             node=node,
             flops=layout.flops,
@@ -273,5 +273,5 @@ def _lanes(
             d2h=routes["d2h"] if streams else (),
             compute=f"{node}.{index // parts}.compute" if parts > 1 else "",
         )
-        lanes.append(lane)
-    return lanes
+        slices.append(simulated)
+    return slices

@@ -79,7 +79,7 @@ class Network:
     def stop(self, flow: Flow) -> None:
         """Whoever waited for it does not any more: it ends without `done`."""
         self._account(flow)
-        self._leave(flow)
+        self._remove(flow)
 
     def left(self, flow: Flow) -> float:
         """Bytes it still has to move."""
@@ -106,7 +106,7 @@ class Network:
             self._account(flow)
         return link.moved_bytes
 
-    def settle(self) -> None:
+    def update_totals(self) -> None:
         """Bring `moved_bytes` and `busy_s` up to now."""
         now = self._timeline.now
         for link in self.links.values():
@@ -118,7 +118,7 @@ class Network:
 
     # ---- sharing --------------------------------------------------------------------------------
 
-    def _leave(self, flow: Flow) -> None:
+    def _remove(self, flow: Flow) -> None:
         flow.plan += 1
         now = self._timeline.now
         waited = [link for link in flow.route if link.demand > link.bytes_per_s]
@@ -179,7 +179,7 @@ class Network:
         for link in flow.route:
             link.moved_bytes += flow.left
         flow.left = 0.0
-        self._leave(flow)
+        self._remove(flow)
         flow.done()
 
 

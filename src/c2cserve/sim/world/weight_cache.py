@@ -7,7 +7,7 @@ from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.sim.world.shapes import SimModel
 
 
-class KeptWeights:
+class WeightCache:
     """`policy.weights.hbm_residency` at work: which layers of which model are kept. What a step
     reads besides comes over the link, and is kept for the next one where there is room."""
 

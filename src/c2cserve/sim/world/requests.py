@@ -19,15 +19,15 @@ class SimRequest:
     arrival_s: float
     model: str
     prompt: int
-    owed: int
+    output: int
     prefix_hashes: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TrackedRequest:
     request: Request
-    owed: int
-    drawn: int = 0
+    output: int
+    sampled: int = 0
     slice_id: str = ""
     dispatched_s: float = -1.0
     first_s: float = -1.0
@@ -42,14 +42,14 @@ class Job:
     resumed: bool = False
     preempted: int = 0
 
-    def draw(self, tokens: int, now: float, gap_s: float = 0.0) -> None:
+    def receive(self, tokens: int, now: float, gap_s: float = 0.0) -> None:
         """It got `tokens` tokens, the last of them now, each `gap_s` after the one before."""
-        slo, before = self.request.slo, self.drawn
+        slo, before = self.request.slo, self.sampled
         due_s = self.request.arrival_s + slo.ttft_s + slo.tpot_s * before
         first_s = now - gap_s * (tokens - 1)
         if before == 0:
             self.first_s = first_s
-        self.drawn = before + tokens
+        self.sampled = before + tokens
         self.last_s = now
         if first_s - due_s > self.late_s:
             self.late_s = first_s - due_s
@@ -61,19 +61,19 @@ class Job:
     def due_s(self) -> float:
         """Of its next token."""
         slo = self.request.slo
-        return self.request.arrival_s + slo.ttft_s + slo.tpot_s * self.drawn
+        return self.request.arrival_s + slo.ttft_s + slo.tpot_s * self.sampled
 
     def as_of_now(self) -> Request:
         """What a policy is told when the request must be placed again."""
         request = self.request
-        new = self.drawn - request.sent
+        new = self.sampled - request.sent
         if not new:
             return request
         return replace(
             request,
             prompt_len=request.prompt_len + new,
             max_new_tokens=request.max_new_tokens - new,
-            sent=self.drawn,
+            sent=self.sampled,
         )
 
     @property
@@ -83,23 +83,23 @@ class Job:
     @property
     def tpot_s(self) -> float:
         """Mean time per output token after the first; 0 with fewer than two."""
-        return (self.last_s - self.first_s) / (self.drawn - 1) if self.drawn > 1 else 0.0
+        return (self.last_s - self.first_s) / (self.sampled - 1) if self.sampled > 1 else 0.0
 
 
 @dataclass(slots=True)
-class JobBook:
+class RequestBook:
     """All that is under way, and what has ended."""
 
-    live: dict[str, Job] = field(default_factory=dict[str, Job])
-    ended: list[Job] = field(default_factory=list[Job])
+    live: dict[str, TrackedRequest] = field(default_factory=dict[str, TrackedRequest])
+    ended: list[TrackedRequest] = field(default_factory=list[TrackedRequest])
 
-    def add(self, job: Job) -> None:
-        assert job.request.id not in self.live, f"{job.request.id} arrives twice"
-        self.live[job.request.id] = job
+    def add(self, tracked: TrackedRequest) -> None:
+        assert tracked.request.id not in self.live, f"{tracked.request.id} arrives twice"
+        self.live[tracked.request.id] = tracked
 
-    def end(self, job: Job, ending: Ending, status: int = 0) -> None:
+    def end(self, tracked: TrackedRequest, ending: Ending, status: int = 0) -> None:
         """Exactly once: KeyError otherwise."""
-        assert not job.ending, f"{job.request.id} ends twice"
-        del self.live[job.request.id]
-        job.ending, job.status = ending, status
-        self.ended.append(job)
+        assert not tracked.ending, f"{tracked.request.id} ends twice"
+        del self.live[tracked.request.id]
+        tracked.ending, tracked.status = ending, status
+        self.ended.append(tracked)

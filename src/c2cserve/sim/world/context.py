@@ -7,9 +7,9 @@ from typing import Protocol
 
 from c2cserve.core import events as ev
 from c2cserve.sim.world.costs import Costs
-from c2cserve.sim.world.jobs import Job
 from c2cserve.sim.world.links import Network
-from c2cserve.sim.world.loop import Turns
+from c2cserve.sim.world.loop import LoopScheduler
+from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.timeline import Timeline
 
@@ -17,23 +17,23 @@ from c2cserve.sim.world.timeline import Timeline
 class Controller(Protocol):
     """What a slice tells the rest of the machine."""
 
-    def tell(self, event: ev.ClusterEvent) -> None: ...
+    def notify(self, event: ev.ClusterEvent) -> None: ...
 
-    def finished(self, job: Job) -> None: ...
+    def finished(self, tracked: TrackedRequest) -> None: ...
 
-    def truncated(self, job: Job) -> None: ...
+    def truncated(self, tracked: TrackedRequest) -> None: ...
 
-    def dropped(self, job: Job) -> None: ...
+    def dropped(self, tracked: TrackedRequest) -> None: ...
 
-    def returned(self, job: Job) -> None: ...
+    def returned(self, tracked: TrackedRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class SimulationContext:
     """What all slices of a machine share."""
 
     timeline: Timeline
-    turns: Turns
+    loops: LoopScheduler
     network: Network
     costs: Costs
     models: Mapping[str, SimModel]
@@ -46,7 +46,7 @@ class World:
 
 
 @dataclass(slots=True)
-class Use:
+class SliceUse:
     """What a slice did, seconds and counts."""
 
     busy_s: float = 0.0
