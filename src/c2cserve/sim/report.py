@@ -1,4 +1,4 @@
-"""What a simulation came to: latencies, attainment of targets, and what was used for it."""
+"""The result of a simulation: latencies, attainment of targets, and use of the machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -48,9 +48,9 @@ class NodeUse:
     compute: float
     memory: float
     link: float
-    """Steps ran whose time arithmetic, the slice's own memory, or the link decided."""
+    """Steps ran whose duration was set by arithmetic, the slice's own memory, or the link."""
     kv: float
-    """Of the memory for KV, what was held while steps ran."""
+    """Share of the KV memory that was held while steps ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Report:
     truncated: int
     duration_s: float
     ttft: Latency
-    """Of requests that got a first token."""
+    """Latency of the requests that got a first token."""
     tpot: Latency
-    """Mean time per token after the first, of requests with two tokens or more."""
+    """Mean time per token after the first. Requests with two tokens or more count."""
     ttft_attainment: float
-    """Share of all requests whose first token was in time; a refused one's was not."""
+    """Share of all requests whose first token was in time. A refused request is late."""
     tpot_attainment: float
-    """Of requests with two tokens or more, those whose mean time per token was within target."""
+    """Share of requests with two tokens or more whose mean time per token was within target."""
     slo_met: int
-    """Requests that finished with both."""
+    """Requests that finished within both targets."""
     slo_attainment: float
     every_token_attainment: float
     """Share of requests that finished with every token in time (SLINFER equation 1), loading of
@@ -77,7 +77,7 @@ class Report:
     nodes_used: Mapping[str, float]
     """Kind of slice -> slices that had requests, mean over time."""
     nodes_held: Mapping[str, float]
-    """Likewise those that had instances."""
+    """Kind of slice -> slices that had instances, mean over time."""
     nodes: Mapping[str, NodeUse]
     links: Mapping[str, LinkUse]
     preempted: int

@@ -1,4 +1,4 @@
-"""What a machine would be with more of one thing: how it is found out what binds."""
+"""Machines with more of one resource, to find by experiment which resource is the bottleneck."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> Si
 
 
 def _fresh(table: StepTable) -> StepTable:
-    """Without the answers that are kept."""
+    """Copy the points without the cached lookups."""
     return StepTable(table.prefill, table.decode, table.base_s)
 
 
@@ -77,12 +77,12 @@ RESOURCES: Mapping[str, Callable[[SimMachine, float], SimMachine]] = {
     "HBM": _capacity,
     "host memory": _pool,
 }
-"""What may bind -> the machine with so many times of it. On CPUs HBM is the host's memory. Of a
-measured table, prefills are compute and decodes are bandwidth."""
+"""Resource -> a function that multiplies it in a machine. On CPUs, HBM is the host's memory. In a
+measured table, prefills stand for compute and decodes for bandwidth."""
 
 
 def could_bind(machine: SimMachine, models: Sequence[SimModel]) -> list[str]:
-    """Of `RELIEFS`, those that there is something of which more could be had."""
+    """Return the names of `RESOURCES` whose capacity limits this machine and catalogue at all."""
     streams = any(simulated.h2d for simulated in machine.slices)
     weights = sum(model.spec.weight_bytes for model in models)
     left_out = {"link"} if not streams else set[str]()

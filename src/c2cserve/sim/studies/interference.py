@@ -1,10 +1,10 @@
-"""C2CServe figures 4 and 6, and its section 7 in closed loop: what streaming weights does to those
-who share the link.
+"""C2CServe figures 4 and 6, and section 7 in closed loop: interference of streams on one link.
 
-Two instances on halves of a GH200 (MIG 2 of Table 1) compute without pause. A pass is first what
-needs no link (`pause_s`: launches, sampling, attention; nothing of the next pass can start before),
-then GEMMs whose bytes come over the processor-sharing link. Interference is the paper's: what is
-lacking to the sum of both alone, as a share of it.
+Two instances on halves of a GH200 (MIG 2 of Table 1) compute without pause. A pass begins with work
+that needs no link (`pause_s`: launches, sampling, attention), and no part of the next pass overlaps
+it. GEMMs follow, whose bytes come over the shared link.
+
+    interference = 1 - (throughput of both together) / (sum of each alone)
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ _PAIRS = (
     ("llama-3.2-3b", "llama-3.2-3b"), ("llama-3.2-3b", "llama-3.1-8b"),
     ("llama-3.1-8b", "llama-3.1-8b"), ("llama-3.1-8b", "qwen2.5-14b"),
 )  # fmt: skip
-"""From 5 to 46 GB together; the paper says only that they are Llama 3 models of 5 to 44 GB."""
+"""Pairs of 5 to 46 GB together. The paper says only Llama 3 models of 5 to 44 GB."""
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _SLOW_ROWS = 340
 """Rows of a chunk at which GEMMs run at half speed, chosen so that the smallest chunk of figure
@@ -99,8 +99,10 @@ def _decoder(simulated: SimulatedSlice, shape: Shape) -> _Instance:
 
 
 def chunk_size() -> Figure:
-    """Figure 6(b). Prefill of Llama-3-8B with dataflows that read weights once per chunk (ours, and
-    the paper's asymmetric one), and with the symmetric one, once per 256 rows."""
+    """Figure 6(b): interference by chunk size, prefill of Llama-3-8B.
+
+    Our dataflows and the paper's asymmetric one read weights once per chunk. The symmetric one
+    reads them once per 256 rows."""
     machine = build("gh200:mig2")
     series: dict[str, list[tuple[float | str, float]]] = {}
     for name, alpha, slow in (
@@ -148,8 +150,8 @@ def dataflows() -> Figure:
 
 
 def alpha_steps() -> Figure:
-    """Section 7 in closed loop: the same GEMM on a third of a GH200, while every 100 control
-    intervals other instances come to the link or leave it."""
+    """Section 7 in closed loop: the same GEMM on a third of a GH200. Every 100 control intervals the
+    number of instances on the link changes."""
     gemm = GemmShape(n=16384, k=4096)
     machine = build("gh200:mig3")
     simulated, link = machine.slices[0], min(rate for _, rate in machine.links)

@@ -1,8 +1,10 @@
 """SLINFER figures 22, 23 and 32: its testbed, its traces, its baselines.
 
-A request counts as served in time as in that paper's analysis: it finished, its first token came
-within min(max(0.5, prompt / 512), 8) s and its mean time per token was at most 0.25 s; time spent
-on loading its instance is added to the first target, for every system (section IX-A).
+A request is served in time as in that paper's analysis (section IX-A), for every system:
+
+- it finished
+- its first token came within min(max(0.5, prompt / 512), 8) s, plus the time its instance loaded
+- its mean time per token was at most 0.25 s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,10 +30,10 @@ COUNTS = (32, 64, 128)
 SYSTEMS = ("serverlessllm", "sllm+c", "sllm+c+s", "slinfer", "c2cserve")
 _OURS = "c2cserve"
 _AIM = 0.95
-"""Policies aim at so much of the targets that requests are judged by, as the paper's own code."""
+"""Policies aim at this share of the targets that requests are judged by, as the paper's code."""
 _QUICK_S = 300.0
-"""`--quick`: so much of the trace, 128 models of 7B for the comparison and 64 for the ablation, and
-one and four nodes of each kind. Two minutes instead of half an hour; from an empty machine."""
+"""Seconds of the trace with `--quick`, from an empty machine: two minutes instead of half an hour.
+It compares 128 models of 7B, ablates with 64, and scales over one and four nodes of each kind."""
 _ABLATIONS = {
     "full": SLINFER,
     "no CPU": replace(SLINFER, kinds=GPU_ONLY),
@@ -51,7 +53,7 @@ class Outcome:
     """CPU nodes that had instances, mean over time; likewise GPUs."""
     gpus: float
     ttft_s: Sequence[float]
-    """Of all that got a first token, sorted."""
+    """Times of all requests that got a first token, sorted."""
 
     @property
     def share(self) -> float:
@@ -59,7 +61,7 @@ class Outcome:
 
 
 def target(prompt: int) -> Slo:
-    """What policies are told."""
+    """Return the targets that policies see."""
     slo = slo_rule("slinfer")(prompt)
     return Slo(_AIM * slo.ttft_s, _AIM * slo.tpot_s)
 
@@ -103,7 +105,7 @@ def run(
 
 
 def _first(machine: SimMachine, nodes: int, whole_cpus: bool) -> SimMachine:
-    """The machine with so many nodes of each kind; of CPUs one part each if they stay `whole`."""
+    """Return the machine with the first `nodes` of each kind. With `whole_cpus` a CPU is one slice."""
     chosen = [simulated for simulated in machine.slices if int(simulated.node[3:]) < nodes]
     if whole_cpus:
         chosen = [one for one in chosen if one.slice.kind != "cpu" or one.slice.id.endswith(".0")]
@@ -189,7 +191,7 @@ def _figures(served: Served, sizes: Iterable[str], counts: Sequence[int]) -> Ite
 
 
 def _cdf(one: Outcome) -> list[tuple[float | str, float]]:
-    """A hundred points, up to 8 s; refused requests never get a first token."""
+    """Return about a hundred points up to 8 s. Refused requests never get a first token."""
     shown = [ttft_s for ttft_s in one.ttft_s if ttft_s <= 8.0]
     every = max(1, len(shown) // 100)
     return [(shown[i], (i + 1) / one.requests) for i in range(0, len(shown), every)]

@@ -1,4 +1,4 @@
-"""Decode steps that follow each other as one event: its end is arithmetic unless something
+"""Decode steps that follow each other as one event. Its end is arithmetic unless another event
 intervenes."""
 
 from bisect import bisect_right
@@ -7,9 +7,11 @@ from itertools import accumulate, islice
 
 
 class Burst:
-    """`costs[i]`: work of step `i` (seconds, when nobody shares the slice), the same each time;
-    `order`: which step is next, and next, ...; `owed[i]`: times after which a sequence of step `i`
-    ends, and all of it with it."""
+    """A burst of steps that repeat.
+
+    `costs[i]` is the work of step `i` in seconds on an unshared slice, the same each time. `order`
+    lists which step runs when. After `remaining[i]` runs a sequence of step `i` ends, and the burst
+    with it."""
 
     def __init__(
         self, costs: Sequence[float], order: Sequence[int], remaining: Sequence[int]
@@ -17,17 +19,18 @@ class Burst:
         self._order = order
         self.costs = costs
         self._ends = list(accumulate(map(costs.__getitem__, order)))
-        """Work that is done at the end of each entry of the order."""
+        """Work done at the end of each entry of the order."""
         self.length = _until_one_ends(order, remaining)
-        """Entries that are run."""
+        """How many entries run."""
 
     @property
     def work(self) -> float:
         return self._ends[self.length - 1]
 
     def cut(self, done: float) -> bool:
-        """Stop at the end of the step that is under way when `done` of the work is over. False:
-        that is where it ends anyhow."""
+        """End the burst with the step that is under way when `done` of the work is over.
+
+        Return whether this shortens it."""
         length = bisect_right(self._ends, done) + 1
         if length >= self.length:
             return False
@@ -35,8 +38,7 @@ class Burst:
         return True
 
     def spans(self) -> list[tuple[int, float, float]]:
-        """Of each step: how often it runs, and the work done when it ends for the first and the
-        last time."""
+        """Return (runs, work done at the end of its first run, and of its last) of each step."""
         if len(self.costs) == 1:
             return [(self.length, self._ends[0], self.work)]
         order, spans = self._order[: self.length], list[tuple[int, float, float]]()

@@ -1,4 +1,4 @@
-"""What computes on a slice: steps in the order they were asked for, one at a time."""
+"""The compute of a simulated slice: steps in the order of their submission, one at a time."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -16,14 +16,14 @@ from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.weight_cache import WeightCache
 
 _STEADY = 4
-"""What a slice keeps of a model is taken to stay as it is for one step more for every so many that
-it has been so: it changes with the traffic of all models there, which is asked of each step."""
+"""If the cached share of a model did not change for n steps, it is assumed to hold for n / 4 more.
+It depends on the traffic of all models on the slice, so it cannot be assumed for long."""
 
 Parts = list[tuple[SeqStep, SeqState]]
-"""A step's sequences."""
+"""The sequences of a step."""
 
 _WAITED = 1.001
-"""A step that took so many times its floor waited for the link: less is rounding."""
+"""A step that took this many times its floor waited for the link. Less is rounding."""
 
 
 class Compute:
@@ -37,27 +37,29 @@ class Compute:
         notify: Callable[[ev.SliceEvent], None],
         finished: Callable[[SeqState], None],
     ) -> None:
-        """`kept`: of weights that stream; None: all are in the slice's memory. `finished` is called
-        for sequences that have drawn all they owe, before the step is told to be done."""
+        """`cache` holds weights that stream; None: all are in the slice's memory.
+
+        `finished` is called for sequences with all their output, before the policy is notified of
+        the step's end."""
         self.use = SliceUse()
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
-        self._lane, self._context = simulated, context
+        self._simulated, self._context = simulated, context
         self._seqs, self._book, self._cache = seqs, book, cached
         self._notify, self._finished = notify, finished
         self._dead = False
         self._line: deque[RunStep] = deque()
-        """The first of them is under way."""
+        """Runs in line; the first of them is under way."""
         self._started_s = 0.0
-        """When it began."""
+        """When that run began."""
         self._step_s = 0.0
         """When the step, or the burst, that is under way began."""
         self._current = self._position = 0
-        """Which of the run's steps that is, and where in its order."""
+        """Index of that step in the run, and position in the run's order."""
         self._steps: tuple[Step, ...] = ()
-        """Of the run."""
+        """Steps of the run."""
         self._parts: list[Parts] = []
-        """Of each of them."""
+        """Sequences of each step."""
         self._times: list[int] = []
         """How often each of them has run."""
         self._took_s: list[float] = []
@@ -66,16 +68,16 @@ class Compute:
         self._streams = 0.0
         """Bytes of weights that each step of the burst brings over the link."""
         self._found: dict[str, tuple[float, int]] = {}
-        """Model -> share of its weights that its last step found here, and for how many steps it
-        has been so."""
+        """Model -> share of its weights that its last step found here, and for how many steps this
+        share has held."""
         self._plan = 0
-        """Number of the latest plan for when what runs is done; earlier ones are void."""
+        """Number of the latest plan for the end of the step or burst; earlier plans are void."""
         self._flow: Flow | None = None
         self._last_model = ""
         self._floor_s = self._compute_share = 0.0
-        """Of the step under way."""
+        """Floor of the step under way, and the share of it that compute sets."""
         self._memory_bytes = self._moved_before = 0.0
-        """What the step under way moves in memory; and what its link had carried when it began."""
+        """Bytes that the step under way moves in memory, and bytes on its link before it began."""
 
     def submit(self, run: RunStep) -> None:
         self._line.append(run)
@@ -83,11 +85,11 @@ class Compute:
             self._start()
 
     def models(self) -> set[str]:
-        """Of the steps in line."""
+        """Return the models of the steps in line."""
         return {step.model for run in self._line for step in (run.step, *run.then)}
 
     def interrupt(self) -> None:
-        """The policy is told something: what runs in an order stops at the end of its step."""
+        """End a run with an order after its present step, because the policy gets an event."""
         if not self._line or not self._line[0].order:
             return
         self._stopping = True
@@ -105,21 +107,21 @@ class Compute:
             self._context.timeline.at(end_s, self._burst_done, self._plan)
 
     def update_use(self) -> None:
-        """Bring `use` up to now."""
+        """Update `use` to the present."""
         if self._line:
             now = self._context.timeline.now
             self.use.busy_s += now - self._started_s
             self._started_s = now
 
     def stop(self) -> None:
-        """For good: the slice is lost."""
+        """Stop for good: the slice is lost."""
         self.update_use()
         self._dead = True
         if self._flow is not None:
             self._context.network.stop(self._flow)
 
     def _start(self) -> None:
-        """What is first in line begins: one step, or several in an order."""
+        """Begin the first run in line: one step, or several in an order."""
         run = self._line[0]
         self._started_s = self._context.timeline.now
         order = run.order
@@ -138,7 +140,7 @@ class Compute:
             self._start_step(steps[self._current])
 
     def _begin(self, step: Step, times: int) -> Parts:
-        """The step's sequences, which it is about to compute so many times."""
+        """Begin a step that runs `times` times, and return its sequences."""
         seqs, begin, parts = self._seqs, self._book.begin, Parts()
         for part in step.seqs:
             seq = seqs[part.request_id]
@@ -149,7 +151,7 @@ class Compute:
         return parts
 
     def _start_step(self, step: Step) -> None:
-        context, simulated, model = self._context, self._lane, self._context.models[step.model]
+        context, simulated, model = self._context, self._simulated, self._context.models[step.model]
         self._step_s = context.timeline.now
         self._switch(step.model)
         cached, steps = self._use_weights(model, self._step_s, 1)
@@ -181,7 +183,7 @@ class Compute:
             self._last_model = name
 
     def _step_done(self, plan: int | None = None) -> None:
-        """A step has run that is simulated on its own; the next of its round follows."""
+        """End a step that is simulated on its own, and go on with the next."""
         if self._dead or (plan is not None and plan != self._plan):
             return
         current, now = self._current, self._context.timeline.now
@@ -189,13 +191,14 @@ class Compute:
         self._took_s[current] += now - self._step_s
         self._times[current] += 1
         self._account(now - self._step_s)
-        if self._context.hybrid and self._lane.h2d:
+        if self._context.hybrid and self._simulated.h2d:
             self._measure_gemms(self._steps[current], now - self._step_s)
         self._go_on(1, self._advance(current, 1, now, 0.0))
 
     def _go_on(self, steps: int, ended: bool) -> None:
-        """So many more have run; the next one of the order follows unless a sequence has ended, or
-        the policy has been told something."""
+        """Begin the next step of the order after `steps` steps.
+
+        The run ends if a sequence has ended, or if the policy has got an event."""
         order = self._line[0].order
         self._position += steps
         if ended or self._stopping or self._position >= len(order):
@@ -207,8 +210,9 @@ class Compute:
     # ---- an order of decodes as one event -------------------------------------------------------
 
     def _start_burst(self, run: RunStep, steps: tuple[Step, ...]) -> bool:
-        """False: weights stream, so that times depend on who else does: step by step."""
-        context, simulated = self._context, self._lane
+        """Begin the run as one event. Return False if its weights stream: then each step is one,
+        because times depend on other streams."""
+        context, simulated = self._context, self._simulated
         self._step_s = context.timeline.now
         models = [context.models[step.model] for step in steps]
         if self._cache is not None and not all(self._cache.all_of(model) for model in models):
@@ -237,14 +241,13 @@ class Compute:
         return True
 
     def _start_stream(self, step: Step, model: SimModel, cached: float, most: int) -> bool:
-        """Several of an order of one model's decodes as one flow over the link, which takes longer
-        or shorter as others come and go; `most` of them, as what the slice keeps of its weights is
-        taken to change no sooner. False: the next one has to be simulated on its own."""
-        context, simulated, left = (
-            self._context,
-            self._lane,
-            len(self._line[0].order) - self._position,
-        )
+        """Begin several decodes of one model as one flow over the link.
+
+        The flow slows down and speeds up with the others on the link. It has at most `most` steps:
+        so long the cached share is assumed to hold. Return False if the next step must be simulated
+        on its own."""
+        context, simulated = self._context, self._simulated
+        left = len(self._line[0].order) - self._position
         if left < 2 or most < 2 or self._line[0].then or context.hybrid or simulated.compute:
             return False
         times = min(
@@ -287,8 +290,9 @@ class Compute:
         self._go_on(burst.length, ended)
 
     def _use_weights(self, model: SimModel, now: float, times: int) -> tuple[float, int]:
-        """So many steps of it begin, and what streams by is kept. The share of its weights that is
-        here, and for how many steps it has been so."""
+        """Begin `times` steps of a model, and cache what streams.
+
+        Return the share of its weights that is here, and for how many steps this share has held."""
         if self._cache is None:
             return 1.0, times
         cached = self._cache.use(model, now, times)
@@ -296,22 +300,23 @@ class Compute:
         found = self._found[model.spec.id] = cached, times + (steps if cached == before else 0)
         return found
 
-    # ---- what steps come to ---------------------------------------------------------------------
+    # ---- results of steps -----------------------------------------------------------------------
 
     def _account(self, took_s: float, steps: int = 1) -> None:
-        """What decided how long that took. A step that took longer than its floor waited for the
-        link, all along: nothing else would have made it shorter."""
+        """Count the time by what set it. A step that took longer than its floor waited for the link
+        all along: nothing else would have made it shorter."""
         use = self.use
         use.kv_byte_s += self._book.held_bytes * took_s
-        if took_s > steps * self._floor_s * _WAITED and not self._lane.compute:
+        if took_s > steps * self._floor_s * _WAITED and not self._simulated.compute:
             use.link_s += took_s
         else:
             use.compute_s += took_s * self._compute_share
             use.memory_s += took_s * (1.0 - self._compute_share)
 
     def _advance(self, index: int, times: int, last_s: float, gap_s: float) -> bool:
-        """A step of the run ran so many times, the last one until `last_s`. True: a sequence has
-        ended."""
+        """Count `times` runs of a step, the last one until `last_s`.
+
+        Return whether a sequence has ended."""
         self.use.steps += times
         ended, computed = False, 0
         for part, seq in self._parts[index]:
@@ -335,7 +340,7 @@ class Compute:
         return ended
 
     def _finish(self) -> None:
-        """Tell the policy of the steps of a run, and let go of what has ended."""
+        """Notify the policy of the steps of a run, and remove what has ended."""
         now = self._context.timeline.now
         self._line.popleft()
         self.use.busy_s += now - self._started_s
@@ -353,8 +358,8 @@ class Compute:
             self._start()
 
     def _measure_gemms(self, step: Step, took_s: float) -> None:
-        network, link = self._context.network, self._lane.h2d[0]
+        network, link = self._context.network, self._simulated.h2d[0]
         moved = network.moved_bytes(link) - self._moved_before
-        memory = self._memory_bytes / (took_s * self._lane.hbm_bytes_per_s)
+        memory = self._memory_bytes / (took_s * self._simulated.hbm_bytes_per_s)
         use = moved / (took_s * network.links[link].bytes_per_s)
         self._notify(ev.GemmsMeasured(step.model, took_s, min(1.0, memory), min(1.0, use)))

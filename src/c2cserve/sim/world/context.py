@@ -1,4 +1,4 @@
-"""What all slices of a simulated machine share, and what each of them counts."""
+"""State that all slices of a simulated machine share, and the counters of each slice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from c2cserve.sim.world.timeline import Timeline
 
 
 class Controller(Protocol):
-    """What a slice tells the rest of the machine."""
+    """The part of the machine that a slice notifies."""
 
     def notify(self, event: ev.ClusterEvent) -> None: ...
 
@@ -30,7 +30,7 @@ class Controller(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SimulationContext:
-    """What all slices of a machine share."""
+    """State that all slices of a machine share."""
 
     timeline: Timeline
     loops: LoopScheduler
@@ -42,12 +42,12 @@ class SimulationContext:
     noise: float
     """Standard deviation of the logarithm of a step's time."""
     hybrid: bool
-    """GEMMs are C2CServe's (`sim.world.costs`), with the alpha their policy asks for."""
+    """Whether GEMMs are C2CServe's (`sim.world.costs`), with the alpha that their policy sets."""
 
 
 @dataclass(slots=True)
 class SliceUse:
-    """What a slice did, seconds and counts."""
+    """Counters of a slice, in seconds, counts and bytes."""
 
     busy_s: float = 0.0
     """A step ran."""
@@ -61,11 +61,11 @@ class SliceUse:
     loads: int = 0
     streamed_bytes: float = 0.0
     moved_bytes: int = 0
-    """Of KV, between the slice and the host."""
+    """KV moved between the slice and the host."""
     compute_s: float = 0.0
     memory_s: float = 0.0
     link_s: float = 0.0
-    """Time of steps by what decided how long they took: arithmetic, the slice's own memory, or the
-    link. Together, the time of all steps that have ended."""
+    """Time of steps by what set their duration: arithmetic, the slice's own memory, or the link.
+    The sum is the time of all steps that have ended."""
     kv_byte_s: float = 0.0
     """Bytes of KV that were held while steps ran, times seconds."""

@@ -1,23 +1,24 @@
-"""What a step costs on a slice: seconds that no link can shorten, and bytes that come over it.
+"""The cost of a step on a slice: seconds that no link can shorten, and bytes over the link.
 
 Roofline where nothing is measured:
 
     compute = (2 * active parameters * tokens + attention) / flops
-    memory  = (weights kept in the slice's memory + KV read and written + activations) / bandwidth
+    memory  = (weights cached in the slice's memory + KV read and written + activations) / bandwidth
     floor   = max(compute, memory) + fixed cost
 
 Attention takes 4 * layers * heads * head_dim FLOP for every pair of a token and one before it.
-Weights that are not kept stream by in the meantime: the step ends when both the floor is over and
-the last of them is here. Our own dataflows read them once, whatever the step's tokens
-(docs/kernels.md). C2CServe's hybrid GEMMs do a share alpha of their columns output-stationary,
-which reads weights again for every 128 tokens, and the rest weight-stationary, which reads and
-writes 16-bit partial sums in memory once for every 128 of the inner dimension:
+Weights that are not cached stream meanwhile. The step ends when the floor is over and all weights
+have arrived. Our own dataflows read them once, whatever the number of tokens (docs/kernels.md).
+
+C2CServe's hybrid GEMMs do a share alpha of their columns output-stationary, which reads weights
+again for every 128 tokens. The rest is weight-stationary, which reads and writes 16-bit partial
+sums in memory once for every 128 of the inner dimension:
 
     link   = weights * (alpha * ceil(tokens / 128) + 1 - alpha)
     memory + (1 - alpha) * 4 * tokens * active parameters / 128
 
-(their section 5; within 10 % of what prototypes of both took on an H200.) Where a table was
-measured on the device it replaces compute and memory.
+This is their section 5, within 10 % of the times of both prototypes on an H200. A table measured on
+the device replaces compute and memory.
 """
 
 from dataclasses import dataclass
@@ -31,40 +32,40 @@ from c2cserve.sim.world.tables import StepTable, Tables
 
 _TILE = 128
 _ACTIVATION_FACTOR = 24
-"""Bytes an activation of one token moves in memory per layer, in units of the hidden size: inputs
-and outputs of seven GEMMs and the norms between them, 16 bit."""
+"""Bytes that the activations of one token move in memory per layer, in units of the hidden size.
+They are inputs and outputs of seven GEMMs and of the norms between them, 16 bit."""
 
 
 @value
 class StepCost:
     floor_s: float
     link_bytes: float
-    """Of weights that are not kept."""
+    """Bytes of weights that are not cached."""
     compute_share: float
-    """Of the floor, that compute decides; memory decides the rest. Of measured tables: prefills."""
+    """Share of the floor that compute sets; memory sets the rest. In measured tables: prefills."""
     memory_bytes: float = 0.0
-    """Read and written in the slice's own memory, as far as a roofline says."""
+    """Bytes read and written in the slice's own memory, by the roofline."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """A model on a lane, with everything divided that can be."""
+    """A model on a simulated slice, with all constant divisions done."""
 
     token_s: float
     pair_s: float
-    """Of attention: a token with one before it."""
+    """Attention of a token with one before it."""
     activation_s: float
     kv_token_s: float
-    """Reading or writing one token's KV."""
+    """Time to read or write the KV of one token."""
     byte_s: float
     partial_token_s: float
-    """Partial sums of weight-stationary GEMMs, of one token."""
+    """Time for the partial sums of weight-stationary GEMMs, of one token."""
     fixed_s: float
     table: StepTable | None
 
 
 class Costs:
-    """`Lane` decides how fast, `SimModel` how much."""
+    """Costs of steps. The `SimulatedSlice` sets the speed, the `SimModel` the amount."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -79,9 +80,10 @@ class Costs:
         alpha: float | None = None,
         extra_tokens: int = 0,
     ) -> StepCost:
-        """`kept`: the share of the model's weights that is in the slice's memory. `alpha`: of
-        hybrid GEMMs; None: our own dataflows. `ahead`: tokens that every sequence is further than
-        the step says."""
+        """Return the cost of a step.
+
+        `cached` is the share of the model's weights in the slice's memory. `alpha` is that of hybrid
+        GEMMs; None: our own dataflows. Every sequence is `extra_tokens` longer than in the step."""
         key = (model.shape.name, simulated.slice.id)
         terms = self._terms.get(key)
         if terms is None:
@@ -127,8 +129,9 @@ class Costs:
 
 
 def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[float, float]:
-    """Seconds, and the prefills' share of them. Decodes as one batch; prefills one after another.
-    What a step costs however little is in it is paid once."""
+    """Return the seconds of a step, and the share of prefills.
+
+    Decodes run as one batch, prefills one after another. The fixed cost of a step counts once."""
     prefill_s = 0.0
     prefills = decodes = length = 0
     for part in step.seqs:

@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when."""
+"""Faults of a simulation: lost slices and slow links."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from c2cserve.sim.world.timeline import Timeline
 
 
 class Faulty(Protocol):
-    """What faults need of a simulation."""
+    """The part of a simulation that faults act on."""
 
     @property
     def timeline(self) -> Timeline: ...

@@ -1,4 +1,4 @@
-"""One of the machine's loops: a policy, what it has been told and not looked at, and its world."""
+"""The machine's loops: each has a policy, an inbox of events, and an executor."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,12 +20,13 @@ class PolicyLoop(Generic[E, A]):
     inbox: list[E] = field(default_factory=list[E])
     queued: bool = False
     wake_s: float | None = None
-    """When its policy is asked next if nothing happens."""
+    """When its policy is asked next if no event comes."""
 
 
 class LoopScheduler:
-    """Ticks every loop that has something new, in the order in which it became so, until nothing
-    is left to be done at this moment."""
+    """Ticks every loop that has events, in the order of their first event.
+
+    It goes on until no loop has anything to do at this moment."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

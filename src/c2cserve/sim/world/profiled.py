@@ -1,7 +1,7 @@
-"""What a profiling run before serving would have told the policies: step times at sample points.
+"""Step times at sample points, as a profiling run before serving would give them to the policies.
 
-It takes the same measurements on each kind of slice that an operator would (alone, without noise);
-what happens then comes from `sim.world.costs` with contention and noise, and differs.
+The measurements are those of an operator on each kind of slice: alone and without noise. The steps
+that run later take other times, from `sim.world.costs` with contention and noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ _LENGTHS = (512, 1024, 2048, 4096)
 
 
 def profiled(machine: SimMachine, models: Sequence[SimModel]) -> Iterator[Profiled]:
-    """One for each shape on each kind of slice."""
+    """Yield one profile for each shape on each kind of slice."""
     costs = Costs(machine.hardware.tables)
     alike: dict[object, list[SimulatedSlice]] = {}
     for simulated in machine.slices:

@@ -1,4 +1,4 @@
-"""Requests of a simulation, from arrival to their one end, and what clients saw of them."""
+"""Requests of a simulation from arrival to their only end, with the latencies of clients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -9,12 +9,12 @@ from c2cserve.core.request import Request, Slo
 Ending = Literal["", "finished", "truncated", "rejected", "failed"]
 
 SloRule = Callable[[int], Slo]
-"""Targets of a request by its prompt's length in tokens."""
+"""Returns the targets of a request by its prompt's length in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """One line of a workload. `owed`: tokens it will draw, which no policy knows."""
+    """One line of a workload. No policy sees `output`, the tokens that it will sample."""
 
     arrival_s: float
     model: str
@@ -33,17 +33,17 @@ class TrackedRequest:
     first_s: float = -1.0
     last_s: float = -1.0
     late_s: float = float("-inf")
-    """The most that any token was later than SLINFER's equation 1 allows; negative: in time."""
+    """The largest delay of a token after SLINFER's equation 1; negative: all were in time."""
     grace_s: float = 0.0
-    """Spent on loading its instance's weights, in systems that load."""
+    """Time spent on loading its instance's weights, in systems that load."""
     ending: Ending = ""
     status: int = 0
-    """Why it was rejected, as HTTP says it."""
+    """The HTTP status of a rejection."""
     resumed: bool = False
     preempted: int = 0
 
     def receive(self, tokens: int, now: float, gap_s: float = 0.0) -> None:
-        """It got `tokens` tokens, the last of them now, each `gap_s` after the one before."""
+        """Receive `tokens` tokens, the last one now, each `gap_s` after the one before."""
         slo, before = self.request.slo, self.sampled
         due_s = self.request.arrival_s + slo.ttft_s + slo.tpot_s * before
         first_s = now - gap_s * (tokens - 1)
@@ -59,12 +59,12 @@ class TrackedRequest:
 
     @property
     def due_s(self) -> float:
-        """Of its next token."""
+        """When its next token is due."""
         slo = self.request.slo
         return self.request.arrival_s + slo.ttft_s + slo.tpot_s * self.sampled
 
     def as_of_now(self) -> Request:
-        """What a policy is told when the request must be placed again."""
+        """Return the request as policies see it when it must be placed again."""
         request = self.request
         new = self.sampled - request.sent
         if not new:
@@ -88,7 +88,7 @@ class TrackedRequest:
 
 @dataclass(slots=True)
 class RequestBook:
-    """All that is under way, and what has ended."""
+    """All requests under way, and all that have ended."""
 
     live: dict[str, TrackedRequest] = field(default_factory=dict[str, TrackedRequest])
     ended: list[TrackedRequest] = field(default_factory=list[TrackedRequest])
@@ -98,7 +98,7 @@ class RequestBook:
         self.live[tracked.request.id] = tracked
 
     def end(self, tracked: TrackedRequest, ending: Ending, status: int = 0) -> None:
-        """Exactly once: KeyError otherwise."""
+        """End a request. Raises KeyError if it has ended before."""
         assert not tracked.ending, f"{tracked.request.id} ends twice"
         del self.live[tracked.request.id]
         tracked.ending, tracked.status = ending, status

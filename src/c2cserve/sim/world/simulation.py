@@ -25,14 +25,14 @@ from c2cserve.sim.world.slice_simulation import SliceSimulation
 from c2cserve.sim.world.timeline import Timeline
 
 _OUTPUT_LIMIT = 1024
-"""What clients allow at least, in tokens: no policy may learn an answer's length from its limit."""
+"""The least limit of output tokens: no policy may learn an answer's length from its limit."""
 _KV_RESIZE_BYTES_PER_S = 40e9
-"""How fast systems that size KV memory in advance get it, in bytes of its new size: SLINFER's
-figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with copying what was in it."""
+"""Speed of resizing KV memory that is sized in advance, in bytes of its new size. SLINFER's figure
+17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with a copy of its content."""
 
 
 class Stuck(AssertionError):
-    """Requests are left and nothing will ever happen to them."""
+    """Requests are left, and no event will ever end them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Settings:
     noise: float = 0.0
     """Standard deviation of the logarithm of step times."""
     cold_pool: bool = False
-    """Models come from disk when the first request has arrived; else they are in the pool, as far
-    as they fit, before it does."""
+    """Models come from disk once the first request has arrived. Else as many as fit are in the pool
+    before."""
     faults: tuple[Fault, ...] = ()
     lookahead: int = 64
     """Decode steps that slices may decide at once (`policy.simulated.lookahead`); 1: none, as
@@ -64,8 +64,10 @@ class Simulation:
         slo: SloRule | None,
         settings: Settings,
     ) -> None:
-        """`requests` in order of arrival, of any length; they are read as time goes by. `slo`
-        None: each model's own targets hold."""
+        """Set up a simulation.
+
+        `requests` come in order of arrival, and are read as time passes. If `slo` is None, each
+        model's own targets hold."""
         self.machine = machine
         self.settings = settings
         self.models = {model.spec.id: model for model in models}
@@ -76,7 +78,7 @@ class Simulation:
         self._simulated = {simulated.slice.id: simulated for simulated in machine.slices}
         self.slices: dict[str, SliceSimulation] = {}
         self.lost: list[SliceSimulation] = []
-        """Slices of the past: what they did counts."""
+        """Lost slices, whose counters still count."""
         self.started_s = 0.0
         self.arrived = 0
         self._slo = slo
@@ -95,7 +97,7 @@ class Simulation:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Until every request has ended. Raises Stuck."""
+        """Run until every request has ended. Raises Stuck."""
         for event in self._opening():
             self.notify(event)
         for simulated in self.machine.slices:
@@ -151,7 +153,7 @@ class Simulation:
             self.notify(ev.Arrived(request))
         self._next_request()
 
-    # ---- what slices tell the controller --------------------------------------------------------
+    # ---- what slices report to the controller ---------------------------------------------------
 
     def notify(self, event: ev.ClusterEvent) -> None:
         self.loops.notify(self.loop, event)
@@ -163,7 +165,7 @@ class Simulation:
         self._end(tracked, "truncated")
 
     def dropped(self, tracked: TrackedRequest) -> None:
-        """It was withdrawn and its slice has let it go."""
+        """Its slice has removed a withdrawn request."""
         name = tracked.request.id
         if name in self._recalled:
             self._recalled.remove(name)
@@ -171,7 +173,7 @@ class Simulation:
             self.notify(ev.Recalled(tracked.as_of_now()))
 
     def returned(self, tracked: TrackedRequest) -> None:
-        """Its slice was asked for it, and it had not begun there."""
+        """Its slice has given back a request that had not begun."""
         tracked.slice_id = ""
         tracked.resumed = True
         self.notify(ev.Recalled(tracked.as_of_now()))
@@ -216,7 +218,7 @@ class Simulation:
                 for one in self.slices.values():
                     one.forget(model)
             case act.Backlog():
-                pass  # no request is looked into before it arrives
+                pass  # no simulated request is inspected before it arrives
             case act.Replace():
                 raise TypeError(f"no simulated slice fails: {action}")
 
@@ -243,7 +245,7 @@ class Simulation:
     # ---- memory sized in advance ----------------------------------------------------------------
 
     def _resize(self, model: str, slice_id: str, kv_bytes: int) -> None:
-        """Meanwhile the instance computes nothing; a new one loads its weights first."""
+        """Resize KV memory. Meanwhile the instance computes nothing; a new one loads first."""
         here = self.slices[slice_id]
         here.pause(model)
         took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S + here.load_left_s(model)
@@ -266,8 +268,9 @@ class Simulation:
         self.notify(ev.SliceUp(simulated.slice))
 
     def lose_slice(self, slice_id: str, back_s: float) -> None:
-        """Its requests go on elsewhere from what their clients have; it is up again `back_s` later.
-        A slice that is lost already stays so."""
+        """Lose a slice for `back_s` seconds. Its requests go on elsewhere from what clients have.
+
+        Do nothing for a slice that is lost already."""
         gone = self.slices.pop(slice_id, None)
         if gone is None:
             return

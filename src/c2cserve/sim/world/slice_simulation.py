@@ -1,4 +1,4 @@
-"""A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
+"""A simulated slice: the executor of `policy.slice`, with costs in place of kernels."""
 
 from functools import partial
 
@@ -55,16 +55,16 @@ class SliceSimulation:
         self._in = CopyEngine(context.timeline, context.network, simulated.h2d)
         self._out = CopyEngine(context.timeline, context.network, simulated.d2h)
         self._loading: dict[str, tuple[float, Flow]] = {}
-        """Model whose weights are on their way -> since when, and what brings them."""
+        """Model whose weights are loading -> since when, and over which flow."""
         self._absent: dict[str, None] = {}
-        """Models that are to be kept, whose weights are not here nor on their way."""
+        """Models that will be resident, whose weights are neither here nor loading."""
         self._paused: dict[str, int] = {}
-        """Models that compute nothing for other reasons -> how many of those there are."""
+        """Models that compute nothing for other reasons -> the number of reasons."""
         self._waiting: dict[str, list[RunStep]] = {}
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
 
-    # ---- what the controller tells it -----------------------------------------------------------
+    # ---- orders of the controller ---------------------------------------------------------------
 
     def activate(self, model: SimModel, *, keep: bool) -> None:
         name = model.spec.id
@@ -89,7 +89,7 @@ class SliceSimulation:
             self.use.held_s += self._context.timeline.now - self._held_since_s
 
     def forget(self, name: str) -> None:
-        """The model's weights leave the host's pool."""
+        """Drop the cached layers of a model that leaves the host's pool."""
         if self._cache is not None:
             self._cache.forget(name)
 
@@ -109,7 +109,7 @@ class SliceSimulation:
         self._notify(ev.RecallAsked(request_id))
 
     def pause(self, name: str) -> None:
-        """The model computes nothing until `resume`: its memory is being moved."""
+        """Stop a model until `resume`, because its memory is being moved."""
         self._paused[name] = self._paused.get(name, 0) + 1
         self.compute.interrupt()
 
@@ -118,14 +118,14 @@ class SliceSimulation:
         self._release(name)
 
     def lose(self) -> list[TrackedRequest]:
-        """The slice is gone; the jobs that were here."""
+        """End the slice, and return the requests that were here."""
         self._dead = True
         self.update_use()
         self.compute.stop()
         return [seq.tracked for seq in self.seqs.values()]
 
     def update_use(self) -> None:
-        """Bring `use` up to now."""
+        """Update `use` to the present."""
         now = self._context.timeline.now
         if self.seqs:
             self.use.used_s += now - self._used_since_s
@@ -139,7 +139,7 @@ class SliceSimulation:
         self.compute.interrupt()
         self._context.loops.notify(self.loop, event)
 
-    # ---- weights that are kept (CPUs read theirs where they lie) --------------------------------
+    # ---- resident weights (CPUs read theirs in the pool) ---------------------------------------
 
     def _load(self, model: SimModel) -> None:
         context, name, size = self._context, model.spec.id, model.spec.weight_bytes
@@ -163,7 +163,7 @@ class SliceSimulation:
             self._context.network.stop(loading[1])
 
     def load_left_s(self, name: str) -> float:
-        """About how long its weights are still on their way."""
+        """Return about how many seconds the load of its weights still takes."""
         if name not in self._loading and name not in self._absent:
             return 0.0
         took_s = self.active[name].spec.weight_bytes / self.simulated.load_bytes_per_s
@@ -227,8 +227,9 @@ class SliceSimulation:
             raise TypeError(f"no simulated step fails: {action}")
 
     def _run(self, run: RunStep) -> None:
-        """Steps of models that can compute nothing now wait beside the line; where one of several
-        has to, each runs once."""
+        """Submit a run. Steps of models that cannot compute now wait beside the line.
+
+        If one of several steps has to wait, each of them runs once."""
         steps = (run.step, *run.then)
         if not any(self._blocked(step.model) for step in steps):
             self.compute.submit(run)
@@ -241,7 +242,7 @@ class SliceSimulation:
                 self.compute.submit(RunStep(step))
 
     def _move(self, move: Move) -> None:
-        """KV takes the same links as weights, the other way out."""
+        """Move KV over the links of weights; it leaves in the other direction."""
         seq = self.seqs[move.request_id]
         self.book.move(seq, move)
         size = len(move.blocks) * seq.spec.kv_block_bytes
