@@ -38,7 +38,7 @@ class Answer:
     """None when the answer is a single chunk."""
     switched: bool
     switch_s: float
-    """From picking the request's model to its first kernel, as the worker measured it."""
+    """Time from picking the request's model to its first kernel, measured by the worker."""
 
     @property
     def right(self) -> bool:

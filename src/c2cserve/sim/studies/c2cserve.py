@@ -217,7 +217,8 @@ def _ablations(seed: int, scale: float) -> Part:
     figure = Figure(
         "c2cserve_fig14", "p99 TTFT without one part each (C2CServe fig. 14)", "", "s",
         {"simulated": [(name, result.ttft.p99) for name, result, _ in results]},
-        {"simulated": [(name, published) for name, _, published in results if published is not None]}, kind="bars",
+        {"simulated": [(name, known) for name, _, known in results if known is not None]},
+        kind="bars",
     )  # fmt: skip
     findings = [
         Finding(

@@ -150,8 +150,9 @@ def dataflows() -> Figure:
 
 
 def alpha_steps() -> Figure:
-    """Section 7 in closed loop: the same GEMM on a third of a GH200. Every 100 control intervals the
-    number of instances on the link changes."""
+    """Section 7 in closed loop: the same GEMM on a third of a GH200.
+
+    Every 100 control intervals the number of instances on the link changes."""
     gemm = GemmShape(n=16384, k=4096)
     machine = build("gh200:mig3")
     simulated, link = machine.slices[0], min(rate for _, rate in machine.links)

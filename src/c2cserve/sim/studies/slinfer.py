@@ -105,7 +105,7 @@ def run(
 
 
 def _first(machine: SimMachine, nodes: int, whole_cpus: bool) -> SimMachine:
-    """Return the machine with the first `nodes` of each kind. With `whole_cpus` a CPU is one slice."""
+    """Return the first `nodes` of each kind. With `whole_cpus` a CPU is one slice."""
     chosen = [simulated for simulated in machine.slices if int(simulated.node[3:]) < nodes]
     if whole_cpus:
         chosen = [one for one in chosen if one.slice.kind != "cpu" or one.slice.id.endswith(".0")]

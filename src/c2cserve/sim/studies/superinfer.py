@@ -2,8 +2,8 @@
 
 The paper leaves some things open. The study assumes:
 
-- prompts of 220 and answers of 500 tokens on average (exponential); ShareGPT's own lengths depend
-  on how it is cut, and these fill the KV memory at about the paper's request rates
+- prompts of 220 and answers of 500 tokens on average (exponential). ShareGPT's own lengths depend
+  on how it is cut. These fill the KV memory at about the paper's request rates.
 - HBM shared as by vLLM: 90 % of it, weights first, the rest KV
 - prompts in chunks of 2048 tokens beside the decodes, for both systems
 

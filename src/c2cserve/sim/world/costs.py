@@ -82,7 +82,7 @@ class Costs:
     ) -> StepCost:
         """Return the cost of a step.
 
-        `cached` is the share of the model's weights in the slice's memory. `alpha` is that of hybrid
+        `cached` is the share of the model's weights in the slice's memory. `alpha` is for hybrid
         GEMMs; None: our own dataflows. Every sequence is `extra_tokens` longer than in the step."""
         key = (model.shape.name, simulated.slice.id)
         terms = self._terms.get(key)

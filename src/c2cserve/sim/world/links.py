@@ -2,8 +2,8 @@
 
 A *flow* moves bytes over every link of its route at one rate. Rates are max-min fair: all flows of
 a link get the same rate, except flows that cannot use it. These are limited by their `cap`, or by a
-tighter link of their route, and the other flows divide the rest. Between changes rates are constant,
-so a flow's end can be computed. A change moves the ends of the flows that it affects.
+tighter link of their route, and the other flows divide the rest. Between changes rates are
+constant, so a flow's end can be computed. A change moves the ends of the flows that it affects.
 """
 
 from collections.abc import Callable, Iterable, Sequence
