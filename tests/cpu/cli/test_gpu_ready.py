@@ -1,4 +1,4 @@
-"""A GPU that can not serve yet: each obstacle has its fix; nobody falls back to CPUs unasked."""
+"""A GPU that cannot serve yet: each obstacle has its fix, and CPUs never replace it unasked."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_no_profile_of_this_gpu(home: Path) -> None:
 
 
 def test_a_profile_without_neighbours(home: Path) -> None:
-    """Measured where there was one GPU: memory of another can not be planned with."""
+    """Measured where there was one GPU: memory of another cannot be planned with."""
     known = assumed_h200()
     alone = {name: link for name, link in known.links.items() if name == "host"}
     save_profile(msgspec.structs.replace(known, links=alone))

@@ -46,7 +46,7 @@ def world(seed: int, preset: str | None = None) -> Simulation:
         max_step_tokens=random.choice((16, 256, 2048)),
         max_active=random.choice((1, 2, 8)),
     )
-    # Small parts can not hold all weights of a model.
+    # Small parts cannot hold all weights of a model.
     machines = MACHINES if chosen.streams else MACHINES[:3]
     machine = build(random.choice(machines), settings, chosen)
     terms = (f"{random.choice(SHAPES)}*{random.randint(1, 5)}" for _ in range(2))
