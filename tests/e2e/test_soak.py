@@ -15,7 +15,7 @@ from soak.client import Client
 from soak.comparing import Asked, Checker
 from soak.findings import Findings
 from soak.judge import Judge
-from soak.kinds import CALM, Sampler, Limits
+from soak.kinds import CALM, Limits, Sampler
 from soak.moments import Moments
 
 ROOT = Path(__file__).parents[2]

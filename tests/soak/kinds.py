@@ -1,7 +1,7 @@
 """The kinds of requests: a table of what is sent how often, and which statuses it may get.
 
-A new kind is a function that makes a case from a `Sampler`, and a line of `KINDS`. Statuses that only
-a moment allows (a model being removed, no slice up) are the judge's affair.
+A new kind is a function that makes a case from a `Sampler`, and a line of `KINDS`. Statuses that
+only a moment allows (a model being removed, no slice up) are the judge's affair.
 """
 
 import random
@@ -200,8 +200,8 @@ def _alternatives(sampler: Sampler, kind: str) -> Case:
 
 def _echoed(sampler: Sampler, kind: str) -> Case:
     """The prompt's own log-probabilities; nothing of it may come from the cache."""
-    return sampler.simple(kind, sampler.length(2, 600), echo=True, logprobs=sampler.rng.choice((0, 1)),
-                       max_tokens=sampler.output(24))  # fmt: skip
+    length, logprobs = sampler.length(2, 600), sampler.rng.choice((0, 1))
+    return sampler.simple(kind, length, echo=True, logprobs=logprobs, max_tokens=sampler.output(24))
 
 
 def _text(sampler: Sampler, kind: str) -> Case:
@@ -214,7 +214,7 @@ def _text(sampler: Sampler, kind: str) -> Case:
 
 
 def _chat(sampler: Sampler, kind: str) -> Case:
-    turns = [{"role": "user", "content": f"what is your name, {draw.rng.randrange(99)}?"}]
+    turns = [{"role": "user", "content": f"what is your name, {sampler.rng.randrange(99)}?"}]
     if sampler.rng.random() < 0.3:
         turns = [{"role": "system", "content": "be brief"}, *turns]
     made = sampler.case(kind, "", (), max_tokens=sampler.output(120), ignore_eos=True)
@@ -279,7 +279,7 @@ def _unknown_token(sampler: Sampler, kind: str) -> Case:
 
 def _unknown_model(sampler: Sampler, kind: str) -> Case:
     made = sampler.simple(kind, 3)
-    body = {**made.body, "model": f"no-such-model-{draw.rng.randrange(10)}"}
+    body = {**made.body, "model": f"no-such-model-{sampler.rng.randrange(10)}"}
     return Case("", kind, None, made.path, body, frozenset({404}), {}, (), None, "model_not_found")
 
 

@@ -12,7 +12,7 @@ from soak.catalogue import Model
 from soak.client import Client
 from soak.comparing import EXACT_ROWS, Asked
 from soak.judge import Judge
-from soak.kinds import BANK, CALM, CALM_PROMPT, KINDS, Sampler, Kind, Limits
+from soak.kinds import BANK, CALM, CALM_PROMPT, KINDS, Kind, Limits, Sampler
 
 _FAMILIES = 3
 _FROM_BANK = 0.4

@@ -53,7 +53,7 @@ def test_other_seeds_give_other_runs() -> None:
 
 
 def test_who_is_never_refused_is_served_however_late() -> None:
-    """On a slice that has nothing else to do, in time or not: no other request would take its place."""
+    """A slice with nothing else to do serves them, in time or not: no other request comes."""
     models = catalogue("llama-2-7b*3")
     asked = [SimRequest(0.01 * i, model.spec.id, 500, 20) for i, model in enumerate(models)]
 
