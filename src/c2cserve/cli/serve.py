@@ -133,6 +133,6 @@ def _listen(host: str, port: int) -> Generator[socket.socket]:
             listener.bind((host, port))
         except OSError as error:
             raise CliError(
-                f"can not listen on {host}:{port}: {error.strerror}; choose another with --port"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port"
             ) from error
         yield listener
