@@ -205,7 +205,7 @@ def _directories(
     given: argparse.Namespace, work: Path, size: int
 ) -> Generator[tuple[Path, Path]]:  # fmt: skip
     """Where segments and checkpoints go: a tmpfs of their own if one is wanted and can be mounted.
-    It says if it can not."""
+    It says if it cannot."""
     if not given.mount:
         yield given.pool_dir, work
         return

@@ -65,7 +65,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }  # fmt: skip
-"""By the names used here; the tiny ones are nobody's, to try a benchmark without a GPU."""
+"""By the names used here; the tiny ones are not published, to try a benchmark without a GPU."""
 
 
 def raw_config(shape: str, layers: int | None = None) -> dict[str, Any]:

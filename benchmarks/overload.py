@@ -145,7 +145,9 @@ class _Bench:
 
     def offer(self, load: float, capacity_per_s: float) -> Row:
         rate = load * capacity_per_s
-        pairs = bench_plan.drawn_lengths(lambda _: self._given.prompt, lambda _: self._given.output)
+        pairs = bench_plan.sampled_lengths(
+            lambda _: self._given.prompt, lambda _: self._given.output
+        )
         models: list[str] = self._given.models
         shapes = bench_plan.poisson(
             models, [1.0] * len(models), rate, None, self._given.seconds, pairs, random.Random(load)
@@ -160,7 +162,9 @@ class _Bench:
         return row
 
     def _loop(self, users: int, seconds: float) -> Outcome:
-        pairs = bench_plan.drawn_lengths(lambda _: self._given.prompt, lambda _: self._given.output)
+        pairs = bench_plan.sampled_lengths(
+            lambda _: self._given.prompt, lambda _: self._given.output
+        )
         models: list[str] = self._given.models
         rng = random.Random(users)
         shapes = bench_plan.closed_loop(models, [1.0] * len(models), _BODIES, pairs, rng)

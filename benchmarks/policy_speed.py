@@ -7,7 +7,7 @@ new for each that ends, lengths and models drawn at random (Zipf over the models
 equal decisions, so each is made in several runs and its least time counts: what else the machine
 does only adds to it.
 
-  cluster          200 models in the pool, 8 slices of 8 active models, nobody waits
+  cluster          200 models in the pool, 8 slices of 8 active models, no request waits
   cluster_queue    the same with 600 requests more than the slices take: all of them wait
   cluster_large    1,000 models, 64 GPU slices with profiled times, memory and a link
   slice            one of those slices: 8 active models of 4 running requests each
@@ -122,7 +122,7 @@ def cluster(decisions: int, seed: int, queued: int, slices: list[Slice], models:
         heapq.heappush(heap, (random.random(), next(order), None))
     while len(think.took_s) < decisions:
         now, _, event = heapq.heappop(heap)
-        if event is None:  # somebody asks
+        if event is None:  # a request comes
             name, model, prompt, new = next(made)
             event = Arrived(Request(name, model, prompt, new, now))
         elif isinstance(event, Finished):

@@ -32,7 +32,7 @@ from c2cserve.sim.planning.calibrate import Calibration, Window, calibrate, obse
 from c2cserve.sim.report import in_time, on_pace
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
-from c2cserve.sim.world.jobs import Job, SimRequest
+from c2cserve.sim.world.requests import SimRequest, TrackedRequest
 
 SHORTER = 8
 """Lengths of the trace are divided by this."""
@@ -90,7 +90,7 @@ class Client:
 
     def segment(self, asked: Sequence[SimRequest]) -> tuple[Window, list[Record]]:
         began_s = time.monotonic()
-        shapes = [Shape(one.model, one.prompt, one.owed, one.arrival_s) for one in asked]
+        shapes = [Shape(one.model, one.prompt, one.output, one.arrival_s) for one in asked]
         records = self.send(shapes, None).records
         return (began_s, time.monotonic()), records
 
@@ -106,7 +106,7 @@ def segment(catalog: Path, options: argparse.Namespace, number: int) -> list[Sim
         replace(
             one,
             prompt=min(max(4, one.prompt // SHORTER), PROMPT_MAX),
-            owed=min(max(2, one.owed // SHORTER), OUTPUT_MAX),
+            output=min(max(2, one.output // SHORTER), OUTPUT_MAX),
         )
         for one in workload(settings, find_models(str(catalog)))
     ]
@@ -127,22 +127,27 @@ def live_figures(records: Sequence[Record]) -> Figures:
 
 def simulate(
     hardware: Path, catalog: Path, segments: Sequence[Sequence[SimRequest]], noise: float
-) -> list[Job]:
-    ended: list[Job] = []
+) -> list[TrackedRequest]:
+    ended: list[TrackedRequest] = []
     for number, asked in enumerate(segments):
         scenario = Scenario(
             str(hardware), str(catalog), WorkloadSettings(""), seed=number, noise=noise
         )
         simulation = prepare(scenario, find_models(str(catalog)), asked)
         simulation.run()
-        ended += simulation.jobs.ended
+        ended += simulation.requests.ended
     return ended
 
 
-def simulated_figures(jobs: Sequence[Job]) -> Figures:
-    met = sum(job.ending == "finished" and in_time(job) and on_pace(job) for job in jobs)
-    tpot = [job.tpot_s for job in jobs if job.drawn > 1]
-    return figures([job.ttft_s for job in jobs if job.drawn], tpot, met, len(jobs))
+def simulated_figures(requests: Sequence[TrackedRequest]) -> Figures:
+    met = sum(
+        tracked.ending == "finished" and in_time(tracked) and on_pace(tracked)
+        for tracked in requests
+    )
+    tpot = [tracked.tpot_s for tracked in requests if tracked.sampled > 1]
+    return figures(
+        [tracked.ttft_s for tracked in requests if tracked.sampled], tpot, met, len(requests)
+    )
 
 
 @dataclass
@@ -208,10 +213,10 @@ def main() -> None:
         record = folder / "record.jsonl"
         found = profile(record, run)
         hardware = found.write(folder / "profile")
-        jobs = simulate(hardware, catalog, asked, found.noise)
+        requests = simulate(hardware, catalog, asked, found.noise)
         drift, _ = spread(observe(record, run.segments).steps, found.tables)
         same = replay(record).equal
-    ours, real = simulated_figures(jobs), live_figures(run.records)
+    ours, real = simulated_figures(requests), live_figures(run.records)
     results: dict[str, Any] = {
         "live": asdict(real),
         "simulated": asdict(ours),

@@ -24,7 +24,7 @@ from c2cserve.sim.report import report as outcome
 from c2cserve.sim.run import slo_rule
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -35,16 +35,16 @@ def many_slices() -> SimMachine:
     """Slices like one H200 whose weights are in its own memory: no link, so that the loops are
     measured and not the link's arithmetic."""
     one = build("h200-x1", SliceSettings(max_active=8))
-    lane = one.lanes[0]
-    lanes = tuple(
+    simulated = one.slices[0]
+    slices = tuple(
         replace(
-            lane, node=f"n{number}", h2d=(), d2h=(),
-            slice=replace(lane.slice, id=f"n{number}", link="", link_bytes_per_s=0.0),
+            simulated, node=f"n{number}", h2d=(), d2h=(),
+            slice=replace(simulated.slice, id=f"n{number}", link="", link_bytes_per_s=0.0),
         )
         for number in range(SLICES)
     )  # fmt: skip
     hardware = replace(one.hardware, pool_bytes=16 << 40)
-    return replace(one, hardware=hardware, lanes=lanes)
+    return replace(one, hardware=hardware, slices=slices)
 
 
 def case(
@@ -63,9 +63,11 @@ def case(
     steps = sum(node.steps for node in result.nodes.values())
     return {
         "requests": result.requests,
-        "tokens": sum(job.request.prompt_len + job.drawn for job in simulation.jobs.ended),
+        "tokens": sum(
+            tracked.request.prompt_len + tracked.sampled for tracked in simulation.requests.ended
+        ),
         "models": len(models),
-        "slices": len(machine.lanes),
+        "slices": len(machine.slices),
         "cpu_s": round(took_s, 2),
         "us_per_request": round(1e6 * took_s / result.requests, 1),
         "ticks_per_request": round(result.ticks / result.requests, 2),

@@ -1,4 +1,4 @@
-"""Checkpoints that nobody should serve: seeded mutations of a good one, and what catalogues name.
+"""Checkpoints that must not be served: seeded mutations of a good one, and what catalogues name.
 
 Every case is an entry for `POST /admin/models`. Most must be refused; some mutations are harmless,
 and the model then has to answer like any other.
@@ -270,7 +270,7 @@ class Generator:
         text = _encode(header)
         return struct.pack("<Q", len(text)) + text + self._data
 
-    # ---- shapes that nobody trains --------------------------------------------------------------
+    # ---- shapes that are never trained ----------------------------------------------------------
 
     def _shapes(self) -> Iterator[Case]:
         """Weights that do match their config."""

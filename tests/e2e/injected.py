@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from server_process import ServerProcess
-from test_faults import all_streams
+from streams import all_streams
 
 from c2cserve.runtime.replay import replay
 

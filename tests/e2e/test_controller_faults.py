@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from injected import during, inject, recorded
 from server_process import ServerProcess, wait_until
-from test_faults import all_streams
+from streams import all_streams
 
 FAULTS = Path(__file__).parent / "controller_faults"
 MARK = 7

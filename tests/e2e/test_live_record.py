@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from server_process import ServerProcess, run_cli
-from test_faults import all_streams
+from streams import all_streams
 
 from c2cserve.runtime.replay import replay
 

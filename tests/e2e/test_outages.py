@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from server_process import SPECIALISTS, ServerProcess, wait_until
 from soak.filling import Filler
-from test_faults import all_streams
+from streams import all_streams
 
 
 def ask(server: ServerProcess, model: str = "sorter-llama") -> tuple[int, str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from injected import during, inject, recorded
 from server_process import ServerProcess, wait_until
-from test_faults import all_streams
+from streams import all_streams
 
 FAULTS = Path(__file__).parent / "step_faults"
 MARK = 7

@@ -15,7 +15,7 @@ from soak.client import Client
 from soak.comparing import Asked, Checker
 from soak.findings import Findings
 from soak.judge import Judge
-from soak.kinds import CALM, Draw, Limits
+from soak.kinds import CALM, Limits, Sampler
 from soak.moments import Moments
 
 ROOT = Path(__file__).parents[2]
@@ -44,14 +44,14 @@ def test_a_planted_lie_is_found(
     judge, moments = Judge(findings, Moments()), Moments()
     checker = Checker(findings, judge, moments, random.Random(1), gpu)
     [model] = [one for one in catalogue.models if one.numbers]
-    draw = Draw(random.Random(2), model, Limits(output=24, prompt=256), families=1)
+    sampler = Sampler(random.Random(2), model, Limits(output=24, prompt=256), families=1)
 
     async def scenario() -> None:
         async with Client(url, 30.0) as client:
-            prompt = draw.tokens(40)
-            scored = draw.case("medium", prompt, (40,), max_tokens=12, logprobs=0)
-            unscored = draw.case("medium", prompt, (40,), max_tokens=12)
-            calm = CALM.make(draw, CALM.name)
+            prompt = sampler.tokens(40)
+            scored = sampler.case("medium", prompt, (40,), max_tokens=12, logprobs=0)
+            unscored = sampler.case("medium", prompt, (40,), max_tokens=12)
+            calm = CALM.make(sampler, CALM.name)
             cases = [replace(one, id=f"t-{i}") for i, one in enumerate((scored, unscored, calm))]
             asked = [Asked(one, await client.ask(one), 1) for one in cases]
             assert all(judge.judge(one.case, one.reply) for one in asked)

@@ -17,7 +17,7 @@ import openai
 import pytest
 from injected import during, inject, recorded
 from server_process import ServerProcess, run_cli, wait_until
-from test_faults import all_streams, stream_text
+from streams import all_streams, stream_text
 
 FAULTS = Path(__file__).parent / "step_faults"
 MARK = 7

@@ -1,4 +1,4 @@
-"""Requests that do not fit into a slice's memory at once take turns in it, and nobody sees it."""
+"""Requests that do not fit into a slice together take turns in it, and clients do not notice."""
 
 import asyncio
 import re

@@ -2,7 +2,7 @@
 they were scheduled, from every home, on all SMs and on some."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,16 +11,15 @@ import torch
 import triton
 from engine_case import (
     CASES,
-    VOCAB,
     LateModel,
     make,
     no_sampler,
     on_gpu,
     ours_at,
-    shared_folder,
     truth,
 )
 from gemm_case import HOMES
+from gpu_engine_case import OTHER, PROMPT, folder, gpu, segments
 from torch import Tensor
 
 from c2cserve.core.events import StepParked
@@ -31,37 +30,13 @@ from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import Drawn, RowSampling
 
+__all__ = ["folder", "gpu", "segments"]
+
 pytestmark = pytest.mark.gpu
 
-PROMPT = torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed(5)).tolist()
-OTHER = PROMPT[::-1]
-KV_BYTES = 1 << 30
 # bfloat16 may send a token to another expert, us and transformers alike: errors differ more.
 ALLOWED = {"mixtral": 2.0, "qwen3-moe": 2.0}
 STEPS = 32
-
-
-@pytest.fixture(scope="module")
-def gpu() -> Iterator[GpuParts]:
-    before = torch.cuda.current_stream()
-    with torch.no_grad():
-        yield open_gpu(0, KV_BYTES, no_sampler, profile="assumed")
-    torch.cuda.synchronize()
-    torch.cuda.set_stream(before)
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with shared_folder() as path:
-        yield path
-
-
-@pytest.fixture
-def segments(gpu: GpuParts) -> Iterator[PinnedSegments]:
-    held = PinnedSegments()
-    yield held
-    torch.cuda.synchronize()
-    held.close_all()
 
 
 def rms(got: Tensor, want: Tensor) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_case import LateModel, make, no_sampler, on_gpu
-from test_gpu_engine import OTHER, PROMPT, folder, gpu, segments
+from gpu_engine_case import OTHER, PROMPT, folder, gpu, segments
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.events import Activated, SliceEvent, StepDone, Submitted, Withdrawn

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_case import LateModel, make, no_sampler
-from test_gpu_engine import PROMPT, folder, segments
+from gpu_engine_case import PROMPT, folder, segments
 from test_gpu_overlap import Loop
 
 from c2cserve.core.actions import Move

@@ -123,7 +123,7 @@ class Chaos:
         return _signal(pid, signal.SIGKILL if how == "killed" else signal.SIGSTOP)
 
     async def _stop(self) -> None:
-        """For a moment, which nobody must notice; or for good, until the server replaces it."""
+        """Stop it for a moment, unnoticed by clients, or for good, until the server replaces it."""
         victim = self._victim()
         if victim is None or victim["state"] != "up":
             return

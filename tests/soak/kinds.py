@@ -1,7 +1,7 @@
 """The kinds of requests: a table of what is sent how often, and which statuses it may get.
 
-A new kind is a function that makes a case from a `Draw`, and a line of `KINDS`. Statuses that only
-a moment allows (a model being removed, no slice up) are the judge's affair.
+A new kind is a function that makes a case from a `Sampler`, and a line of `KINDS`. Statuses that
+only a moment allows (a model being removed, no slice up) are the judge's affair.
 """
 
 import random
@@ -25,7 +25,7 @@ class Limits:
     """And of the longest prompts, where the model's context is longer."""
 
 
-class Draw:
+class Sampler:
     """One request's dice: of one model, by one generator."""
 
     def __init__(self, rng: random.Random, model: Model, limits: Limits, families: int) -> None:
@@ -72,7 +72,7 @@ class Draw:
         return self.case(kind, self.tokens(length), (length,), **more)
 
 
-Make = Callable[[Draw, str], Case]
+Make = Callable[[Sampler, str], Case]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,159 +88,170 @@ class Kind:
 # ---- answers that can be checked -----------------------------------------------------------------
 
 
-def _short(draw: Draw, kind: str) -> Case:
-    return draw.simple(kind, draw.length(1, _BLOCK), logprobs=0)
+def _short(sampler: Sampler, kind: str) -> Case:
+    return sampler.simple(kind, sampler.length(1, _BLOCK), logprobs=0)
 
 
-def calm(draw: Draw, kind: str) -> Case:
+def calm(sampler: Sampler, kind: str) -> Case:
     """For models whose steps are to stay small: bits must not change whatever others do."""
-    more: dict[str, Any] = {"logprobs": 0} if draw.rng.random() < 0.8 else {}
-    length = 1 if draw.rng.random() < 0.6 else draw.rng.randint(2, CALM_PROMPT)
-    return draw.simple(kind, length, **more)
+    more: dict[str, Any] = {"logprobs": 0} if sampler.rng.random() < 0.8 else {}
+    length = 1 if sampler.rng.random() < 0.6 else sampler.rng.randint(2, CALM_PROMPT)
+    return sampler.simple(kind, length, **more)
 
 
-def _medium(draw: Draw, kind: str) -> Case:
-    return draw.simple(kind, draw.length(_BLOCK, 512), logprobs=0)
+def _medium(sampler: Sampler, kind: str) -> Case:
+    return sampler.simple(kind, sampler.length(_BLOCK, 512), logprobs=0)
 
 
-def _whole(draw: Draw, kind: str) -> Case:
+def _whole(sampler: Sampler, kind: str) -> Case:
     """The prompt leaves room for a few tokens, or for one."""
-    left = draw.rng.choice((1, 1, 2, 17, 64))
-    length = max(1, draw.context - left)
-    most = draw.rng.choice((1, left, left))
-    return draw.simple(kind, length, max_tokens=min(most, draw.limits.output), logprobs=0)
+    left = sampler.rng.choice((1, 1, 2, 17, 64))
+    length = max(1, sampler.context - left)
+    most = sampler.rng.choice((1, left, left))
+    return sampler.simple(kind, length, max_tokens=min(most, sampler.limits.output), logprobs=0)
 
 
-def _long_answer(draw: Draw, kind: str) -> Case:
-    most = draw.limits.output
-    return draw.simple(kind, draw.length(1, 64), max_tokens=draw.rng.randint(most // 2, most))
-
-
-def _edge(draw: Draw, kind: str) -> Case:
-    """Just below, at or above a border: of blocks, graphs, GEMM kernels, steps."""
-    border = draw.rng.choice((16, 32, 64, 64, 128, 256, 512, 1024, 2048))
-    length = min(border + draw.rng.randint(-1, 1), draw.context - 40)
-    return draw.simple(kind, max(1, length), max_tokens=draw.output(32), logprobs=0)
-
-
-def _shared(draw: Draw, kind: str) -> Case:
-    """Begins like others of its family; where it parts from them is anywhere, or at a block."""
-    shared = draw.length(_BLOCK, 400)
-    if draw.rng.random() < 0.5:
-        shared = max(_BLOCK, shared // _BLOCK * _BLOCK)
-    prompt = draw.prefix(min(shared, draw.context - 64)) + draw.tokens(
-        draw.rng.choice((0, 1, 1, 9))
+def _long_answer(sampler: Sampler, kind: str) -> Case:
+    most = sampler.limits.output
+    return sampler.simple(
+        kind, sampler.length(1, 64), max_tokens=sampler.rng.randint(most // 2, most)
     )
-    return draw.case(kind, prompt, (len(prompt),), logprobs=0)
 
 
-def _several(draw: Draw, kind: str) -> Case:
-    count = draw.rng.choice((2, 2, 3, 5, 8))
-    length = draw.length(1, 200)
-    seed = draw.rng.getrandbits(40)
-    return draw.simple(kind, length, n=count, temperature=0.8, seed=seed,
-                       max_tokens=draw.output(32), logprobs=0)  # fmt: skip
+def _edge(sampler: Sampler, kind: str) -> Case:
+    """Just below, at or above a border: of blocks, graphs, GEMM kernels, steps."""
+    border = sampler.rng.choice((16, 32, 64, 64, 128, 256, 512, 1024, 2048))
+    length = min(border + sampler.rng.randint(-1, 1), sampler.context - 40)
+    return sampler.simple(kind, max(1, length), max_tokens=sampler.output(32), logprobs=0)
 
 
-def _batch(draw: Draw, kind: str) -> Case:
+def _shared(sampler: Sampler, kind: str) -> Case:
+    """Begins like others of its family; where it parts from them is anywhere, or at a block."""
+    shared = sampler.length(_BLOCK, 400)
+    if sampler.rng.random() < 0.5:
+        shared = max(_BLOCK, shared // _BLOCK * _BLOCK)
+    prompt = sampler.prefix(min(shared, sampler.context - 64)) + sampler.tokens(
+        sampler.rng.choice((0, 1, 1, 9))
+    )
+    return sampler.case(kind, prompt, (len(prompt),), logprobs=0)
+
+
+def _several(sampler: Sampler, kind: str) -> Case:
+    count = sampler.rng.choice((2, 2, 3, 5, 8))
+    length = sampler.length(1, 200)
+    seed = sampler.rng.getrandbits(40)
+    return sampler.simple(kind, length, n=count, temperature=0.8, seed=seed,
+                       max_tokens=sampler.output(32), logprobs=0)  # fmt: skip
+
+
+def _batch(sampler: Sampler, kind: str) -> Case:
     """Several prompts in one request."""
-    lens = [draw.length(1, 100) for _ in range(draw.rng.randint(2, 6))]
-    prompts = [draw.tokens(length) for length in lens]
-    return draw.case(kind, prompts, lens, max_tokens=draw.output(24), logprobs=0)
+    lens = [sampler.length(1, 100) for _ in range(sampler.rng.randint(2, 6))]
+    prompts = [sampler.tokens(length) for length in lens]
+    return sampler.case(kind, prompts, lens, max_tokens=sampler.output(24), logprobs=0)
 
 
-def _stops(draw: Draw, kind: str) -> Case:
-    if draw.model.numbers:
-        stop = [str(draw.rng.randrange(10, 100)) for _ in range(draw.rng.randint(1, 4))]
+def _stops(sampler: Sampler, kind: str) -> Case:
+    if sampler.model.numbers:
+        stop = [str(sampler.rng.randrange(10, 100)) for _ in range(sampler.rng.randint(1, 4))]
     else:
-        stop = [draw.rng.choice("abcdefghij0123456789 ") for _ in range(draw.rng.randint(1, 4))]
-    more: dict[str, Any] = {"temperature": 0.9, "seed": draw.rng.getrandbits(40)}
-    return draw.simple(kind, draw.length(1, 100), stop=stop, **more)
+        stop = [
+            sampler.rng.choice("abcdefghij0123456789 ") for _ in range(sampler.rng.randint(1, 4))
+        ]
+    more: dict[str, Any] = {"temperature": 0.9, "seed": sampler.rng.getrandbits(40)}
+    return sampler.simple(kind, sampler.length(1, 100), stop=stop, **more)
 
 
-def _stop_ids(draw: Draw, kind: str) -> Case:
-    ids = [draw.rng.randrange(draw.model.vocab) for _ in range(draw.model.vocab // 40)][:64]
-    least = min(draw.rng.choice((0, 0, 1)), draw.limits.output)
-    return draw.simple(kind, draw.length(1, 100), stop_token_ids=ids, temperature=1.0,
-                       seed=draw.rng.getrandbits(40), min_tokens=least)  # fmt: skip
+def _stop_ids(sampler: Sampler, kind: str) -> Case:
+    ids = [sampler.rng.randrange(sampler.model.vocab) for _ in range(sampler.model.vocab // 40)][
+        :64
+    ]
+    least = min(sampler.rng.choice((0, 0, 1)), sampler.limits.output)
+    return sampler.simple(kind, sampler.length(1, 100), stop_token_ids=ids, temperature=1.0,
+                       seed=sampler.rng.getrandbits(40), min_tokens=least)  # fmt: skip
 
 
-def _sampled(draw: Draw, kind: str) -> Case:
-    more: dict[str, Any] = {"temperature": draw.rng.choice((0.2, 0.7, 1.0, 1.9))}
+def _sampled(sampler: Sampler, kind: str) -> Case:
+    more: dict[str, Any] = {"temperature": sampler.rng.choice((0.2, 0.7, 1.0, 1.9))}
     for name, values in (("top_p", (0.3, 0.95)), ("top_k", (1, 5, 50)), ("min_p", (0.05, 0.5))):
-        if draw.rng.random() < 0.4:
-            more[name] = draw.rng.choice(values)
-    return draw.simple(kind, draw.length(1, 200), seed=draw.rng.getrandbits(62), logprobs=0, **more)
+        if sampler.rng.random() < 0.4:
+            more[name] = sampler.rng.choice(values)
+    return sampler.simple(
+        kind, sampler.length(1, 200), seed=sampler.rng.getrandbits(62), logprobs=0, **more
+    )
 
 
-def _penalised(draw: Draw, kind: str) -> Case:
+def _penalised(sampler: Sampler, kind: str) -> Case:
     """Rows that the CPU's sampler draws."""
     bias = {
-        str(draw.rng.randrange(draw.model.vocab)): draw.rng.choice((-100, -5, 3)) for _ in "123"
+        str(sampler.rng.randrange(sampler.model.vocab)): sampler.rng.choice((-100, -5, 3))
+        for _ in "123"
     }
-    return draw.simple(
-        kind, draw.length(1, 200), repetition_penalty=1.3, presence_penalty=0.5,
-        frequency_penalty=-0.2, logit_bias=bias, max_tokens=draw.output(48),
+    return sampler.simple(
+        kind, sampler.length(1, 200), repetition_penalty=1.3, presence_penalty=0.5,
+        frequency_penalty=-0.2, logit_bias=bias, max_tokens=sampler.output(48),
     )  # fmt: skip
 
 
-def _alternatives(draw: Draw, kind: str) -> Case:
-    return draw.simple(kind, draw.length(1, 200), logprobs=draw.rng.choice((1, 5, 20)),
-                       max_tokens=draw.output(48))  # fmt: skip
+def _alternatives(sampler: Sampler, kind: str) -> Case:
+    return sampler.simple(kind, sampler.length(1, 200), logprobs=sampler.rng.choice((1, 5, 20)),
+                       max_tokens=sampler.output(48))  # fmt: skip
 
 
-def _echoed(draw: Draw, kind: str) -> Case:
+def _echoed(sampler: Sampler, kind: str) -> Case:
     """The prompt's own log-probabilities; nothing of it may come from the cache."""
-    return draw.simple(kind, draw.length(2, 600), echo=True, logprobs=draw.rng.choice((0, 1)),
-                       max_tokens=draw.output(24))  # fmt: skip
+    length, logprobs = sampler.length(2, 600), sampler.rng.choice((0, 1))
+    return sampler.simple(kind, length, echo=True, logprobs=logprobs, max_tokens=sampler.output(24))
 
 
-def _text(draw: Draw, kind: str) -> Case:
+def _text(sampler: Sampler, kind: str) -> Case:
     """What the specialists were trained on, as text."""
-    letters = "".join(draw.rng.choice("abcdefgh") for _ in range(draw.rng.randint(1, 40)))
-    prompt = draw.rng.choice((f"sort: {letters} =>", f"reverse: {letters} =>", "347+86=", letters))
-    return draw.case(kind, prompt, (), max_tokens=draw.output(200), ignore_eos=True)
+    letters = "".join(sampler.rng.choice("abcdefgh") for _ in range(sampler.rng.randint(1, 40)))
+    prompt = sampler.rng.choice(
+        (f"sort: {letters} =>", f"reverse: {letters} =>", "347+86=", letters)
+    )
+    return sampler.case(kind, prompt, (), max_tokens=sampler.output(200), ignore_eos=True)
 
 
-def _chat(draw: Draw, kind: str) -> Case:
-    turns = [{"role": "user", "content": f"what is your name, {draw.rng.randrange(99)}?"}]
-    if draw.rng.random() < 0.3:
+def _chat(sampler: Sampler, kind: str) -> Case:
+    turns = [{"role": "user", "content": f"what is your name, {sampler.rng.randrange(99)}?"}]
+    if sampler.rng.random() < 0.3:
         turns = [{"role": "system", "content": "be brief"}, *turns]
-    made = draw.case(kind, "", (), max_tokens=draw.output(120), ignore_eos=True)
+    made = sampler.case(kind, "", (), max_tokens=sampler.output(120), ignore_eos=True)
     body = {name: value for name, value in made.body.items() if name != "prompt"}
     body["messages"] = turns
-    if draw.rng.random() < 0.5:
-        body |= {"logprobs": True, "top_logprobs": draw.rng.choice((0, 2))}
-    return Case("", kind, draw.model, CHAT, body, made.allowed)
+    if sampler.rng.random() < 0.5:
+        body |= {"logprobs": True, "top_logprobs": sampler.rng.choice((0, 2))}
+    return Case("", kind, sampler.model, CHAT, body, made.allowed)
 
 
 # ---- answers of which only the form is known ---------------------------------------------------
 
 
-def _unseeded(draw: Draw, kind: str) -> Case:
-    return draw.simple(kind, draw.length(1, 300), temperature=1.0)
+def _unseeded(sampler: Sampler, kind: str) -> Case:
+    return sampler.simple(kind, sampler.length(1, 300), temperature=1.0)
 
 
-def _hasty(draw: Draw, kind: str) -> Case:
+def _hasty(sampler: Sampler, kind: str) -> Case:
     """Wants its first token sooner than it may be possible."""
-    made = draw.simple(kind, draw.length(1, 600), priority=draw.rng.randint(-100, 100))
-    target_ms = draw.rng.choice((0.01, 1, 20, 200))
-    headers = {"x-slo-ttft-ms": str(target_ms), "x-slo-tpot-ms": draw.rng.choice(("1", "50"))}
-    return Case("", kind, draw.model, made.path, made.body, frozenset({200, 429}), headers,
+    made = sampler.simple(kind, sampler.length(1, 600), priority=sampler.rng.randint(-100, 100))
+    target_ms = sampler.rng.choice((0.01, 1, 20, 200))
+    headers = {"x-slo-ttft-ms": str(target_ms), "x-slo-tpot-ms": sampler.rng.choice(("1", "50"))}
+    return Case("", kind, sampler.model, made.path, made.body, frozenset({200, 429}), headers,
                 made.prompt_lens)  # fmt: skip
 
 
-def _leaving(draw: Draw, kind: str) -> Case:
+def _leaving(sampler: Sampler, kind: str) -> Case:
     """Goes away in the middle of a stream, or before anything has come."""
-    most = draw.limits.output
-    length = min(draw.length(1, 700), draw.context - most)
-    made = draw.simple(kind, length, max_tokens=most, logprobs=0)
-    if draw.rng.random() < 0.5:
+    most = sampler.limits.output
+    length = min(sampler.length(1, 700), sampler.context - most)
+    made = sampler.simple(kind, length, max_tokens=most, logprobs=0)
+    if sampler.rng.random() < 0.5:
         made.body["stream"] = True
-        leave = Leave(pieces=draw.rng.randint(1, draw.limits.output // 2))
+        leave = Leave(pieces=sampler.rng.randint(1, sampler.limits.output // 2))
     else:
-        leave = Leave(after_s=draw.rng.choice((0.0005, 0.005, 0.05, 0.5)))
-    return Case("", kind, draw.model, made.path, made.body, frozenset({200}), {},
+        leave = Leave(after_s=sampler.rng.choice((0.0005, 0.005, 0.05, 0.5)))
+    return Case("", kind, sampler.model, made.path, made.body, frozenset({200}), {},
                 made.prompt_lens, leave)  # fmt: skip
 
 
@@ -252,23 +263,23 @@ def _refused(made: Case, status: int, code: str | None) -> Case:
                 made.prompt_lens, None, code)  # fmt: skip
 
 
-def _unknown_field(draw: Draw, kind: str) -> Case:
-    return _refused(draw.simple(kind, 3, no_such_field=1), 400, "unsupported_parameter")
+def _unknown_field(sampler: Sampler, kind: str) -> Case:
+    return _refused(sampler.simple(kind, 3, no_such_field=1), 400, "unsupported_parameter")
 
 
-def _too_long(draw: Draw, kind: str) -> Case:
-    length = draw.model.context + draw.rng.choice((0, 1, 500))
-    return _refused(draw.simple(kind, length, max_tokens=1), 400, "context_length_exceeded")
+def _too_long(sampler: Sampler, kind: str) -> Case:
+    length = sampler.model.context + sampler.rng.choice((0, 1, 500))
+    return _refused(sampler.simple(kind, length, max_tokens=1), 400, "context_length_exceeded")
 
 
-def _unknown_token(draw: Draw, kind: str) -> Case:
-    prompt = [draw.model.vocab + draw.rng.choice((0, 1, 1 << 20))]
-    return _refused(draw.case(kind, prompt, (1,)), 400, None)
+def _unknown_token(sampler: Sampler, kind: str) -> Case:
+    prompt = [sampler.model.vocab + sampler.rng.choice((0, 1, 1 << 20))]
+    return _refused(sampler.case(kind, prompt, (1,)), 400, None)
 
 
-def _unknown_model(draw: Draw, kind: str) -> Case:
-    made = draw.simple(kind, 3)
-    body = {**made.body, "model": f"no-such-model-{draw.rng.randrange(10)}"}
+def _unknown_model(sampler: Sampler, kind: str) -> Case:
+    made = sampler.simple(kind, 3)
+    body = {**made.body, "model": f"no-such-model-{sampler.rng.randrange(10)}"}
     return Case("", kind, None, made.path, body, frozenset({404}), {}, (), None, "model_not_found")
 
 

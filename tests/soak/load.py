@@ -12,7 +12,7 @@ from soak.catalogue import Model
 from soak.client import Client
 from soak.comparing import EXACT_ROWS, Asked
 from soak.judge import Judge
-from soak.kinds import BANK, CALM, CALM_PROMPT, KINDS, Draw, Kind, Limits
+from soak.kinds import BANK, CALM, CALM_PROMPT, KINDS, Kind, Limits, Sampler
 
 _FAMILIES = 3
 _FROM_BANK = 0.4
@@ -104,8 +104,8 @@ class Load:
         self._rng.shuffle(self.bank)
         return self.bank
 
-    def _draw(self, model: Model) -> Draw:
-        return Draw(self._rng, model, self._bounds.limits, _FAMILIES)
+    def _draw(self, model: Model) -> Sampler:
+        return Sampler(self._rng, model, self._bounds.limits, _FAMILIES)
 
     def _next(self, wave: Wave, models: Sequence[Model]) -> Case:
         if self._rng.random() < _CALM_SHARE and (case := self._next_calm()) is not None:

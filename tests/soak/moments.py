@@ -80,7 +80,7 @@ class Moments:
         return sum(begin_s - 15.0 <= at_s <= end_s for at_s, _ in self._disturbed)
 
     def calm(self, begin_s: float, end_s: float) -> bool:
-        """Whether nothing was computed twice: nobody preempted, no worker killed or stopped."""
+        """Whether nothing was computed twice: no request preempted, no worker killed or stopped."""
         seen_s = end_s + LOOK_S + _SLACK_S
         preempted = any(begin_s <= at_s <= seen_s for at_s in self._preempted)
         return not preempted and not self.disturbances(begin_s, end_s)

@@ -20,7 +20,7 @@ from soak.filling import Filler
 from soak.findings import Findings
 from soak.hostile import Hostile
 from soak.judge import Judge, Tally
-from soak.kinds import Draw
+from soak.kinds import Sampler
 from soak.load import Load, Wave
 from soak.moments import Moments
 from soak.phases import Phase, Setting, eased
@@ -186,7 +186,7 @@ class Run:
         while held and time.monotonic() < until_s:
             await asyncio.sleep(0.2)
             held = await asyncio.to_thread(watch.idle)
-        await asyncio.to_thread(watch.look)
+        await asyncio.to_thread(watch.refresh)
         if held:
             self._findings.violation("held while idle", "nothing", held)
         back_s = time.monotonic() + self._plan.setting.ready_s
@@ -215,7 +215,7 @@ class Run:
     async def _every_model(self, client: Client, rng: random.Random) -> None:
         """At the end each of them answers: twice the same, with no load."""
         for model in self._catalogue.models:
-            draw = Draw(rng, model, self._plan.setting.bounds.limits, families=1)
+            draw = Sampler(rng, model, self._plan.setting.bounds.limits, families=1)
             made = draw.simple("at the end", 5, max_tokens=8, logprobs=0)
             case = replace(made, id=f"end-{model.id}")
             reply = await client.ask(case)

@@ -91,7 +91,7 @@ class Watch:
     async def _look_on(self) -> None:
         while True:
             try:
-                await asyncio.to_thread(self.look)
+                await asyncio.to_thread(self.refresh)
             except (OSError, ValueError) as error:
                 if self._moments.draining_s < float("inf"):
                     return
@@ -100,7 +100,7 @@ class Watch:
                 self._findings.violation("/admin/state or /metrics", "an answer", repr(error))
             await asyncio.sleep(LOOK_S)
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         self.state = self._server.state()
         up = {int(one["pid"]) for one in self.state["slices"] if one["state"] == "up"}
         self._moments.looked(len(up), [one["id"] for one in self.state["slices"]])
@@ -155,7 +155,7 @@ class Watch:
         names = ["own_bytes", *(name for name in looks[0] if name.startswith("gpu"))]
         found: dict[str, Any] = {"looks": len(looks)}
         for name in names:
-            first, last = (int(median(look[name] for look in part))
+            first, last = (int(median(refresh[name] for refresh in part))
                            for part in (looks[:third], looks[-third:]))  # fmt: skip
             allowed = _HOST_GROWTH + self._arena_bytes if name == "own_bytes" else _GPU_GROWTH
             judged = name == "own_bytes" or self._judge_gpu

@@ -1,4 +1,4 @@
-"""Answers of a server's admin API, as the types that they are."""
+"""Typed answers of a server's admin API."""
 
 from typing import TypeVar
 from urllib.parse import quote
@@ -17,7 +17,7 @@ def find_model(url: str, key: str | None, name: str) -> ModelStatus:
 
 
 def decode(text: str, kind: type[T]) -> T:
-    """An answer of the admin API. Raises `CliError` when it is not one."""
+    """Decode an answer of the admin API. Raises `CliError` if it has another form."""
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:

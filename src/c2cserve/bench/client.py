@@ -1,4 +1,4 @@
-"""Asking a server one thing at a time over HTTP: for commands that manage or watch it."""
+"""Single HTTP requests to a server, for commands that manage or watch it."""
 
 import json
 import urllib.error
@@ -17,7 +17,9 @@ class Unanswered(CliError):
 
 
 def server_root(url: str) -> str:
-    """`url` may be the server's root or its `/v1`. Raises `CliError` for what is not a URL."""
+    """Return the root of a server. `url` is this or its `/v1`.
+
+    Raises `CliError` for any other text."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise CliError(f"{url!r} is not a URL such as http://127.0.0.1:8000", 2)
@@ -33,7 +35,7 @@ def ask(
     body: object = None,
     timeout_s: float = 10.0,
 ) -> str:
-    """The text a server answers with. Raises `Unanswered` with the server's own reason."""
+    """Return the text of a server's answer. Raises `Unanswered` with the server's own reason."""
     root = server_root(url)
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(root + path, data=data, method=method)
@@ -53,7 +55,7 @@ def ask(
 
 
 def _reason(data: bytes) -> str:
-    """OpenAI's error shape, or nothing."""
+    """Return the message of an error in OpenAI's form, or ""."""
     try:
         return str(json.loads(data)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""What a model that is not in the pool costs: each is unloaded, then asked at once and again.
+"""The cost of a model that is not in the pool: each is unloaded, then asked at once and again.
 
 The first answer waits for weights from disk (or from the page cache, which only the operating
 system empties), the second does not. Between the two lies the load, which the server overlaps with
@@ -16,7 +16,7 @@ from c2cserve.bench.admin import find_model
 from c2cserve.bench.client import Unanswered, ask
 from c2cserve.bench.loadgen_http import Client
 from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.phases import Phases, look, phase_table
+from c2cserve.bench.phases import Phases, phase_table, read_phases
 from c2cserve.bench.plan import Shape
 from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.bench.report import Spread, spread
@@ -41,19 +41,19 @@ class ColdOptions:
 
 @dataclass(slots=True)
 class _Found:
-    """Of one model."""
+    """Measurements of one model."""
 
     weight_bytes: int = 0
     cold_s: list[float] = field(default_factory=list[float])
     """Time to first token."""
     warm_s: list[float] = field(default_factory=list[float])
     load_s: list[float] = field(default_factory=list[float])
-    """From the request until all weights were in the pool."""
+    """Time from the request until all weights were in the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColdResult:
-    """Of one model; times in seconds."""
+    """Results of one model; times in seconds."""
 
     weight_bytes: int
     cold: Spread
@@ -64,7 +64,7 @@ class ColdResult:
 def run_cold(
     options: ColdOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
-    """Raises `CliError` when a request fails, or the server can not be told to reload."""
+    """Measure cold starts. Raises `CliError` if a request fails, or the server cannot reload."""
     models = resolve_models(options.url, options.models, key)
     found, cold, warm = asyncio.run(_measure(options, models, key, admin_key))
     results = {name: _result(one) for name, one in found.items()}
@@ -90,16 +90,16 @@ async def _measure(
             one = found[model]
             one.weight_bytes = find_model(options.url, admin_key, model).weight_bytes
             _reload(options.url, admin_key, model)
-            before, began_s = look(options.url, admin_key), time.monotonic()
+            before, began_s = read_phases(options.url, admin_key), time.monotonic()
             first = asyncio.create_task(asker.ask(model))
             await asyncio.sleep(0)
             await asyncio.to_thread(_wait_loaded, options.url, admin_key, model)
             one.load_s.append(time.monotonic() - began_s)
             one.cold_s.append((await first).ttft_s)
-            between = look(options.url, admin_key)
+            between = read_phases(options.url, admin_key)
             one.warm_s.append((await asker.ask(model)).ttft_s)
             cold += between.since(before)
-            warm += look(options.url, admin_key).since(between)
+            warm += read_phases(options.url, admin_key).since(between)
     finally:
         await asker.close()
     return found, cold, warm
@@ -118,7 +118,7 @@ class _Asker:
         await self._client.close()
 
     async def learn(self, model: str) -> None:
-        """How the model takes prompts: asked once, before it is unloaded."""
+        """Find out once how the model takes prompts, before it is unloaded."""
         if model not in self._styles:
             self._styles[model] = await find_style(
                 self._client, model, PromptKind.AUTO, self._prompts, Endpoint.COMPLETIONS
@@ -145,7 +145,7 @@ def _reload(url: str, admin_key: str | None, model: str) -> None:
 
 
 def _wait_loaded(url: str, admin_key: str | None, model: str) -> None:
-    """Raises `CliError` when the load fails or takes too long."""
+    """Wait for the weights. Raises `CliError` if the load fails or takes too long."""
     deadline = time.monotonic() + _TIMEOUT_S
     while time.monotonic() < deadline:
         status = find_model(url, admin_key, model)

@@ -1,8 +1,8 @@
 """Load generation: requests sent on schedule (open loop) or one after another (closed loop).
 
-An open loop never waits for answers: a request is sent when it is due whatever the server does,
-and its latency counts from that moment, so a stall of the server is seen by every request it
-delayed (no coordinated omission).
+An open loop never waits for answers. A request is sent when it is due whatever the server does, and
+its latency counts from that moment. A stall of the server shows in every request that it delayed
+(no coordinated omission).
 """
 
 import asyncio
@@ -29,8 +29,9 @@ class Planned(msgspec.Struct):
 
 
 class Load(msgspec.Struct):
-    """What one generator process sends. `concurrency` None means an open loop; `duration_s` ends
-    a closed loop (requests then repeat from the first when they run out)."""
+    """The requests of one generator process. `concurrency` None means an open loop.
+
+    `duration_s` ends a closed loop, whose requests then repeat from the first."""
 
     url: str
     path: str
@@ -46,13 +47,13 @@ class Load(msgspec.Struct):
 class Outcome(msgspec.Struct):
     records: list[Record]
     cpu_s: float
-    """Of the generator itself."""
+    """Processor time of the generator itself."""
     loop_lag_s: list[float]
     """How late its event loop woke from short sleeps, sampled through the run."""
 
 
 Progress = Callable[[int], None]
-"""Told how many requests have ended so far."""
+"""Receives how many requests have ended so far."""
 
 
 async def generate(load: Load, progress: Progress) -> Outcome:

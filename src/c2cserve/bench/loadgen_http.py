@@ -1,7 +1,7 @@
 """A small HTTP/1.1 client for load generation: asyncio protocols, httptools, kept connections.
 
-It does one thing, POST a body and feed the answer to a `Reply` as it arrives, at about a tenth of
-a general client's cost, because a generator that is slow measures itself.
+It only posts a body and feeds the answer to a `Reply` as it arrives, at about a tenth of a general
+client's cost. A slow generator would measure itself.
 """
 
 import asyncio
@@ -120,7 +120,7 @@ class Client:
     async def post(
         self, path: str, body: bytes, record: Record, *, keep_text: bool = False
     ) -> None:
-        """Run one request; whatever happens ends up in `record`."""
+        """Run one request. The result, or its failure, is in `record`."""
         request = (
             f"POST {self._base}{path} HTTP/1.1\r\n{self._headers}"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
@@ -145,7 +145,7 @@ class Client:
                     record.sent_s = self._now()
                 complete = await connection.exchange(request, reply)
             except asyncio.CancelledError:
-                # A time-out: closing is how the server learns that nobody waits any more.
+                # A time-out: closing tells the server that the client is gone.
                 connection.close()
                 raise
             if complete:

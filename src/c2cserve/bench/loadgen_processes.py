@@ -13,7 +13,7 @@ from c2cserve.bench.loadgen import Load, Outcome, Progress, generate
 from c2cserve.terminal.output import CliError
 
 _START_DELAY_S = 1.0
-"""For every process to be up before the common start."""
+"""Time in which every process comes up before the common start."""
 _COUNT_EVERY_S = 0.25
 
 
@@ -42,12 +42,12 @@ async def generate_with(load: Load, processes: int, progress: Progress) -> Outco
     load.start_s = time.monotonic() + _START_DELAY_S
     counts = [0] * processes
 
-    def told(part: int, ended: int) -> None:
+    def count(part: int, ended: int) -> None:
         counts[part] = ended
         progress(sum(counts))
 
     parts = [_share(load, part, processes) for part in range(processes)]
-    outcomes = await asyncio.gather(*(_child(share, i, told) for i, share in enumerate(parts)))
+    outcomes = await asyncio.gather(*(_child(share, i, count) for i, share in enumerate(parts)))
     return Outcome(
         records=[record for outcome in outcomes for record in outcome.records],
         cpu_s=sum(outcome.cpu_s for outcome in outcomes),
@@ -64,7 +64,7 @@ def _share(load: Load, part: int, processes: int) -> Load:
     )
 
 
-async def _child(load: Load, part: int, told: Callable[[int, int], None]) -> Outcome:
+async def _child(load: Load, part: int, count: Callable[[int, int], None]) -> Outcome:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "c2cserve.bench.loadgen_processes", stdin=PIPE, stdout=PIPE
     )
@@ -77,7 +77,7 @@ async def _child(load: Load, part: int, told: Callable[[int, int], None]) -> Out
             message = _to_parent.decode(await _read_frame(process.stdout))
             if isinstance(message, Done):
                 return message.outcome
-            told(part, message.ended)
+            count(part, message.ended)
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         raise CliError(f"generator process {part} ended before its load did") from error
     finally:
@@ -98,14 +98,14 @@ def _write_frame(message: Count | Done) -> None:
 
 
 def _run_child() -> None:
-    """The child's end: a load on stdin, counts and at last the outcome on stdout."""
+    """Run a load from stdin. Write counts and at last the outcome to stdout."""
     load = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Load)
-    told_s = 0.0
+    counted_s = 0.0
 
     def progress(ended: int) -> None:
-        nonlocal told_s
-        if time.monotonic() - told_s > _COUNT_EVERY_S:
-            told_s = time.monotonic()
+        nonlocal counted_s
+        if time.monotonic() - counted_s > _COUNT_EVERY_S:
+            counted_s = time.monotonic()
             _write_frame(Count(ended))
 
     _write_frame(Done(asyncio.run(generate(load, progress))))

@@ -18,7 +18,7 @@ class Piece(msgspec.Struct):
     reasoning_content: str | None = None
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     text: str | None = None
     delta: Piece | None = None
     message: Piece | None = None
@@ -33,7 +33,7 @@ class ErrorBody(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """The parts of a completion (whole, or one event of a stream) that a measurement needs."""
 
-    choices: list[Choice] = []
+    choices: list[ChunkChoice] = []
     usage: Usage | None = None
     error: ErrorBody | None = None
 
@@ -42,7 +42,7 @@ _decoder = msgspec.json.Decoder(Chunk)
 
 
 class Record(msgspec.Struct):
-    """What became of one request. Times are seconds since the run's start; -1: did not happen."""
+    """The result of one request. Times are seconds since the run's start; -1: did not happen."""
 
     index: int
     model: str
@@ -155,7 +155,7 @@ class Reply:
         details = usage.prompt_tokens_details
         self.record.cached_tokens = (details.cached_tokens or 0) if details else 0
 
-    def _choice(self, choice: Choice, now_s: float) -> None:
+    def _choice(self, choice: ChunkChoice, now_s: float) -> None:
         record = self.record
         piece = choice.delta or choice.message
         text = choice.text or ""

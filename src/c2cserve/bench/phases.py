@@ -1,4 +1,4 @@
-"""Where a run's time went by the server's own account: phases of its requests, bytes of weights.
+"""A run's time by the server's own account: phases of its requests, bytes of weights.
 
 Read from `/metrics` before and after. A server that has no such page, or does not show it without
 a key, is measured from outside alone.
@@ -30,14 +30,14 @@ _WEIGHTS = {
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """Between two looks, or since the server's start."""
+    """Counters between two readings, or since the server's start."""
 
     seconds: Mapping[str, Histogram] = field(default_factory=dict[str, Histogram])
     weight_bytes: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Of GPU slices: of steps, by where they read."""
+    """Bytes that steps of GPU slices read, by where the weights were."""
 
     def since(self, earlier: "Phases") -> "Phases":
-        """Weights' counters begin again with a worker that was replaced."""
+        """Subtract an earlier reading. Weights' counters restart with a replaced worker."""
         seconds = {
             name: one.since(earlier.seconds.get(name, Histogram()))
             for name, one in self.seconds.items()
@@ -62,8 +62,8 @@ class Phases:
         return Phases(seconds, weights)
 
 
-def look(url: str, admin_key: str | None) -> Phases:
-    """Since the server's start; empty if it does not tell."""
+def read_phases(url: str, admin_key: str | None) -> Phases:
+    """Read the phases since the server's start; empty if it does not report them."""
     return phases_of(scrape(url, admin_key))
 
 
@@ -75,8 +75,9 @@ def phases_of(page: Scrape) -> Phases:
 
 
 def phase_table(columns: Sequence[tuple[str, Phases]]) -> "Table | None":
-    """A row per phase; of every (heading, phases) how often, mean, p50 and p99. None without any.
-    Quantiles are as fine as the server's buckets."""
+    """Make a table with a row per phase: count, mean, p50 and p99 of every (heading, phases).
+
+    Return None if there are no phases. Quantiles are as fine as the server's buckets."""
     from rich.table import Table
 
     shown = [

@@ -1,4 +1,4 @@
-"""What a benchmark sends: how many tokens, to which model, and when. Deterministic by seed."""
+"""The requests of a benchmark: tokens, model and time of each. Deterministic by seed."""
 
 import csv
 import gzip
@@ -27,8 +27,10 @@ Lengths = Callable[[random.Random], int]
 
 
 def parse_lengths(text: str) -> Lengths:
-    """`128` fixed, `64-512` uniform, `exp:128` exponential by mean, `lognormal:120:0.8` by median
-    and sigma. Raises `CliError`."""
+    """Parse a distribution of lengths. Raises `CliError`.
+
+    `128` is fixed, `64-512` uniform, `exp:128` exponential by mean, and `lognormal:120:0.8` has a
+    median and a sigma."""
     kind, _, rest = text.partition(":")
     try:
         if kind == "exp":
@@ -49,7 +51,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 def parse_popularity(text: str, models: Sequence[str]) -> list[float]:
-    """Weights of the models in their order: `uniform`, or `zipf:S` with exponent S."""
+    """Return the weights of the models, by `uniform`, or by `zipf:S` with exponent S."""
     kind, _, exponent = text.partition(":")
     if kind == "uniform" and not exponent:
         return [1.0] * len(models)
@@ -76,15 +78,15 @@ class Caps:
 
 
 Pairs = Callable[[random.Random], tuple[int, int]]
-"""Draws one request's (input, output) tokens."""
+"""Samples one request's (input, output) tokens."""
 
 
-def drawn_lengths(inputs: Lengths, outputs: Lengths) -> Pairs:
+def sampled_lengths(inputs: Lengths, outputs: Lengths) -> Pairs:
     return lambda rng: (inputs(rng), outputs(rng))
 
 
 def dataset_lengths(path: Path, where: Mapping[str, str]) -> Pairs:
-    """Draws rows of a CSV with `input_tokens` and `output_tokens`, with replacement."""
+    """Sample rows of a CSV with `input_tokens` and `output_tokens`, with replacement."""
     pairs = [
         (_count(path, row, "input_tokens"), _count(path, row, "output_tokens"))
         for row in _rows(path, where)
@@ -108,7 +110,7 @@ def poisson(
     pairs: Pairs,
     rng: random.Random,
 ) -> list[Shape]:
-    """Memoryless arrivals, ended by a count or a duration, whichever comes first."""
+    """Plan memoryless arrivals, up to a count or a duration, whichever comes first."""
     shapes: list[Shape] = []
     due_s = 0.0
     while requests is None or len(shapes) < requests:
@@ -125,20 +127,20 @@ class TraceOptions:
     path: Path
     where: Mapping[str, str]
     compress: float = 1.0
-    """Time runs so many times faster than recorded."""
+    """Factor by which time runs faster than recorded."""
     requests: int | None = None
     duration_s: float | None = None
-    """In compressed time."""
+    """Duration in compressed time."""
 
 
 def trace(
     options: TraceOptions, models: Sequence[str], pairs: Pairs, rng: random.Random
 ) -> list[Shape]:
-    """Arrivals of a CSV with `t_s` (or `t_ms`), optionally `func` or `model`, and optionally
-    `input_tokens` and `output_tokens` (else they are drawn).
+    """Plan the arrivals of a CSV with `t_s` (or `t_ms`), and optionally `func` or `model`.
 
-    The recorded models are mapped to `models` by falling popularity, round robin; without such a
-    column models are drawn evenly.
+    Lengths come from `input_tokens` and `output_tokens`, or are sampled without them. The recorded
+    models are mapped to `models` by falling popularity, round robin. Without such a column models
+    are sampled evenly.
     """
     rows = sorted(((_time_s(options.path, row), row) for row in _trace_rows(options)), key=_first)
     recorded = [row.get("func") or row.get("model") or "" for _, row in rows]
@@ -189,7 +191,7 @@ def _count(path: Path, row: Mapping[str, str], column: str) -> int:
 
 
 def _rows(path: Path, where: Mapping[str, str]) -> Iterator[dict[str, str]]:
-    """Rows whose columns equal `where`'s; raises `CliError` for no file, column or row."""
+    """Yield rows whose columns equal `where`'s. Raises `CliError` for no file, column or row."""
     try:
         with _open(path) as file:
             reader = csv.DictReader(file)

@@ -1,8 +1,8 @@
 """Prompts of a wanted length for a model whose tokenizer is not known.
 
-Token ids are exact where the server takes them; text is counted in words, scaled by what the server
-says one word costs. Every prompt starts elsewhere in one random stream, so no two of a run share a
-prefix and a prefix cache does not flatter the result.
+Token ids are exact where the server takes them. Text is counted in words, scaled by the tokens that
+the server reports for one word. Every prompt starts elsewhere in one random stream. So no two of a
+run share a prefix, and a prefix cache does not flatter the result.
 """
 
 import random
@@ -53,7 +53,7 @@ class Endpoint(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How one model is asked: by ids, or by text at so many tokens a word plus a constant."""
+    """The form of a model's prompts: ids, or text at some tokens per word plus a constant."""
 
     ids: bool
     tokens_per_word: float = 1.0

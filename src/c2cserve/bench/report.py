@@ -1,4 +1,4 @@
-"""From records to figures: percentiles, throughput, SLO attainment; as a table and as JSON."""
+"""Figures of a run: percentiles, throughput and SLO attainment, as a table and as JSON."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _LAG_BOUND_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of one latency, seconds."""
+    """Percentiles of one latency, seconds."""
 
     mean: float
     p50: float
@@ -65,7 +65,7 @@ class SloTargets:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Of one model's requests, or of all."""
+    """Figures of one model's requests, or of all."""
 
     requests: int
     ok: int

@@ -26,7 +26,7 @@ class Histogram:
         )
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """Of the same bounds, or of none."""
+        """Add a histogram with the same bounds, or an empty one."""
         more = dict(other.buckets)
         mine = self.buckets or tuple((bound, 0.0) for bound, _ in other.buckets)
         return Histogram(

@@ -18,7 +18,7 @@ from c2cserve.bench.client import ask
 from c2cserve.bench.loadgen import Load, Outcome
 from c2cserve.bench.loadgen_http import Client
 from c2cserve.bench.loadgen_processes import generate_with
-from c2cserve.bench.phases import Phases, look, phase_table
+from c2cserve.bench.phases import Phases, phase_table, read_phases
 from c2cserve.bench.plan import Caps, Pairs, Shape
 from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.bench.report import Report, SloTargets, latency_table, make_report
@@ -69,7 +69,7 @@ class ServeOptions:
 def run_serve(
     options: ServeOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
-    """Raises `CliError` when nothing could be measured."""
+    """Measure a server under load. Raises `CliError` if no request was answered."""
     models = resolve_models(options.url, options.models, key)
     shapes = plan_shapes(options, models)
     used = sorted({shape.model for shape in shapes})
@@ -86,9 +86,9 @@ def run_serve(
         duration_s=options.duration_s if options.mode is Mode.CLOSED else None,
         timeout_s=options.timeout_s,
     )
-    before = look(options.url, admin_key)
+    before = read_phases(options.url, admin_key)
     outcome = _send(load, options.processes)
-    phases = look(options.url, admin_key).since(before)
+    phases = read_phases(options.url, admin_key).since(before)
     slo = SloTargets(options.slo_ttft_s, options.slo_tpot_s)
     report = make_report(outcome, slo, options.processes)
     _show(report, phases)
@@ -100,7 +100,7 @@ def run_serve(
 
 
 def resolve_models(url: str, names: Sequence[str], key: str | None) -> list[str]:
-    """`all` becomes what `/v1/models` lists. Raises `CliError`."""
+    """Return the names; `all` stands for those of `/v1/models`. Raises `CliError`."""
     if list(names) != ["all"]:
         return list(names)
     try:
@@ -113,7 +113,7 @@ def resolve_models(url: str, names: Sequence[str], key: str | None) -> list[str]
 
 
 def plan_shapes(options: ServeOptions, models: Sequence[str]) -> list[Shape]:
-    """Every request of the run before it has a body. Raises `CliError`."""
+    """Plan every request of the run, without bodies. Raises `CliError`."""
     rng = random.Random(options.seed)
     where = _where(options.where)
     pairs = _pairs(options, where)
@@ -154,7 +154,7 @@ def _where(conditions: Sequence[str]) -> dict[str, str]:
 def _pairs(options: ServeOptions, where: Mapping[str, str]) -> Pairs:
     if options.dataset is not None:
         return bench_plan.dataset_lengths(options.dataset, where)
-    return bench_plan.drawn_lengths(
+    return bench_plan.sampled_lengths(
         bench_plan.parse_lengths(options.input_len), bench_plan.parse_lengths(options.output_len)
     )
 
@@ -203,7 +203,7 @@ def _show(report: Report, phases: Phases) -> None:
 def write_results(
     path: Path, kind: str, config: Mapping[str, object], results: Mapping[str, object]
 ) -> None:
-    """One measurement as JSON: what was asked, of what, from where, and what came out."""
+    """Write one measurement as JSON: configuration, machine and results."""
     document = {
         "benchmark": kind,
         "version": __version__,
@@ -219,7 +219,7 @@ def write_results(
 
 
 def _this_machine() -> Mapping[str, object]:
-    """Where the measuring ran: of the server it says something if that runs here too."""
+    """Describe the machine that measured. It is the server's only if that runs here too."""
     from c2cserve.devices.discover import discover
     from c2cserve.devices.gpus import GpuProblem
     from c2cserve.engine.gpu.requirements import usable_gpus

@@ -1,5 +1,7 @@
-"""What changing the model costs: sequential one-token requests to one model after itself (AAAA) and
-after another (ABAB), in alternating blocks so that slow drift hits both alike."""
+"""The cost of changing the model, measured with sequential one-token requests.
+
+Requests go to one model after itself (AAAA) and after another (ABAB), in alternating blocks. Slow
+drift of the server affects both alike."""
 
 import asyncio
 import json
@@ -16,7 +18,7 @@ from statistics import fmean
 from c2cserve.bench.client import Unanswered, ask
 from c2cserve.bench.loadgen_http import Client
 from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.phases import Phases, look, phase_table
+from c2cserve.bench.phases import Phases, phase_table, read_phases
 from c2cserve.bench.plan import Shape
 from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.bench.report import Spread, percentile, spread
@@ -39,7 +41,7 @@ class SwitchOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class Probe:
     model: str
     switched: bool
     measured: bool
@@ -66,12 +68,12 @@ class Comparison:
 def run_switch(
     options: SwitchOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
-    """Raises `CliError` when a request fails, or fewer than two models are named."""
+    """Measure switches. Raises `CliError` if a request fails, or if there are not two models."""
     models = resolve_models(options.url, options.models, key)
     if len(set(models)) < 2:
         raise CliError("switching needs at least two different --models A,B", 2)
     sequence = list(plan_sequence(models, options.pairs))
-    before = look(options.url, admin_key)
+    before = read_phases(options.url, admin_key)
     switches_before = _slice_switches(options.url, admin_key)
     records = asyncio.run(_ask_all(options, key, sequence))
     switches_after = _slice_switches(options.url, admin_key)
@@ -79,31 +81,31 @@ def run_switch(
     if switches_before is not None and switches_after is not None:
         counted = switches_after - switches_before
     comparison = compare(sequence, records, counted, options.seed)
-    phases = look(options.url, admin_key).since(before)
+    phases = read_phases(options.url, admin_key).since(before)
     _show(models, comparison, phases)
     if out is not None:
         results = {**asdict(comparison), "phases": asdict(phases)}
         write_results(out, "switch", asdict(options), {"models": models, **results})
 
 
-def plan_sequence(models: Sequence[str], pairs: int) -> Iterator[Turn]:
-    """Every block holds as many requests of each model in either kind; kinds take turns in going
-    first."""
+def plan_sequence(models: Sequence[str], pairs: int) -> Iterator[Probe]:
+    """Yield the requests. Every block has as many of each model in either kind, and the kinds
+    alternate in going first."""
     rounds = math.ceil(pairs / (_BLOCKS * len(models)))
     for block in range(_BLOCKS):
         for switched in (False, True) if block % 2 == 0 else (True, False):
             if switched:
-                yield Turn(models[-1], switched=True, measured=False)
+                yield Probe(models[-1], switched=True, measured=False)
                 for _ in range(rounds):
-                    yield from (Turn(model, switched=True, measured=True) for model in models)
+                    yield from (Probe(model, switched=True, measured=True) for model in models)
             else:
                 for model in models:
-                    yield Turn(model, switched=False, measured=False)
-                    yield from [Turn(model, switched=False, measured=True)] * rounds
+                    yield Probe(model, switched=False, measured=False)
+                    yield from [Probe(model, switched=False, measured=True)] * rounds
 
 
 async def _ask_all(
-    options: SwitchOptions, key: str | None, sequence: Sequence[Turn]
+    options: SwitchOptions, key: str | None, sequence: Sequence[Probe]
 ) -> list[Record]:
     from rich.progress import track
 
@@ -112,35 +114,35 @@ async def _ask_all(
     endpoint = Endpoint.COMPLETIONS
     prompts = Prompts(options.seed, Options(endpoint))
     styles: dict[str, Style] = {}
-    for model in {turn.model for turn in sequence}:
+    for model in {probe.model for probe in sequence}:
         styles[model] = await find_style(client, model, PromptKind.AUTO, prompts, endpoint)
     records: list[Record] = []
     screen = progress_console()
-    for index, turn in enumerate(track(sequence, "asking", console=screen, transient=True)):
-        body = prompts.body(Shape(turn.model, options.input_len, 1), styles[turn.model])
-        record = Record(index=index, model=turn.model, due_s=time.monotonic() - start_s)
+    for index, probe in enumerate(track(sequence, "asking", console=screen, transient=True)):
+        body = prompts.body(Shape(probe.model, options.input_len, 1), styles[probe.model])
+        record = Record(index=index, model=probe.model, due_s=time.monotonic() - start_s)
         await client.post(endpoint.path, body, record)
         if not record.ok:
-            raise CliError(f"{turn.model}: {record.error}: {record.error_detail}")
+            raise CliError(f"{probe.model}: {record.error}: {record.error_detail}")
         records.append(record)
     await client.close()
     return records
 
 
 def compare(
-    sequence: Sequence[Turn], records: Sequence[Record], counted: int | None, seed: int
+    sequence: Sequence[Probe], records: Sequence[Record], counted: int | None, seed: int
 ) -> Comparison:
     same: dict[str, list[float]] = {}
     switched: dict[str, list[float]] = {}
-    for turn, record in zip(sequence, records, strict=True):
-        if turn.measured:
-            kind = switched if turn.switched else same
-            kind.setdefault(turn.model, []).append(record.ttft_s)
+    for probe, record in zip(sequence, records, strict=True):
+        if probe.measured:
+            kind = switched if probe.switched else same
+            kind.setdefault(probe.model, []).append(record.ttft_s)
     rng = random.Random(seed)
     resampled = sorted(
         _overhead(_resample(same, rng), _resample(switched, rng)) for _ in range(_RESAMPLES)
     )
-    models = [turn.model for turn in sequence]
+    models = [probe.model for probe in sequence]
     changes = sum(now != before for before, now in pairwise(models))
     return Comparison(
         same=_pooled(same),
@@ -172,7 +174,7 @@ def _pooled(values: Mapping[str, list[float]]) -> Spread:
 
 
 def _slice_switches(url: str, key: str | None) -> int | None:
-    """Switches of all slices so far, from the admin API; None when there is none to ask."""
+    """Return the switches of all slices so far, or None if there is no admin API to ask."""
     try:
         slices = json.loads(ask(url, "/admin/state", key=key))["slices"]
         return sum(int(one["switches"]) for one in slices)

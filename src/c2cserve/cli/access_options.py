@@ -1,14 +1,17 @@
 """Options of `serve` that say who may ask it, and over what."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from c2cserve.server.access.gate import Gate
 from c2cserve.server.guard import is_loopback
 from c2cserve.server.settings import AccessSettings
 from c2cserve.server.tls import Tls, TlsError
+from c2cserve.terminal.output import CliError
 
 _ACCESS = "Access"
 
@@ -99,3 +102,14 @@ def read_tls(options: AccessOptions) -> Tls | None:
             raise TlsError("--ssl-keyfile needs --ssl-certfile")
         return None
     return Tls(options.ssl_certfile, options.ssl_keyfile)
+
+
+def open_gate(api_keys: Sequence[str], options: AccessOptions) -> Gate:
+    """Return the gate that checks keys. Raises CliError for keys or a usage log that cannot be
+    used."""
+    try:
+        return Gate(api_keys, options.keys, options.usage_log)
+    except ValueError as error:
+        raise CliError(str(error), 2) from error
+    except OSError as error:
+        raise CliError(f"--usage-log {options.usage_log}: {error.strerror}", 2) from error

@@ -105,7 +105,8 @@ def cold(
     admin_key: AdminKeyOption = None,
     out: Annotated[Path | None, typer.Option(help="Write results as JSON.")] = None,
 ) -> None:
-    """Time to first token of models that are not in the pool (a c2cserve's, whose admin API
-    unloads them first; requests under way are waited for)."""
+    """Time to first token of models that are not in the pool.
+
+    Works with a c2cserve, whose admin API unloads the models first, after requests under way."""
     options = ColdOptions(url, tuple(models.split(",")), rounds, input_len, output_len, seed)
     run_cold(options, key, admin_key, out)

@@ -42,9 +42,10 @@ def build(
     folder: FolderOption = None,
     force: Annotated[bool, typer.Option("--force", help="Also what is built already.")] = False,
 ) -> None:
-    """Compile every kernel that is not built yet. Needs nvcc, takes a minute; where FlashInfer is
-    installed, also its attention, which takes many; where a GPU is, also fills Triton's cache
-    (TRITON_CACHE_DIR) with what most models need."""
+    """Compile every kernel that is not built yet. Needs nvcc and takes a minute.
+
+    If FlashInfer is installed, this also builds its attention, which takes many minutes. If there
+    is a GPU, this also fills Triton's cache (TRITON_CACHE_DIR) with what most models need."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     folder, began_s = folder or default_folder(), time.monotonic()

@@ -58,7 +58,7 @@ def explain(
 
 
 def _profile(path: Path | None, assume: Literal["h200", "h100"] | None) -> tuple["Profile", str]:
-    """The profile to decide by, and what to say of it."""
+    """Return the profile to decide by, and its description."""
     from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h100, assumed_h200
     from c2cserve.kernels.gpu.gemm.choice.profile import ProfileMissing, load_profile
 
@@ -76,7 +76,7 @@ def _profile(path: Path | None, assume: Literal["h200", "h100"] | None) -> tuple
 
 
 def _this_gpu() -> str | None:
-    """This machine's first GPU; None where there is none and any profile may be asked."""
+    """Return the name of this machine's first GPU; None: there is none, and any profile will do."""
     from c2cserve.devices.gpus import GpuProblem, find_gpus, find_nvml
 
     try:
@@ -132,7 +132,7 @@ def _describe(q: "Question") -> str:
 
 
 def _us(seconds: float) -> str:
-    """In one unit all the way down a column."""
+    """Format microseconds, the unit of all times in a column."""
     return f"{seconds * 1e6:,.0f}"
 
 

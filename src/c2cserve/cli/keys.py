@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -22,9 +22,6 @@ from c2cserve.server.access.secret import make_key
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.access.usage_log import sum_lines
 from c2cserve.terminal.output import CliError, console, print_json
-
-if TYPE_CHECKING:
-    from c2cserve.server.access.gate import Gate
 
 app = typer.Typer(
     help="Make, list and revoke API keys; show their usage.",
@@ -164,19 +161,6 @@ def usage(
     else:
         heads = ("key", "tenant", "model", "requests", "prompt", "cached", "output")
         _print_table(heads, [[str(value) for value in row.values()] for row in rows], numbers=4)
-
-
-def open_gate(api_keys: Sequence[str], keys: Path | None, usage_log: Path | None) -> "Gate":
-    """Return what `serve` lets requests through with. Raises CliError for keys or a usage log that
-    cannot be used."""
-    from c2cserve.server.access.gate import Gate
-
-    try:
-        return Gate(api_keys, keys, usage_log)
-    except ValueError as error:
-        raise CliError(str(error), 2) from error
-    except OSError as error:
-        raise CliError(f"--usage-log {usage_log}: {error.strerror}", 2) from error
 
 
 def _of_log(path: Path) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _run(args: list[str], *, debug: bool) -> int:
     except (typer.Abort, KeyboardInterrupt):
         return _report("interrupted", 130, debug=debug)
     except BrokenPipeError:
-        # Whoever reads us (head, less) has seen enough.
+        # The reader of our output (head, less) has ended.
         sys.stderr.close()
         return 1
     except Exception as error:  # noqa: BLE001 - the last stop: every failure is one clear line

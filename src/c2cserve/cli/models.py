@@ -26,7 +26,7 @@ _LONG_S = 24 * 3600.0
 """Adding may download first and removing drains first: the server says when it is done."""
 _POLL_S = 0.2
 _COLD_S = 2.0
-"""In which a load that is going to start has started."""
+"""Time in which a load that will start has started."""
 
 UrlOption = Annotated[str, typer.Option(help="The server's root.")]
 KeyOption = Annotated[
@@ -163,7 +163,7 @@ def _loaded(url: str, key: str | None, model: ModelStatus, *, wait: bool, as_jso
 
 
 def _follow(url: str, key: str | None, model: ModelStatus) -> ModelStatus:
-    """Show the load until it ends. A model that stays cold is one the pool has no room for now."""
+    """Show the load until it ends. If a model stays cold, the pool has no room for it now."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
     columns = (TextColumn(model.id), BarColumn(), DownloadColumn())

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from c2cserve.profiling.survey import Bench
 
 _UNTIL_S, _QUICK_UNTIL_S = 160.0, 45.0
-"""After the command began. What has begun then ends in a second or two."""
+"""Time after the command began. Measurements under way then end in a second or two."""
 
 
 def profile(
@@ -56,8 +56,9 @@ def profile(
 
 
 def _open_bench() -> "Bench":
-    """This machine's GPU, ready to be measured by this process. Raises `CliError` if it can not
-    be."""
+    """Return this machine's GPU, ready to be measured by this process.
+
+    Raises `CliError` if it cannot be measured."""
     # Streams share 8 hardware queues unless told otherwise, and 7 slices have more than 8 streams.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     import torch
@@ -92,7 +93,7 @@ def _progress(began_s: float, until_s: float) -> Generator[Callable[[str], None]
 
 
 def _commit() -> str:
-    """Of the checkout this runs from; empty for an installed package."""
+    """Return the commit of the checkout this runs from; "" for an installed package."""
     root = Path(__file__).parents[3]
     git = shutil.which("git")
     if git is None or not (root / ".git").exists():

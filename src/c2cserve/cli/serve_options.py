@@ -138,8 +138,10 @@ SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing
 
 
 def split_keys(given: list[str] | None) -> tuple[str, ...]:
-    """Return the keys of `--api-key`. Raises BadParameter where they are given, or their variable
-    is set, and there is none: an empty secret must not open the server to everybody."""
+    """Return the keys of `--api-key`.
+
+    Raises BadParameter if the option or its variable is set but has no key: an empty secret must
+    not open the server."""
     keys = tuple(key.strip() for one in given or () for key in one.split(",") if key.strip())
     if not keys and (given or _API_KEYS in os.environ):
         raise typer.BadParameter(

@@ -100,7 +100,7 @@ def simulate(
 
 @contextmanager
 def mistakes() -> Generator[None]:
-    """What a simulation can not be made of, as one line."""
+    """Turn errors of a simulation's settings into one line."""
     try:
         yield
     except OSError as error:
@@ -121,7 +121,7 @@ def workload_settings(
     mapping: str,
     where: list[str] | None,
 ) -> "WorkloadSettings":
-    """Raises ValueError."""
+    """Make the settings of a workload. Raises ValueError."""
     from c2cserve.sim.workload.build import WorkloadSettings
 
     return WorkloadSettings(
@@ -171,7 +171,7 @@ def _study(
 
 
 def write(out: Path | None, value: dict[str, Any]) -> bool:
-    """False: it went to stdout, where nothing else may go."""
+    """Write JSON. Return False if it went to stdout, where nothing else may go."""
     if out is not None and str(out) == "-":
         print_json(value)
         return False

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 _WINDOW_S = 60.0
 """Latencies and attainment are of the requests that ended in the last minute."""
 _ONCE_APART_S = 0.5
-"""A single frame still needs two looks for its rates."""
+"""Time between the two samples that the rates of a single frame need."""
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Sample:
     """The server at one moment."""
 
     at_s: float
@@ -48,36 +48,39 @@ def top(
     Press q to end.
     """
     if once:
-        first = _look(url, key)
+        first = _sample(url, key)
         time.sleep(_ONCE_APART_S)
-        second = _look(url, key)
-        everything = Look(first.at_s, first.state, Scrape())
+        second = _sample(url, key)
+        everything = Sample(first.at_s, first.state, Scrape())
         console().print(frame(url, everything, first, second))
         return
     from rich.live import Live
 
-    looks: deque[Look] = deque([_look(url, key)])
+    samples: deque[Sample] = deque([_sample(url, key)])
     with (
         quit_key() as quits,
-        Live(frame(url, looks[0], looks[0], looks[0]), screen=True, auto_refresh=False) as screen,
+        Live(
+            frame(url, samples[0], samples[0], samples[0]), screen=True, auto_refresh=False
+        ) as screen,
     ):
         while not quits(every):
             try:
-                looks.append(_look(url, key))
+                samples.append(_sample(url, key))
             except Unanswered as error:
                 screen.update(f"{error}; trying again", refresh=True)
                 continue
-            while looks[-1].at_s - looks[0].at_s > _WINDOW_S:
-                looks.popleft()
+            while samples[-1].at_s - samples[0].at_s > _WINDOW_S:
+                samples.popleft()
             screen.update(
-                frame(url, looks[0], looks[max(0, len(looks) - 4)], looks[-1]), refresh=True
+                frame(url, samples[0], samples[max(0, len(samples) - 4)], samples[-1]), refresh=True
             )
 
 
 @contextmanager
 def quit_key() -> Generator[Callable[[float], bool]]:
-    """A function that waits so many seconds, and says whether q was pressed meanwhile. Where there
-    is no keyboard it only waits. The terminal is as it was afterwards."""
+    """Yield a function that waits for some seconds, and returns whether q was pressed meanwhile.
+
+    Without a keyboard it only waits. The terminal is restored afterwards."""
     import select
     import termios
     import tty
@@ -104,12 +107,12 @@ def quit_key() -> Generator[Callable[[float], bool]]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def _look(url: str, key: str | None) -> Look:
+def _sample(url: str, key: str | None) -> Sample:
     state = decode(ask(url, "/admin/state", key=key), Snapshot)
-    return Look(time.monotonic(), state, scrape(url, key))
+    return Sample(time.monotonic(), state, scrape(url, key))
 
 
-def frame(url: str, oldest: Look, before: Look, now: Look) -> "RenderableType":
+def frame(url: str, oldest: Sample, before: Sample, now: Sample) -> "RenderableType":
     """Rates between `before` and `now`, latencies between `oldest` and `now`."""
     from rich.console import Group
 
@@ -141,7 +144,7 @@ def _table(left: Sequence[str], right: Sequence[str]) -> "Table":
     return table
 
 
-def _slices(before: Look, now: Look) -> "Table":
+def _slices(before: Sample, now: Sample) -> "Table":
     table = _table(
         ("slice", "state", "cpus", "model"),
         ("active", "busy", "batch", "waiting", "KV", "of", "tok/s", "switch/s", "restarts"),
@@ -170,7 +173,7 @@ def _slice_state(one: SliceStatus) -> str:
     return f"[{colour}]{one.state}[/]"
 
 
-def _models(oldest: Look, now: Look) -> "Table":
+def _models(oldest: Sample, now: Sample) -> "Table":
     from rich.markup import escape
 
     table = _table(
@@ -190,12 +193,12 @@ def _models(oldest: Look, now: Look) -> "Table":
     return table
 
 
-def _between(oldest: Look, now: Look, name: str, model: str) -> Histogram:
+def _between(oldest: Sample, now: Sample, name: str, model: str) -> Histogram:
     later = now.metrics.histogram(name, model_name=model)
     return later.since(oldest.metrics.histogram(name, model_name=model))
 
 
-def _attainment(oldest: Look, now: Look, model: str) -> str:
+def _attainment(oldest: Sample, now: Sample, model: str) -> str:
     counts = {
         met: now.metrics.total("c2cserve:slo_total", model_name=model, met=met)
         - oldest.metrics.total("c2cserve:slo_total", model_name=model, met=met)

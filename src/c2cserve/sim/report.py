@@ -1,10 +1,10 @@
-"""What a simulation came to: latencies, attainment of targets, and what was used for it."""
+"""The result of a simulation: latencies, attainment of targets, and use of the machine."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 
 if TYPE_CHECKING:
     from c2cserve.sim.world.simulation import Simulation
@@ -48,9 +48,9 @@ class NodeUse:
     compute: float
     memory: float
     link: float
-    """Steps ran whose time arithmetic, the slice's own memory, or the link decided."""
+    """Steps ran whose duration was set by arithmetic, the slice's own memory, or the link."""
     kv: float
-    """Of the memory for KV, what was held while steps ran."""
+    """Share of the KV memory that was held while steps ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,15 @@ class Report:
     truncated: int
     duration_s: float
     ttft: Latency
-    """Of requests that got a first token."""
+    """Latency of the requests that got a first token."""
     tpot: Latency
-    """Mean time per token after the first, of requests with two tokens or more."""
+    """Mean time per token after the first. Requests with two tokens or more count."""
     ttft_attainment: float
-    """Share of all requests whose first token was in time; a refused one's was not."""
+    """Share of all requests whose first token was in time. A refused request is late."""
     tpot_attainment: float
-    """Of requests with two tokens or more, those whose mean time per token was within target."""
+    """Share of requests with two tokens or more whose mean time per token was within target."""
     slo_met: int
-    """Requests that finished with both."""
+    """Requests that finished within both targets."""
     slo_attainment: float
     every_token_attainment: float
     """Share of requests that finished with every token in time (SLINFER equation 1), loading of
@@ -77,7 +77,7 @@ class Report:
     nodes_used: Mapping[str, float]
     """Kind of slice -> slices that had requests, mean over time."""
     nodes_held: Mapping[str, float]
-    """Likewise those that had instances."""
+    """Kind of slice -> slices that had instances, mean over time."""
     nodes: Mapping[str, NodeUse]
     links: Mapping[str, LinkUse]
     preempted: int
@@ -88,16 +88,16 @@ class Report:
         return asdict(self)
 
 
-def in_time(job: Job) -> bool:
-    return job.first_s >= 0 and job.ttft_s <= job.request.slo.ttft_s
+def in_time(tracked: TrackedRequest) -> bool:
+    return tracked.first_s >= 0 and tracked.ttft_s <= tracked.request.slo.ttft_s
 
 
-def on_pace(job: Job) -> bool:
-    return job.drawn > 0 and job.tpot_s <= job.request.slo.tpot_s
+def on_pace(tracked: TrackedRequest) -> bool:
+    return tracked.sampled > 0 and tracked.tpot_s <= tracked.request.slo.tpot_s
 
 
-def every_token_in_time(job: Job) -> bool:
-    return job.ending == "finished" and job.late_s <= job.grace_s
+def every_token_in_time(tracked: TrackedRequest) -> bool:
+    return tracked.ending == "finished" and tracked.late_s <= tracked.grace_s
 
 
 def latency(values: Sequence[float]) -> Latency:
@@ -109,27 +109,30 @@ def latency(values: Sequence[float]) -> Latency:
 
 
 def report(simulation: "Simulation") -> Report:
-    jobs = simulation.jobs.ended
-    total = max(1, len(jobs))
-    long = [job for job in jobs if job.drawn > 1]
-    met = sum(job.ending == "finished" and in_time(job) and on_pace(job) for job in jobs)
-    first_s = min((job.request.arrival_s for job in jobs), default=0.0)
+    requests = simulation.requests.ended
+    total = max(1, len(requests))
+    long = [tracked for tracked in requests if tracked.sampled > 1]
+    met = sum(
+        tracked.ending == "finished" and in_time(tracked) and on_pace(tracked)
+        for tracked in requests
+    )
+    first_s = min((tracked.request.arrival_s for tracked in requests), default=0.0)
     duration_s = max(simulation.timeline.now - first_s, 1e-9)
     nodes = _nodes(simulation, duration_s)
-    kinds = {lane.slice.id: lane.slice.kind for lane in simulation.machine.lanes}
+    kinds = {simulated.slice.id: simulated.slice.kind for simulated in simulation.machine.slices}
     return Report(
-        requests=len(jobs),
-        finished=sum(job.ending == "finished" for job in jobs),
-        rejected=sum(job.ending == "rejected" for job in jobs),
-        truncated=sum(job.ending == "truncated" for job in jobs),
+        requests=len(requests),
+        finished=sum(tracked.ending == "finished" for tracked in requests),
+        rejected=sum(tracked.ending == "rejected" for tracked in requests),
+        truncated=sum(tracked.ending == "truncated" for tracked in requests),
         duration_s=duration_s,
-        ttft=latency([job.ttft_s for job in jobs if job.drawn]),
-        tpot=latency([job.tpot_s for job in long]),
-        ttft_attainment=sum(map(in_time, jobs)) / total,
+        ttft=latency([tracked.ttft_s for tracked in requests if tracked.sampled]),
+        tpot=latency([tracked.tpot_s for tracked in long]),
+        ttft_attainment=sum(map(in_time, requests)) / total,
         tpot_attainment=sum(map(on_pace, long)) / max(1, len(long)),
         slo_met=met,
         slo_attainment=met / total,
-        every_token_attainment=sum(map(every_token_in_time, jobs)) / total,
+        every_token_attainment=sum(map(every_token_in_time, requests)) / total,
         nodes_used=_by_kind(kinds, {name: node.used for name, node in nodes.items()}),
         nodes_held=_by_kind(kinds, {name: node.held for name, node in nodes.items()}),
         nodes=nodes,
@@ -137,9 +140,9 @@ def report(simulation: "Simulation") -> Report:
             name: LinkUse(link.moved_bytes, link.busy_s / duration_s, link.moved_bytes / duration_s)
             for name, link in simulation.network.links.items()
         },
-        preempted=sum(job.preempted for job in jobs),
-        resumed=sum(job.resumed for job in jobs),
-        ticks=simulation.turns.ticks,
+        preempted=sum(tracked.preempted for tracked in requests),
+        resumed=sum(tracked.resumed for tracked in requests),
+        ticks=simulation.loops.ticks,
     )
 
 
@@ -153,9 +156,9 @@ def _by_kind(kinds: Mapping[str, str], shares: Mapping[str, float]) -> dict[str,
 def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
     nodes: dict[str, NodeUse] = {}
     lives = [*simulation.lost, *simulation.slices.values()]
-    for lane in simulation.machine.lanes:
-        uses = [life.use for life in lives if life.lane is lane]
-        nodes[lane.slice.id] = NodeUse(
+    for simulated in simulation.machine.slices:
+        uses = [life.use for life in lives if life.simulated is simulated]
+        nodes[simulated.slice.id] = NodeUse(
             busy=sum(use.busy_s for use in uses) / duration_s,
             used=sum(use.used_s for use in uses) / duration_s,
             held=sum(use.held_s for use in uses) / duration_s,
@@ -168,6 +171,6 @@ def _nodes(simulation: "Simulation", duration_s: float) -> dict[str, NodeUse]:
             memory=sum(use.memory_s for use in uses) / duration_s,
             link=sum(use.link_s for use in uses) / duration_s,
             kv=sum(use.kv_byte_s for use in uses)
-            / max(1e-9, lane.slice.kv_bytes * sum(use.busy_s for use in uses)),
+            / max(1e-9, simulated.slice.kv_bytes * sum(use.busy_s for use in uses)),
         )
     return nodes

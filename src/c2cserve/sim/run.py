@@ -1,4 +1,4 @@
-"""One simulation from plain settings: what the command line and the studies call."""
+"""One simulation from plain settings, for the command line and the studies."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from c2cserve.sim.report import Report, report
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import Fault
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest, SloRule
+from c2cserve.sim.world.requests import SimRequest, SloRule
 from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -36,8 +36,11 @@ class Scenario:
 
 
 def slo_rule(text: str) -> SloRule:
-    """`TTFT,TPOT` in seconds for all, or `slinfer`: TTFT min(max(0.5, prompt / 512), 8), TPOT 0.25
-    (SLINFER section IX-A). Raises ValueError."""
+    """Parse `TTFT,TPOT` in seconds for all requests, or `slinfer` (SLINFER section IX-A):
+
+        TTFT = min(max(0.5, prompt / 512), 8), TPOT = 0.25
+
+    Raises ValueError."""
     if text == "slinfer":
         return lambda prompt: Slo(min(max(0.5, prompt / 512), 8.0), 0.25)
     try:
@@ -58,8 +61,10 @@ def prepare(
     requests: Iterable[SimRequest] | None = None,
     machine: SimMachine | None = None,
 ) -> Simulation:
-    """The simulation, not yet run; `models`, `requests` and `machine` replace what the scenario
-    names. Raises ValueError (and its kinds), OSError."""
+    """Make a simulation that has not run yet.
+
+    `models`, `requests` and `machine` replace what the scenario names. Raises ValueError (and its
+    kinds), OSError."""
     if scenario.policy not in PRESETS:
         raise ValueError(f"no policy {scenario.policy!r}; there are: {', '.join(PRESETS)}")
     preset = PRESETS[scenario.policy]
@@ -86,7 +91,7 @@ def prepare(
 
 
 def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
-    least = min(lane.slice.hbm_bytes for lane in machine.lanes)
+    least = min(simulated.slice.hbm_bytes for simulated in machine.slices)
     for model in models:
         if model.spec.weight_bytes > least:
             raise ValueError(
@@ -96,8 +101,9 @@ def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenar
 
 
 def simulate(scenario: Scenario, models: Sequence[SimModel] | None = None) -> Report:
-    """`models` replace those that the scenario names. Raises ValueError (and its kinds), OSError;
-    AssertionError if an invariant breaks."""
+    """Run a scenario. `models` replace those that it names.
+
+    Raises ValueError (and its kinds), OSError, and AssertionError if an invariant breaks."""
     simulation = prepare(scenario, models)
     simulation.run()
     return report(simulation)

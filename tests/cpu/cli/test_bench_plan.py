@@ -14,10 +14,10 @@ from c2cserve.bench.plan import (
     Caps,
     TraceOptions,
     dataset_lengths,
-    drawn_lengths,
     parse_lengths,
     parse_popularity,
     poisson,
+    sampled_lengths,
     trace,
 )
 from c2cserve.bench.prompts import Options, Prompts, Style
@@ -47,7 +47,7 @@ def test_popularity() -> None:
 
 
 def test_poisson_gaps_are_memoryless() -> None:
-    pairs = drawn_lengths(parse_lengths("8"), parse_lengths("8"))
+    pairs = sampled_lengths(parse_lengths("8"), parse_lengths("8"))
     shapes = poisson(["a"], [1], 10.0, 5000, None, pairs, random.Random(0))
     gaps = [b.due_s - a.due_s for a, b in pairwise(shapes)]
     mean = fmean(gaps)
@@ -72,7 +72,7 @@ TRACE = "t_s,func,load,input_tokens,output_tokens\n5,7,x,10,1\n1,9,x,20,2\n3,9,y
 
 def test_trace_is_sorted_shifted_mapped_and_compressed(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv.gz", TRACE)
-    pairs = drawn_lengths(parse_lengths("1"), parse_lengths("1"))
+    pairs = sampled_lengths(parse_lengths("1"), parse_lengths("1"))
     options = TraceOptions(path, {}, compress=2.0)
     shapes = trace(options, ["a", "b"], pairs, random.Random(0))
     assert [(s.model, s.input_tokens, s.due_s) for s in shapes] == [
@@ -85,7 +85,7 @@ def test_trace_is_sorted_shifted_mapped_and_compressed(tmp_path: Path) -> None:
 
 def test_trace_without_models_or_lengths(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", "t_ms\n" + "\n".join(str(100 * i) for i in range(200)))
-    pairs = drawn_lengths(parse_lengths("5"), parse_lengths("6"))
+    pairs = sampled_lengths(parse_lengths("5"), parse_lengths("6"))
     shapes = trace(TraceOptions(path, {}), ["a", "b"], pairs, random.Random(0))
     assert {(s.model, s.input_tokens, s.output_tokens) for s in shapes} == {
         ("a", 5, 6), ("b", 5, 6),
@@ -113,7 +113,7 @@ def test_dataset(tmp_path: Path) -> None:
 )
 def test_broken_traces(tmp_path: Path, text: str, where: dict[str, str], says: str) -> None:
     path = write(tmp_path / "t.csv", text)
-    pairs = drawn_lengths(parse_lengths("1"), parse_lengths("1"))
+    pairs = sampled_lengths(parse_lengths("1"), parse_lengths("1"))
     with pytest.raises(CliError, match=says):
         trace(TraceOptions(path, where), ["a"], pairs, random.Random(0))
 

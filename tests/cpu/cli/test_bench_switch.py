@@ -48,13 +48,13 @@ def test_one_model_can_not_switch(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_kinds_are_what_they_say_and_balanced() -> None:
     turns = list(plan_sequence(["a", "b", "c"], 100))
-    for before, turn in pairwise(turns):
-        if turn.measured:
-            assert (turn.model != before.model) == turn.switched
+    for before, probe in pairwise(turns):
+        if probe.measured:
+            assert (probe.model != before.model) == probe.switched
     for model in "abc":
-        own = [turn.switched for turn in turns if turn.measured and turn.model == model]
+        own = [probe.switched for probe in turns if probe.measured and probe.model == model]
         assert sum(own) * 2 == len(own)
-    assert sum(turn.measured and turn.switched for turn in turns) >= 100
+    assert sum(probe.measured and probe.switched for probe in turns) >= 100
 
 
 def test_histogram_quantiles_and_differences() -> None:

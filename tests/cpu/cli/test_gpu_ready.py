@@ -1,11 +1,10 @@
-"""A GPU that can not serve yet: each obstacle has its fix; nobody falls back to CPUs unasked."""
+"""A GPU that cannot serve yet: each obstacle has its fix, and CPUs never replace it unasked."""
 
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from c2cserve.cli import serve
 from c2cserve.core.machine import Gpu
 from c2cserve.devices.gpus import GpuProblem
 from c2cserve.engine.gpu import requirements as gpu_ready
@@ -13,6 +12,7 @@ from c2cserve.kernels.gpu.aot import compiler
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
+from c2cserve.serving import startup
 from c2cserve.terminal.output import CliError
 
 H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
@@ -72,7 +72,7 @@ def test_no_profile_of_this_gpu(home: Path) -> None:
 
 
 def test_a_profile_without_neighbours(home: Path) -> None:
-    """Measured where there was one GPU: memory of another can not be planned with."""
+    """Measured where there was one GPU: memory of another cannot be planned with."""
     known = assumed_h200()
     alone = {name: link for name, link in known.links.items() if name == "host"}
     save_profile(msgspec.structs.replace(known, links=alone))
@@ -83,15 +83,15 @@ def test_a_profile_without_neighbours(home: Path) -> None:
 
 
 def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "usable_gpus", lambda: (H200,))
-    assert serve._gpus("measured") == (H200,)
+    monkeypatch.setattr(startup, "usable_gpus", lambda: (H200,))
+    assert startup.ready_gpus("measured") == (H200,)
     compiler.cubin_path(home / "kernels", SERVING_VARIANTS[0]).unlink()
     with pytest.raises(CliError, match=r"kernels build; or .* with --gpu-slices none"):
-        serve._gpus("measured")
+        startup.ready_gpus("measured")
 
     def broken() -> tuple[Gpu, ...]:
         raise GpuProblem("driver/library version mismatch")
 
-    monkeypatch.setattr(serve, "usable_gpus", broken)
+    monkeypatch.setattr(startup, "usable_gpus", broken)
     with pytest.raises(CliError, match="version mismatch"):
-        serve._gpus("measured")
+        startup.ready_gpus("measured")

@@ -2,10 +2,10 @@
 
 from collections import Counter
 
+from cluster_cases import slice_, spec
 from cluster_world import ClusterTestWorld
 from hypothesis import given
 from hypothesis import strategies as st
-from test_cluster import slice_, spec
 
 from c2cserve.core.events import Arrived, Finished
 from c2cserve.core.request import Request, Slo

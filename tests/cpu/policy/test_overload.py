@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from cluster_cases import request, slice_, spec
 from cluster_world import ClusterTestWorld
-from test_cluster import request, slice_, spec
-from test_cluster_rules import Hand, dispatched, rejects
+from controller_hand import Hand, dispatched, rejects
 
 from c2cserve.core.actions import Backlog, Reject, Withdraw
 from c2cserve.core.events import Arrived, Finished, FirstToken

@@ -4,10 +4,10 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from cluster_cases import request
 from cluster_world import ClusterTestWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster import request
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev

@@ -1,7 +1,7 @@
 """Loading a version of a model that is to replace another one."""
 
-from test_cluster import slice_, spec
-from test_cluster_rules import Hand
+from cluster_cases import slice_, spec
+from controller_hand import Hand
 
 from c2cserve.core.actions import Evict, Forget, Load, Reject
 from c2cserve.core.events import (

@@ -4,11 +4,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
+from cluster_cases import request, slice_, spec
 from cluster_world import ClusterTestWorld, Live
+from controller_hand import Hand, dispatched
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster import request, slice_, spec
-from test_cluster_rules import Hand, dispatched
 
 from c2cserve.core.actions import Activate, Dispatch, Recall
 from c2cserve.core.events import (

@@ -1,14 +1,14 @@
 """Steps that raise: whose fault it is, what runs again and how, and what is given up."""
 
 import pytest
+from cluster_cases import request as asked
+from cluster_cases import slice_
+from cluster_cases import spec as model_of
+from controller_hand import Hand as Controller
+from controller_hand import dispatched, rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_world import SliceTestWorld
-from test_cluster import request as asked
-from test_cluster import slice_
-from test_cluster import spec as model_of
-from test_cluster_rules import Hand as Controller
-from test_cluster_rules import dispatched, rejects
 from test_slice import request, requests, spec, world_of
 from test_slice_rules import Hand, names
 

@@ -5,11 +5,11 @@ from math import ceil, log2
 from random import Random
 
 import pytest
+from cluster_cases import request, slice_, spec
 from cluster_world import ClusterTestWorld, Live
+from controller_hand import Hand, dispatched, rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cluster import request, slice_, spec
-from test_cluster_rules import Hand, dispatched, rejects
 
 from c2cserve.core.actions import Reject
 from c2cserve.core.events import (

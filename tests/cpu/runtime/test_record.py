@@ -6,8 +6,8 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from cluster_cases import random_world
 from slice_world import SliceTestWorld
-from test_cluster import random_world
 from test_slice import SLOS, world_of
 
 from c2cserve.core.events import Draining

@@ -1,12 +1,12 @@
 """Text of a growing output: exact, whatever the borders of tokens, characters and stop strings."""
 
-import itertools
 import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from detokenizing import continuation, pieces, stream
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,21 +26,6 @@ TEXTS = [
 @pytest.fixture(scope="module", params=["byte", "piece"])
 def tokenizer(request: pytest.FixtureRequest, byte_dir: Path, piece_dir: Path) -> Tokenizer:
     return Tokenizer(byte_dir if request.param == "byte" else piece_dir)
-
-
-def stream(
-    tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int], group: int = 1
-) -> tuple[str, list[str]]:
-    """The whole text and what each group of tokens brought."""
-    detokenizer = Detokenizer(tokenizer, list(prompt))
-    parts = [detokenizer.add(tuple(output[i : i + group])) for i in range(0, len(output), group)]
-    parts.append(detokenizer.finish())
-    return "".join(parts), parts
-
-
-def continuation(tokenizer: Tokenizer, prompt: Sequence[int], output: Sequence[int]) -> str:
-    before = tokenizer.decode(list(prompt))
-    return tokenizer.decode([*prompt, *output])[len(before) :]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -112,11 +97,6 @@ def test_cost_per_token_does_not_grow(byte_dir: Path) -> None:
 def cut(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     found = [text.find(stop) for stop in stops if stop in text]
     return (text[: min(found)], True) if found else (text, False)
-
-
-def pieces(text: str, borders: Sequence[int]) -> list[str]:
-    at = [0, *sorted(border % (len(text) + 1) for border in borders), len(text)]
-    return [text[a:b] for a, b in itertools.pairwise(at)]
 
 
 @given(

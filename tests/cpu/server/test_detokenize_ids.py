@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from detokenizing import continuation, pieces, stream
 from hypothesis import given
 from hypothesis import strategies as st
-from test_detokenize import continuation, pieces, stream
 
 from c2cserve.server.text.detokenize import Detokenizer, StopStrings
 from c2cserve.server.text.tokenizer import Tokenizer

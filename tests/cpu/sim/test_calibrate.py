@@ -13,7 +13,7 @@ from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings
 from c2cserve.sim.world import simulation as world
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import Job, SimRequest
+from c2cserve.sim.world.requests import SimRequest, TrackedRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -25,19 +25,21 @@ BATCHES = (1, 2, 4, 8, 16)
 def one_cpu() -> SimMachine:
     """Not bounded by memory, as live CPU slices are."""
     machine = build("a100x4+xeon6462cx4", SliceSettings(max_step_tokens=4096))
-    lane = next(lane for lane in machine.lanes if lane.slice.kind == "cpu")
-    lane = replace(lane, slice=replace(lane.slice, id="cpu0", hbm_bytes=0, kv_bytes=8 << 30))
-    return replace(machine, lanes=(lane,))
+    simulated = next(simulated for simulated in machine.slices if simulated.slice.kind == "cpu")
+    simulated = replace(
+        simulated, slice=replace(simulated.slice, id="cpu0", hbm_bytes=0, kv_bytes=8 << 30)
+    )
+    return replace(machine, slices=(simulated,))
 
 
-def run(machine: SimMachine, requests: list[SimRequest], noise: float) -> list[Job]:
+def run(machine: SimMachine, requests: list[SimRequest], noise: float) -> list[TrackedRequest]:
     models = [
         replace(model, spec=replace(model.spec, id="m"), shape=replace(model.shape, table=MODEL))
         for model in catalogue(MODEL)
     ]
     simulation = Simulation(machine, models, requests, None, Settings(noise=noise, lookahead=1))
     simulation.run()
-    return simulation.jobs.ended
+    return simulation.requests.ended
 
 
 def calibration_load() -> list[SimRequest]:
@@ -56,7 +58,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a simulated machine whose steps are noisy."""
     machine = one_cpu()
     path = tmp_path / "record.jsonl"
-    arguments = {"slice": machine.lanes[0].slice, "max_in_flight": 1}
+    arguments = {"slice": machine.slices[0].slice, "max_in_flight": 1}
     recorder = Record(path, "cpu0/1", "slice", arguments)
     monkeypatch.setattr(world, "no_record", recorder)
     run(machine, calibration_load(), 0.05)
@@ -68,7 +70,7 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_tables_are_those_of_the_machine(record: Path) -> None:
     found = calibrate(record)
     machine = one_cpu()
-    true = machine.hardware.tables.get(MODEL, machine.lanes[0].table)
+    true = machine.hardware.tables.get(MODEL, machine.slices[0].table)
     assert true is not None
     table = found.tables["m"]
     for tokens in PROMPTS[:3]:  # the first chunk of an unknown model is of 64 tokens
@@ -80,8 +82,10 @@ def test_tables_are_those_of_the_machine(record: Path) -> None:
     assert ratio == pytest.approx(1.0, abs=0.03)
 
 
-def medians(jobs: list[Job]) -> tuple[float, float]:
-    return median(job.ttft_s for job in jobs), median(job.tpot_s for job in jobs)
+def medians(requests: list[TrackedRequest]) -> tuple[float, float]:
+    return median(tracked.ttft_s for tracked in requests), median(
+        tracked.tpot_s for tracked in requests
+    )
 
 
 def test_the_profile_simulates_like_the_machine(record: Path, tmp_path: Path) -> None:
@@ -95,10 +99,10 @@ def test_the_profile_simulates_like_the_machine(record: Path, tmp_path: Path) ->
     again = prepare(scenario, [model], requests)
     again.run()
     ttft_s, tpot_s = medians(true)
-    assert medians(again.jobs.ended) == pytest.approx((0.5 + ttft_s, tpot_s), rel=0.1)
-    assert medians(again.jobs.ended)[0] - 0.5 == pytest.approx(ttft_s, rel=0.1)
-    (lane,) = again.machine.lanes
-    assert replace(lane.slice, gpu=None) == one_cpu().lanes[0].slice
+    assert medians(again.requests.ended) == pytest.approx((0.5 + ttft_s, tpot_s), rel=0.1)
+    assert medians(again.requests.ended)[0] - 0.5 == pytest.approx(ttft_s, rel=0.1)
+    (simulated,) = again.machine.slices
+    assert replace(simulated.slice, gpu=None) == one_cpu().slices[0].slice
 
 
 def test_only_what_lies_in_the_windows_counts(record: Path) -> None:

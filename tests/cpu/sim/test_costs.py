@@ -8,7 +8,7 @@ from c2cserve.sim.world.hardware import build
 from c2cserve.sim.world.shapes import SimModel, shape_of
 from c2cserve.sim.world.tables import Tables, interpolate, read_tables
 
-GPU = build("h200-x1").lanes[0]
+GPU = build("h200-x1").slices[0]
 
 
 def model(name: str) -> SimModel:
@@ -97,12 +97,12 @@ def test_interpolation_before_the_first_and_of_one_point() -> None:
 def test_published_tables_are_used_for_published_machines() -> None:
     machine = build("a100x4+xeon6462cx4")
     costs = Costs(machine.hardware.tables)
-    lanes = {lane.slice.id: lane for lane in machine.lanes}
+    slices = {simulated.slice.id: simulated for simulated in machine.slices}
     seven = model("llama-2-7b")
     # SLINFER section IV-A2: 567 ms to the first token of 1024 on the CPU, then 71 ms each.
-    assert costs.step(step((0, 1024)), seven, lanes["cpu0"], 1.0).floor_s == pytest.approx(0.567)
-    one = costs.step(step((1024, 1)), seven, lanes["cpu0"], 1.0).floor_s
+    assert costs.step(step((0, 1024)), seven, slices["cpu0"], 1.0).floor_s == pytest.approx(0.567)
+    one = costs.step(step((1024, 1)), seven, slices["cpu0"], 1.0).floor_s
     assert one == pytest.approx(0.071, abs=0.003)
-    both = costs.step(step((1024, 1), (0, 1024)), seven, lanes["cpu0"], 1.0).floor_s
+    both = costs.step(step((1024, 1), (0, 1024)), seven, slices["cpu0"], 1.0).floor_s
     base = machine.hardware.tables.steps["llama-2-7b"]["cpu:cpu"].base_s
     assert both == pytest.approx(0.567 + one - base)

@@ -25,7 +25,7 @@ def test_two_flows_share_and_the_longer_one_gets_all_once_alone() -> None:
     run(timeline)
     assert ends["short"] == pytest.approx(2.0)  # 10 bytes at 5 a second
     assert ends["long"] == pytest.approx(4.0)  # then 20 at 10 a second
-    network.settle()
+    network.update_totals()
     assert network.links["l"].moved_bytes == pytest.approx(40.0)
     assert network.links["l"].busy_s == pytest.approx(4.0)
 
@@ -72,7 +72,7 @@ def test_a_stopped_flow_never_ends_and_gives_its_share_back() -> None:
     run(timeline)
     assert ends == ["stays"]
     assert timeline.now == pytest.approx(100 / 5, abs=20)
-    network.settle()
+    network.update_totals()
     assert network.links["l"].moved_bytes == pytest.approx(15.0)
 
 
@@ -138,7 +138,7 @@ def test_bytes_are_conserved_and_the_link_is_never_idle_in_vain(
     for at_s, size in starts:
         timeline.at(at_s, begin, size)
     run(timeline)
-    network.settle()
+    network.update_totals()
     link = network.links["l"]
     total = sum(size for _, size in starts)
     assert len(ends) == len(starts)

@@ -7,7 +7,7 @@ import pytest
 
 from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
-from c2cserve.sim.planning.bottleneck import RELIEFS
+from c2cserve.sim.planning.bottleneck import RESOURCES
 from c2cserve.sim.planning.plan import Plan, Planner, grown
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
@@ -109,17 +109,17 @@ def test_copies_are_models_of_their_own() -> None:
 
 def test_reliefs_give_more_of_one_thing() -> None:
     machine = build("a100x4+xeon6462cx4")
-    lane = machine.lanes[0]
-    table = machine.hardware.tables.get("llama-2-7b", lane.table)
+    simulated = machine.slices[0]
+    table = machine.hardware.tables.get("llama-2-7b", simulated.table)
     assert table is not None
-    for name, relief in RELIEFS.items():
-        more = relief(machine, 2.0)
-        other = more.lanes[0]
-        faster = more.hardware.tables.get("llama-2-7b", lane.table)
+    for name, enlarge in RESOURCES.items():
+        more = enlarge(machine, 2.0)
+        other = more.slices[0]
+        faster = more.hardware.tables.get("llama-2-7b", simulated.table)
         assert faster is not None
-        assert (other.flops == 2 * lane.flops) == (name == "compute")
-        assert (other.hbm_bytes_per_s == 2 * lane.hbm_bytes_per_s) == (name == "HBM bandwidth")
-        assert (other.slice.kv_bytes > lane.slice.kv_bytes) == (name == "HBM")
+        assert (other.flops == 2 * simulated.flops) == (name == "compute")
+        assert (other.hbm_bytes_per_s == 2 * simulated.hbm_bytes_per_s) == (name == "HBM bandwidth")
+        assert (other.slice.kv_bytes > simulated.slice.kv_bytes) == (name == "HBM")
         assert (more.links == machine.links) == (name != "link")
         assert (more.hardware.pool_bytes > machine.hardware.pool_bytes) == (name == "host memory")
         assert (faster.prefill_s(0, 512) < table.prefill_s(0, 512)) == (name == "compute")

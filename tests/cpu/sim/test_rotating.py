@@ -13,7 +13,7 @@ from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import report
 from c2cserve.sim.world.faults import Fault, parse_fault
 from c2cserve.sim.world.hardware import SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -45,8 +45,8 @@ def run(
     return simulation
 
 
-def crowd(count: int, gap_s: float, prompt: int, owed: int, model: str) -> list[SimRequest]:
-    return [SimRequest(i * gap_s, model, prompt, owed) for i in range(count)]
+def crowd(count: int, gap_s: float, prompt: int, output: int, model: str) -> list[SimRequest]:
+    return [SimRequest(i * gap_s, model, prompt, output) for i in range(count)]
 
 
 def test_a_burst_gets_first_tokens_while_earlier_requests_wait_on_the_host() -> None:
@@ -54,7 +54,7 @@ def test_a_burst_gets_first_tokens_while_earlier_requests_wait_on_the_host() -> 
     fcfs = run(requests, FCFS, 0.012, 0, ttft_s=1.0)
     rotating = run(requests, SUPERINFER, 0.012, 64 * BLOCK * 60, ttft_s=1.0)
     assert rotating.slices["gpu0"].use.moved_bytes > 0
-    assert all(job.ending == "finished" for job in rotating.jobs.ended)
+    assert all(tracked.ending == "finished" for tracked in rotating.requests.ended)
     assert report(rotating).ttft_attainment > report(fcfs).ttft_attainment + 0.2
     assert report(rotating).preempted == 0, "nothing is computed twice"
 
@@ -96,15 +96,15 @@ def test_everybody_ends_and_memory_is_conserved(
 ) -> None:
     rotation = RotationSettings(transfer_bytes=transfer_blocks * BLOCK)
     requests = [
-        SimRequest(at, model, prompt, owed)
-        for model, at, prompt, owed in sorted(drawn, key=lambda one: one[1])
+        SimRequest(at, model, prompt, output)
+        for model, at, prompt, output in sorted(drawn, key=lambda one: one[1])
     ]
     world = run(
         requests, replace(preset, rotation=rotation), kv_share, host_blocks * BLOCK,
         "llama-3.2-3b,llama-3.2-1b", max_batch, faults,
     )  # fmt: skip
-    assert len(world.jobs.ended) == len(requests)
-    assert all(job.ending == "finished" for job in world.jobs.ended)
+    assert len(world.requests.ended) == len(requests)
+    assert all(tracked.ending == "finished" for tracked in world.requests.ended)
     policy = world.slices["gpu0"].policy
     assert policy.running == policy.waiting == 0
     assert policy.arena.held_bytes == 0

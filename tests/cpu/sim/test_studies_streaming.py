@@ -6,8 +6,8 @@ from c2cserve.sim.world.hardware import build
 
 
 def test_the_cost_model_gives_figure_4s_bytes_and_times() -> None:
-    gemm, lane = GemmShape(n=16384, k=4096), build("gh200").lanes[0]
-    sym, asym = gemm.moved(10240, 1.0, lane), gemm.moved(10240, 0.0, lane)
+    gemm, simulated = GemmShape(n=16384, k=4096), build("gh200").slices[0]
+    sym, asym = gemm.moved(10240, 1.0, simulated), gemm.moved(10240, 0.0, simulated)
     assert round(sym.link_bytes / 1e9, 2) == 5.37
     assert round(sym.hbm_bytes / 1e9, 2) == 1.23
     assert round(asym.link_bytes / 1e9, 2) == 0.13

@@ -16,9 +16,9 @@ from c2cserve.sim.workload.catalogue import (
     find_lengths,
     find_rows,
 )
-from c2cserve.sim.workload.rates import draw
+from c2cserve.sim.workload.rates import sample_requests
 from c2cserve.sim.workload.rows import TraceError, read
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved
 
 LENGTH_COLUMNS = ("mean", "p50", "p90", "p99")
@@ -60,7 +60,7 @@ def test_packaged_traces_become_requests_of_the_catalogue(trace: str) -> None:
     names = {model.spec.id for model in MODELS}
     assert len(requests) == 300
     assert {request.model for request in requests} <= names
-    assert all(request.prompt >= 1 and request.owed >= 1 for request in requests)
+    assert all(request.prompt >= 1 and request.output >= 1 for request in requests)
     times = [request.arrival_s for request in requests]
     assert times == sorted(times)
     assert requests == asked(trace, **few)
@@ -114,7 +114,7 @@ def test_models_without_lengths_get_them_and_filters_apply(tmp_path: Path) -> No
     assert [r.arrival_s for r in requests] == [1.0, 5.0]
     loads = "load_rps,t_s,func,input_tokens,output_tokens\n1,2.0,4,8,9\n2,1.0,4,6,7\n"
     [one] = asked(write(tmp_path / "b.csv", loads), where={"load_rps": "2"})
-    assert (one.prompt, one.owed) == (6, 7)
+    assert (one.prompt, one.output) == (6, 7)
 
 
 def test_rates_are_met_and_gaps_vary_as_they_say(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_rates_are_met_and_gaps_vary_as_they_say(tmp_path: Path) -> None:
         f"7,{600 * i},2.0,2,G,0.25,2\n8,{600 * i},1.0,1,W,1.0,1\n" for i in range(9)
     )
     path = Path(write(tmp_path / "s.csv", text))
-    rows = draw(path, 1, 0.0, 5400.0, {})
+    rows = sample_requests(path, 1, 0.0, 5400.0, {})
     bursty = [row.t_s for row in rows if row.source == "7"]
     steady = [row.t_s for row in rows if row.source == "8"]
     assert len(bursty) == pytest.approx(2.0 * 5400, rel=0.1)
@@ -131,18 +131,22 @@ def test_rates_are_met_and_gaps_vary_as_they_say(tmp_path: Path) -> None:
     for times, variation in ((bursty, 2.0), (steady, 1.0)):
         gaps = [b - a for a, b in pairwise(times)]
         assert stdev(gaps) / mean(gaps) == pytest.approx(variation, rel=0.15)
-    assert draw(path, 1, 600.0, 600.0, {}) == [r for r in rows if 600.0 <= r.t_s < 1200.0]
+    assert sample_requests(path, 1, 600.0, 600.0, {}) == [
+        r for r in rows if 600.0 <= r.t_s < 1200.0
+    ]
 
 
 def test_requests_per_minute_and_mean_rates(tmp_path: Path) -> None:
     minutes = Path(write(tmp_path / "m.csv", "func,m1,m2\n0,5,0\n1,0,7\n"))
-    rows = draw(minutes, 0, 0.0, 1e9, {})
+    rows = sample_requests(minutes, 0, 0.0, 1e9, {})
     assert [sum(60 * m <= row.t_s < 60 * (m + 1) for row in rows) for m in (0, 1)] == [5, 7]
     means = Path(write(tmp_path / "r.csv", "model,size,rps_low,rps_high\na,7b,1,10\n"))
-    assert len(draw(means, 0, 0.0, 1000.0, {})) == pytest.approx(1000, rel=0.15)
-    assert len(draw(means, 0, 0.0, 1000.0, {"rates": "rps_high"})) == pytest.approx(1e4, rel=0.1)
+    assert len(sample_requests(means, 0, 0.0, 1000.0, {})) == pytest.approx(1000, rel=0.15)
+    assert len(sample_requests(means, 0, 0.0, 1000.0, {"rates": "rps_high"})) == pytest.approx(
+        1e4, rel=0.1
+    )
     with pytest.raises(TraceError, match="rps_low"):
-        draw(means, 0, 0.0, 1.0, {"rates": "none"})
+        sample_requests(means, 0, 0.0, 1.0, {"rates": "none"})
 
 
 def test_clients_ask_as_often_and_for_as_much_as_they_say(tmp_path: Path) -> None:
@@ -153,7 +157,7 @@ def test_clients_ask_as_often_and_for_as_much_as_they_say(tmp_path: Path) -> Non
         "s,0,2.0,0.25,1,300,200,500,900,20,20,30,60\ns,1,1.0,1,0,,,,,,,,\nl,0,1.0,1,0,,,,,,,,\n"
     )
     path = Path(write(tmp_path / "c.csv", text))
-    rows = draw(path, 3, 0.0, 600.0 * 200, {"model": "s"})
+    rows = sample_requests(path, 3, 0.0, 600.0 * 200, {"model": "s"})
     assert {row.source for row in rows} == {"s/0", "s/1"}
     some = [row for row in rows if row.source == "s/0"]
     assert len(some) == pytest.approx(0.25 * 2.0 * 600 * 200, rel=0.2)
@@ -166,11 +170,11 @@ def test_clients_ask_as_often_and_for_as_much_as_they_say(tmp_path: Path) -> Non
     other = [row for row in rows if row.source == "s/1"]
     assert len(other) == pytest.approx(600 * 200, rel=0.05)
     assert {(row.prompt, row.output) for row in other} == {(0, 0)}
-    assert draw(path, 3, 1200.0, 600.0, {"model": "s"}) == [
+    assert sample_requests(path, 3, 1200.0, 600.0, {"model": "s"}) == [
         r for r in rows if 2 <= r.t_s // 600 < 3
     ]
     with pytest.raises(TraceError, match="no clients like these"):
-        draw(path, 3, 0.0, 60.0, {"model": "other"})
+        sample_requests(path, 3, 0.0, 60.0, {"model": "other"})
 
 
 def test_files_of_lengths_are_no_traces_and_say_so() -> None:

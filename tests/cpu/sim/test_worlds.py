@@ -11,7 +11,7 @@ from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import SliceFault
 from c2cserve.sim.world.hardware import SliceSettings
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue
 
 
@@ -53,7 +53,7 @@ def test_other_seeds_give_other_runs() -> None:
 
 
 def test_who_is_never_refused_is_served_however_late() -> None:
-    """On a slice that has nothing else to do, in time or not: nobody else would come for him."""
+    """A slice with nothing else to do serves them, in time or not: no other request comes."""
     models = catalogue("llama-2-7b*3")
     asked = [SimRequest(0.01 * i, model.spec.id, 500, 20) for i, model in enumerate(models)]
 
@@ -63,8 +63,8 @@ def test_who_is_never_refused_is_served_however_late() -> None:
         )
         simulation = prepare(scenario, models, asked)
         simulation.run()
-        ended = sorted(simulation.jobs.ended, key=lambda job: job.request.id)
-        return [(job.ending, job.status) for job in ended]
+        ended = sorted(simulation.requests.ended, key=lambda tracked: tracked.request.id)
+        return [(tracked.ending, tracked.status) for tracked in ended]
 
     assert endings(0.0) == [("finished", 0)] * 3
     # The first was on the slice when it was lost; the others had never begun.

@@ -6,7 +6,7 @@ from c2cserve.core.request import Slo
 from c2cserve.policy.simulated.presets import PRESETS
 from c2cserve.sim.world.faults import Fault, LinkFault, SliceFault
 from c2cserve.sim.world.hardware import SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel, catalogue, interleaved
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -46,7 +46,7 @@ def world(seed: int, preset: str | None = None) -> Simulation:
         max_step_tokens=random.choice((16, 256, 2048)),
         max_active=random.choice((1, 2, 8)),
     )
-    # Small parts can not hold all weights of a model.
+    # Small parts cannot hold all weights of a model.
     machines = MACHINES if chosen.streams else MACHINES[:3]
     machine = build(random.choice(machines), settings, chosen)
     terms = (f"{random.choice(SHAPES)}*{random.randint(1, 5)}" for _ in range(2))
@@ -64,7 +64,9 @@ def world(seed: int, preset: str | None = None) -> Simulation:
             cold_pool=random.random() < 0.3,
             hybrid=random.random() < 0.3,
             faults=faults(
-                random, [lane.slice.id for lane in machine.lanes], [i for i, _ in machine.links]
+                random,
+                [simulated.slice.id for simulated in machine.slices],
+                [i for i, _ in machine.links],
             ),
         ),
     )
@@ -72,17 +74,17 @@ def world(seed: int, preset: str | None = None) -> Simulation:
 
 def check_end(simulation: Simulation) -> None:
     """What must be so when all is over."""
-    ended = simulation.jobs.ended
+    ended = simulation.requests.ended
     assert len(ended) == simulation.arrived
-    assert len({job.request.id for job in ended}) == len(ended)
-    assert not simulation.jobs.live
-    for job in ended:
-        assert job.ending
-        if job.ending == "finished":
-            assert job.drawn == job.owed
-            assert job.request.arrival_s <= job.first_s <= job.last_s
+    assert len({tracked.request.id for tracked in ended}) == len(ended)
+    assert not simulation.requests.live
+    for tracked in ended:
+        assert tracked.ending
+        if tracked.ending == "finished":
+            assert tracked.sampled == tracked.output
+            assert tracked.request.arrival_s <= tracked.first_s <= tracked.last_s
         else:
-            assert job.drawn < job.owed
+            assert tracked.sampled < tracked.output
     for one in simulation.slices.values():
         assert not one.seqs
         assert one.book.held_bytes == 0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 _FOLDER = Path(os.environ["C2CSERVE_TEST_FAULTS"])
-_SERVER = "c2cserve.cli.serve"
+_SERVER = "c2cserve.serving.live_server"
 
 
 def _faults(kind: str) -> list[int]:
@@ -63,7 +63,7 @@ def _break(modules: dict[str, Any]) -> None:
 
 def _wait() -> None:
     """Only a server ever loads this module; it is the last of those that are changed."""
-    while not hasattr(sys.modules.get(_SERVER), "_Server"):
+    while not hasattr(sys.modules.get(_SERVER), "LiveServer"):
         time.sleep(0.02)
     _break(sys.modules)
 

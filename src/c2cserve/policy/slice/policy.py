@@ -245,8 +245,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
             if len(self._actions) > freed:
                 tried.clear()  # a request ended or was preempted: all may have room now
                 truncated = any(isinstance(action, Truncate) for action in self._actions[freed:])
-                if self._rotary is not None and truncated:  # others have its place in line
-                    self._actions += self._rotary.plan(self._seqs.values(), now)
+                if self._rotation is not None and truncated:  # others have its place in line
+                    self._actions += self._rotation.plan(self._seqs.values(), now)
             else:
                 tried.add(name)
             if self._in_flight.running and self._short_of_room:

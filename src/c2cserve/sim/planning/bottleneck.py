@@ -1,9 +1,9 @@
-"""What a machine would be with more of one thing: how it is found out what binds."""
+"""Machines with more of one resource, to find by experiment which resource is the bottleneck."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from c2cserve.sim.world.hardware import Lane, SimMachine
+from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.tables import StepTable, Tables
 
@@ -13,17 +13,17 @@ def _link(machine: SimMachine, factor: float) -> SimMachine:
         (name, rate if name.endswith(".compute") else rate * factor) for name, rate in machine.links
     )
 
-    def faster(lane: Lane) -> Lane:
-        rate = lane.slice.link_bytes_per_s * factor
-        return replace(lane, slice=replace(lane.slice, link_bytes_per_s=rate))
+    def faster(simulated: SimulatedSlice) -> SimulatedSlice:
+        rate = simulated.slice.link_bytes_per_s * factor
+        return replace(simulated, slice=replace(simulated.slice, link_bytes_per_s=rate))
 
-    return replace(machine, links=links, lanes=tuple(map(faster, machine.lanes)))
+    return replace(machine, links=links, slices=tuple(map(faster, machine.slices)))
 
 
 def _bandwidth(machine: SimMachine, factor: float) -> SimMachine:
     machine = _tables(machine, lambda table: replace(table, decode=_less(table.decode, factor)))
-    lanes = (replace(one, hbm_bytes_per_s=one.hbm_bytes_per_s * factor) for one in machine.lanes)
-    return replace(machine, lanes=tuple(lanes))
+    slices = (replace(one, hbm_bytes_per_s=one.hbm_bytes_per_s * factor) for one in machine.slices)
+    return replace(machine, slices=tuple(slices))
 
 
 def _less(
@@ -36,8 +36,8 @@ def _compute(machine: SimMachine, factor: float) -> SimMachine:
     machine = _tables(
         machine, lambda table: replace(table, prefill=[(x, y / factor) for x, y in table.prefill])
     )
-    lanes = (replace(lane, flops=lane.flops * factor) for lane in machine.lanes)
-    return replace(machine, lanes=tuple(lanes))
+    slices = (replace(simulated, flops=simulated.flops * factor) for simulated in machine.slices)
+    return replace(machine, slices=tuple(slices))
 
 
 def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> SimMachine:
@@ -49,18 +49,20 @@ def _tables(machine: SimMachine, change: Callable[[StepTable], StepTable]) -> Si
 
 
 def _fresh(table: StepTable) -> StepTable:
-    """Without the answers that are kept."""
+    """Copy the points without the cached lookups."""
     return StepTable(table.prefill, table.decode, table.base_s)
 
 
 def _capacity(machine: SimMachine, factor: float) -> SimMachine:
-    def larger(lane: Lane) -> Lane:
-        slab = lane.slice.slab_bytes
-        kv_bytes = int(lane.slice.kv_bytes * factor) // slab * slab
-        hbm_bytes = int(lane.slice.hbm_bytes * factor)
-        return replace(lane, slice=replace(lane.slice, kv_bytes=kv_bytes, hbm_bytes=hbm_bytes))
+    def larger(simulated: SimulatedSlice) -> SimulatedSlice:
+        slab = simulated.slice.slab_bytes
+        kv_bytes = int(simulated.slice.kv_bytes * factor) // slab * slab
+        hbm_bytes = int(simulated.slice.hbm_bytes * factor)
+        return replace(
+            simulated, slice=replace(simulated.slice, kv_bytes=kv_bytes, hbm_bytes=hbm_bytes)
+        )
 
-    return replace(machine, lanes=tuple(map(larger, machine.lanes)))
+    return replace(machine, slices=tuple(map(larger, machine.slices)))
 
 
 def _pool(machine: SimMachine, factor: float) -> SimMachine:
@@ -68,22 +70,22 @@ def _pool(machine: SimMachine, factor: float) -> SimMachine:
     return replace(machine, hardware=replace(machine.hardware, pool_bytes=pool_bytes))
 
 
-RELIEFS: Mapping[str, Callable[[SimMachine, float], SimMachine]] = {
+RESOURCES: Mapping[str, Callable[[SimMachine, float], SimMachine]] = {
     "link": _link,
     "compute": _compute,
     "HBM bandwidth": _bandwidth,
     "HBM": _capacity,
     "host memory": _pool,
 }
-"""What may bind -> the machine with so many times of it. On CPUs HBM is the host's memory. Of a
-measured table, prefills are compute and decodes are bandwidth."""
+"""Resource -> a function that multiplies it in a machine. On CPUs, HBM is the host's memory. In a
+measured table, prefills stand for compute and decodes for bandwidth."""
 
 
 def could_bind(machine: SimMachine, models: Sequence[SimModel]) -> list[str]:
-    """Of `RELIEFS`, those that there is something of which more could be had."""
-    streams = any(lane.h2d for lane in machine.lanes)
+    """Return the names of `RESOURCES` whose capacity limits this machine and catalogue at all."""
+    streams = any(simulated.h2d for simulated in machine.slices)
     weights = sum(model.spec.weight_bytes for model in models)
     left_out = {"link"} if not streams else set[str]()
     if weights <= machine.hardware.pool_bytes:
         left_out.add("host memory")
-    return [name for name in RELIEFS if name not in left_out]
+    return [name for name in RESOURCES if name not in left_out]

@@ -1,9 +1,9 @@
-"""A machine's profile out of what a server on it has recorded (`serve --record`).
+"""Makes a machine's profile from the record of a server on it (`serve --record`).
 
-A step's time is what passes from the tick that asks for it to the tick that hears of its end: what
-the loop around the kernels takes is in it. Medians of steps that are alike make the tables of
-`sim.world.tables`: steps of one prompt's first tokens by their number, steps of decodes by batch
-and mean length.
+A step's time runs from the tick that submits it to the tick that is notified of its end. It
+includes the loop around the kernels. Medians over similar steps make the tables of
+`sim.world.tables`. Steps with the first tokens of one prompt are grouped by their number, decode
+steps by batch and mean length.
 """
 
 import json
@@ -28,9 +28,9 @@ from c2cserve.sim.world.hardware import SLICE_FIELDS
 from c2cserve.sim.world.tables import StepTable, interpolate
 
 _ENOUGH = 3
-"""Steps that are alike, to believe their median."""
+"""How many similar steps a median needs."""
 _SPREAD_SHARE = 0.6745
-"""Of a normal distribution's standard deviation: the median distance from the median."""
+"""Median distance from the median of a normal distribution, in standard deviations."""
 _DEVICE = "measured"
 
 
@@ -41,7 +41,7 @@ class CalibrationError(ValueError):
 Decodes = tuple[float, Sequence[tuple[float, float]]]
 """Mean length, and (batch, seconds)."""
 Window = tuple[float, float]
-"""From and until, on the record's clock, seconds."""
+"""Begin and end on the record's clock, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +52,18 @@ class Timed:
     took_s: float
 
     def decodes(self) -> list[int]:
-        """Of each decode, the tokens before it."""
+        """Return how many tokens precede each decode."""
         return [part.start for part in self.step.seqs if part.tokens == 1 and part.start]
 
     @property
     def mixed(self) -> bool:
-        """Decodes and one chunk of a prompt."""
+        """Whether it has decodes and one chunk of a prompt."""
         return 1 < len(self.step.seqs) == len(self.decodes()) + 1
 
 
 @dataclass(slots=True)
 class Observed:
-    """What a record tells of a machine."""
+    """What a record says about a machine."""
 
     slices: dict[str, Slice] = field(default_factory=dict[str, Slice])
     models: dict[str, ModelSpec] = field(default_factory=dict[str, ModelSpec])
@@ -72,12 +72,13 @@ class Observed:
     """Bytes per second, of models that came into the pool."""
     steps: list[Timed] = field(default_factory=list[Timed])
     spans_s: dict[str, float] = field(default_factory=dict[str, float])
-    """Request -> from when its slice heard of it until it had its first token."""
+    """Request -> time from its submission to a slice until its first token."""
 
 
 def observe(record: Path, windows: Sequence[Window] = ()) -> Observed:
-    """`windows`: only steps and requests that began in one of them count; none: all. Raises
-    OSError, `runtime.replay.RecordError`."""
+    """Read a record. Only steps and requests that began in one of `windows` count; none: all.
+
+    Raises OSError, `runtime.replay.RecordError`."""
 
     def counts(at_s: float) -> bool:
         return not windows or any(begin <= at_s < end for begin, end in windows)
@@ -125,7 +126,7 @@ def _header(seen: Observed, line: Mapping[str, Any]) -> None:
 
 
 def step_table(steps: Sequence[Timed], model: str) -> StepTable:
-    """Raises CalibrationError when there is too little of the model."""
+    """Make a model's table. Raises CalibrationError if the record has too few of its steps."""
     decodes: dict[int, dict[int, list[float]]] = {}
     prefills: dict[int, list[tuple[int, float]]] = {}
     for timed in steps:
@@ -164,7 +165,7 @@ def step_table(steps: Sequence[Timed], model: str) -> StepTable:
 
 
 def _base_s(table: StepTable, mixed: Sequence[Timed]) -> float:
-    """What steps of decodes and one prompt take less than both on their own."""
+    """Return the fixed cost: what a mixed step saves compared with its parts in two steps."""
     less = [table_seconds(timed.step, table, 0)[0] - timed.took_s for timed in mixed]
     if len(less) < _ENOUGH:
         return table.prefill[0][1]
@@ -172,7 +173,8 @@ def _base_s(table: StepTable, mixed: Sequence[Timed]) -> float:
 
 
 def _medians(groups: Iterable[tuple[int, list[float]]]) -> list[tuple[float, float]]:
-    """By batch; more requests take no less time, as noise must not look like a gain."""
+    """Return (batch, median) pairs. Times never fall with the batch: noise must not look like a
+    gain."""
     found: list[tuple[float, float]] = []
     for number, times in groups:
         if len(times) >= _ENOUGH:
@@ -190,8 +192,9 @@ def _longer_is_slower(by_length: Iterable[Decodes]) -> Iterator[Decodes]:
 
 
 def spread(steps: Sequence[Timed], tables: Mapping[str, StepTable]) -> tuple[float, float]:
-    """The median of steps' times over what their tables say, and the standard deviation of its
-    logarithm (by its median distance, as outliers are not noise)."""
+    """Return the median ratio of measured to tabulated times, and the deviation of its logarithm.
+
+    The standard deviation is estimated from the median distance: outliers are not noise."""
     ratios = [
         log(one.took_s / table_seconds(one.step, tables[one.step.model], 0)[0]) for one in steps
     ]
@@ -201,17 +204,19 @@ def spread(steps: Sequence[Timed], tables: Mapping[str, StepTable]) -> tuple[flo
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A machine's profile, and what it is worth."""
+    """A machine's profile, and how much step times vary around it."""
 
     seen: Observed
     tables: Mapping[str, StepTable]
     noise: float
     """Standard deviation of the logarithm of step times: what `--noise` takes."""
     request_s: float = 0.0
-    """What requests take beside slices; a record does not tell it whole."""
+    """Time of a request outside of slices, which a record does not fully contain."""
 
     def write(self, folder: Path) -> Path:
-        """The profile, to be named by `--hardware`, and the tables beside it. Raises OSError."""
+        """Write the profile and its tables, and return the profile's path for `--hardware`.
+
+        Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tables.json").write_text(json.dumps(self._tables(), indent=1) + "\n")
         path = folder / "hardware.toml"
@@ -269,7 +274,7 @@ def _alike(slices: Iterable[Slice]) -> Iterator[tuple[Slice, int]]:
 
 
 def calibrate(record: Path, windows: Sequence[Window] = ()) -> Calibration:
-    """Raises CalibrationError, OSError, `runtime.replay.RecordError`."""
+    """Calibrate from a record. Raises CalibrationError, OSError, `runtime.replay.RecordError`."""
     seen = observe(record, windows)
     ran = sorted({timed.step.model for timed in seen.steps})
     if not ran or not seen.slices:

@@ -1,10 +1,11 @@
-"""How many models a machine serves within its targets, or which machine serves a catalogue; and
-what binds there.
+"""Finds how many models a machine serves within targets, or which machine serves a catalogue.
 
-A *trial* is one simulation; it passes if the share of requests that met both targets is at least
-what was asked for. The largest catalogue is found by doubling (or halving) until trials pass and
-fail, then by bisection between those. What binds is found by experiment: in the trial that failed
-by least, the machine gets half as much again of one thing after the other; what helps most binds.
+A *trial* is one simulation. It passes if the share of requests that met both targets is at least
+what was asked for. The search for the largest catalogue doubles (or halves) until one trial passes
+and one fails, then bisects between them.
+
+The bottleneck is found by experiment, in the failed trial that came closest. One resource after the
+other is raised by half, and the resource that helps most is the bottleneck.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,39 +13,39 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from c2cserve.policy.simulated.presets import PRESETS
-from c2cserve.sim.planning.bottleneck import RELIEFS, could_bind
+from c2cserve.sim.planning.bottleneck import RESOURCES, could_bind
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.growing import GrowingLoad
 from c2cserve.sim.world.hardware import SimMachine, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
-_RELIEF = 1.5
+_MORE = 1.5
 _HELPS = 0.002
-"""Of all requests; what helps fewer does not bind."""
+"""Share of all requests. A resource that helps fewer is not the bottleneck."""
 _CLOSE = 0.02
-"""The largest catalogue is known when the next that fails has so much more models than it."""
+"""The search ends when the smallest failing catalogue is larger by at most this share."""
 
 Progress = Callable[[str, float], None]
-"""Told what is being simulated, and the share of its requests that have arrived."""
+"""Receives what is being simulated, and the share of its requests that have arrived."""
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
-    """Shares of the time, mean over slices, unless it says otherwise."""
+class Utilization:
+    """Shares of the time, mean over slices, unless stated otherwise."""
 
     busy: float
     compute: float
     bandwidth: float
     link: float
-    """Of these three: steps ran whose time arithmetic, memory or the link decided."""
+    """These three: steps ran whose duration was set by arithmetic, memory or the link."""
     busiest_link: float
-    """Of its bandwidth, what the fullest link carried."""
+    """Share of its bandwidth that the busiest link carried."""
     kv: float
-    """Of the memory for KV, what was held while steps ran."""
+    """Share of the KV memory that was held while steps ran."""
     pool: float
-    """Of the host's memory for weights, what the whole catalogue would take."""
+    """Size of the whole catalogue as a share of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,44 +57,49 @@ class Trial:
     """Share of requests that finished with both targets met."""
     ttft_p95_s: float
     tpot_p95_s: float
-    use: Use
+    use: Utilization
     passed: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Relief:
+class Bottleneck:
     what: str
     attainment: float
-    """With half as much again of it."""
+    """Attainment with half as much again of the resource."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     trials: tuple[Trial, ...]
-    """In the order they were made."""
+    """All trials in the order they were made."""
     best: Trial | None
     """The largest catalogue that passed, or the first machine that did; None: nothing passed."""
     beyond: Trial | None
     """The trial that failed by least beyond it; None: nothing failed."""
-    reliefs: tuple[Relief, ...]
-    """Of `beyond`."""
+    bottlenecks: tuple[Bottleneck, ...]
+    """Experiments on `beyond`, one for each resource."""
     grows: bool
     """Whether more models meant more requests."""
 
     @property
     def binds(self) -> str:
-        """What helps most, of `sim.planning.bottleneck`; "" if no single thing helps."""
-        if self.beyond is None or not self.reliefs:
+        """The bottleneck (`sim.planning.bottleneck`), or "" if no single resource helps."""
+        if self.beyond is None or not self.bottlenecks:
             return ""
-        most = max(self.reliefs, key=lambda relief: relief.attainment)
+        most = max(self.bottlenecks, key=lambda bottleneck: bottleneck.attainment)
         return most.what if most.attainment > self.beyond.attainment + _HELPS else ""
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "binds": self.binds}
+        """Return the plan for `--json`, where the key of `bottlenecks` is "reliefs"."""
+        fields = asdict(self)
+        named = {"reliefs" if key == "bottlenecks" else key: fields[key] for key in fields}
+        return {**named, "binds": self.binds}
 
 
 class Planner:
-    """`base`: all but hardware and catalogue. `models`: the catalogue; larger ones repeat it."""
+    """Runs the trials of one search.
+
+    `base` is all but hardware and catalogue. `models` is the catalogue; larger ones repeat it."""
 
     def __init__(
         self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress
@@ -105,8 +111,9 @@ class Planner:
         self._trials: list[Trial] = []
 
     def smallest_machine(self, machines: Sequence[str]) -> Plan:
-        """`machines`: from small to large; the first that passes ends the search. Raises
-        ValueError (and its kinds)."""
+        """Try `machines`, given from small to large, until one passes.
+
+        Raises ValueError (and its kinds)."""
         best: Trial | None = None
         beyond: Trial | None = None
         for hardware in machines:
@@ -118,7 +125,7 @@ class Planner:
         return self._plan(best, beyond)
 
     def largest_catalogue(self, hardware: str, most: int) -> Plan:
-        """Of at most so many models. Raises ValueError (and its kinds)."""
+        """Search up to `most` models. Raises ValueError (and its kinds)."""
         best: Trial | None = None
         beyond: Trial | None = None
         count = min(len(self._models), most)
@@ -141,8 +148,8 @@ class Planner:
         return self._plan(best, beyond)
 
     def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
-        reliefs = () if beyond is None else tuple(self._reliefs(beyond))
-        return Plan(tuple(self._trials), best, beyond, reliefs, self._load.grows)
+        bottlenecks = () if beyond is None else tuple(self._bottlenecks(beyond))
+        return Plan(tuple(self._trials), best, beyond, bottlenecks, self._load.grows)
 
     def _try(self, hardware: str, count: int) -> Trial:
         machine = self._machine(hardware)
@@ -161,13 +168,13 @@ class Planner:
         self._trials.append(trial)
         return trial
 
-    def _reliefs(self, trial: Trial) -> Iterator[Relief]:
+    def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         machine = self._machine(trial.hardware)
         models = grown(self._models, trial.models)
         for what in could_bind(machine, models):
-            more = RELIEFS[what](machine, _RELIEF)
+            more = RESOURCES[what](machine, _MORE)
             result = self._run(more, models, f"{trial.hardware} with more {what}")
-            yield Relief(what, result.slo_attainment)
+            yield Bottleneck(what, result.slo_attainment)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])
@@ -179,7 +186,7 @@ class Planner:
         return report(simulation)
 
     def _watched(self, requests: Sequence[SimRequest], what: str) -> Iterator[SimRequest]:
-        """The simulation reads requests as its time goes by."""
+        """Yield the requests and report progress: a simulation reads them as its time passes."""
         every = max(1, len(requests) // 100)
         for number, request in enumerate(requests):
             if number % every == 0:
@@ -189,8 +196,8 @@ class Planner:
 
 
 def grown(models: Sequence[SimModel], count: int) -> list[SimModel]:
-    """The first `count` of a catalogue that is repeated without end: copies are models of their
-    own."""
+    """Return the first `count` models of an endlessly repeated catalogue. Copies are models of
+    their own."""
     found: list[SimModel] = []
     for index in range(count):
         copy, place = divmod(index, len(models))
@@ -200,14 +207,14 @@ def grown(models: Sequence[SimModel], count: int) -> list[SimModel]:
     return found
 
 
-def _use(result: Report, machine: SimMachine, models: Sequence[SimModel]) -> Use:
+def _use(result: Report, machine: SimMachine, models: Sequence[SimModel]) -> Utilization:
     nodes = list(result.nodes.values())
     speeds = dict(machine.links)
 
     def mean(values: Iterator[float]) -> float:
         return sum(values) / len(nodes)
 
-    return Use(
+    return Utilization(
         busy=mean(node.busy for node in nodes),
         compute=mean(node.compute for node in nodes),
         bandwidth=mean(node.memory for node in nodes),

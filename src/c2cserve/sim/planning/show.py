@@ -56,7 +56,7 @@ def _answer(plan: Plan, attainment: float) -> str:
 
 def _reason(plan: Plan, beyond: Trial) -> str:
     where = f"{beyond.hardware} with {beyond.models} models ({beyond.attainment:.1%} in time)"
-    tried = ", ".join(f"{relief.what} {relief.attainment:.1%}" for relief in plan.reliefs)
+    tried = ", ".join(f"{one.what} {one.attainment:.1%}" for one in plan.bottlenecks)
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
     return f"On {where} {binds}. In time with half as much again of: {tried}."
 

@@ -1,10 +1,14 @@
 """C2CServe figures 4, 6, 9 to 12 and 14, and its projection (section 9.5).
 
-Assumed, because the paper does not say: prompts of 220 and answers of 200 tokens on average
-(exponential) where it says ShareGPT; for the replay (figure 12) and the ablations (figure 14) a
-synthetic trace as bursty as the one it draws; files at 5 GB/s; ServerlessLLM loads into the GPU at
-the SLINFER paper's 13.5 GB/s. Ours runs twice where it matters: as the paper's system, with hybrid
-GEMMs and no weights kept in HBM, and as ours, with what is left of HBM as a cache of weights.
+The paper leaves some things open. The study assumes:
+
+- prompts of 220 and answers of 200 tokens on average (exponential) where the paper says ShareGPT
+- synthetic traces as bursty as the drawn one for the replay (fig. 12) and the ablations (fig. 14)
+- files at 5 GB/s
+- loads into the GPU at 13.5 GB/s for ServerlessLLM, as in the SLINFER paper
+
+Where it matters there are two runs. One is the paper's system, with hybrid GEMMs and no weights
+cached in HBM. The other is ours, which caches weights in the HBM that KV leaves.
 """
 
 from collections.abc import Sequence
@@ -19,7 +23,7 @@ from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SliceSettings, build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved, shape_of
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -28,10 +32,10 @@ Part = tuple[list[Figure], list[Finding]]
 _DENSE = ("llama-3.2-3b", "llama-3.1-8b", "llama-3-70b")
 _MOE = ("mixtral-8x7b", "qwen3-30b-a3b")
 _LOOSE = "5,0.5"
-"""Targets where the paper compares latencies, not attainment: Llama-70B can be served by none that
-asks for more tokens per second than the link can bring its weights."""
+"""Targets for figures that compare latencies, not attainment. The link brings the weights of
+Llama-70B too slowly for tighter ones."""
 _LOADED_BYTES = 90e9
-"""Models beyond this do not fit into 96 GB with any KV: no system that loads them runs them."""
+"""Larger models do not fit into 96 GB with any KV, so systems that load weights cannot run them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +47,10 @@ class _System:
 
 
 _PAPER = _System("C2CServe", replace(C2CSERVE, keeps=False), hybrid=True, kv_share=1.0)
-"""Weights always stream there."""
+"""The paper's system: weights always stream."""
 _OURS = _System("ours", C2CSERVE)
 _ALONE = replace(C2CSERVE, placing="scatter")
-"""Where there is one slice there is nothing to place: nor to refuse a model larger than HBM."""
+"""One slice needs no placement, and must not refuse a model larger than HBM."""
 _LOADS = _System("ServerlessLLM", SERVERLESSLLM)
 
 
@@ -59,7 +63,7 @@ def _run(
     cold: bool = False,
     slo: str = "1,0.2",
 ) -> Simulation:
-    """`requests`: themselves, or the terms of a synthetic workload."""
+    """Run a simulation of `requests`: a sequence, or the terms of a synthetic workload."""
     slices = SliceSettings(kv_share=system.kv_share, max_batch=128)
     machine = build(hardware, slices, system.preset)
     shapes = interleaved(catalogue(models))
@@ -74,7 +78,7 @@ def _run(
 
 
 def study(options: StudyOptions) -> StudyResult:
-    """Some minutes; `quick` takes seconds."""
+    """Run the study, which takes some minutes, or seconds with `quick`."""
     figures = [figure() for figure in interference.FIGURES]
     findings = [_interference(figures)]
     scale = 0.05 if options.quick else 1.0
@@ -137,10 +141,10 @@ def _starts(seed: int, scale: float) -> Part:
             first = _run(
                 system, "gh200", model, [SimRequest(0.0, name, 128, 2)], seed, True, _LOOSE
             )
-            cold.setdefault(system.name, []).append((model, first.jobs.ended[0].ttft_s))
+            cold.setdefault(system.name, []).append((model, first.requests.ended[0].ttft_s))
             requests = [SimRequest(0.0, "llama-3.2-1b/0", 128, 2), SimRequest(60.0, name, 128, 2)]
             both = _run(system, "gh200", f"llama-3.2-1b,{model}", requests, seed, slo=_LOOSE)
-            warm.setdefault(system.name, []).append((model, 1e3 * both.jobs.ended[-1].ttft_s))
+            warm.setdefault(system.name, []).append((model, 1e3 * both.requests.ended[-1].ttft_s))
     figures = [
         Figure("c2cserve_fig10", "First token of a model on disk (C2CServe fig. 10)", "", "s", cold,
                kind="bars", log="y"),
@@ -148,8 +152,8 @@ def _starts(seed: int, scale: float) -> Part:
                warm, kind="bars", log="y"),
     ]  # fmt: skip
     findings: list[Finding] = []
-    for kind, models, told in (("dense", _DENSE[:2], (50, 1700)), ("MoE", _MOE, (318, 12000))):
-        for system, published in zip((_PAPER, _LOADS), told, strict=True):
+    for kind, models, pair in (("dense", _DENSE[:2], (50, 1700)), ("MoE", _MOE, (318, 12000))):
+        for system, published in zip((_PAPER, _LOADS), pair, strict=True):
             values = [value for model, value in warm[system.name] if model in models]
             findings.append(
                 Finding(
@@ -176,8 +180,8 @@ def _replay(seed: int, scale: float) -> Part:
         ("MoE", "gh200", "qwen3-30b-a3b*2", "0.5-0.8 s", "several seconds"),
     )
     trace = f"rate=1,duration={2400 * scale},sources=2,zipf=0.5,cv=3,prompt=220,output=200"
-    for kind, hardware, models, told, told_loads in cases:
-        for system, published in ((_PAPER, told), (_OURS, ""), (_LOADS, told_loads)):
+    for kind, hardware, models, published_c2c, published_loads in cases:
+        for system, published in ((_PAPER, published_c2c), (_OURS, ""), (_LOADS, published_loads)):
             if kind == "MoE" and system is not _LOADS:
                 system = replace(system, preset=_ALONE)
             result = report(_run(system, hardware, models, trace, seed))
@@ -213,32 +217,38 @@ def _ablations(seed: int, scale: float) -> Part:
     figure = Figure(
         "c2cserve_fig14", "p99 TTFT without one part each (C2CServe fig. 14)", "", "s",
         {"simulated": [(name, result.ttft.p99) for name, result, _ in results]},
-        {"simulated": [(name, told) for name, _, told in results if told is not None]}, kind="bars",
+        {"simulated": [(name, known) for name, _, known in results if known is not None]},
+        kind="bars",
     )  # fmt: skip
     findings = [
         Finding(
             f"p99 TTFT, {name}",
             f"{result.ttft.p99:.2f} s (TPOT p99 {1e3 * result.tpot.p99:.0f} ms)",
-            "" if told is None else f"{told} s",
+            "" if published is None else f"{published} s",
         )
-        for name, result, told in results
+        for name, result, published in results
     ]
     return [figure], findings
 
 
 def _projection(seed: int, scale: float) -> Part:
-    """Section 9.5: a decode step of Llama-3-8B from HBM and over the link, how many of it host
-    memory holds, and how many requests for 16 models of 3B are in time on halves of the GPU."""
+    """Section 9.5: the projection to later machines.
+
+    It compares a decode step of Llama-3-8B from HBM and over the link, and how many of these models
+    host memory holds. It also counts the requests in time for 16 models of 3B on halves of a GPU.
+    """
     step: dict[str, list[tuple[float | str, float]]] = {"from HBM": [], "over the link": []}
     findings: list[Finding] = []
     size = shape_of("llama-3.1-8b").weight_bytes
     trace = f"rate=6,duration={300 * scale},sources=16,zipf=0.5,cv=2,prompt=220,output=200"
     for name in ("gh200", "gb200", "rubin"):
         machine = build(name)
-        lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
-        step["from HBM"].append((name, 1e3 * (size / lane.hbm_bytes_per_s + lane.step_s)))
-        step["over the link"].append((name, 1e3 * (size / link + lane.step_s)))
-        gap = (size / link + lane.step_s) / (size / lane.hbm_bytes_per_s + lane.step_s)
+        simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
+        step["from HBM"].append((name, 1e3 * (size / simulated.hbm_bytes_per_s + simulated.step_s)))
+        step["over the link"].append((name, 1e3 * (size / link + simulated.step_s)))
+        gap = (size / link + simulated.step_s) / (
+            size / simulated.hbm_bytes_per_s + simulated.step_s
+        )
         result = report(_run(_PAPER, f"{name}:mig2", "llama-3.2-3b*16", trace, seed))
         ours = (
             f"{machine.hardware.pool_bytes / size:.0f} models in host memory; a step over the link "

@@ -9,11 +9,11 @@ Points = Sequence[tuple[float | str, float]]
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """`series` are lines or bars of (x, y) by name; x of bars is a word. `published` are numbers
-    that the paper's text gives for the same: drawn beside the series of the same name."""
+    """`series` are lines or bars of (x, y) by name; x of bars is a word. `published` holds numbers
+    from the paper's text, which are plotted beside the series of the same name."""
 
     name: str
-    """Of its files."""
+    """The name of its files."""
     title: str
     x: str
     y: str
@@ -22,7 +22,7 @@ class Figure:
     kind: Literal["lines", "bars"] = "lines"
     log: Literal["", "x", "y"] = ""
     small: bool = False
-    """For a page that shows many."""
+    """Whether it shares a page with many others."""
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,10 +1,11 @@
 """C2CServe figure 2: traffic of the models of a production cluster is bursty and long-tailed.
 
-The paper shows 59 models of Alibaba's GenTD26 trace, "active" ones, and says of them (section 2.1)
-that the median one is idle for 96 % of observed hours, and that 83 % are active in fewer than 20 %
-of them. It does not define active models and observed hours; here: models with at least ten
-requests, and all clock hours from the trace's first request to its last. An hour is active for a
-model in which one of its requests arrives.
+The paper shows 59 "active" models of Alibaba's GenTD26 trace (section 2.1). The median model is
+idle for 96 % of observed hours, and 83 % of the models are active in fewer than 20 % of them.
+
+The paper does not define active models and observed hours. Here active models have at least ten
+requests, and all clock hours from the trace's first request to its last are observed. A model is
+active in an hour if one of its requests arrives in it.
 """
 
 from collections import Counter
@@ -17,11 +18,11 @@ from c2cserve.sim.workload.rows import TraceError, read
 _LEAST_REQUESTS = 10
 _HOUR_S = 3600.0
 _SHOWN = 5
-"""Models whose hourly rates are drawn, as in the paper's left plot."""
+"""Models whose hourly rates are plotted, as in the paper's left plot."""
 
 
 def study(options: StudyOptions) -> StudyResult:
-    """Raises OSError, TraceError."""
+    """Run the study. Raises OSError, TraceError."""
     if not options.trace:
         raise TraceError("this study needs the GenTD26 requests: --trace FILE (t_s, model, ...)")
     rows = [row for row in read(find_path(options.trace)) if row.source]

@@ -1,10 +1,10 @@
-"""C2CServe figures 4 and 6, and its section 7 in closed loop: what streaming weights does to those
-who share the link.
+"""C2CServe figures 4 and 6, and section 7 in closed loop: interference of streams on one link.
 
-Two instances on halves of a GH200 (MIG 2 of Table 1) compute without pause. A pass is first what
-needs no link (`pause_s`: launches, sampling, attention; nothing of the next pass can start before),
-then GEMMs whose bytes come over the processor-sharing link. Interference is the paper's: what is
-lacking to the sum of both alone, as a share of it.
+Two instances on halves of a GH200 (MIG 2 of Table 1) compute without pause. A pass begins with work
+that needs no link (`pause_s`: launches, sampling, attention), and no part of the next pass overlaps
+it. GEMMs follow, whose bytes come over the shared link.
+
+    interference = 1 - (throughput of both together) / (sum of each alone)
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from random import Random
 from c2cserve.policy.baselines.c2cserve.alpha import AlphaControl, GemmSample
 from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.hybrid import ALONE_BYTES_PER_S, GemmShape
-from c2cserve.sim.world.hardware import Lane, SimMachine, build
+from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.shapes import Shape, shape_of
 from c2cserve.sim.world.timeline import Timeline
@@ -26,7 +26,7 @@ _PAIRS = (
     ("llama-3.2-3b", "llama-3.2-3b"), ("llama-3.2-3b", "llama-3.1-8b"),
     ("llama-3.1-8b", "llama-3.1-8b"), ("llama-3.1-8b", "qwen2.5-14b"),
 )  # fmt: skip
-"""From 5 to 46 GB together; the paper says only that they are Llama 3 models of 5 to 44 GB."""
+"""Pairs of 5 to 46 GB together. The paper says only Llama 3 models of 5 to 44 GB."""
 _CHUNKS = (512, 1024, 2048, 4096, 8192)
 _SLOW_ROWS = 340
 """Rows of a chunk at which GEMMs run at half speed, chosen so that the smallest chunk of figure
@@ -83,7 +83,7 @@ def footprint() -> Figure:
     machine = build("gh200:mig2")
     gaps: list[tuple[float | str, float]] = []
     for names in _PAIRS:
-        pair = [_decoder(machine.lanes[i], shape_of(name)) for i, name in enumerate(names)]
+        pair = [_decoder(machine.slices[i], shape_of(name)) for i, name in enumerate(names)]
         size = sum(shape_of(name).weight_bytes for name in names)
         gaps.append((size / 1e9, 100 * _interference(machine, pair)[2]))
     return Figure(
@@ -93,14 +93,16 @@ def footprint() -> Figure:
     )  # fmt: skip
 
 
-def _decoder(lane: Lane, shape: Shape) -> _Instance:
+def _decoder(simulated: SimulatedSlice, shape: Shape) -> _Instance:
     floor_s = shape.weight_bytes / ALONE_BYTES_PER_S
-    return _Instance(lane.h2d, float(shape.weight_bytes), floor_s, lane.step_s)
+    return _Instance(simulated.h2d, float(shape.weight_bytes), floor_s, simulated.step_s)
 
 
 def chunk_size() -> Figure:
-    """Figure 6(b). Prefill of Llama-3-8B with dataflows that read weights once per chunk (ours, and
-    the paper's asymmetric one), and with the symmetric one, once per 256 rows."""
+    """Figure 6(b): interference by chunk size, prefill of Llama-3-8B.
+
+    Our dataflows and the paper's asymmetric one read weights once per chunk. The symmetric one
+    reads them once per 256 rows."""
     machine = build("gh200:mig2")
     series: dict[str, list[tuple[float | str, float]]] = {}
     for name, alpha, slow in (
@@ -122,11 +124,11 @@ def _prefills(machine: SimMachine, chunk: int, alpha: float, slow: int) -> list[
     shape = shape_of("llama-3.1-8b")
     gemm = GemmShape(n=shape.parameters // 4096, k=4096)
     pair: list[_Instance] = []
-    for lane in machine.lanes:
-        moved = gemm.moved(chunk, alpha, lane)
-        alone_s = moved.alone_s(ALONE_BYTES_PER_S, lane.hbm_bytes_per_s)
+    for simulated in machine.slices:
+        moved = gemm.moved(chunk, alpha, simulated)
+        alone_s = moved.alone_s(ALONE_BYTES_PER_S, simulated.hbm_bytes_per_s)
         floor_s = alone_s * (1 + slow / chunk)
-        pair.append(_Instance(lane.h2d, moved.link_bytes, floor_s, lane.step_s))
+        pair.append(_Instance(simulated.h2d, moved.link_bytes, floor_s, simulated.step_s))
     return pair
 
 
@@ -136,10 +138,10 @@ def dataflows() -> Figure:
     series: dict[str, list[tuple[float | str, float]]] = {}
     for layout, name in (("whole", "1 instance"), ("mig3", "3"), ("mig7", "7")):
         machine = build(f"gh200:{layout}")
-        lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
-        points = [(step / 16, gemm.moved(10240, step / 16, lane)) for step in range(17)]
+        simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
+        points = [(step / 16, gemm.moved(10240, step / 16, simulated)) for step in range(17)]
         series[name] = [
-            (alpha, 1e3 * moved.alone_s(link, lane.hbm_bytes_per_s)) for alpha, moved in points
+            (alpha, 1e3 * moved.alone_s(link, simulated.hbm_bytes_per_s)) for alpha, moved in points
         ]
     return Figure(
         "c2cserve_fig4", "HybridGEMM by alpha (C2CServe fig. 4)", "alpha", "ms", series,
@@ -148,23 +150,24 @@ def dataflows() -> Figure:
 
 
 def alpha_steps() -> Figure:
-    """Section 7 in closed loop: the same GEMM on a third of a GH200, while every 100 control
-    intervals other instances come to the link or leave it."""
+    """Section 7 in closed loop: the same GEMM on a third of a GH200.
+
+    Every 100 control intervals the number of instances on the link changes."""
     gemm = GemmShape(n=16384, k=4096)
     machine = build("gh200:mig3")
-    lane, link = machine.lanes[0], min(rate for _, rate in machine.links)
+    simulated, link = machine.slices[0], min(rate for _, rate in machine.links)
     control = AlphaControl()
     chosen: list[tuple[float | str, float]] = []
     best: list[tuple[float | str, float]] = []
     for interval in range(500):
         share = link / (1, 3, 2, 6, 1)[interval // 100]
-        moved = gemm.moved(10240, control.variant, lane)
-        took_s = moved.alone_s(share, lane.hbm_bytes_per_s)
+        moved = gemm.moved(10240, control.variant, simulated)
+        took_s = moved.alone_s(share, simulated.hbm_bytes_per_s)
         chosen.append((interval, 1e3 * took_s))
-        best.append((interval, 1e3 * _best_s(gemm, lane, share)))
+        best.append((interval, 1e3 * _best_s(gemm, simulated, share)))
         use = GemmSample(
             took_s,
-            max(moved.hbm_bytes / lane.hbm_bytes_per_s, moved.compute_s) / took_s,
+            max(moved.hbm_bytes / simulated.hbm_bytes_per_s, moved.compute_s) / took_s,
             moved.link_bytes / share / took_s,
         )
         control.sample(use, budget_s=0.012)
@@ -174,9 +177,9 @@ def alpha_steps() -> Figure:
     )  # fmt: skip
 
 
-def _best_s(gemm: GemmShape, lane: Lane, share: float) -> float:
+def _best_s(gemm: GemmShape, simulated: SimulatedSlice, share: float) -> float:
     return min(
-        gemm.moved(10240, step / 64, lane).alone_s(share, lane.hbm_bytes_per_s)
+        gemm.moved(10240, step / 64, simulated).alone_s(share, simulated.hbm_bytes_per_s)
         for step in range(65)
     )
 

@@ -23,7 +23,7 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
     for figure in figures:
-        drawn, axes = plt.subplots(
+        canvas, axes = plt.subplots(
             figsize=(4.4, 2.8) if figure.small else (6.4, 4.0), layout="constrained"
         )
         (_bars if figure.kind == "bars" else _lines)(axes, figure)
@@ -38,12 +38,12 @@ def save(figures: Iterable[Figure], folder: Path) -> list[Path]:
             axes.set_ylim(low if low < _PERCENT_LOW else 0.0, _PERCENT_TOP)
         axes.grid(alpha=0.3)
         if figure.kind == "bars":  # they leave no corner free
-            drawn.legend(loc="outside lower center", ncols=5, fontsize=8)
+            canvas.legend(loc="outside lower center", ncols=5, fontsize=8)
         else:
             axes.legend(fontsize=8)
         paths.append(folder / f"{figure.name}.png")
-        drawn.savefig(paths[-1], dpi=130, metadata={"Software": None})
-        plt.close(drawn)
+        canvas.savefig(paths[-1], dpi=130, metadata={"Software": None})
+        plt.close(canvas)
     return paths
 
 
@@ -52,8 +52,8 @@ def _lines(axes: Axes, figure: Figure) -> None:
         xs, ys = [x for x, _ in points], [y for _, y in points]
         axes.plot(xs, ys, "o-", color=colour, label=name, markersize=4)  # pyright: ignore[reportArgumentType]
         if name in figure.published:
-            told = figure.published[name]
-            xs, ys = [x for x, _ in told], [y for _, y in told]
+            published = figure.published[name]
+            xs, ys = [x for x, _ in published], [y for _, y in published]
             label = _published(name, figure)
             axes.plot(xs, ys, "*", color=colour, label=label, markersize=11)  # pyright: ignore[reportArgumentType]
 
@@ -63,8 +63,8 @@ def _bars(axes: Axes, figure: Figure) -> None:
     for (name, points), colour in zip(figure.series.items(), _COLOURS, strict=False):
         bars.append((name, dict(points), colour, 1.0))
         if name in figure.published:
-            told = dict(figure.published[name])
-            bars.append((_published(name, figure), told, colour, 0.45))
+            published = dict(figure.published[name])
+            bars.append((_published(name, figure), published, colour, 0.45))
     places = list(dict.fromkeys(str(x) for points in figure.series.values() for x, _ in points))
     width = 0.8 / len(bars)
     for index, (name, points, colour, shade) in enumerate(bars):

@@ -89,16 +89,18 @@ def _link(share: float) -> Callable[[SimMachine], SimMachine]:
     """Links of so many times the speed."""
 
     def change(machine: SimMachine) -> SimMachine:
-        lanes = tuple(
+        slices = tuple(
             replace(
-                lane,
-                slice=replace(lane.slice, link_bytes_per_s=share * lane.slice.link_bytes_per_s),
-                load_bytes_per_s=share * lane.load_bytes_per_s,
+                simulated,
+                slice=replace(
+                    simulated.slice, link_bytes_per_s=share * simulated.slice.link_bytes_per_s
+                ),
+                load_bytes_per_s=share * simulated.load_bytes_per_s,
             )
-            for lane in machine.lanes
+            for simulated in machine.slices
         )
         links = tuple((name, share * rate) for name, rate in machine.links)
-        return replace(machine, lanes=lanes, links=links)
+        return replace(machine, slices=slices, links=links)
 
     return change
 

@@ -15,7 +15,7 @@ from c2cserve.sim.studies.figure import Figure
 class StudyOptions:
     seed: int = 0
     trace: str = ""
-    """For studies of traces that the package may not contain."""
+    """A trace file, for studies of traces that the package may not contain."""
     quick: bool = False
     """A small part of the study, to see that it works."""
 

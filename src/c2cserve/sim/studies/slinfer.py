@@ -1,8 +1,10 @@
 """SLINFER figures 22, 23 and 32: its testbed, its traces, its baselines.
 
-A request counts as served in time as in that paper's analysis: it finished, its first token came
-within min(max(0.5, prompt / 512), 8) s and its mean time per token was at most 0.25 s; time spent
-on loading its instance is added to the first target, for every system (section IX-A).
+A request is served in time as in that paper's analysis (section IX-A), for every system:
+
+- it finished
+- its first token came within min(max(0.5, prompt / 512), 8) s, plus the time its instance loaded
+- its mean time per token was at most 0.25 s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +20,7 @@ from c2cserve.sim.studies.figure import Figure
 from c2cserve.sim.studies.registry import Finding, StudyOptions, StudyResult
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -28,10 +30,10 @@ COUNTS = (32, 64, 128)
 SYSTEMS = ("serverlessllm", "sllm+c", "sllm+c+s", "slinfer", "c2cserve")
 _OURS = "c2cserve"
 _AIM = 0.95
-"""Policies aim at so much of the targets that requests are judged by, as the paper's own code."""
+"""Policies aim at this share of the targets that requests are judged by, as the paper's code."""
 _QUICK_S = 300.0
-"""`--quick`: so much of the trace, 128 models of 7B for the comparison and 64 for the ablation, and
-one and four nodes of each kind. Two minutes instead of half an hour; from an empty machine."""
+"""Seconds of the trace with `--quick`, from an empty machine: two minutes instead of half an hour.
+It compares 128 models of 7B, ablates with 64, and scales over one and four nodes of each kind."""
 _ABLATIONS = {
     "full": SLINFER,
     "no CPU": replace(SLINFER, kinds=GPU_ONLY),
@@ -51,7 +53,7 @@ class Outcome:
     """CPU nodes that had instances, mean over time; likewise GPUs."""
     gpus: float
     ttft_s: Sequence[float]
-    """Of all that got a first token, sorted."""
+    """Times of all requests that got a first token, sorted."""
 
     @property
     def share(self) -> float:
@@ -59,15 +61,15 @@ class Outcome:
 
 
 def target(prompt: int) -> Slo:
-    """What policies are told."""
+    """Return the targets that policies see."""
     slo = slo_rule("slinfer")(prompt)
     return Slo(_AIM * slo.ttft_s, _AIM * slo.tpot_s)
 
 
-def met(job: Job) -> bool:
-    slo = slo_rule("slinfer")(job.request.prompt_len)
-    in_time = job.drawn > 0 and job.ttft_s <= slo.ttft_s + job.grace_s
-    return job.ending == "finished" and in_time and job.tpot_s <= slo.tpot_s
+def met(tracked: TrackedRequest) -> bool:
+    slo = slo_rule("slinfer")(tracked.request.prompt_len)
+    in_time = tracked.sampled > 0 and tracked.ttft_s <= slo.ttft_s + tracked.grace_s
+    return tracked.ending == "finished" and in_time and tracked.tpot_s <= slo.tpot_s
 
 
 def run(
@@ -90,26 +92,24 @@ def run(
     settings = Settings(preset=preset, admission=admission, seed=seed, noise=0.05)
     simulation = Simulation(machine, names, workload(trace, names), target, settings)
     simulation.run()
-    jobs = simulation.jobs.ended
+    requests = simulation.requests.ended
     held = report(simulation).nodes_held
     parts = preset.parts
     return Outcome(
-        requests=len(jobs),
-        met=sum(map(met, jobs)),
+        requests=len(requests),
+        met=sum(map(met, requests)),
         cpus=held.get("cpu", 0.0) / (1 if whole_cpus else parts),
         gpus=held.get("gpu", 0.0) / parts,
-        ttft_s=sorted(job.ttft_s for job in jobs if job.drawn),
+        ttft_s=sorted(tracked.ttft_s for tracked in requests if tracked.sampled),
     )
 
 
 def _first(machine: SimMachine, nodes: int, whole_cpus: bool) -> SimMachine:
-    """The machine with so many nodes of each kind; of CPUs one part each if they stay `whole`."""
-    kept = [lane for lane in machine.lanes if int(lane.node[3:]) < nodes]
+    """Return the first `nodes` of each kind. With `whole_cpus` a CPU is one slice."""
+    chosen = [simulated for simulated in machine.slices if int(simulated.node[3:]) < nodes]
     if whole_cpus:
-        kept = [
-            lane for lane in kept if lane.slice.kind != "cpu" or lane.slice.id.endswith(".0")
-        ]  # fmt: skip
-    return replace(machine, lanes=tuple(kept))
+        chosen = [one for one in chosen if one.slice.kind != "cpu" or one.slice.id.endswith(".0")]
+    return replace(machine, slices=tuple(chosen))
 
 
 def study(options: StudyOptions) -> StudyResult:
@@ -191,7 +191,7 @@ def _figures(served: Served, sizes: Iterable[str], counts: Sequence[int]) -> Ite
 
 
 def _cdf(one: Outcome) -> list[tuple[float | str, float]]:
-    """A hundred points, up to 8 s; refused requests never get a first token."""
+    """Return about a hundred points up to 8 s. Refused requests never get a first token."""
     shown = [ttft_s for ttft_s in one.ttft_s if ttft_s <= 8.0]
     every = max(1, len(shown) // 100)
     return [(shown[i], (i + 1) / one.requests) for i in range(0, len(shown), every)]

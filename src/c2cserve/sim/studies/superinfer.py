@@ -1,11 +1,14 @@
 """SuperInfer figures 16 to 21: rotation on a GH200 with 144 GB, against first come first served.
 
-Assumed, because the paper does not say: prompts of 220 and answers of 500 tokens on average
-(exponential), for which this machine's KV memory is full at about the paper's request rates
-(ShareGPT's own lengths depend on how conversations are cut); HBM as vLLM shares it out (90 % of it,
-weights first, the rest KV); prompts in chunks of 2048 tokens beside the decodes, for both systems.
-B_xfer is bytes that may change places per iteration; links are what the hardware profile says, and
-for "without DuplexKV" the 10 GB/s that the paper measures for copies of 64 KB segments.
+The paper leaves some things open. The study assumes:
+
+- prompts of 220 and answers of 500 tokens on average (exponential). ShareGPT's own lengths depend
+  on how it is cut. These fill the KV memory at about the paper's request rates.
+- HBM shared as by vLLM: 90 % of it, weights first, the rest KV
+- prompts in chunks of 2048 tokens beside the decodes, for both systems
+
+B_xfer is the bytes that may rotate per iteration. Link speeds come from the hardware profile.
+"Without DuplexKV" has the 10 GB/s that the paper measures for copies of 64 KB segments.
 """
 
 from dataclasses import dataclass, replace
@@ -24,18 +27,18 @@ from c2cserve.sim.world.simulation import Settings, Simulation
 
 _HARDWARE = "gh200-144"
 _HOST_BYTES = 400_000_000_000
-"""Section 5.2."""
+"""Host memory for KV (section 5.2)."""
 _BLOCK = 4 << 20
-"""Qwen2.5-32B's."""
+"""A block of Qwen2.5-32B, bytes."""
 _MODEL = "qwen2.5-32b"
 _RATES = {
     _MODEL: (18.0, 22.0, 26.0, 30.0), "mixtral-8x7b": (40.0, 50.0),
 }  # fmt: skip
 _RATE = 26.0
-"""Requests per second of what is not by rate: FCFS has no memory left for all."""
+"""Requests per second where the rate is fixed. FCFS has too little memory for all of them."""
 _SWEEP_SHARE, _SWEEP_RATE, _SWEEP_BLOCKS = 0.52, 14.0, 350.0
-"""Of HBM, requests per second and B_xfer in the sweeps: a seventh of the memory for KV, as large a
-part of it per iteration, and more requests than it can hold. It is as on the whole, but sooner."""
+"""Share of HBM, requests per second and B_xfer (blocks) in the sweeps. KV has a seventh of the
+memory, B_xfer is a seventh too, and requests exceed it: the whole machine's case in less time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class _Run:
 
 def _simulate(run: _Run) -> Report:
     weights = shape_of(run.model).weight_bytes
-    share = run.hbm_share - weights / build(_HARDWARE).lanes[0].slice.hbm_bytes
+    share = run.hbm_share - weights / build(_HARDWARE).slices[0].slice.hbm_bytes
     slices = SliceSettings(kv_share=share, max_batch=1024, host_kv_bytes=_HOST_BYTES)
     machine = build(_HARDWARE, slices, run.preset)
     if run.kv_link_bytes_per_s:
@@ -81,7 +84,7 @@ def _rotating(**values: float) -> Preset:
 
 
 def study(options: StudyOptions) -> StudyResult:
-    """Half an hour; `quick` takes seconds, and memory does not fill."""
+    """Run the study: half an hour. `quick` takes seconds, and memory does not fill."""
     seconds = 4.0 if options.quick else 40.0
     base = _Run(_rotating(), _RATE, seconds, options.seed)
     figures, findings = _by_rate(base, options.quick)

@@ -1,4 +1,4 @@
-"""From a trace to the requests of a simulation: when, of which model, how long."""
+"""Makes the requests of a simulation from a trace: when, to which model, how long."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,15 +7,15 @@ from random import Random
 
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.sim.workload.catalogue import find_lengths, find_path, find_rows
-from c2cserve.sim.workload.rates import draw, has_rates
+from c2cserve.sim.workload.rates import has_rates, sample_requests
 from c2cserve.sim.workload.rows import Row
 from c2cserve.sim.workload.synthetic import synthetic
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
 _SHARED_SEED = 1 << 62
 _RATES_S = 3600.0
-"""What is used of a trace of rates if nobody says: some are two weeks long."""
+"""Default duration for a trace of rates. Some are two weeks long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,16 +24,16 @@ class WorkloadSettings:
     """A packaged trace, a file, or `synthetic:...` (`workload.synthetic`)."""
     seed: int = 0
     time_scale: float = 1.0
-    """The trace runs so many times as fast."""
+    """How many times faster the trace runs."""
     start_s: float = 0.0
     duration_s: float = float("inf")
-    """Of the trace's own time; infinite: all of it (an hour of a trace of rates)."""
+    """Duration in the trace's own time; infinite: all of it (an hour of a trace of rates)."""
     rate_scale: float = 1.0
-    """So many times the requests of a trace of rates; of other traces that share, at random."""
+    """Factor on the requests of a trace of rates; of other traces, a random share of them."""
     limit: int | None = None
-    """At most so many requests."""
+    """The most requests, or None."""
     lengths: str = "azure-conv"
-    """For traces without lengths."""
+    """Lengths for traces without them."""
     mapping: str = "order"
     """How sources become models: `order` (by their numbers), `shuffle` (at random); requests of
     traces without sources are spread by `zipf`."""
@@ -43,16 +43,17 @@ class WorkloadSettings:
 
 
 def workload(settings: WorkloadSettings, models: Sequence[SimModel]) -> list[SimRequest]:
-    """Raises OSError, `rows.TraceError`, ValueError."""
+    """Return the requests, by arrival. Raises OSError, `rows.TraceError`, ValueError."""
     rows = _chosen(settings)
     names = _model_names(rows, settings, [model.spec.id for model in models])
     return _requests(rows, names, settings)
 
 
 def by_source(settings: WorkloadSettings) -> dict[str, list[SimRequest]]:
-    """The requests of each source of the trace, with the source in place of a model, in the order
-    that `settings.mapping` gives sources; one source "" where a trace names none. Raises as
-    `workload`."""
+    """Return the requests of each source of the trace, with the source in place of a model.
+
+    Sources are in the order of `settings.mapping`. A trace that names none has one source, "".
+    Raises as `workload`."""
     rows = _chosen(settings)
     found: dict[str, list[SimRequest]] = {source: [] for source in _sources(rows, settings)}
     for request in _requests(rows, [row.source for row in rows], settings):
@@ -89,7 +90,7 @@ def _rows(settings: WorkloadSettings) -> list[Row]:
     path = find_path(settings.trace)
     if has_rates(path):
         duration_s = settings.duration_s if isfinite(settings.duration_s) else _RATES_S
-        return draw(
+        return sample_requests(
             path, settings.seed, settings.start_s, duration_s, settings.where, settings.rate_scale
         )
     rows = find_rows(settings.trace, settings.where)
@@ -127,8 +128,9 @@ def _by_number(source: str) -> tuple[int, str]:
 
 
 def _prefix(model: str, prompt: int, seen: int, number: int) -> tuple[int, ...]:
-    """Block hashes of a prompt that begins as earlier ones of its model do, for `seen` tokens, and
-    goes on like no other. (Which earlier one, such traces do not say: one prefix per model.)"""
+    """Return the block hashes of a prompt whose first `seen` tokens are shared with its model.
+
+    Such traces do not say which earlier prompt began the same way, so each model has one prefix."""
     shared = Random(f"prefix/{model}").getrandbits(32)
     blocks = prompt // BLOCK_TOKENS
     common = min(blocks, seen // BLOCK_TOKENS)

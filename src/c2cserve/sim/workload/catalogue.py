@@ -1,4 +1,4 @@
-"""What there is by name: packaged traces and length samples; anything else is a path."""
+"""Packaged traces and length samples by name. Any other name is a path."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ SLINFER_RPM = "azfunc2019_slinfer128_rpm.csv"
 
 
 def data_path(name: str) -> Path:
-    """A packaged file."""
+    """Return the path of a packaged file."""
     return Path(str(files("c2cserve.sim") / "data" / "traces" / name))
 
 
@@ -20,7 +20,7 @@ def data_path(name: str) -> Path:
 class Packaged:
     file: str
     flag: str = ""
-    """Keep only functions with this flag in the per-minute file."""
+    """Only functions with this flag in the per-minute file belong to the trace."""
     where: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
@@ -47,8 +47,9 @@ LENGTHS: Mapping[str, Callable[[], Lengths]] = {
 
 
 def find_lengths(name: str) -> Lengths:
-    """By name, or `PATH` or `PATH:DATASET` (`PATH:MODEL` of quantiles). Raises OSError,
-    TraceError."""
+    """Find lengths by name, or by `PATH` or `PATH:DATASET` (`PATH:MODEL` for quantiles).
+
+    Raises OSError, TraceError."""
     if name in LENGTHS:
         return LENGTHS[name]()
     path, _, dataset = name.partition(":")
@@ -60,7 +61,7 @@ def find_lengths(name: str) -> Lengths:
 
 
 def find_path(name: str) -> Path:
-    """The file of a packaged trace, or the path itself. Raises TraceError."""
+    """Return the file of a packaged trace, or the path itself. Raises TraceError."""
     if name in TRACES:
         return data_path(TRACES[name].file)
     path = Path(name)
@@ -70,7 +71,7 @@ def find_path(name: str) -> Path:
 
 
 def find_rows(name: str, where: Mapping[str, str]) -> list[Row]:
-    """A trace with a line per request. Raises OSError, TraceError."""
+    """Read a trace with one line per request. Raises OSError, TraceError."""
     packaged = TRACES.get(name)
     rows = read(find_path(name), where)
     if packaged is None or not packaged.flag:

@@ -1,9 +1,11 @@
-"""ServeGen's clients: each is active in some windows of 600 s, and asks then at its own mean rate,
-for prompts and answers of its own lengths. Deterministic by seed.
+"""ServeGen's clients, deterministic by seed.
+
+A client is active in some windows of 600 s. There it sends requests at its own mean rate, with
+prompts and answers of its own lengths.
 
 A file has, per client, `mean_rps` while active, `active_frac_10min`, and of both lengths the mean
-and three quantiles, if known. How active windows follow each other, and gaps within
-them, it does not say: windows are drawn apart from each other, arrivals are Poisson.
+and three quantiles, if measured. It does not say how active windows follow each other, nor the gaps
+within them: windows are sampled independently, and arrivals are Poisson.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,7 +21,7 @@ COLUMNS = frozenset({"model", "client", "mean_rps", "active_frac_10min", "input_
 def clients(
     lines: Iterable[Fields], seed: int, start_s: float, end_s: float, scale: float
 ) -> Iterator[Row]:
-    """Requests of every client, a source of its own; without lengths where none are known."""
+    """Yield the requests of every client, which is its own source. Lengths are 0 if unknown."""
     for line in lines:
         name = f"{line['model']}/{line['client']}"
         rate = scale * float(line["mean_rps"])
@@ -37,8 +39,9 @@ def clients(
 
 
 def _curve(line: Fields, field: str) -> Curve:
-    """Through the three quantiles. It begins where the mean becomes the published one, if that is
-    below the median. Empty: nobody knows."""
+    """Return the curve through the three quantiles; empty if they are unknown.
+
+    It begins where its mean equals the published one, if that is below the median."""
     if not line[f"{field}_p50"]:
         return []
     mean, p50, p90, p99 = (float(line[f"{field}_{of}"]) for of in ("mean", "p50", "p90", "p99"))

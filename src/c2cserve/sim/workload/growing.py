@@ -4,18 +4,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from c2cserve.sim.workload.build import WorkloadSettings, by_source, workload
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import SimModel
 
 _SHIFT = 0.381966
-"""Of the trace's length, by which each copy of its sources is later than the one before; by the
-golden ratio, so that no two copies coincide."""
+"""Delay of each copy of the sources after the one before, as a share of the trace's length. It is
+the golden ratio's, so that no two copies coincide."""
 
 
 class GrowingLoad:
-    """Every model brings the requests of one source of the trace. Catalogues of more models than
-    sources repeat these, shifted in time around the trace. Where a trace names no sources its
-    requests stay as many, spread over all models there are."""
+    """Every model brings the requests of one source of the trace.
+
+    A catalogue with more models than sources repeats these, shifted in time around the trace. If a
+    trace names no sources, the number of requests is fixed and all models share them."""
 
     def __init__(self, settings: WorkloadSettings) -> None:
         """Raises as `workload.build.workload`."""
@@ -27,7 +28,7 @@ class GrowingLoad:
         self._length_s = max((lines[-1].arrival_s for lines in self._sources), default=0.0)
 
     def of(self, models: Sequence[SimModel]) -> list[SimRequest]:
-        """The requests of such a catalogue, by time."""
+        """Return the requests of such a catalogue, by time."""
         if not self.grows:
             return workload(self._settings, models)
         found: list[SimRequest] = []

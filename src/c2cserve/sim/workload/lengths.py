@@ -1,4 +1,4 @@
-"""Lengths for traces that have none: drawn from samples of other traces, deterministic by seed."""
+"""Lengths for traces that have none: sampled from other traces, deterministic by seed."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -8,14 +8,15 @@ from random import Random
 from c2cserve.sim.workload.rows import TraceError, fields
 
 Lengths = Callable[[Random], tuple[int, int]]
-"""Draws prompt and output tokens."""
+"""Samples prompt and output tokens."""
 Curve = Sequence[tuple[float, float]]
 """Quantiles and their values, both rising."""
 
 
 def pairs(path: Path, dataset: str) -> Lengths:
-    """Pairs as they occur: of one dataset in a file with a `dataset` column, or all lines of a
-    trace. Raises OSError, TraceError."""
+    """Sample observed pairs of a file: all of them, or those of one value of its column `dataset`.
+
+    Raises OSError, TraceError."""
     found = [
         (max(1, int(line["input_tokens"])), max(1, int(line["output_tokens"])))
         for line in fields(path)
@@ -27,8 +28,9 @@ def pairs(path: Path, dataset: str) -> Lengths:
 
 
 def quantiles(path: Path, model: str) -> Lengths:
-    """Prompt and output drawn apart, from ServeGen's quantiles (model, field, q, value). Raises
-    OSError, TraceError."""
+    """Sample prompt and output independently, by ServeGen's quantiles (model, field, q, value).
+
+    Raises OSError, TraceError."""
     curves: dict[str, list[tuple[float, float]]] = {"input_tokens": [], "output_tokens": []}
     for line in fields(path):
         if line["model"] == model and line["field"] in curves:
@@ -40,7 +42,7 @@ def quantiles(path: Path, model: str) -> Lengths:
 
 
 def at(curve: Curve, q: float) -> int:
-    """Tokens at a quantile, between points by a straight line."""
+    """Return the tokens at quantile `q`, linear between points."""
     upper = min(max(1, bisect_right(curve, q, key=lambda point: point[0])), len(curve) - 1)
     (q0, v0), (q1, v1) = curve[upper - 1], curve[upper]
     share = (q - q0) / (q1 - q0) if q1 > q0 else 0.0

@@ -1,4 +1,4 @@
-"""Traces that give rates instead of requests: arrivals are drawn from them, deterministic by seed.
+"""Traces that give rates instead of requests. Arrivals are sampled, deterministic by seed.
 
 ServeGen   client, t_s, rate_rps, iat_cv, dist, p1, p2: gaps within a window of 600 s follow a Gamma
            or Weibull distribution of the given shape, scaled to the window's rate
@@ -17,7 +17,7 @@ from c2cserve.sim.workload.clients import COLUMNS, WINDOW_S, clients
 from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
 
 
-def draw(
+def sample_requests(
     path: Path,
     seed: int,
     start_s: float,
@@ -25,10 +25,11 @@ def draw(
     where: Mapping[str, str],
     scale: float = 1.0,
 ) -> list[Row]:
-    """Requests, `scale` times as many as the trace says, between `start_s` and
-    `start_s + duration_s` of the trace, times from its start. For means, `where` names the column:
-    `{"rates": "rps_condense500"}`; for clients it names columns and values to keep. Raises
-    OSError, TraceError."""
+    """Sample requests between `start_s` and `start_s + duration_s` of the trace.
+
+    Times count from the trace's start. `scale` multiplies the rates. For means, `where` names the
+    column, such as `{"rates": "rps_condense500"}`. For clients it names columns and values to keep.
+    Raises OSError, TraceError."""
     lines = list(fields(path))
     if not lines:
         raise TraceError(f"{path.name} is empty")
@@ -40,10 +41,10 @@ def draw(
         case "minutes":
             rows = _minutes(lines, seed, start_s, end_s, scale)
         case "clients":
-            kept = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
-            if not kept:
+            chosen = [line for line in lines if all(line.get(c) == v for c, v in where.items())]
+            if not chosen:
                 raise TraceError(f"{path.name} has no clients like these")
-            rows = clients(kept, seed, start_s, end_s, scale)
+            rows = clients(chosen, seed, start_s, end_s, scale)
         case "means":
             known = [column for column in found if column.startswith("rps")]
             column = where.get("rates", known[0])
@@ -56,12 +57,14 @@ def draw(
 
 
 def has_rates(path: Path) -> bool:
-    """Whether `draw` is for this file, not `rows.read`. Raises OSError, TraceError."""
+    """Return whether the file is for `sample_requests`, not for `rows.read`.
+
+    Raises OSError, TraceError."""
     return _form(columns(path)) is not None
 
 
 def _form(found: Set[str]) -> Literal["windows", "minutes", "clients", "means"] | None:
-    """Of a file with these columns; None: it has no rates."""
+    """Return the form of a file with these columns; None: it has no rates."""
     if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
         return "windows"
     if {"func", "m1"} <= found:
@@ -91,8 +94,9 @@ def _windows(
 def _renewal(
     random: Random, dist: str, shape: float, rate: float, begin_s: float, end_s: float
 ) -> Iterator[float]:
-    """Arrivals with gaps of mean 1 / rate. The first gap is cut at random, as at any moment of a
-    process that has been going on."""
+    """Yield arrivals with gaps of mean 1 / rate.
+
+    The first gap is cut at random, because the process began before."""
     scale = 1 / (rate * shape) if dist == "G" else 1 / (rate * gamma(1 + 1 / shape))
     t_s, first = begin_s, True
     while True:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO
 
 PREFIX_BLOCK_TOKENS = 512
-"""Of Mooncake's traces."""
+"""Block size of Mooncake's traces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ def _open(path: Path) -> IO[str]:
 
 
 def fields(path: Path) -> Iterator[Fields]:
-    """Rows of a CSV file, plain or gzip. Raises OSError, TraceError."""
+    """Yield the rows of a CSV file, plain or gzip. Raises OSError, TraceError."""
     with _open(path) as file:
         try:
             yield from csv.DictReader(file)
@@ -47,7 +47,7 @@ def fields(path: Path) -> Iterator[Fields]:
 
 
 def columns(path: Path) -> frozenset[str]:
-    """Of a CSV file. Raises OSError, TraceError."""
+    """Return the columns of a CSV file. Raises OSError, TraceError."""
     with _open(path) as file:
         try:
             return frozenset(csv.DictReader(file).fieldnames or ())
@@ -81,12 +81,13 @@ READERS: tuple[tuple[frozenset[str], Callable[[Fields], Row]], ...] = (
     (frozenset({"t_s", "model"}), _model),
     (frozenset({"t_ms", "input_tokens", "output_tokens", "prefix_blocks_seen"}), _blocks),
 )
-"""By the columns a file must have; the first that fits reads it."""
+"""Columns that a file must have, and its reader. The first that fits reads it."""
 
 
 def read(path: Path, where: Mapping[str, str] | None = None) -> list[Row]:
-    """All requests of a trace with one line per request, by time. `where`: keep only lines with
-    these values. Raises OSError, TraceError."""
+    """Read a trace with one line per request, and return its requests by time.
+
+    `where`: keep only lines with these values. Raises OSError, TraceError."""
     rows: list[Row] = []
     reader: Callable[[Fields], Row] | None = None
     wanted = dict(where or {})

@@ -1,8 +1,8 @@
 """Workloads from a few numbers: `rate=5,duration=600,sources=64,zipf=1,cv=1,prompt=512,output=128`.
 
 Arrivals of all sources together are a renewal process with Gamma gaps of coefficient of variation
-`cv`; sources follow Zipf's law; lengths are exponential around their means, or drawn from a dataset
-when `prompt` is not given.
+`cv`. Sources follow Zipf's law. Lengths are exponential around their means, or sampled from a
+dataset if `prompt` is not given.
 """
 
 from random import Random
@@ -16,7 +16,7 @@ _DEFAULTS = {
 
 
 def synthetic(text: str, seed: int) -> list[Row]:
-    """Raises TraceError."""
+    """Sample the requests that `text` describes. Raises TraceError."""
     values = dict(_DEFAULTS)
     for term in filter(None, text.split(",")):
         key, _, value = term.partition("=")

@@ -1,4 +1,4 @@
-"""Decode steps that follow each other as one event: its end is arithmetic unless something
+"""Decode steps that follow each other as one event. Its end is arithmetic unless another event
 intervenes."""
 
 from bisect import bisect_right
@@ -7,25 +7,30 @@ from itertools import accumulate, islice
 
 
 class Burst:
-    """`costs[i]`: work of step `i` (seconds, when nobody shares the slice), the same each time;
-    `order`: which step is next, and next, ...; `owed[i]`: times after which a sequence of step `i`
-    ends, and all of it with it."""
+    """A burst of steps that repeat.
 
-    def __init__(self, costs: Sequence[float], order: Sequence[int], owed: Sequence[int]) -> None:
+    `costs[i]` is the work of step `i` in seconds on an unshared slice, the same each time. `order`
+    lists which step runs when. After `remaining[i]` runs a sequence of step `i` ends, and the burst
+    with it."""
+
+    def __init__(
+        self, costs: Sequence[float], order: Sequence[int], remaining: Sequence[int]
+    ) -> None:
         self._order = order
         self.costs = costs
         self._ends = list(accumulate(map(costs.__getitem__, order)))
-        """Work that is done at the end of each entry of the order."""
-        self.length = _until_one_ends(order, owed)
-        """Entries that are run."""
+        """Work done at the end of each entry of the order."""
+        self.length = _until_one_ends(order, remaining)
+        """How many entries run."""
 
     @property
     def work(self) -> float:
         return self._ends[self.length - 1]
 
     def cut(self, done: float) -> bool:
-        """Stop at the end of the step that is under way when `done` of the work is over. False:
-        that is where it ends anyhow."""
+        """End the burst with the step that is under way when `done` of the work is over.
+
+        Return whether this shortens it."""
         length = bisect_right(self._ends, done) + 1
         if length >= self.length:
             return False
@@ -33,8 +38,7 @@ class Burst:
         return True
 
     def spans(self) -> list[tuple[int, float, float]]:
-        """Of each step: how often it runs, and the work done when it ends for the first and the
-        last time."""
+        """Return (runs, work done at the end of its first run, and of its last) of each step."""
         if len(self.costs) == 1:
             return [(self.length, self._ends[0], self.work)]
         order, spans = self._order[: self.length], list[tuple[int, float, float]]()
@@ -49,12 +53,12 @@ class Burst:
         return spans
 
 
-def _until_one_ends(order: Sequence[int], owed: Sequence[int]) -> int:
-    if len(owed) == 1:
-        return min(len(order), owed[0])
+def _until_one_ends(order: Sequence[int], remaining: Sequence[int]) -> int:
+    if len(remaining) == 1:
+        return min(len(order), remaining[0])
     length = len(order)
-    for number, times in enumerate(owed):
+    for number, times in enumerate(remaining):
         if times <= order.count(number):
-            turns = (position for position, index in enumerate(order) if index == number)
-            length = min(length, next(islice(turns, times - 1, None)) + 1)
+            loops = (position for position, index in enumerate(order) if index == number)
+            length = min(length, next(islice(loops, times - 1, None)) + 1)
     return length

@@ -1,4 +1,4 @@
-"""What must hold whatever a policy decides; asserted at every step that is given to a slice."""
+"""Invariants that hold for any policy, asserted at every step that a slice gets."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -9,48 +9,50 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.core.step import SeqStep
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.requests import TrackedRequest
 
 
 @dataclass(slots=True, eq=False)
 class SeqState:
-    """A request as its slice's executor knows it."""
+    """A request as its slice's executor sees it."""
 
-    job: Job
+    tracked: TrackedRequest
     spec: ModelSpec
     length: int
-    """Known tokens: prompt and drawn."""
-    drawn: int = 0
-    """Tokens drawn on this slice."""
+    """Tokens so far: prompt and sampled."""
+    sampled: int = 0
+    """Tokens sampled on this slice."""
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
-    leaving: list[int] = field(default_factory=list[int])
-    """Blocks whose KV is on its way to the host."""
-    coming: list[int] = field(default_factory=list[int])
-    """Blocks whose KV is on its way, or has come, from the host, to be told by a fresh step."""
+    swapping_out: list[int] = field(default_factory=list[int])
+    """Blocks whose KV is moving to the host."""
+    swapping_in: list[int] = field(default_factory=list[int])
+    """Blocks whose KV moves or has moved from the host. A fresh step takes them over."""
     on_host: int = 0
-    """Tokens whose KV is in host memory, while the request is rotated out."""
+    """Tokens whose KV is in host memory while the request is rotated out."""
     moving: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class BlockBook:
-    """Who holds which block of a slice's arena. Blocks are conserved: each lies in the arena, in
-    slabs that hold one model's blocks only, and has one holder unless it is a shared prefix."""
+    """The holders of each block of a slice's arena.
+
+    Blocks are conserved. Each lies in the arena, in slabs with blocks of one model only. It has one
+    holder unless it is a shared prefix."""
 
     slice: Slice
     held: set[int] = field(default_factory=set[int])
     """Blocks that a sequence holds, by offset."""
     sharers: dict[int, int] = field(default_factory=dict[int, int])
-    """Of blocks with several holders: how many beside the first."""
+    """Block with several holders -> number of holders beside the first."""
     slabs: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
     """First slab of a block -> model, held blocks that begin in it."""
     held_bytes: int = 0
     weight_bytes: int = 0
-    """Of weights that are kept in the slice's memory as a whole."""
+    """Bytes of models that are in the slice's memory as a whole."""
 
     def weigh(self, weight_bytes: int) -> None:
-        """Weights come or go."""
+        """Update the bytes of weights."""
         self.weight_bytes = weight_bytes
         self._check_memory()
 
@@ -62,11 +64,11 @@ class BlockBook:
     def begin(self, seq: SeqState, part: SeqStep, times: int) -> None:
         """A step is about to compute `part` of the sequence, so many times."""
         shared = 0
-        if part.fresh and seq.coming:
+        if part.fresh and seq.swapping_in:
             assert not seq.moving, f"{part.request_id}: runs while its KV is on its way"
             assert part.start == seq.on_host, f"{part.request_id}: it did not stop here"
-            self._give(seq, seq.coming)
-            seq.computed, seq.coming, seq.on_host = part.start, [], 0
+            self._give(seq, seq.swapping_in)
+            seq.computed, seq.swapping_in, seq.on_host = part.start, [], 0
         elif part.fresh:
             self.release(seq)
             seq.computed = part.start
@@ -81,7 +83,7 @@ class BlockBook:
         assert end <= len(seq.blocks) * BLOCK_TOKENS, f"{name}: no block for its KV"
 
     def _claim(self, seq: SeqState, offsets: Sequence[int], shared: int) -> None:
-        """The first `shared` of them may have holders already."""
+        """Give the blocks a holder. The first `shared` of them may have others already."""
         if shared:
             prefix = self.held.intersection(offsets[:shared])
             for offset in prefix:
@@ -109,7 +111,7 @@ class BlockBook:
             return
         held, before = self.held, len(self.held)
         held.difference_update(offsets)
-        assert len(held) == before - len(offsets), "a block is given back that nobody holds"
+        assert len(held) == before - len(offsets), "a block is given back that has no holder"
         self.held_bytes -= seq.spec.kv_block_bytes * len(offsets)
         for slab, count in self._by_slab(offsets):
             model, blocks = self.slabs[slab]
@@ -119,7 +121,7 @@ class BlockBook:
                 self.slabs[slab] = (model, blocks - count)
 
     def _has_sharer(self, offset: int) -> bool:
-        """Another sequence holds it too: one fewer from now on."""
+        """Return whether another sequence holds the block too, and count one holder less."""
         more = self.sharers.get(offset)
         if more is None:
             return False
@@ -130,7 +132,7 @@ class BlockBook:
         return True
 
     def _by_slab(self, offsets: Sequence[int]) -> Iterable[tuple[int, int]]:
-        """How many of the blocks begin in which slab."""
+        """Return (slab, number of these blocks that begin in it) pairs."""
         slab_bytes = self.slice.slab_bytes
         slab = offsets[0] // slab_bytes
         if min(offsets) // slab_bytes == slab == max(offsets) // slab_bytes:
@@ -138,14 +140,14 @@ class BlockBook:
         return Counter([offset // slab_bytes for offset in offsets]).items()
 
     def release(self, seq: SeqState) -> None:
-        """Its KV is gone, on the host too."""
+        """Free the KV of a sequence, on the host too."""
         self._give(seq, seq.blocks)
-        self._give(seq, seq.coming)
-        seq.blocks, seq.coming = [], []
+        self._give(seq, seq.swapping_in)
+        seq.blocks, seq.swapping_in = [], []
         seq.computed = seq.on_host = 0
 
     def move(self, seq: SeqState, move: Move) -> None:
-        """A move begins: what leaves is held until it has arrived, what follows it is free."""
+        """Begin a move. The moved blocks stay held until it is done, blocks after them are free."""
         name = move.request_id
         assert not seq.moving, f"{name}: two moves at a time"
         seq.moving = True
@@ -154,16 +156,16 @@ class BlockBook:
             assert seq.on_host, f"{name}: nothing of it is on the host"
             assert not seq.blocks, f"{name}: it is still here"
             self._claim(seq, blocks, 0)
-            seq.coming = blocks
+            seq.swapping_in = blocks
             return
         assert blocks == seq.blocks[move.first : move.first + len(blocks)], f"{name}: not its KV"
         if move.direction == "out":
-            seq.leaving = blocks
+            seq.swapping_out = blocks
             seq.on_host = seq.computed
             self._give(seq, [offset for offset in seq.blocks if offset not in set(blocks)])
             seq.blocks = []
 
     def moved(self, seq: SeqState) -> None:
-        """Its move has arrived."""
-        self._give(seq, seq.leaving)
-        seq.leaving, seq.moving = [], False
+        """End the move of a sequence."""
+        self._give(seq, seq.swapping_out)
+        seq.swapping_out, seq.moving = [], False

@@ -1,5 +1,7 @@
-"""One direction's copy engine of a slice: what is asked for while it copies goes together in its
-next copy, as SuperInfer's engine does it (section 4.3.2, one batched copy per direction)."""
+"""The copy engine of a slice for one direction.
+
+Requests that arrive during a copy are batched into the next one, as in SuperInfer's engine
+(section 4.3.2, one batched copy per direction)."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -7,25 +9,25 @@ from math import inf
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.timeline import Timeline
 
-Job = tuple[float, Callable[[], None]]
-"""Bytes, and whom to tell."""
+Copy = tuple[float, Callable[[], None]]
+"""Bytes, and a callback for the end."""
 
 
 class CopyEngine:
     def __init__(self, timeline: Timeline, network: Network, route: Sequence[str]) -> None:
-        """`route`: the links it copies over; none: the slice has the host's own memory."""
+        """`route`: the links to copy over. It is empty if the slice computes in host memory."""
         self._timeline = timeline
         self._network = network
         self._route = route
-        self._urgent: list[Job] = []
-        self._others: list[Job] = []
+        self._urgent: list[Copy] = []
+        self._others: list[Copy] = []
         self._busy = False
 
     def submit(self, size: float, urgent: bool, done: Callable[[], None]) -> None:
-        """Copy `size` bytes, then call `done`. What is urgent goes before what is not."""
+        """Copy `size` bytes, then call `done`. Urgent copies go first."""
         (self._urgent if urgent else self._others).append((size, done))
         if not self._busy:
-            self._busy = True  # with the rest of what is asked for in this moment
+            self._busy = True  # in one batch with the other requests of this moment
             self._timeline.at(self._timeline.now, self._start)
 
     def _start(self) -> None:
@@ -40,7 +42,7 @@ class CopyEngine:
         else:
             self._done(batch)
 
-    def _done(self, batch: list[Job]) -> None:
+    def _done(self, batch: list[Copy]) -> None:
         for _, done in batch:
             done()
         self._start()

@@ -1,23 +1,24 @@
-"""What a step costs on a slice: seconds that no link can shorten, and bytes that come over it.
+"""The cost of a step on a slice: seconds that no link can shorten, and bytes over the link.
 
 Roofline where nothing is measured:
 
     compute = (2 * active parameters * tokens + attention) / flops
-    memory  = (weights kept in the slice's memory + KV read and written + activations) / bandwidth
+    memory  = (weights cached in the slice's memory + KV read and written + activations) / bandwidth
     floor   = max(compute, memory) + fixed cost
 
 Attention takes 4 * layers * heads * head_dim FLOP for every pair of a token and one before it.
-Weights that are not kept stream by in the meantime: the step ends when both the floor is over and
-the last of them is here. Our own dataflows read them once, whatever the step's tokens
-(docs/kernels.md). C2CServe's hybrid GEMMs do a share alpha of their columns output-stationary,
-which reads weights again for every 128 tokens, and the rest weight-stationary, which reads and
-writes 16-bit partial sums in memory once for every 128 of the inner dimension:
+Weights that are not cached stream meanwhile. The step ends when the floor is over and all weights
+have arrived. Our own dataflows read them once, whatever the number of tokens (docs/kernels.md).
+
+C2CServe's hybrid GEMMs do a share alpha of their columns output-stationary, which reads weights
+again for every 128 tokens. The rest is weight-stationary, which reads and writes 16-bit partial
+sums in memory once for every 128 of the inner dimension:
 
     link   = weights * (alpha * ceil(tokens / 128) + 1 - alpha)
     memory + (1 - alpha) * 4 * tokens * active parameters / 128
 
-(their section 5; within 10 % of what prototypes of both took on an H200.) Where a table was
-measured on the device it replaces compute and memory.
+This is their section 5, within 10 % of the times of both prototypes on an H200. A table measured on
+the device replaces compute and memory.
 """
 
 from dataclasses import dataclass
@@ -25,46 +26,46 @@ from math import ceil
 
 from c2cserve.core.step import Step
 from c2cserve.core.value import value
-from c2cserve.sim.world.hardware import Lane
+from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.tables import StepTable, Tables
 
 _TILE = 128
 _ACTIVATION_FACTOR = 24
-"""Bytes an activation of one token moves in memory per layer, in units of the hidden size: inputs
-and outputs of seven GEMMs and the norms between them, 16 bit."""
+"""Bytes that the activations of one token move in memory per layer, in units of the hidden size.
+They are inputs and outputs of seven GEMMs and of the norms between them, 16 bit."""
 
 
 @value
 class StepCost:
     floor_s: float
     link_bytes: float
-    """Of weights that are not kept."""
+    """Bytes of weights that are not cached."""
     compute_share: float
-    """Of the floor, that compute decides; memory decides the rest. Of measured tables: prefills."""
+    """Share of the floor that compute sets; memory sets the rest. In measured tables: prefills."""
     memory_bytes: float = 0.0
-    """Read and written in the slice's own memory, as far as a roofline says."""
+    """Bytes read and written in the slice's own memory, by the roofline."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Terms:
-    """A model on a lane, with everything divided that can be."""
+    """A model on a simulated slice, with all constant divisions done."""
 
     token_s: float
     pair_s: float
-    """Of attention: a token with one before it."""
+    """Attention of a token with one before it."""
     activation_s: float
     kv_token_s: float
-    """Reading or writing one token's KV."""
+    """Time to read or write the KV of one token."""
     byte_s: float
     partial_token_s: float
-    """Partial sums of weight-stationary GEMMs, of one token."""
+    """Time for the partial sums of weight-stationary GEMMs, of one token."""
     fixed_s: float
     table: StepTable | None
 
 
 class Costs:
-    """`Lane` decides how fast, `SimModel` how much."""
+    """Costs of steps. The `SimulatedSlice` sets the speed, the `SimModel` the amount."""
 
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
@@ -74,65 +75,69 @@ class Costs:
         self,
         step: Step,
         model: SimModel,
-        lane: Lane,
-        kept: float,
+        simulated: SimulatedSlice,
+        cached: float,
         alpha: float | None = None,
-        ahead: int = 0,
+        extra_tokens: int = 0,
     ) -> StepCost:
-        """`kept`: the share of the model's weights that is in the slice's memory. `alpha`: of
-        hybrid GEMMs; None: our own dataflows. `ahead`: tokens that every sequence is further than
-        the step says."""
-        key = (model.shape.name, lane.slice.id)
+        """Return the cost of a step.
+
+        `cached` is the share of the model's weights in the slice's memory. `alpha` is for hybrid
+        GEMMs; None: our own dataflows. Every sequence is `extra_tokens` longer than in the step."""
+        key = (model.shape.name, simulated.slice.id)
         terms = self._terms.get(key)
         if terms is None:
-            terms = self._terms[key] = self._prepare(model, lane)
+            terms = self._terms[key] = self._prepare(model, simulated)
         if terms.table is not None:
-            floor_s, share = table_seconds(step, terms.table, ahead)
-            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - kept), share)
+            floor_s, share = table_seconds(step, terms.table, extra_tokens)
+            return StepCost(floor_s, model.spec.weight_bytes * (1.0 - cached), share)
         tokens = pairs = context = 0
         for part in step.seqs:
-            start = part.start + ahead
+            start = part.start + extra_tokens
             end = start + part.tokens
             tokens += part.tokens
             pairs += part.tokens * (start + end + 1) // 2
             context += end + part.tokens
         weights = model.spec.step_bytes(tokens)
-        streamed = weights * (1.0 - kept)
+        streamed = weights * (1.0 - cached)
         compute_s = terms.token_s * tokens + terms.pair_s * pairs
         memory_s = (
-            terms.byte_s * weights * kept + terms.kv_token_s * context + terms.activation_s * tokens
+            terms.byte_s * weights * cached
+            + terms.kv_token_s * context
+            + terms.activation_s * tokens
         )
         if alpha is not None:
-            memory_s += (1.0 - kept) * (1.0 - alpha) * terms.partial_token_s * tokens
+            memory_s += (1.0 - cached) * (1.0 - alpha) * terms.partial_token_s * tokens
             streamed *= alpha * ceil(tokens / _TILE) + 1.0 - alpha
         floor_s = max(compute_s, memory_s) + terms.fixed_s
         share = float(compute_s >= memory_s)
-        return StepCost(floor_s, streamed, share, memory_s * lane.hbm_bytes_per_s)
+        return StepCost(floor_s, streamed, share, memory_s * simulated.hbm_bytes_per_s)
 
-    def _prepare(self, model: SimModel, lane: Lane) -> _Terms:
+    def _prepare(self, model: SimModel, simulated: SimulatedSlice) -> _Terms:
         shape = model.shape
         hidden = shape.heads * shape.head_dim
         return _Terms(
-            token_s=2.0 * shape.active_parameters / lane.flops,
-            pair_s=4.0 * shape.layers * hidden / lane.flops,
-            activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / lane.hbm_bytes_per_s,
-            kv_token_s=shape.kv_token_bytes / lane.hbm_bytes_per_s,
-            byte_s=1.0 / lane.hbm_bytes_per_s,
-            partial_token_s=4.0 * shape.active_parameters / _TILE / lane.hbm_bytes_per_s,
-            fixed_s=lane.step_s,
-            table=self._tables.get(shape.table, lane.table),
+            token_s=2.0 * shape.active_parameters / simulated.flops,
+            pair_s=4.0 * shape.layers * hidden / simulated.flops,
+            activation_s=_ACTIVATION_FACTOR * shape.layers * hidden / simulated.hbm_bytes_per_s,
+            kv_token_s=shape.kv_token_bytes / simulated.hbm_bytes_per_s,
+            byte_s=1.0 / simulated.hbm_bytes_per_s,
+            partial_token_s=4.0 * shape.active_parameters / _TILE / simulated.hbm_bytes_per_s,
+            fixed_s=simulated.step_s,
+            table=self._tables.get(shape.table, simulated.table),
         )
 
 
-def table_seconds(step: Step, table: StepTable, ahead: int) -> tuple[float, float]:
-    """Seconds, and the prefills' share of them. Decodes as one batch; prefills one after another.
-    What a step costs however little is in it is paid once."""
+def table_seconds(step: Step, table: StepTable, extra_tokens: int) -> tuple[float, float]:
+    """Return the seconds of a step, and the share of prefills.
+
+    Decodes run as one batch, prefills one after another. The fixed cost of a step counts once."""
     prefill_s = 0.0
     prefills = decodes = length = 0
     for part in step.seqs:
         if part.tokens == 1 and part.start:
             decodes += 1
-            length += part.start + ahead
+            length += part.start + extra_tokens
         else:
             prefills += 1
             prefill_s += table.prefill_s(part.start, part.tokens)

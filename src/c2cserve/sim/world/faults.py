@@ -1,4 +1,4 @@
-"""What goes wrong in a simulation, and when."""
+"""Faults of a simulation: lost slices and slow links."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,7 +8,7 @@ from c2cserve.sim.world.timeline import Timeline
 
 
 class Faulty(Protocol):
-    """What faults need of a simulation."""
+    """The part of a simulation that faults act on."""
 
     @property
     def timeline(self) -> Timeline: ...
@@ -20,7 +20,7 @@ class Faulty(Protocol):
 
 
 class Fault(Protocol):
-    def schedule(self, world: Faulty) -> None: ...
+    def schedule(self, simulation: Faulty) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class SliceFault:
     at_s: float
     for_s: float
 
-    def schedule(self, world: Faulty) -> None:
-        world.timeline.at(self.at_s, world.lose_slice, self.slice_id, self.for_s)
+    def schedule(self, simulation: Faulty) -> None:
+        simulation.timeline.at(self.at_s, simulation.lose_slice, self.slice_id, self.for_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,14 @@ class LinkFault:
     for_s: float
     share: float
 
-    def schedule(self, world: Faulty) -> None:
-        whole = world.network.links[self.link].nominal_bytes_per_s
-        world.timeline.at(self.at_s, world.network.set_speed, self.link, whole * self.share)
-        world.timeline.at(self.at_s + self.for_s, world.network.set_speed, self.link, whole)
+    def schedule(self, simulation: Faulty) -> None:
+        whole = simulation.network.links[self.link].nominal_bytes_per_s
+        simulation.timeline.at(
+            self.at_s, simulation.network.set_speed, self.link, whole * self.share
+        )
+        simulation.timeline.at(
+            self.at_s + self.for_s, simulation.network.set_speed, self.link, whole
+        )
 
 
 def parse_fault(text: str) -> Fault:

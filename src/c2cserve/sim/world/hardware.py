@@ -1,4 +1,4 @@
-"""Machines to simulate, from data files: what their slices compute, hold, and stream over."""
+"""Machines to simulate, from data files: compute, memory and links of their slices."""
 
 import json
 import tomllib
@@ -14,15 +14,15 @@ from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.sim.world.tables import Tables, read_tables
 
 _SLAB_BYTES = 64 << 20
-"""Coarse: the books of an arena of many GB should not cost more than what they decide."""
+"""Coarse slabs: bookkeeping of an arena of many GB should not cost more than its decisions."""
 SLICE_FIELDS = (
     "hbm_bytes", "kv_bytes", "slab_bytes", "max_batch", "max_step_tokens", "max_active",
 )  # fmt: skip
-"""Of `core.machine.Slice`, those that a layout may set."""
+"""Fields of `core.machine.Slice` that a layout may set."""
 
 
 class UnknownHardware(ValueError):
-    """No such machine or layout; the message lists those there are."""
+    """There is no such machine or layout; the message lists those there are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +34,10 @@ class Layout:
     hbm_bytes: int
     hbm_bytes_per_s: float
     flops: float
-    """Per second that large GEMMs reach, 16 bit."""
+    """FLOP per second that large GEMMs reach, 16 bit."""
     sms: int = 0
     slice: Mapping[str, int] = field(default_factory=dict[str, int])
-    """What slices have whatever an operator chooses: fields of `core.machine.Slice`."""
+    """Fields of `core.machine.Slice` that an operator's choices do not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Device:
     h2d_bytes_per_s: float = 0.0
     d2h_bytes_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
-    """How fast systems that load weights into an instance do it here, all overheads in."""
+    """Speed of loading weights into an instance, with all overheads."""
     step_s: float = 0.0
     """Fixed cost of a step: launches, sampling, the host's part."""
     table: str = ""
@@ -63,19 +63,18 @@ class Hardware:
     source: str
     pool_bytes: int
     disk_bytes_per_s: float
-    """From files into the pool."""
+    """Speed of loading from files into the pool."""
     host_links: Mapping[str, tuple[float, tuple[str, ...]]]
-    """What all devices share: id -> bytes per second, and the directions ("h2d", "d2h") it is
-    part of."""
+    """Links that all devices share: id -> bytes per second, and its directions ("h2d", "d2h")."""
     devices: tuple[Device, ...]
     tables: Tables
     request_s: float = 0.0
-    """What a request takes beside its time on slices: HTTP, tokenizing, messages."""
+    """Time of a request outside of slices: HTTP, tokenizing, messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
-    """A slice, and what it costs to run there."""
+class SimulatedSlice:
+    """A slice with its speeds and links."""
 
     slice: Slice
     node: str
@@ -83,20 +82,20 @@ class Lane:
     flops: float
     hbm_bytes_per_s: float
     load_bytes_per_s: float
-    """Of weights that are loaded to be kept; over a link they get no more than their share."""
+    """Speed of loading whole models. Over a link they get no more than their share."""
     step_s: float
     table: str
     h2d: tuple[str, ...] = ()
-    """Links that weights come over; none: they are in local memory."""
+    """Links that weights come over; empty: weights are in local memory."""
     d2h: tuple[str, ...] = ()
     compute: str = ""
-    """The "link" of capacity 1 by which parts of a node share its time; none: it has its own."""
+    """The "link" of capacity 1 by which parts of a node share its time; empty: it is not shared."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimMachine:
     hardware: Hardware
-    lanes: tuple[Lane, ...]
+    slices: tuple[SimulatedSlice, ...]
     links: tuple[tuple[str, float], ...]
 
 
@@ -108,7 +107,7 @@ def _data(*parts: str) -> Any:
 
 
 def names() -> list[str]:
-    """Of the packaged machines."""
+    """Return the names of the packaged machines."""
     return sorted(Path(str(p)).stem for p in _data("hardware").iterdir() if p.name.endswith("toml"))
 
 
@@ -118,7 +117,9 @@ def _packaged(name: str) -> Hardware:
 
 
 def find(name: str) -> Hardware:
-    """A packaged machine, or one from a TOML file by its path. Raises UnknownHardware, OSError."""
+    """Find a packaged machine by name, or one by the path of its TOML file.
+
+    Raises UnknownHardware, OSError."""
     if name in names():
         return _packaged(name)
     if name.endswith(".toml"):
@@ -127,8 +128,10 @@ def find(name: str) -> Hardware:
 
 
 def parse(name: str, text: str, folder: Path | None = None) -> Hardware:
-    """From TOML (docs/simulator.md names the keys). `folder`: where its tables are; None: among the
-    packaged ones. Raises KeyError, TypeError, ValueError, OSError."""
+    """Parse TOML (docs/simulator.md names the keys).
+
+    `folder` contains its tables; None: they are packaged. Raises KeyError, TypeError, ValueError,
+    OSError."""
     raw = tomllib.loads(text)
     tables = Tables({})
     if "tables" in raw:
@@ -176,45 +179,46 @@ def _slice_fields(raw: Mapping[str, Any]) -> dict[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class SliceSettings:
-    """What an operator chooses for every slice."""
+    """Settings that an operator chooses for every slice."""
 
     kv_share: float = 0.5
-    """Of a slice's memory; the rest caches weights."""
+    """KV's share of a slice's memory; the rest caches weights."""
     max_batch: int = 64
     max_step_tokens: int = 2048
     max_active: int = 8
     host_kv_bytes: int = 0
-    """Host memory for paused KV, of each slice that has memory of its own."""
+    """Host memory for paused KV of each slice that has memory of its own."""
 
 
 def build(
     name: str, settings: SliceSettings | None = None, preset: Preset = C2CSERVE
 ) -> SimMachine:
-    """`NAME` or `NAME:LAYOUT`; without a layout each device's first one. A preset with parts cuts
-    the memory of each slice into as many for good, while they share its time. Where weights do not
-    stream, weights and KV share all memory. Raises UnknownHardware."""
+    """Build the machine `NAME` or `NAME:LAYOUT`. The default is each device's first layout.
+
+    A preset with parts divides the memory of each slice for good; the parts share its time. If
+    weights do not stream, weights and KV share all memory. Raises UnknownHardware."""
     settings = settings or SliceSettings()
     if not preset.streams:
         settings = replace(settings, kv_share=1.0)
     base, _, layout = name.partition(":")
     hardware = find(base)
-    lanes: list[Lane] = []
+    slices: list[SimulatedSlice] = []
     links = [(link, rate) for link, (rate, _) in hardware.host_links.items()]
     for device in hardware.devices:
         chosen = _layout(device, layout, hardware)
         for number in range(device.count):
             node = f"{device.name}{number}"
-            lanes += _lanes(hardware, device, chosen, node, settings, preset)
+            slices += _slices_of(hardware, device, chosen, node, settings, preset)
             if preset.parts > 1:
                 links += [(f"{node}.{n}.compute", 1.0) for n in range(chosen.slices)]
             if device.h2d_bytes_per_s > 0:
                 links.append((f"{node}.h2d", device.h2d_bytes_per_s))
                 links.append((f"{node}.d2h", device.d2h_bytes_per_s))
-    return SimMachine(hardware, tuple(lanes), tuple(links))
+    return SimMachine(hardware, tuple(slices), tuple(links))
 
 
 def _layout(device: Device, name: str, hardware: Hardware) -> Layout:
-    """CPUs have one layout, whatever was chosen for the GPUs."""
+    """Return the chosen layout. CPUs have one layout, whatever was chosen for the GPUs."""
     if not name or (name not in device.layouts and len(hardware.devices) > 1):
         return next(iter(device.layouts.values()))
     if name not in device.layouts:
@@ -223,14 +227,14 @@ def _layout(device: Device, name: str, hardware: Hardware) -> Layout:
     return device.layouts[name]
 
 
-def _lanes(
+def _slices_of(
     hardware: Hardware,
     device: Device,
     layout: Layout,
     node: str,
     settings: SliceSettings,
     preset: Preset,
-) -> list[Lane]:
+) -> list[SimulatedSlice]:
     parts = preset.parts
     streams = device.h2d_bytes_per_s > 0
     # Weights that could stream are where the GPU reads them: the link's speed is theirs.
@@ -244,7 +248,7 @@ def _lanes(
     link_share = min([device.h2d_bytes_per_s, *(rate / max(1, gpus) for rate in shared)])
     hbm_bytes = layout.hbm_bytes // parts
     kv_bytes = int(hbm_bytes * settings.kv_share) // _SLAB_BYTES * _SLAB_BYTES
-    lanes: list[Lane] = []
+    slices: list[SimulatedSlice] = []
     for index in range(layout.slices * parts):
         slice_ = Slice(
             id=node if layout.slices * parts == 1 else f"{node}.{index}",
@@ -261,7 +265,7 @@ def _lanes(
             host_kv_bytes=settings.host_kv_bytes if streams else 0,
         )
         slice_ = replace(slice_, **layout.slice)
-        lane = Lane(
+        simulated = SimulatedSlice(
             slice=slice_,
             node=node,
             flops=layout.flops,
@@ -273,5 +277,5 @@ def _lanes(
             d2h=routes["d2h"] if streams else (),
             compute=f"{node}.{index // parts}.compute" if parts > 1 else "",
         )
-        lanes.append(lane)
-    return lanes
+        slices.append(simulated)
+    return slices

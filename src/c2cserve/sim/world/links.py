@@ -1,9 +1,9 @@
-"""Links that are shared as they are in hardware: by processor sharing.
+"""Links that are shared as in hardware: by processor sharing.
 
 A *flow* moves bytes over every link of its route at one rate. Rates are max-min fair: all flows of
-a link get the same, except those that cannot use as much (`cap`, or another link of their route is
-tighter), whose share the others divide. Between changes rates are constant, so a flow's end is
-known; a change moves the ends of the flows it touches.
+a link get the same rate, except flows that cannot use it. These are limited by their `cap`, or by a
+tighter link of their route, and the other flows divide the rest. Between changes rates are
+constant, so a flow's end can be computed. A change moves the ends of the flows that it affects.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +13,7 @@ from math import inf
 from c2cserve.sim.world.timeline import Timeline
 
 _SLACK = 1e-9
-"""Relative; what rounding may add up to."""
+"""Relative error that rounding may cause."""
 
 
 @dataclass(slots=True, eq=False)
@@ -34,10 +34,10 @@ class SharedLink:
     id: str
     nominal_bytes_per_s: float
     bytes_per_s: float
-    """As of now: a fault makes a link slower than it is by nature."""
+    """The present speed, which a fault may lower."""
     flows: dict[Flow, None] = field(default_factory=dict[Flow, None])
     demand: float = 0.0
-    """Sum of its flows' caps: while it fits, nobody waits for anybody."""
+    """Sum of its flows' caps. While the link can carry it, no flow is slowed down."""
     moved_bytes: float = 0.0
     busy_s: float = 0.0
     """Seconds with a flow on it."""
@@ -57,8 +57,9 @@ class Network:
     def start(
         self, route: Sequence[str], size: float, cap: float, done: Callable[[], None]
     ) -> Flow:
-        """Move `size` bytes over all links of the route at no more than `cap` bytes per second,
-        then call `done`. Raises ValueError for what would never end."""
+        """Move `size` bytes over all links of the route at `cap` bytes per second at most.
+
+        `done` is called at the end. Raises ValueError for a flow that would never end."""
         if not route or size <= 0 or cap <= 0:
             raise ValueError(f"a flow of {size} bytes at {cap} over {len(route)} links")
         links = tuple(self.links[name] for name in route)
@@ -77,36 +78,36 @@ class Network:
         return flow
 
     def stop(self, flow: Flow) -> None:
-        """Whoever waited for it does not any more: it ends without `done`."""
+        """End a flow early, without `done`."""
         self._account(flow)
-        self._leave(flow)
+        self._remove(flow)
 
     def left(self, flow: Flow) -> float:
-        """Bytes it still has to move."""
+        """Return the bytes that the flow still has to move."""
         self._account(flow)
         return flow.left
 
     def shorten(self, flow: Flow, left: float) -> None:
-        """It has only so many bytes to move from now on."""
+        """Set the bytes that the flow still has to move."""
         self._account(flow)
         flow.left = left
         flow.plan += 1
         self._timeline.at(self._timeline.now + left / flow.rate, self._end, flow, flow.plan)
 
     def set_speed(self, link_id: str, bytes_per_s: float) -> None:
-        """A link has become slower, or well again."""
+        """Change the speed of a link."""
         link = self.links[link_id]
         link.bytes_per_s = bytes_per_s
         self._share((link,))
 
     def moved_bytes(self, link_id: str) -> float:
-        """What the link has carried up to now."""
+        """Return the bytes that the link has carried up to now."""
         link = self.links[link_id]
         for flow in link.flows:
             self._account(flow)
         return link.moved_bytes
 
-    def settle(self) -> None:
+    def update_totals(self) -> None:
         """Bring `moved_bytes` and `busy_s` up to now."""
         now = self._timeline.now
         for link in self.links.values():
@@ -118,7 +119,7 @@ class Network:
 
     # ---- sharing --------------------------------------------------------------------------------
 
-    def _leave(self, flow: Flow) -> None:
+    def _remove(self, flow: Flow) -> None:
         flow.plan += 1
         now = self._timeline.now
         waited = [link for link in flow.route if link.demand > link.bytes_per_s]
@@ -131,7 +132,7 @@ class Network:
             self._share(waited)
 
     def _share(self, links: Iterable[SharedLink]) -> None:
-        """Set the rates anew of all flows that these links, and their flows' links, lead to."""
+        """Update the rates of all flows that are connected to these links."""
         seen = dict.fromkeys(links)
         if not any(link.flows for link in seen):
             return
@@ -179,12 +180,12 @@ class Network:
         for link in flow.route:
             link.moved_bytes += flow.left
         flow.left = 0.0
-        self._leave(flow)
+        self._remove(flow)
         flow.done()
 
 
 def _of_one_route(links: Iterable[SharedLink]) -> list[Flow] | None:
-    """All flows of these links if they take the same route, and nobody else is on it."""
+    """Return all flows of these links if they share one route with no other flow; else None."""
     flows = list(next(link for link in links if link.flows).flows)
     route = flows[0].route
     for flow in flows:
@@ -195,7 +196,7 @@ def _of_one_route(links: Iterable[SharedLink]) -> list[Flow] | None:
 
 
 def shared_rates(flows: Sequence[Flow], bytes_per_s: float) -> list[float]:
-    """`fair_rates` of flows that share all of their links, the slowest of which has so much."""
+    """Return `fair_rates` of flows that share all links. `bytes_per_s` is that of the slowest."""
     free, rising = bytes_per_s, len(flows)
     rates = [-1.0] * rising
     todo = list(range(rising))
@@ -211,8 +212,9 @@ def shared_rates(flows: Sequence[Flow], bytes_per_s: float) -> list[float]:
 
 
 def fair_rates(flows: Sequence[Flow], links: Sequence[SharedLink]) -> dict[Flow, float]:
-    """Max-min fair rates by progressive filling: raise all rates together; a flow stops at its cap
-    or when a link of its route is full."""
+    """Return max-min fair rates by progressive filling.
+
+    All rates rise together. A flow stops at its cap, or when a link of its route is full."""
     rates: dict[Flow, float] = {}
     free = {link: link.bytes_per_s for link in links}
     rising = {link: len(link.flows) for link in links}

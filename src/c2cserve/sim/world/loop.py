@@ -1,4 +1,4 @@
-"""One of the machine's loops: a policy, what it has been told and not looked at, and its world."""
+"""The machine's loops: each has a policy, an inbox of events, and an executor."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -13,36 +13,37 @@ A = TypeVar("A")
 
 
 @dataclass(slots=True, eq=False)
-class Loop(Generic[E, A]):
+class PolicyLoop(Generic[E, A]):
     policy: Policy[E, A]
     executor: Executor[A]
     record: Recorder[E, A]
     inbox: list[E] = field(default_factory=list[E])
     queued: bool = False
     wake_s: float | None = None
-    """When its policy is asked next if nothing happens."""
+    """When its policy is asked next if no event comes."""
 
 
-class Turns:
-    """Ticks every loop that has something new, in the order in which it became so, until nothing
-    is left to be done at this moment."""
+class LoopScheduler:
+    """Ticks every loop that has events, in the order of their first event.
+
+    It goes on until no loop has anything to do at this moment."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self._due: deque[Loop] = deque()  # pyright: ignore[reportMissingTypeArgument]
+        self._queue: deque[PolicyLoop] = deque()  # pyright: ignore[reportMissingTypeArgument]
         self.ticks = 0
 
-    def tell(self, loop: Loop[E, A], event: E) -> None:
+    def notify(self, loop: PolicyLoop[E, A], event: E) -> None:
         loop.inbox.append(event)
         if not loop.queued:
             loop.queued = True
-            self._due.append(loop)
+            self._queue.append(loop)
 
-    def settle(self) -> None:
+    def run_due(self) -> None:
         now = self._timeline.now
-        due = self._due
-        while due:
-            loop = due.popleft()
+        queue = self._queue
+        while queue:
+            loop = queue.popleft()
             loop.queued = False
             events, loop.inbox = loop.inbox, []
             tick(loop.policy, now, events, loop.executor, loop.record)
@@ -52,9 +53,9 @@ class Turns:
                 loop.wake_s = wake_s
                 self._timeline.at(wake_s, self._wake, loop, wake_s)
 
-    def _wake(self, loop: Loop[E, A], wake_s: float) -> None:
+    def _wake(self, loop: PolicyLoop[E, A], wake_s: float) -> None:
         if loop.wake_s == wake_s:
             loop.wake_s = None
             if not loop.queued:
                 loop.queued = True
-                self._due.append(loop)
+                self._queue.append(loop)

@@ -1,4 +1,4 @@
-"""Models by their shape: what a simulation needs to know of a published architecture."""
+"""Models by their shape: the figures of a published architecture that a simulation needs."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,14 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     expert_parameters: int = 0
-    """One expert, all layers."""
+    """Parameters of one expert in all layers."""
     table: str = ""
     item_bytes: int = 2
-    """Of a weight and of a number in KV; 2: bfloat16 or float16."""
+    """Bytes of a weight, and of a number in KV; 2: bfloat16 or float16."""
 
     @property
     def active_parameters(self) -> int:
-        """Those a token is multiplied with."""
+        """Parameters that a token is multiplied with."""
         return self.parameters - (self.experts - self.experts_per_token) * self.expert_parameters
 
     @property
@@ -64,12 +64,12 @@ class SimModel:
 
 
 class UnknownShape(ValueError):
-    """No such model; the message lists those there are."""
+    """There is no such shape; the message lists those there are."""
 
 
 @cache
 def shapes() -> dict[str, Shape]:
-    """The packaged ones, by name."""
+    """Return the packaged shapes by name."""
     text = (files("c2cserve.sim") / "data" / "models.toml").read_text()
     return {name: _shape(name, row) for name, row in tomllib.loads(text).items()}
 
@@ -79,15 +79,16 @@ def _shape(name: str, row: Mapping[str, Any]) -> Shape:
 
 
 def shape_of(name: str) -> Shape:
-    """Raises UnknownShape."""
+    """Return a packaged shape. Raises UnknownShape."""
     if name not in shapes():
         raise UnknownShape(f"no model shape {name!r}; there are: {', '.join(shapes())}")
     return shapes()[name]
 
 
 def catalogue(text: str, keep_warm_s: float = 0.0) -> list[SimModel]:
-    """Models from `SHAPE*COUNT` terms joined by commas, e.g. `llama-2-7b*64,llama-2-13b*8`; their
-    ids are `SHAPE/NUMBER`. Raises UnknownShape, ValueError."""
+    """Make models from terms `SHAPE*COUNT`, such as `llama-2-7b*64,llama-2-13b*8`.
+
+    Their ids are `SHAPE/NUMBER`. Raises UnknownShape, ValueError."""
     models: list[SimModel] = []
     for term in text.split(","):
         name, _, number = term.strip().partition("*")
@@ -106,7 +107,7 @@ def _model(shape: Shape, number: int, keep_warm_s: float) -> SimModel:
 
 
 def interleaved(models: Sequence[SimModel]) -> list[SimModel]:
-    """Sizes mixed: a trace's most popular models come first, and must not all be of one size."""
+    """Mix the sizes: a trace's most popular models come first, and must not all be of one size."""
     by_shape: dict[str, list[SimModel]] = {}
     for model in models:
         by_shape.setdefault(model.shape.name, []).append(model)

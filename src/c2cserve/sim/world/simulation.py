@@ -11,27 +11,27 @@ from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.simulated.build import cluster_policy, slice_policy
 from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.runtime.record import no_record
+from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.faults import Fault
-from c2cserve.sim.world.hardware import Lane, SimMachine
-from c2cserve.sim.world.jobs import Ending, Job, JobBook, SimRequest, SloRule
+from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.links import Network
-from c2cserve.sim.world.loop import Loop, Turns
+from c2cserve.sim.world.loop import LoopScheduler, PolicyLoop
 from c2cserve.sim.world.profiled import profiled
+from c2cserve.sim.world.requests import Ending, RequestBook, SimRequest, SloRule, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.shared import World
-from c2cserve.sim.world.slice_world import SimSlice
+from c2cserve.sim.world.slice_simulation import SliceSimulation
 from c2cserve.sim.world.timeline import Timeline
 
 _OUTPUT_LIMIT = 1024
-"""What clients allow at least, in tokens: no policy may learn an answer's length from its limit."""
+"""The least limit of output tokens: no policy may learn an answer's length from its limit."""
 _KV_RESIZE_BYTES_PER_S = 40e9
-"""How fast systems that size KV memory in advance get it, in bytes of its new size: SLINFER's
-figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with copying what was in it."""
+"""Speed of resizing KV memory that is sized in advance, in bytes of its new size. SLINFER's figure
+17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with a copy of its content."""
 
 
 class Stuck(AssertionError):
-    """Requests are left and nothing will ever happen to them."""
+    """Requests are left, and no event will ever end them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Settings:
     noise: float = 0.0
     """Standard deviation of the logarithm of step times."""
     cold_pool: bool = False
-    """Models come from disk when the first request has arrived; else they are in the pool, as far
-    as they fit, before it does."""
+    """Models come from disk once the first request has arrived. Else as many as fit are in the pool
+    before."""
     faults: tuple[Fault, ...] = ()
     lookahead: int = 64
     """Decode steps that slices may decide at once (`policy.simulated.lookahead`); 1: none, as
@@ -63,53 +63,55 @@ class Simulation:
         slo: SloRule | None,
         settings: Settings,
     ) -> None:
-        """`requests` in order of arrival, of any length; they are read as time goes by. `slo`
-        None: each model's own targets hold."""
+        """Set up a simulation.
+
+        `requests` come in order of arrival, and are read as time passes. If `slo` is None, each
+        model's own targets hold."""
         self.machine = machine
         self.settings = settings
         self.models = {model.spec.id: model for model in models}
         self.timeline = Timeline()
-        self.turns = Turns(self.timeline)
+        self.loops = LoopScheduler(self.timeline)
         self.network = Network(self.timeline, machine.links)
-        self.jobs = JobBook()
-        self.lanes = {lane.slice.id: lane for lane in machine.lanes}
-        self.slices: dict[str, SimSlice] = {}
-        self.lost: list[SimSlice] = []
-        """Slices of the past: what they did counts."""
+        self.requests = RequestBook()
+        self._simulated = {simulated.slice.id: simulated for simulated in machine.slices}
+        self.slices: dict[str, SliceSimulation] = {}
+        self.lost: list[SliceSimulation] = []
+        """Lost slices, whose counters still count."""
         self.started_s = 0.0
         self.arrived = 0
         self._slo = slo
-        self._requests: Iterator[SimRequest] = iter(requests)
+        self._arrivals: Iterator[SimRequest] = iter(requests)
         self._pooled: dict[str, int] = {}
         """Model -> number of its latest load."""
         self._loads = 0
         self._recalled: set[str] = set()
         policy = cluster_policy(settings.admission, settings.preset)
-        self.loop: Loop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = Loop(
-            policy, self, no_record
+        self.loop: PolicyLoop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = (
+            PolicyLoop(policy, self, no_record)
         )
-        self._world = World(
-            self.timeline, self.turns, self.network, Costs(machine.hardware.tables), self.models,
+        self._context = SimulationContext(
+            self.timeline, self.loops, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
         )  # fmt: skip
 
     def run(self) -> None:
-        """Until every request has ended. Raises Stuck."""
+        """Run until every request has ended. Raises Stuck."""
         for event in self._opening():
-            self.tell(event)
-        for lane in self.machine.lanes:
-            self._up(lane)
-        self.turns.settle()
+            self.notify(event)
+        for simulated in self.machine.slices:
+            self._up(simulated)
+        self.loops.run_due()
         for fault in self.settings.faults:
             fault.schedule(self)
         self._next_request()
-        while self.jobs.live or self._more:
+        while self.requests.live or self._more:
             if not self.timeline.step():
-                raise Stuck(f"{len(self.jobs.live)} requests are left")
-            self.turns.settle()
+                raise Stuck(f"{len(self.requests.live)} requests are left")
+            self.loops.run_due()
         for one in self.slices.values():
-            one.settle()
-        self.network.settle()
+            one.update_use()
+        self.network.update_totals()
 
     def _opening(self) -> Iterator[ev.ClusterEvent]:
         yield ev.PoolState(self.machine.hardware.pool_bytes)
@@ -122,7 +124,7 @@ class Simulation:
     _more = True
 
     def _next_request(self) -> None:
-        coming = next(self._requests, None)
+        coming = next(self._arrivals, None)
         if coming is None:
             self._more = False
         else:
@@ -130,70 +132,70 @@ class Simulation:
 
     def _arrive(self, coming: SimRequest) -> None:
         spec = self.models[coming.model].spec
-        owed = min(coming.owed, spec.max_context - 1)
-        prompt = min(coming.prompt, spec.max_context - owed)
+        output = min(coming.output, spec.max_context - 1)
+        prompt = min(coming.prompt, spec.max_context - output)
         request = Request(
             id=f"r{self.arrived}",
             model=coming.model,
             prompt_len=prompt,
-            max_new_tokens=min(max(owed, _OUTPUT_LIMIT), spec.max_context - prompt),
+            max_new_tokens=min(max(output, _OUTPUT_LIMIT), spec.max_context - prompt),
             arrival_s=self.timeline.now,
             slo=spec.slo if self._slo is None else self._slo(prompt),
             prefix_hashes=coming.prefix_hashes,
         )
         self.arrived += 1
-        self.jobs.add(Job(request, owed))
+        self.requests.add(TrackedRequest(request, output))
         later_s = self.machine.hardware.request_s
         if later_s:
-            self.timeline.at(self.timeline.now + later_s, self.tell, ev.Arrived(request))
+            self.timeline.at(self.timeline.now + later_s, self.notify, ev.Arrived(request))
         else:
-            self.tell(ev.Arrived(request))
+            self.notify(ev.Arrived(request))
         self._next_request()
 
-    # ---- what slices tell the controller --------------------------------------------------------
+    # ---- what slices report to the controller ---------------------------------------------------
 
-    def tell(self, event: ev.ClusterEvent) -> None:
-        self.turns.tell(self.loop, event)
+    def notify(self, event: ev.ClusterEvent) -> None:
+        self.loops.notify(self.loop, event)
 
-    def finished(self, job: Job) -> None:
-        self._end(job, "finished")
+    def finished(self, tracked: TrackedRequest) -> None:
+        self._end(tracked, "finished")
 
-    def truncated(self, job: Job) -> None:
-        self._end(job, "truncated")
+    def truncated(self, tracked: TrackedRequest) -> None:
+        self._end(tracked, "truncated")
 
-    def dropped(self, job: Job) -> None:
-        """It was withdrawn and its slice has let it go."""
-        name = job.request.id
+    def dropped(self, tracked: TrackedRequest) -> None:
+        """Its slice has removed a withdrawn request."""
+        name = tracked.request.id
         if name in self._recalled:
             self._recalled.remove(name)
-            job.slice_id = ""
-            self.tell(ev.Recalled(job.as_of_now()))
+            tracked.slice_id = ""
+            self.notify(ev.Recalled(tracked.as_of_now()))
 
-    def returned(self, job: Job) -> None:
-        """Its slice was asked for it, and it had not begun there."""
-        job.slice_id = ""
-        job.resumed = True
-        self.tell(ev.Recalled(job.as_of_now()))
+    def returned(self, tracked: TrackedRequest) -> None:
+        """Its slice has given back a request that had not begun."""
+        tracked.slice_id = ""
+        tracked.resumed = True
+        self.notify(ev.Recalled(tracked.as_of_now()))
 
-    def _end(self, job: Job, ending: Ending) -> None:
-        self._recalled.discard(job.request.id)
-        self.jobs.end(job, ending)
-        self.tell(ev.Finished(job.request.id, job.drawn, ending == "failed"))
+    def _end(self, tracked: TrackedRequest, ending: Ending) -> None:
+        self._recalled.discard(tracked.request.id)
+        self.requests.end(tracked, ending)
+        self.notify(ev.Finished(tracked.request.id, tracked.sampled, ending == "failed"))
 
     # ---- Executor -------------------------------------------------------------------------------
 
     def submit(self, action: act.ClusterAction | act.SimulatedClusterAction) -> None:
         match action:
             case act.Dispatch(request_id, slice_id):
-                job = self.jobs.live[request_id]
-                assert not job.slice_id, f"{request_id} is dispatched twice"
-                job.slice_id = slice_id
-                job.dispatched_s = self.timeline.now
-                self.slices[slice_id].submit_job(job)
+                tracked = self.requests.live[request_id]
+                assert not tracked.slice_id, f"{request_id} is dispatched twice"
+                tracked.slice_id = slice_id
+                tracked.dispatched_s = self.timeline.now
+                self.slices[slice_id].submit_request(tracked)
             case act.Reject(request_id, status):
-                job = self.jobs.live[request_id]
-                assert status != 429 or not job.resumed, f"{request_id} had tokens, then 429"
-                self.jobs.end(job, "rejected", status)
+                tracked = self.requests.live[request_id]
+                assert status != 429 or not tracked.resumed, f"{request_id} had tokens, then 429"
+                self.requests.end(tracked, "rejected", status)
             case act.Activate(model, slice_id, keep):
                 assert model in self._pooled, f"{model} is not in the pool"
                 self.slices[slice_id].activate(self.models[model], keep=keep)
@@ -215,7 +217,7 @@ class Simulation:
                 for one in self.slices.values():
                     one.forget(model)
             case act.Backlog():
-                pass  # no request is looked into before it arrives
+                pass  # no simulated request is inspected before it arrives
             case act.Replace():
                 raise TypeError(f"no simulated slice fails: {action}")
 
@@ -236,42 +238,45 @@ class Simulation:
 
     def _loaded(self, name: str, number: int, took_s: float) -> None:
         if self._pooled.get(name) == number:
-            self.tell(ev.ModelUsable(name))
-            self.tell(ev.ModelLoaded(name, self.models[name].spec.weight_bytes, took_s))
+            self.notify(ev.ModelUsable(name))
+            self.notify(ev.ModelLoaded(name, self.models[name].spec.weight_bytes, took_s))
 
     # ---- memory sized in advance ----------------------------------------------------------------
 
     def _resize(self, model: str, slice_id: str, kv_bytes: int) -> None:
-        """Meanwhile the instance computes nothing; a new one loads its weights first."""
+        """Resize KV memory. Meanwhile the instance computes nothing; a new one loads first."""
         here = self.slices[slice_id]
         here.pause(model)
         took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S + here.load_left_s(model)
         self.timeline.at(self.timeline.now + took_s, self._resized, here, model, kv_bytes)
 
-    def _resized(self, here: SimSlice, model: str, kv_bytes: int) -> None:
+    def _resized(self, here: SliceSimulation, model: str, kv_bytes: int) -> None:
         here.resume(model)
-        if self.slices.get(here.lane.slice.id) is here:
-            self.tell(ev.KvResized(model, here.lane.slice.id, kv_bytes))
+        if self.slices.get(here.simulated.slice.id) is here:
+            self.notify(ev.KvResized(model, here.simulated.slice.id, kv_bytes))
 
     # ---- slices come and go ---------------------------------------------------------------------
 
-    def _up(self, lane: Lane) -> None:
-        policy = slice_policy(lane.slice, self.settings.preset, self.settings.lookahead)
-        self.slices[lane.slice.id] = SimSlice(lane, self._world, policy, no_record)
-        self.tell(ev.SliceUp(lane.slice))
+    def _up(self, simulated: SimulatedSlice) -> None:
+        policy = slice_policy(simulated.slice, self.settings.preset, self.settings.lookahead)
+        self.slices[simulated.slice.id] = SliceSimulation(
+            simulated, self._context, policy, no_record
+        )
+        self.notify(ev.SliceUp(simulated.slice))
 
     def lose_slice(self, slice_id: str, back_s: float) -> None:
-        """Its requests go on elsewhere from what their clients have; it is up again `back_s` later.
-        A slice that is lost already stays so."""
+        """Lose a slice for `back_s` seconds. Its requests go on elsewhere from what clients have.
+
+        Do nothing for a slice that is lost already."""
         gone = self.slices.pop(slice_id, None)
         if gone is None:
             return
         self.lost.append(gone)
         displaced: list[Request] = []
-        for job in gone.lose():
-            job.slice_id = ""
-            job.resumed = True
-            self._recalled.discard(job.request.id)
-            displaced.append(job.as_of_now())
-        self.tell(ev.SliceLost(slice_id, tuple(displaced)))
-        self.timeline.at(self.timeline.now + back_s, self._up, self.lanes[slice_id])
+        for tracked in gone.lose():
+            tracked.slice_id = ""
+            tracked.resumed = True
+            self._recalled.discard(tracked.request.id)
+            displaced.append(tracked.as_of_now())
+        self.notify(ev.SliceLost(slice_id, tuple(displaced)))
+        self.timeline.at(self.timeline.now + back_s, self._up, self._simulated[slice_id])

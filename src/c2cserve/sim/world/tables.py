@@ -1,4 +1,4 @@
-"""Measured step times: what a prefill of so many tokens and a decode of such a batch took."""
+"""Measured step times of prefills by length, and of decodes by batch and length."""
 
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _LENGTH_STEP = 32
-"""Average lengths are looked up in steps of so many tokens, so that answers can be kept."""
+"""Average lengths are rounded to steps of so many tokens, so that lookups can be cached."""
 
 Points = Sequence[tuple[float, float]]
 
 
 def interpolate(points: Points, x: float) -> float:
-    """Piecewise linear through points of rising x; beyond the last, the last piece goes on; before
-    the first, its value."""
+    """Interpolate linearly between points of rising x.
+
+    Beyond the last point the last piece goes on. Before the first point its value holds."""
     if x <= points[0][0] or len(points) == 1:
         return points[0][1]
     upper = min(bisect_right(points, x, key=lambda point: point[0]), len(points) - 1)
@@ -30,13 +31,14 @@ class StepTable:
     decode: Sequence[tuple[float, Points]]
     """(average length, [(batch, seconds)])."""
     base_s: float
-    """What a step costs however little is in it: prompts and decodes in one step pay it once."""
+    """Fixed cost of a step. Prompts and decodes in one step pay it once."""
     _prefills: dict[int, float] = field(default_factory=dict[int, float])
     _decodes: dict[tuple[int, int], float] = field(default_factory=dict[tuple[int, int], float])
 
     def prefill_s(self, start: int, tokens: int) -> float:
-        """Tokens after `start` cached ones: what the longer prompt takes more than the shorter,
-        but no less than the tokens alone."""
+        """Return the seconds of `tokens` tokens after `start` cached ones.
+
+        It is the difference of both prompts, but no less than the time of the tokens alone."""
         alone = self._prompt_s(tokens)
         if not start:
             return alone
@@ -60,7 +62,7 @@ class StepTable:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """By model, then device."""
+    """Step tables by model, then device."""
 
     steps: Mapping[str, Mapping[str, StepTable]]
 
@@ -69,8 +71,9 @@ class Tables:
 
 
 def read_tables(raw: Mapping[str, Any]) -> Tables:
-    """From the form of `data/tables`, milliseconds; `base_ms` is that of one token where it is not
-    given. Raises KeyError, ValueError."""
+    """Read tables in the form of `data/tables`, in milliseconds.
+
+    The default of `base_ms` is the time of one token. Raises KeyError, ValueError."""
     return Tables(
         {
             model: {device: _table(row) for device, row in devices.items()}

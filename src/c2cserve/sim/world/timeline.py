@@ -1,4 +1,4 @@
-"""Virtual time: a clock that jumps to whatever is due next."""
+"""Virtual time: a clock that jumps to the next event."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Timeline:
-    """Calls in order of time; those of one moment in the order they were asked for."""
+    """Calls in order of time. Calls of one moment run in the order of their registration."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -14,13 +14,14 @@ class Timeline:
         self._order = 0
 
     def at(self, when: float, call: Callable[..., None], *args: Any) -> None:
-        """Call when the clock reads `when` seconds; what lies in the past is due at once."""
+        """Call at `when` seconds, or at once if this is past."""
         self._order += 1
         heappush(self._heap, (max(when, self.now), self._order, call, args))
 
     def step(self) -> bool:
-        """Jump to the next moment at which anything is due and make all calls of that moment.
-        False: nothing is due any more."""
+        """Jump to the next moment that has calls, and make all of them.
+
+        Return False if there are no calls left."""
         heap = self._heap
         if not heap:
             return False

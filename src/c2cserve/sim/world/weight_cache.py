@@ -1,5 +1,4 @@
-"""Weights in a slice's memory: of models that are kept there as a whole, and, in what they leave of
-it, of models that stream by."""
+"""Weights in a slice's memory: whole models first, and layers of streaming models in the rest."""
 
 from typing import cast
 
@@ -7,31 +6,33 @@ from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.sim.world.shapes import SimModel
 
 
-class KeptWeights:
-    """`policy.weights.hbm_residency` at work: which layers of which model are kept. What a step
-    reads besides comes over the link, and is kept for the next one where there is room."""
+class WeightCache:
+    """The layers of each model in a slice's memory, by `policy.weights.hbm_residency`.
+
+    A step reads its other layers over the link. They are cached for the next step if there is room.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
-        """`budget_bytes`: what KV leaves."""
+        """`budget_bytes`: the memory that KV leaves."""
         self._budget_bytes = budget_bytes
         self._books = Residency(budget_bytes)
         self._layers: dict[str, set[int]] = {}
         self._whole: dict[str, int] = {}
-        """Models that are kept as a whole -> bytes."""
+        """Models that are resident as a whole -> bytes."""
 
     @property
     def held_bytes(self) -> int:
-        """Of models that are kept as a whole."""
+        """Bytes of models that are resident as a whole."""
         return sum(self._whole.values())
 
     def hold(self, model: SimModel) -> None:
-        """All of its weights will be here, whatever streams by."""
+        """Reserve memory for all weights of a model."""
         self.forget(model.spec.id)
         self._whole[model.spec.id] = model.spec.weight_bytes
         self._resize()
 
     def release(self, name: str) -> None:
-        """Its weights are like all others again, and gone; nothing if it was not held."""
+        """Drop a model that was resident as a whole. Do nothing for others."""
         if self._whole.pop(name, None) is not None:
             self._resize()
 
@@ -45,8 +46,9 @@ class KeptWeights:
         return name in self._whole or len(self._layers.get(name, ())) == model.spec.layers
 
     def use(self, model: SimModel, now: float, times: int = 1) -> float:
-        """The share of the model's weights that a step which begins now finds here. `times`: so
-        many steps like it."""
+        """Return the share of the model's weights that a step finds here, and cache the rest.
+
+        `times` is the number of equal steps."""
         spec = model.spec
         if spec.id in self._whole:
             return 1.0
@@ -68,6 +70,6 @@ class KeptWeights:
         return found
 
     def forget(self, name: str) -> None:
-        """What was kept of the model as it streamed by is gone."""
+        """Drop the cached layers of a model."""
         self._books.forget(name)
         self._layers.pop(name, None)

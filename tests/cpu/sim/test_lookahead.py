@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from c2cserve.core.request import Slo
 from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.hardware import build
-from c2cserve.sim.world.jobs import SimRequest
+from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue
 from c2cserve.sim.world.simulation import Settings, Simulation
 
@@ -26,7 +26,9 @@ def ends(
     slo = Slo(2.0, 0.2)
     world = Simulation(build("h200-x1"), names, asked, lambda prompt: slo, settings)
     world.run()
-    return {job.request.id: (job.ttft_s, job.last_s) for job in world.jobs.ended}
+    return {
+        tracked.request.id: (tracked.ttft_s, tracked.last_s) for tracked in world.requests.ended
+    }
 
 
 @pytest.mark.parametrize("models", [1, 3])
@@ -53,7 +55,9 @@ def streamed(lookahead: int, gap_s: float) -> tuple[dict[str, tuple[float, float
     world = Simulation(build("gh200:mig7"), names, asked, lambda prompt: slo, settings)
     with patch.object(world.network, "start", wraps=world.network.start) as start:
         world.run()
-    return {job.request.id: (job.ttft_s, job.last_s) for job in world.jobs.ended}, start.call_count
+    return {
+        tracked.request.id: (tracked.ttft_s, tracked.last_s) for tracked in world.requests.ended
+    }, start.call_count
 
 
 @pytest.mark.parametrize("gap_s", [0.4, 3.0])
@@ -74,13 +78,13 @@ def test_a_burst_ends_with_the_step_under_way_or_with_the_first_that_has_ended(
 ) -> None:
     number = st.integers(0, len(costs) - 1)
     order = data.draw(st.lists(number, min_size=2, max_size=30))
-    owed = [data.draw(st.integers(1, 40)) for _ in costs]
-    burst = Burst(costs, order, owed)
+    remaining = [data.draw(st.integers(1, 40)) for _ in costs]
+    burst = Burst(costs, order, remaining)
     counts = [order[: burst.length].count(index) for index in range(len(costs))]
-    assert all(count <= most for count, most in zip(counts, owed, strict=True))
+    assert all(count <= most for count, most in zip(counts, remaining, strict=True))
     if burst.length < len(order):
         last = order[burst.length - 1]
-        assert counts[last] == owed[last]
+        assert counts[last] == remaining[last]
     assert burst.work == pytest.approx(sum(costs[index] for index in order[: burst.length]))
     spans = burst.spans()
     assert [span[0] for span in spans] == counts

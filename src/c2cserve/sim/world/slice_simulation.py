@@ -1,4 +1,4 @@
-"""A slice's world when it is simulated: the executor of `policy.slice`, with costs for kernels."""
+"""A simulated slice: the executor of `policy.slice`, with costs in place of kernels."""
 
 from functools import partial
 
@@ -19,98 +19,100 @@ from c2cserve.policy.simulated.build import SimulatedSlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.compute import Compute
+from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.copy_engine import CopyEngine
-from c2cserve.sim.world.hardware import Lane
-from c2cserve.sim.world.jobs import Job
+from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
-from c2cserve.sim.world.loop import Loop
+from c2cserve.sim.world.loop import PolicyLoop
+from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
-from c2cserve.sim.world.shared import World
-from c2cserve.sim.world.weight_cache import KeptWeights
+from c2cserve.sim.world.weight_cache import WeightCache
 
 
-class SimSlice:
+class SliceSimulation:
     """`runtime.ports.Executor` of all of a slice's actions."""
 
     def __init__(
         self,
-        lane: Lane,
-        world: World,
+        simulated: SimulatedSlice,
+        context: SimulationContext,
         policy: SimulatedSlicePolicy,
         record: Recorder[ev.SliceEvent, SliceAction | SimulatedSliceAction],
     ) -> None:
-        self.lane = lane
-        self.loop: Loop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = Loop(
+        self.simulated = simulated
+        self.loop: PolicyLoop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = PolicyLoop(
             policy, self, record
         )
         self.policy = policy
         self.seqs: dict[str, SeqState] = {}
         self.active: dict[str, SimModel] = {}
-        self.book = BlockBook(lane.slice)
-        self._world = world
-        self._kept: KeptWeights | None = None
-        if lane.h2d:
-            self._kept = KeptWeights(max(0, lane.slice.hbm_bytes - lane.slice.kv_bytes))
+        self.book = BlockBook(simulated.slice)
+        self._context = context
+        self._cache: WeightCache | None = None
+        if simulated.h2d:
+            self._cache = WeightCache(max(0, simulated.slice.hbm_bytes - simulated.slice.kv_bytes))
         self.compute = Compute(
-            lane, world, self.seqs, self.book, self._kept, self._tell, self._finished
+            simulated, context, self.seqs, self.book, self._cache, self._notify, self._finished
         )
         self.use = self.compute.use
-        self._in = CopyEngine(world.timeline, world.network, lane.h2d)
-        self._out = CopyEngine(world.timeline, world.network, lane.d2h)
+        self._in = CopyEngine(context.timeline, context.network, simulated.h2d)
+        self._out = CopyEngine(context.timeline, context.network, simulated.d2h)
         self._loading: dict[str, tuple[float, Flow]] = {}
-        """Model whose weights are on their way -> since when, and what brings them."""
+        """Model whose weights are loading -> since when, and over which flow."""
         self._absent: dict[str, None] = {}
-        """Models that are to be kept, whose weights are not here nor on their way."""
+        """Models that will be resident, whose weights are neither here nor loading."""
         self._paused: dict[str, int] = {}
-        """Models that compute nothing for other reasons -> how many of those there are."""
+        """Models that compute nothing for other reasons -> the number of reasons."""
         self._waiting: dict[str, list[RunStep]] = {}
         self._used_since_s = self._held_since_s = 0.0
         self._dead = False
 
-    # ---- what the controller tells it -----------------------------------------------------------
+    # ---- orders of the controller ---------------------------------------------------------------
 
     def activate(self, model: SimModel, *, keep: bool) -> None:
         name = model.spec.id
-        assert name not in self.active, f"{name} is active already on {self.lane.slice.id}"
-        assert len(self.active) < self.lane.slice.max_active, "more models than the slice takes"
+        assert name not in self.active, f"{name} is active already on {self.simulated.slice.id}"
+        assert len(self.active) < self.simulated.slice.max_active, (
+            "more models than the slice takes"
+        )
         if not self.active:
-            self._held_since_s = self._world.timeline.now
+            self._held_since_s = self._context.timeline.now
         self.active[name] = model
-        keep = keep and self._kept is not None
+        keep = keep and self._cache is not None
         if keep:
             self._absent[name] = None
-        self._tell(ev.Activated(model.spec, keep))
+        self._notify(ev.Activated(model.spec, keep))
 
     def deactivate(self, name: str) -> None:
         del self.active[name]
         self._absent.pop(name, None)
         self._drop_weights(name)
-        self._tell(ev.Deactivated(name))
+        self._notify(ev.Deactivated(name))
         if not self.active:
-            self.use.held_s += self._world.timeline.now - self._held_since_s
+            self.use.held_s += self._context.timeline.now - self._held_since_s
 
     def forget(self, name: str) -> None:
-        """The model's weights leave the host's pool."""
-        if self._kept is not None:
-            self._kept.forget(name)
+        """Drop the cached layers of a model that leaves the host's pool."""
+        if self._cache is not None:
+            self._cache.forget(name)
 
-    def submit_job(self, job: Job) -> None:
-        request = job.as_of_now()
+    def submit_request(self, tracked: TrackedRequest) -> None:
+        request = tracked.as_of_now()
         assert request.model in self.active, f"{request.model} is not active here"
         if not self.seqs:
-            self._used_since_s = self._world.timeline.now
+            self._used_since_s = self._context.timeline.now
         spec = self.active[request.model].spec
-        self.seqs[request.id] = SeqState(job, spec, request.prompt_len)
-        self._tell(ev.Submitted(request))
+        self.seqs[request.id] = SeqState(tracked, spec, request.prompt_len)
+        self._notify(ev.Submitted(request))
 
     def withdraw(self, request_id: str) -> None:
-        self._tell(ev.Withdrawn(request_id))
+        self._notify(ev.Withdrawn(request_id))
 
     def recall(self, request_id: str) -> None:
-        self._tell(ev.RecallAsked(request_id))
+        self._notify(ev.RecallAsked(request_id))
 
     def pause(self, name: str) -> None:
-        """The model computes nothing until `resume`: its memory is being moved."""
+        """Stop a model until `resume`, because its memory is being moved."""
         self._paused[name] = self._paused.get(name, 0) + 1
         self.compute.interrupt()
 
@@ -118,69 +120,71 @@ class SimSlice:
         self._paused[name] -= 1
         self._release(name)
 
-    def lose(self) -> list[Job]:
-        """The slice is gone; the jobs that were here."""
+    def lose(self) -> list[TrackedRequest]:
+        """End the slice, and return the requests that were here."""
         self._dead = True
-        self.settle()
+        self.update_use()
         self.compute.stop()
-        return [seq.job for seq in self.seqs.values()]
+        return [seq.tracked for seq in self.seqs.values()]
 
-    def settle(self) -> None:
-        """Bring `use` up to now."""
-        now = self._world.timeline.now
+    def update_use(self) -> None:
+        """Update `use` to the present."""
+        now = self._context.timeline.now
         if self.seqs:
             self.use.used_s += now - self._used_since_s
             self._used_since_s = now
         if self.active:
             self.use.held_s += now - self._held_since_s
             self._held_since_s = now
-        self.compute.settle()
+        self.compute.update_use()
 
-    def _tell(self, event: ev.SliceEvent) -> None:
+    def _notify(self, event: ev.SliceEvent) -> None:
         self.compute.interrupt()
-        self._world.turns.tell(self.loop, event)
+        self._context.loops.notify(self.loop, event)
 
-    # ---- weights that are kept (CPUs read theirs where they lie) --------------------------------
+    # ---- resident weights (CPUs read theirs in the pool) ---------------------------------------
 
     def _load(self, model: SimModel) -> None:
-        world, name, size = self._world, model.spec.id, model.spec.weight_bytes
+        context, name, size = self._context, model.spec.id, model.spec.weight_bytes
         self.use.loads += 1
         del self._absent[name]
-        assert self._kept is not None
-        self._kept.hold(model)
-        self.book.weigh(self._kept.held_bytes)
+        assert self._cache is not None
+        self._cache.hold(model)
+        self.book.weigh(self._cache.held_bytes)
         done = partial(self._loaded, name)
-        flow = world.network.start(self.lane.h2d, size, self.lane.load_bytes_per_s, done)
-        self._loading[name] = world.timeline.now, flow
+        flow = context.network.start(
+            self.simulated.h2d, size, self.simulated.load_bytes_per_s, done
+        )
+        self._loading[name] = context.timeline.now, flow
 
     def _drop_weights(self, name: str) -> None:
-        if self._kept is not None:
-            self._kept.release(name)
-            self.book.weigh(self._kept.held_bytes)
+        if self._cache is not None:
+            self._cache.release(name)
+            self.book.weigh(self._cache.held_bytes)
         loading = self._loading.pop(name, None)
         if loading is not None:
-            self._world.network.stop(loading[1])
+            self._context.network.stop(loading[1])
 
     def load_left_s(self, name: str) -> float:
-        """About how long its weights are still on their way."""
+        """Return about how many seconds the load of its weights still takes."""
         if name not in self._loading and name not in self._absent:
             return 0.0
-        took_s = self.active[name].spec.weight_bytes / self.lane.load_bytes_per_s
+        took_s = self.active[name].spec.weight_bytes / self.simulated.load_bytes_per_s
         if name in self._absent:
             return took_s
-        return max(0.0, self._loading[name][0] + took_s - self._world.timeline.now)
+        return max(0.0, self._loading[name][0] + took_s - self._context.timeline.now)
 
     def _loaded(self, name: str) -> None:
         if self._dead:
             return
         since_s, _ = self._loading.pop(name)
-        took_s = self._world.timeline.now - since_s
+        took_s = self._context.timeline.now - since_s
         for seq in self.seqs.values():
-            if seq.spec.id == name and not seq.job.drawn:
-                dispatched_s = max(seq.job.dispatched_s, since_s)
-                seq.job.grace_s += self._world.timeline.now - dispatched_s
-        self._tell(ev.Fetched(name, took_s))
-        self._world.controller.tell(ev.InstanceReady(name, self.lane.slice.id, took_s))
+            if seq.spec.id == name and not seq.tracked.sampled:
+                dispatched_s = max(seq.tracked.dispatched_s, since_s)
+                seq.tracked.grace_s += self._context.timeline.now - dispatched_s
+        self._notify(ev.Fetched(name, took_s))
+        self._context.controller.notify(ev.InstanceReady(name, self.simulated.slice.id, took_s))
         self._release(name)
 
     def _blocked(self, name: str) -> bool:
@@ -200,10 +204,10 @@ class SimSlice:
             seq = self.seqs[action.request_id]
             self.book.release(seq)
             if action.requeued:
-                seq.job.preempted += 1
+                seq.tracked.preempted += 1
             else:
-                self._leave(seq)
-                self._world.controller.dropped(seq.job)
+                self._remove(seq)
+                self._context.controller.dropped(seq.tracked)
         elif isinstance(action, Move):
             self._move(action)
         elif isinstance(action, SetAlpha):
@@ -216,18 +220,19 @@ class SimSlice:
         elif isinstance(action, Truncate):
             seq = self.seqs[action.request_id]
             self.book.release(seq)
-            self._leave(seq)
-            self._world.controller.truncated(seq.job)
+            self._remove(seq)
+            self._context.controller.truncated(seq.tracked)
         elif isinstance(action, Return):
             seq = self.seqs[action.request_id]
-            self._leave(seq)
-            self._world.controller.returned(seq.job)
+            self._remove(seq)
+            self._context.controller.returned(seq.tracked)
         else:
             raise TypeError(f"no simulated step fails: {action}")
 
     def _run(self, run: RunStep) -> None:
-        """Steps of models that can compute nothing now wait beside the line; where one of several
-        has to, each runs once."""
+        """Submit a run. Steps of models that cannot compute now wait beside the line.
+
+        If one of several steps has to wait, each of them runs once."""
         steps = (run.step, *run.then)
         if not any(self._blocked(step.model) for step in steps):
             self.compute.submit(run)
@@ -235,12 +240,12 @@ class SimSlice:
         for step in steps:
             if self._blocked(step.model):
                 self._waiting.setdefault(step.model, []).append(RunStep(step))
-                self._tell(ev.StepParked(step.id))
+                self._notify(ev.StepParked(step.id))
             else:
                 self.compute.submit(RunStep(step))
 
     def _move(self, move: Move) -> None:
-        """KV takes the same links as weights, the other way out."""
+        """Move KV over the links of weights; it leaves in the other direction."""
         seq = self.seqs[move.request_id]
         self.book.move(seq, move)
         size = len(move.blocks) * seq.spec.kv_block_bytes
@@ -251,14 +256,14 @@ class SimSlice:
     def _moved(self, seq: SeqState, move: Move) -> None:
         if not self._dead:
             self.book.moved(seq)
-            self._tell(ev.MoveDone(move.request_id, move.direction))
+            self._notify(ev.MoveDone(move.request_id, move.direction))
 
     def _finished(self, seq: SeqState) -> None:
         self.book.release(seq)
-        self._leave(seq)
-        self._world.controller.finished(seq.job)
+        self._remove(seq)
+        self._context.controller.finished(seq.tracked)
 
-    def _leave(self, seq: SeqState) -> None:
-        del self.seqs[seq.job.request.id]
+    def _remove(self, seq: SeqState) -> None:
+        del self.seqs[seq.tracked.request.id]
         if not self.seqs:
-            self.use.used_s += self._world.timeline.now - self._used_since_s
+            self.use.used_s += self._context.timeline.now - self._used_since_s

@@ -1,4 +1,4 @@
-"""What all slices of a simulated machine share, and what each of them counts."""
+"""State that all slices of a simulated machine share, and the counters of each slice."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,33 +7,33 @@ from typing import Protocol
 
 from c2cserve.core import events as ev
 from c2cserve.sim.world.costs import Costs
-from c2cserve.sim.world.jobs import Job
 from c2cserve.sim.world.links import Network
-from c2cserve.sim.world.loop import Turns
+from c2cserve.sim.world.loop import LoopScheduler
+from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.timeline import Timeline
 
 
 class Controller(Protocol):
-    """What a slice tells the rest of the machine."""
+    """The part of the machine that a slice notifies."""
 
-    def tell(self, event: ev.ClusterEvent) -> None: ...
+    def notify(self, event: ev.ClusterEvent) -> None: ...
 
-    def finished(self, job: Job) -> None: ...
+    def finished(self, tracked: TrackedRequest) -> None: ...
 
-    def truncated(self, job: Job) -> None: ...
+    def truncated(self, tracked: TrackedRequest) -> None: ...
 
-    def dropped(self, job: Job) -> None: ...
+    def dropped(self, tracked: TrackedRequest) -> None: ...
 
-    def returned(self, job: Job) -> None: ...
+    def returned(self, tracked: TrackedRequest) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class World:
-    """What all slices of a machine share."""
+class SimulationContext:
+    """State that all slices of a machine share."""
 
     timeline: Timeline
-    turns: Turns
+    loops: LoopScheduler
     network: Network
     costs: Costs
     models: Mapping[str, SimModel]
@@ -42,12 +42,12 @@ class World:
     noise: float
     """Standard deviation of the logarithm of a step's time."""
     hybrid: bool
-    """GEMMs are C2CServe's (`sim.world.costs`), with the alpha their policy asks for."""
+    """Whether GEMMs are C2CServe's (`sim.world.costs`), with the alpha that their policy sets."""
 
 
 @dataclass(slots=True)
-class Use:
-    """What a slice did, seconds and counts."""
+class SliceUse:
+    """Counters of a slice, in seconds, counts and bytes."""
 
     busy_s: float = 0.0
     """A step ran."""
@@ -61,11 +61,11 @@ class Use:
     loads: int = 0
     streamed_bytes: float = 0.0
     moved_bytes: int = 0
-    """Of KV, between the slice and the host."""
+    """KV moved between the slice and the host."""
     compute_s: float = 0.0
     memory_s: float = 0.0
     link_s: float = 0.0
-    """Time of steps by what decided how long they took: arithmetic, the slice's own memory, or the
-    link. Together, the time of all steps that have ended."""
+    """Time of steps by what set their duration: arithmetic, the slice's own memory, or the link.
+    The sum is the time of all steps that have ended."""
     kv_byte_s: float = 0.0
     """Bytes of KV that were held while steps ran, times seconds."""

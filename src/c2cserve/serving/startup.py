@@ -1,0 +1,89 @@
+"""What a server does before it listens: find GPUs, plan slices and the pool, prepare models."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from c2cserve.catalog.file import Catalog
+from c2cserve.core.machine import Gpu, ProfileChoice, Slice
+from c2cserve.devices.discover import discover
+from c2cserve.devices.gpus import GpuProblem
+from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
+from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.runtime.gateway import Refused
+from c2cserve.serving.controller.directory import BrokenModel
+from c2cserve.serving.controller.host import HostedModel
+from c2cserve.serving.controller.catalog_host import CatalogHost
+from c2cserve.terminal.output import CliError, CliErrors
+
+log = logging.getLogger(__name__)
+
+
+def plan_machine(
+    wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None
+) -> tuple[Sequence[Slice], int]:
+    """Return the slices of this machine and the budget of its pool in bytes.
+
+    `pool_bytes` replaces the planned budget. Raises CliError for wishes that this machine cannot
+    fulfil."""
+    if not pool_dir.is_dir():
+        raise CliError(f"--pool-dir {pool_dir}: no such directory", 2)
+    machine = discover(shm=pool_dir)
+    if wishes.gpu_slices != NO_GPUS:
+        gpus = ready_gpus(wishes.gpu_profile, lent=wishes.gpu_peer_bytes > 0)
+        machine = replace(machine, gpus=gpus)
+    try:
+        slices = plan_all(machine, wishes)
+    except SlicePlanError as error:
+        raise CliError(str(error), 2) from error
+    if pool_bytes is None:
+        paused = sum(one.host_kv_bytes for one in slices)
+        pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
+    return slices, pool_bytes
+
+
+def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:
+    """Return the GPUs of this machine, which can all serve. `lent`: neighbours lend memory.
+
+    Raises CliError with the fix for the first obstacle. CPUs never replace a GPU silently."""
+    try:
+        gpus = usable_gpus()
+    except GpuProblem as problem:
+        raise CliError(f"the GPU driver fails: {problem}; {CPUS_INSTEAD}") from problem
+    for obstacle in obstacles(gpus, profile, lent=lent) if gpus else ():
+        raise CliError(f"{obstacle.text}: {obstacle.fix}; or {CPUS_INSTEAD}")
+    return gpus
+
+
+def prepare_models(
+    host: CatalogHost, catalog: Catalog, *, strict: bool
+) -> tuple[list[HostedModel], list[BrokenModel]]:
+    """Return the catalogue's models, and those whose checkpoints cannot be served.
+
+    Raises CliErrors with one line per broken model if no model is left, or if `strict`."""
+    models: list[HostedModel] = []
+    broken: list[BrokenModel] = []
+    for entry, raw in zip(catalog.entries, catalog.raw, strict=True):
+        try:
+            models.append(host.prepare(dict(raw)))
+        except Refused as refused:
+            broken.append(BrokenModel(entry.id, entry.aliases, dict(raw), refused.reason))
+    if broken and (strict or not models):
+        raise CliErrors([one.error for one in broken], 2)
+    for one in broken:
+        log.error("%s; it is failed until it is reloaded", one.error)
+    return models, broken
+
+
+def check_pinned(models: Sequence[HostedModel], budget_bytes: int) -> None:
+    """Raise CliError if the pinned models do not fit into the pool together."""
+    pinned = [model for model in models if model.spec.pinned]
+    needed = sum(model.spec.weight_bytes for model in pinned)
+    if needed > budget_bytes:
+        names = ", ".join(model.spec.id for model in pinned)
+        raise CliError(
+            f"the pinned models ({names}) take {needed} bytes of the host weight pool, whose "
+            f"budget is {budget_bytes}: raise --pool-bytes or pin fewer"
+        )
