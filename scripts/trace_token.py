@@ -176,7 +176,8 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             with urllib.request.urlopen(f"{url}/admin/state") as response:
                 state = json.load(response)
-            if all(model["state"] == "ready" for model in state["models"]):
+            ready = all(model["state"] == "ready" for model in state["models"])
+            if ready and all(one["state"] == "up" for one in state["slices"]):
                 return
         time.sleep(0.1)
     raise SystemExit("the server did not come up")
@@ -260,6 +261,7 @@ def main() -> None:
         (folder / "on").write_bytes(bytes([options.load]))
         with server(folder) as url:
             if options.load:
+                time.sleep(1.0)  # the worker maps what is in the pool
                 found = [Rate(crossing, 0.0, n) for crossing, n in crossings_in(folder).items()]
             else:
                 ask(url, options.model, LONG)

@@ -63,6 +63,9 @@ STANDARD_NAME = {"met": "seen", "known": "profiled", "ahead": "lookahead", "shif
 ONE_CLASS_EACH = {"Job", "Turn", "Choice", "Move", "World", "Lane"}
 
 NAMES_THAT_STAY = {
+    "ahead": "what stands before a request in a queue",
+    "kept": "a field of an action, which records hold",
+    "drawn": "a field of an outcome, which records hold",
     "refused_early": "a name in /metrics",
     "weights_kept_bytes": "a name in /metrics",
     "WEIGHTS_KEPT_BYTES": "a name in /metrics",

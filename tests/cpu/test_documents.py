@@ -10,7 +10,7 @@ import pytest
 from documents import RESULTS, ROOT
 from documents.commands import SHELL, CommandError, all_options, check, commands_of, options_in
 from documents.figures import FigureError, Mark, marks, numbers
-from documents.names import missing_files, missing_tests, named_results
+from documents.names import missing_files, missing_in_drawings, missing_tests, named_results
 from documents.pages import Page, pages
 
 PAGES = pages()
@@ -85,7 +85,7 @@ def test_links_lead_somewhere(page: Page) -> None:
 
 @each_page
 def test_named_files_and_tests_exist(page: Page) -> None:
-    wrong = [*missing_files(page), *missing_tests(page)]
+    wrong = [*missing_files(page), *missing_in_drawings(page), *missing_tests(page)]
     assert not wrong, "\n".join(wrong)
 
 

@@ -38,6 +38,18 @@ def missing_files(page: Page) -> Iterator[str]:
             yield f"{page}:{line.number}: no file {name}"
 
 
+def missing_in_drawings(page: Page) -> Iterator[str]:
+    """Yield the modules, named with their folder, that a drawing shows and the package lacks."""
+    for line in page.lines:
+        if line.language != "":
+            continue
+        for found in re.finditer(r"(?<![\w./*-])(?:[a-z_]+/)+[a-z_]\w*\.py\b", line.text):
+            name = found[0]
+            known = name.split("/")[0] in _FIRST_FOLDERS
+            if known and not any(_exists(root + name) for root in _ROOTS):
+                yield f"{page}:{line.number}: no file {name}"
+
+
 def missing_tests(page: Page) -> Iterator[str]:
     """Yield the tests in code spans that are in none of the files they are said to be in.
 

@@ -84,5 +84,5 @@ def _words_of(link: str) -> str:
 
 
 def pages() -> list[Page]:
-    paths = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    paths = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
     return [Page(path) for path in [*paths, *sorted((ROOT / "examples").rglob("*.md"))]]
