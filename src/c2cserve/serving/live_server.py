@@ -26,12 +26,12 @@ from c2cserve.server.access.gate import Gate
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
+from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.controller import Loop
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.fleet import Fleet, FleetSettings
 from c2cserve.serving.controller.gateway import LiveGateway
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.logs import LogFormat

@@ -13,9 +13,9 @@ from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.runtime.gateway import Refused
+from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
 from c2cserve.serving.controller.host import HostedModel
-from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.terminal.output import CliError, CliErrors
 
 log = logging.getLogger(__name__)
