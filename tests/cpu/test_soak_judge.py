@@ -127,7 +127,8 @@ def test_who_leaves_is_owed_nothing_more(court: Court) -> None:
 
 def test_full_filesystems_may_refuse(court: Court) -> None:
     """While it is full and a little longer, with what to wait for."""
-    refused = good(status=503, error={**LATE, "code": None})
+    lack = "[Errno 28] No space left on device"
+    refused = good(status=503, error={**LATE, "code": None, "message": lack})
     assert "status" in court.faults(refused)
     court.moments.filling()
     begin_s = court.moments._full[0].begin_s  # pyright: ignore[reportPrivateUsage]

@@ -64,6 +64,8 @@ async def _measure(url: str, model: str) -> tuple[float, float, list[int]]:
     return alone, beside, seen
 
 
+@pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("model", ["sorter-llama", "adder-qwen"], ids=["same model", "another"])
 def test_a_key_under_the_flood_of_another_takes_twice_as_long_at_most(
     tmp_path: Path, model: str

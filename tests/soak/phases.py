@@ -49,7 +49,7 @@ class Setting:
 
 CPU = Setting(
     CPU_SHAPES, Bounds(Limits(output=160, prompt=2048), work=40_000),
-    Trouble(kill_every_s=12.0, stop_every_s=15.0, admin_every_s=5.0, hang_timeout_s=4.0,
+    Trouble(kill_every_s=12.0, stop_every_s=15.0, admin_every_s=5.0, hang_timeout_s=8.0,
             settle_s=3.0, checkpoint_every_s=0.7, fill_every_s=6.0, attackers=4),
     end_s=120.0, ready_s=60.0, bank_each=8, check_share=0.3,
 )  # fmt: skip

@@ -87,7 +87,20 @@ def test_every_request_ends_once_and_all_memory_comes_back(
     ends_and_gives_all_memory_back(world_of(drawn, seed, slabs, in_flight, park, fail))
 
 
-@settings(max_examples=150, deadline=None)
+SHORT = ("a", 1, 1, 0.0, 0, 0, 1, None, SLOS[0], False)
+FILLS_THE_ARENA = [SHORT, SHORT, ("b", 192, 1, 0.0, 0, 0, 1, None, SLOS[0], False)]
+"""Its prompt takes all blocks there are, and its only token needs none."""
+OUTGROWS_THE_ARENA = [
+    SHORT,
+    (*SHORT[:3], 0.5, *SHORT[4:]),
+    ("b", 192, 2, *SHORT[3:6], 2, *SHORT[7:]),
+]
+"""It is paused when its next token has no room anywhere."""
+
+
+@settings(max_examples=60, deadline=None)
+@example(FILLS_THE_ARENA, 0, 3, 1, 0.0, 0.0, 1)
+@example(OUTGROWS_THE_ARENA, 0, 3, 1, 0.0, 0.0, 20)
 @given(
     requests, st.integers(0, 1000), st.integers(2, 24), st.sampled_from([1, 2]),
     st.sampled_from([0.0, 0.3]), st.sampled_from([0.0, 0.05]), st.sampled_from([1, 8, 20, 1000]),

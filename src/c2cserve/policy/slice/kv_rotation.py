@@ -69,13 +69,15 @@ class KvRotation:
         claims: list[KvClaim] = []
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
+        # The token after a prompt that fills the arena may be the last one, which has no KV.
+        room = self._arena.slabs * self._arena.slab_bytes
         for seq in seqs:
             request, block = seq.request, seq.model.block_bytes
             if seq.paused:
                 if not seq.moves:
                     state = KvState.PAUSED if seq.length > request.prompt_len else KvState.WAITING
                     since_s = seq.since_s if state is KvState.PAUSED else request.arrival_s
-                    size = _blocks(seq.length + 1) * block
+                    size = min(room, _blocks(seq.length + 1) * block)
                     claims.append(KvClaim(request.id, state, size, since_s, request.slo))
             elif seq.started:
                 since_s = seq.since_s if _at_rest(seq) else now
@@ -89,7 +91,8 @@ class KvRotation:
             if left <= 0:
                 break
             left -= seq.length
-            request, size = seq.request, _blocks(seq.length + 1) * seq.model.block_bytes
+            request = seq.request
+            size = min(room, _blocks(seq.length + 1) * seq.model.block_bytes)
             claims.append(
                 KvClaim(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
             )

@@ -222,6 +222,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
         if self._rotation is not None and self._may_launch(now):
+            self._truncate_paused()
             self._actions += self._rotation.plan(self._seqs.values(), now)
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)

@@ -190,6 +190,14 @@ class SliceMemory(Generic[ExtraT]):
         self._actions.append(move)
         return len(move.blocks) < held
 
+    def _truncate_paused(self) -> None:
+        """End the paused requests that could never come back: the arena is too small for the KV
+        of their next token."""
+        for seq in list(self._seqs.values()):
+            needed = -(-seq.length // BLOCK_TOKENS)
+            if seq.paused and not seq.moves and needed > self._weights.capacity(seq.model):
+                self._truncate(seq)
+
     def _truncate(self, seq: Seq) -> None:
         """Not even the whole arena would hold its next token."""
         self._actions.append(Truncate(seq.request.id))
