@@ -17,7 +17,7 @@ from c2cserve.core.actions import Activate, ClusterAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.cluster.placement import Value, place, place_owed
+from c2cserve.policy.cluster.placement import UNBOUNDED, Budgets, Value, place, place_owed
 from c2cserve.policy.cluster.slice_load import (
     Instance,
     Outputs,
@@ -54,23 +54,26 @@ class Placing(Protocol):
         ...
 
 
-class UnboundedPlacing:
+class BudgetedPlacing:
+    """`policy.cluster.placement`, within the budgets that are known of slices: none on a server."""
+
     ours = True
 
-    def __init__(self, mean_output: Callable[[str], float]) -> None:
+    def __init__(self, mean_output: Callable[[str], float], budgets: Budgets = UNBOUNDED) -> None:
         self._mean_output = mean_output
+        self._budgets = budgets
 
     def place(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
         *, late: bool,
     ) -> Placement | None:  # fmt: skip
         kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
-        return place(request, spec, kv_bytes, loads, value, now, late=late)
+        return place(request, spec, kv_bytes, loads, value, now, late=late, budgets=self._budgets)
 
     def place_owed(
         self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float
     ) -> Placement | None:
-        return place_owed(request, spec, loads, value, now)
+        return place_owed(request, spec, loads, value, now, self._budgets)
 
 
 class InstanceRules(Protocol[ExtraT_co]):
@@ -166,4 +169,4 @@ class Strategies(Generic[ExtraT_co]):
 def live_strategies() -> Strategies[Never]:
     """Return what a server runs."""
     outputs = Outputs()
-    return Strategies(outputs, UnboundedPlacing(outputs.mean), InPlaceInstances())
+    return Strategies(outputs, BudgetedPlacing(outputs.mean), InPlaceInstances())

@@ -18,8 +18,8 @@ from c2cserve.policy.baselines.slinfer.consolidation import Placer
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.cluster.slice_load import Outputs
-from c2cserve.policy.cluster.strategies import Strategies
-from c2cserve.policy.simulated.link_and_memory import BudgetedPlacing
+from c2cserve.policy.cluster.strategies import BudgetedPlacing, Strategies
+from c2cserve.policy.simulated.link_and_memory import LINK_AND_MEMORY
 from c2cserve.policy.simulated.lookahead import SwappingLookahead
 from c2cserve.policy.simulated.presets import Chunks, Preset
 from c2cserve.policy.simulated.weight_swapping import WeightSwapping
@@ -47,7 +47,10 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
     outputs = Outputs()
     placer = Placer(preset, outputs.mean)
     ours = preset.placing == "c2cserve"
-    placing = BudgetedPlacing(outputs.mean) if ours else BaselinePlacing(preset, placer)
+    if ours:
+        placing = BudgetedPlacing(outputs.mean, LINK_AND_MEMORY)
+    else:
+        placing = BaselinePlacing(preset, placer)
     strategies: Strategies[SimulatedClusterAction] = Strategies(
         outputs, placing, PresetInstances(preset, placer)
     )

@@ -9,18 +9,14 @@ requests there:
                 the link loads each of them once while a client reads `SWAP_TOKENS`
 """
 
-from collections.abc import Callable
 from heapq import nlargest
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Request
-from c2cserve.policy.cluster.placement import ROOMY, Ask, Value, place, place_owed
+from c2cserve.policy.cluster.placement import ROOMY, Ask
 from c2cserve.policy.cluster.slice_load import (
     Instance,
-    Placement,
     SliceLoad,
-    expected_kv_bytes,
 )
 from c2cserve.policy.simulated.link_budget import link_demand
 
@@ -85,27 +81,6 @@ class LinkAndMemory:
 
 
 LINK_AND_MEMORY = LinkAndMemory()
-
-
-class BudgetedPlacing:
-    """`policy.cluster.strategies.Placing`: ours, within memory and link."""
-
-    ours = True
-
-    def __init__(self, mean_output: Callable[[str], float]) -> None:
-        self._mean_output = mean_output
-
-    def place(
-        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float,
-        *, late: bool,
-    ) -> Placement | None:  # fmt: skip
-        kv_bytes = expected_kv_bytes(request, spec, self._mean_output(spec.id))
-        return place(request, spec, kv_bytes, loads, value, now, late=late, budgets=LINK_AND_MEMORY)
-
-    def place_owed(
-        self, request: Request, spec: ModelSpec, loads: list[SliceLoad], value: Value, now: float
-    ) -> Placement | None:
-        return place_owed(request, spec, loads, value, now, LINK_AND_MEMORY)
 
 
 def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:
