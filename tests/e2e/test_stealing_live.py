@@ -5,31 +5,21 @@ import os
 import signal
 from pathlib import Path
 
-import openai
 import pytest
 from injected import inject, recorded
+from seeded_answers import seeded_answers
 from server_process import ServerProcess, wait_until
 
 FAULTS = Path(__file__).parent / "step_faults"
-MODEL = "sorter-llama"
 REQUESTS, TOKENS = 40, 100
 TIGHT = ("--kv-bytes", str(2 << 20))
 """One slab: memory for about eight of these requests at a time."""
 
 
 async def answers(url: str) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-
-        async def answer(index: int) -> str:
-            done = await client.completions.create(
-                model=MODEL, prompt=f"sort: {index} " + "dcba" * 65, max_tokens=TOKENS, seed=index,
-                temperature=0.8, extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            assert done.usage is not None
-            assert done.usage.completion_tokens == TOKENS
-            return done.choices[0].text
-
-        return await asyncio.gather(*(answer(index) for index in range(REQUESTS)))
+    return await seeded_answers(
+        url, REQUESTS, TOKENS, lambda index: f"sort: {index} " + "dcba" * 65
+    )
 
 
 def state_of(server: ServerProcess, index: int) -> str:

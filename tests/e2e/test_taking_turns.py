@@ -4,26 +4,14 @@ import asyncio
 import re
 from pathlib import Path
 
-import openai
+from seeded_answers import seeded_answers
 from server_process import ServerProcess
 
-MODEL = "sorter-llama"
 REQUESTS, TOKENS = 12, 360
 
 
 async def answers(url: str) -> list[str]:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-
-        async def answer(index: int) -> str:
-            done = await client.completions.create(
-                model=MODEL, prompt=f"sort: dcba {index}", max_tokens=TOKENS, seed=index,
-                temperature=0.8, extra_body={"ignore_eos": True},
-            )  # fmt: skip
-            assert done.usage is not None
-            assert done.usage.completion_tokens == TOKENS
-            return done.choices[0].text
-
-        return await asyncio.gather(*(answer(index) for index in range(REQUESTS)))
+    return await seeded_answers(url, REQUESTS, TOKENS, lambda index: f"sort: dcba {index}")
 
 
 def metric(server: ServerProcess, name: str) -> float:
