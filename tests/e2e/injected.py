@@ -12,11 +12,14 @@ from streams import all_streams
 
 from c2cserve.runtime.replay import replay
 
+TESTS = Path(__file__).parents[1]
+"""Where `after_import` is."""
+
 
 def inject(monkeypatch: pytest.MonkeyPatch, code: Path, faults: Path) -> None:
     """Servers started from now on load the `sitecustomize` in `code`, which reads `faults`."""
     faults.mkdir()
-    paths = [str(code), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(code), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("C2CSERVE_TEST_FAULTS", str(faults))
 

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 SHAPE, LAYERS_DIVIDED = "llama-3b", 28
 PROMPT, TOKENS, HIT_AT = 12, 600, 8
 READY_S, BACK_S = 150.0, 90.0
-FAULTS = Path(__file__).parent / "faults"
+FAULTS, TESTS = Path(__file__).parent / "faults", Path(__file__).parents[1]
 
 
 class Bench:
@@ -121,7 +121,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 def bench_with(folder: Path, layout: str) -> Iterator[Bench]:
     bench = Bench(folder, layout)
     with pytest.MonkeyPatch.context() as patch:
-        paths = [str(FAULTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+        paths = [str(FAULTS), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         patch.setenv("C2CSERVE_TEST_FAULTS", str(bench.faults))
         with bench.server:

@@ -8,10 +8,10 @@ prompt has token N cannot be encoded; `receive-N`: the tokens of such a request 
 
 import os
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
+
+from after_import import after_import
 
 _FOLDER = Path(os.environ["C2CSERVE_TEST_FAULTS"])
 _SERVER = "c2cserve.serving.live_server"
@@ -61,11 +61,5 @@ def _break(modules: dict[str, Any]) -> None:
     policy.apply, policy.decide = failing_apply, failing_decide
 
 
-def _wait() -> None:
-    """Only a server ever loads this module; it is the last of those that are changed."""
-    while not hasattr(sys.modules.get(_SERVER), "LiveServer"):
-        time.sleep(0.02)
-    _break(sys.modules)
-
-
-threading.Thread(target=_wait, name="faults", daemon=True).start()
+# Only a server ever loads this module; it is the last of those that are changed.
+after_import(_SERVER, lambda _: _break(sys.modules))

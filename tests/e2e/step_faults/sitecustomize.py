@@ -9,11 +9,11 @@ the process dies in a step with a request whose prompt has token N.
 import contextlib
 import os
 import signal
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from after_import import after_import
 
 _FOLDER = Path(os.environ["C2CSERVE_TEST_FAULTS"])
 _EXECUTOR = "c2cserve.engine.executor"
@@ -51,11 +51,5 @@ def _break(executor: Any) -> None:
     executor.build_batch = build_batch
 
 
-def _wait() -> None:
-    """Only workers ever load the executor."""
-    while not hasattr(executor := sys.modules.get(_EXECUTOR), "Executor"):
-        time.sleep(0.02)
-    _break(executor)
-
-
-threading.Thread(target=_wait, name="faults", daemon=True).start()
+# Only workers ever load the executor.
+after_import(_EXECUTOR, _break)

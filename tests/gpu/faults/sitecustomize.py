@@ -6,11 +6,11 @@ The fault is the name of a file in $C2CSERVE_TEST_FAULTS; the step that it hits 
 import contextlib
 import os
 import sys
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from after_import import after_import
 
 _FOLDER = Path(os.environ["C2CSERVE_TEST_FAULTS"])
 _OPS = "c2cserve.engine.gpu.ops"
@@ -47,11 +47,5 @@ def _break(ops: Any) -> None:
     ops._launch_layers = launch_layers
 
 
-def _wait() -> None:
-    """Only workers of GPU slices ever load the operators."""
-    while (ops := getattr(sys.modules.get(_OPS), "GpuOps", None)) is None:
-        time.sleep(0.02)
-    _break(ops)
-
-
-threading.Thread(target=_wait, name="faults", daemon=True).start()
+# Only workers of GPU slices ever load the operators.
+after_import(_OPS, lambda module: _break(module.GpuOps))

@@ -1,0 +1,38 @@
+"""Changes a module of a server under test as soon as it is imported, before anybody can call it.
+
+The `sitecustomize` files of injected faults use it. A thread that waits for the module is too late
+on a busy machine: a short request is over before the fault is in."""
+
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+
+class _Finder:
+    def __init__(self, module: str, change: Callable[[Any], None]) -> None:
+        self._module = module
+        self._change = change
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self._module:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        execute = spec.loader.exec_module
+
+        def execute_and_change(module: ModuleType) -> None:
+            execute(module)
+            self._change(module)
+
+        spec.loader.exec_module = execute_and_change  # type: ignore[method-assign]
+        return spec
+
+
+def after_import(module: str, change: Callable[[Any], None]) -> None:
+    """Calls `change` with the module once its code has run."""
+    sys.meta_path.insert(0, _Finder(module, change))  # type: ignore[arg-type]
