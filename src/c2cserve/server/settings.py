@@ -45,7 +45,7 @@ class TextSettings:
     """Time for one request; then its process is killed."""
     load_timeout_s: float = 60.0
     """Time to load a model's tokenizer."""
-    waiting: int = 256
+    waiting: int = 1024
     """Requests that may wait for a process; further ones get 429."""
     memory_bytes: int = 4 << 30
     """Limit of the data segment of one process."""

@@ -1,7 +1,7 @@
 """The server's text processes, which validate, render and tokenize what clients send.
 
-If a request takes too long, its process is killed and replaced. One model's requests never take the
-last process, so a checkpoint's slow template or tokenizer delays no other model.
+If a request takes too long, its process is killed and replaced. Costly requests never take the last
+process (`claims`), so a long text or a checkpoint's slow template delays no others.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import logging
 import socket
 import subprocess
 import sys
+import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from c2cserve.runtime.environment import child_environment
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
+from c2cserve.server.text.claims import LARGE_BYTES, Claim, Sharing
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
     FromText,
@@ -140,9 +142,10 @@ class TextPool:
         """`vocabularies`: the most to keep; the least recently used ones make way."""
         self._settings = settings
         self._idle: list[_Process] = []
-        self._busy: dict[_Process, str] = {}
-        """Process -> the version of a model that it works for."""
-        self._waiting: OrderedDict[asyncio.Future[_Process], str] = OrderedDict()
+        self._busy: dict[_Process, Claim] = {}
+        """Process -> the request that it works for."""
+        self._waiting: OrderedDict[asyncio.Future[_Process], Claim] = OrderedDict()
+        self._sharing = Sharing(settings.processes)
         self._vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
         """Version -> its vocabulary, the least recently used first."""
         self._vocabularies_max = vocabularies
@@ -184,8 +187,11 @@ class TextPool:
         """Have a process prepare a request. `files`: those of its target; without them, there is no
         vocabulary. `param`: the field to blame when it takes too long. Raises ApiError, and
         `Refused` when the tokenizer's files have changed."""
-        async with self._process("" if files is None else files.key) as process:
+        version = "" if files is None else files.key
+        claim = Claim(name_of(version), version, len(work.body) >= LARGE_BYTES)
+        async with self._process(claim) as process:
             vocabulary = None if files is None else await self._vocabulary(process, files)
+            claim.since = time.monotonic()  # a tokenizer may take long to load
             limit_s = self._settings.timeout_s
             try:
                 answer = await process.ask(work, limit_s)
@@ -231,9 +237,9 @@ class TextPool:
     # ---- processes ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _process(self, version: str) -> AsyncGenerator[_Process]:
-        """Lend a process to one model's request. A process that fails is counted and replaced."""
-        process = await self._take(version)
+    async def _process(self, claim: Claim) -> AsyncGenerator[_Process]:
+        """Lend a process to a request. A process that fails is counted and replaced."""
+        process = await self._take(claim)
         lost: str | None = "cancelled"
         try:
             yield process
@@ -253,11 +259,11 @@ class TextPool:
         finally:
             self._give_back(process, lost)
 
-    async def _take(self, version: str) -> _Process:
+    async def _take(self, claim: Claim) -> _Process:
         if len(self._waiting) >= self._settings.waiting:
             raise self._crowded()
         waiter: asyncio.Future[_Process] = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = version
+        self._waiting[waiter] = claim
         self._hand_out()
         claimed = False
         try:
@@ -274,30 +280,29 @@ class TextPool:
                 self._give_back(waiter.result(), None)
 
     def _hand_out(self) -> None:
-        """Assign idle processes to the longest waiting requests. A request is passed over while its
-        model has all processes but one."""
-        most = max(1, self._settings.processes - 1)
-        used = Counter(name_of(version) for version in self._busy.values())
-        for waiter, version in list(self._waiting.items()):
-            model = name_of(version)
+        """Assign idle processes to the longest waiting requests that may have one."""
+        now = time.monotonic()
+        for waiter, claim in list(self._waiting.items()):
             if not self._idle:
                 return
-            if waiter.done() or used[model] >= most:
+            if waiter.done() or not self._sharing.may_start(claim, self._busy.values(), now):
                 continue
-            process = next((one for one in self._idle if one.has(version)), self._idle[0])
+            process = next((one for one in self._idle if one.has(claim.version)), self._idle[0])
             self._idle.remove(process)
             if not process.alive:
                 self._replace(process, "broken")
                 process = self._idle.pop()
-            self._busy[process] = version
-            used[model] += 1
+            claim.since = now
+            self._busy[process] = claim
             del self._waiting[waiter]
             waiter.set_result(process)
 
     def _give_back(self, process: _Process, lost: str | None) -> None:
         """Take a process back. `lost`: why it must be replaced, if it must."""
-        if self._busy.pop(process, None) is None:
+        claim = self._busy.pop(process, None)
+        if claim is None:
             return  # the pool was closed
+        self._sharing.ended(claim, time.monotonic())
         if lost is None:
             self._idle.append(process)
         else:
