@@ -25,6 +25,7 @@ from c2cserve.serving.controller.fleet import FleetSettings
 from c2cserve.serving.key_secrecy import choose_admin_key, hide_keys
 from c2cserve.serving.live_server import LiveServer, LiveSettings
 from c2cserve.serving.logs import setup_logging
+from c2cserve.serving.start_signals import StartSignals
 from c2cserve.terminal.option_groups import grouped
 from c2cserve.terminal.output import CliError
 
@@ -108,6 +109,7 @@ def serve(
 
 
 def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) -> None:
+    signals = StartSignals(reloads=bool(access.keys or access.usage_log or access.ssl_certfile))
     try:
         setup_logging("server", settings.log_level, settings.log_format)
         catalog = load_catalog(catalog_path, with_files=False)
@@ -117,7 +119,7 @@ def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) ->
     hide_keys()
     gate = open_gate(settings.server.api_keys, access)
     with _listen(settings.host, settings.port) as listener:
-        reason = uvloop.run(LiveServer(settings, catalog, tls, gate).run(listener))
+        reason = uvloop.run(LiveServer(settings, catalog, tls, gate, signals).run(listener))
     if reason is not None:
         raise CliError(reason)
 
