@@ -100,6 +100,15 @@ def test_pool_too_small_for_a_pinned_model(tmp_path: Path) -> None:
     assert len(message.splitlines()) == 1
 
 
+def test_a_pool_directory_that_takes_no_files(tmp_path: Path) -> None:
+    done = run_cli(
+        "serve", "--catalog", str(CATALOG), "--port", str(free_port()), "--pool-dir", "/proc",
+        "--slices", "1", "--gpu-slices", "none", timeout_s=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--pool-dir /proc: No such file" in done.stderr
+
+
 @contextmanager
 def waiting_for_a_hub(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
     """A start that waits for a hub which takes its connection and never answers."""

@@ -1,6 +1,7 @@
 """`c2cserve serve`: the options of a server, and the port it listens on."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Generator
 from pathlib import Path
@@ -33,6 +34,8 @@ from c2cserve.terminal.output import CliError
 FLEET, REQUESTS, CONNECTIONS, TEXT, SERVER = (
     FleetSettings(), RequestLimits(), ConnectionLimits(), TextSettings(), ServerSettings(),
 )  # fmt: skip
+
+_OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
 
 
 @grouped
@@ -134,7 +137,8 @@ def _listen(host: str, port: int) -> Generator[socket.socket]:
         try:
             listener.bind((host, port))
         except OSError as error:
+            option = "--port" if error.errno in _OF_PORTS else "--host"
             raise CliError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with {option}"
             ) from error
         yield listener

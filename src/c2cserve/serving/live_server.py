@@ -133,9 +133,8 @@ class LiveServer:
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         log.info(
-            "c2cserve %s on %s://%s:%d: %d models, %d failed, %d slices", self._instance,
-            "https" if self._tls else "http", settings.host, settings.port, len(models),
-            len(broken), len(slices),
+            "c2cserve %s on %s: %d models, %d failed, %d slices", self._instance,
+            self._url(listener), len(models), len(broken), len(slices),
         )  # fmt: skip
         keys = bool(settings.keys_file or settings.server.api_keys)
         for text in exposures(settings.server, settings.host, keys=keys):
@@ -145,6 +144,12 @@ class LiveServer:
         await serving
         await asyncio.to_thread(gateway.join)
         return reason
+
+    def _url(self, listener: socket.socket) -> str:
+        """Return where the server listens. The port is the listener's: port 0 asks for any."""
+        host = self._settings.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'https' if self._tls else 'http'}://{shown}:{listener.getsockname()[1]}"
 
     def _make_fleet(self, slices: Sequence[Slice]) -> Fleet:
         settings = self._settings
@@ -227,4 +232,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
-    return Pool(instance, directory, budget, listener)
+    try:
+        return Pool(instance, directory, budget, listener)
+    except OSError as error:
+        raise CliError(f"--pool-dir {directory}: {error.strerror}", 2) from error

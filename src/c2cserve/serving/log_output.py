@@ -32,8 +32,8 @@ class LogOutput(logging.Handler):
         self.lost = 0
         """Lines that were not written."""
         self._fd = fd
-        self._told = 0
-        """Lost lines that the log has told of."""
+        self._reported = 0
+        """Lost lines that the log itself has reported."""
         self._lines: deque[bytes] = deque()
         self._bytes = 0
         """Bytes in `_lines`, and of the line that is being written."""
@@ -51,7 +51,7 @@ class LogOutput(logging.Handler):
             return
         with self._changed:
             if self._thread is None:
-                self._told_or_lost(self.lost, self._write(line, self.lost - self._told))
+                self._note(self.lost, self._write(line, self.lost - self._reported))
             elif self._bytes + len(line) > _WAITING_BYTES_MAX:
                 self.lost += 1
             else:
@@ -70,10 +70,10 @@ class LogOutput(logging.Handler):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._lines)
-                line, lost, told = self._lines.popleft(), self.lost, self._told
-            written = self._write(line, lost - told)
+                line, lost, reported = self._lines.popleft(), self.lost, self._reported
+            written = self._write(line, lost - reported)
             with self._changed:
-                self._told_or_lost(lost, written)
+                self._note(lost, written)
                 self._bytes -= len(line)
                 self._changed.notify_all()
 
@@ -103,10 +103,10 @@ class LogOutput(logging.Handler):
             poll.poll()
             return 0
 
-    def _told_or_lost(self, lost: int, written: bool) -> None:
-        """Note what became of a line. `lost`: the lost lines that it told of, if it was written."""
+    def _note(self, lost: int, written: bool) -> None:
+        """Count a line as written or lost. `lost`: the lost lines that it reported if written."""
         if written:
-            self._told = lost
+            self._reported = lost
         else:
             self.lost += 1
 
