@@ -120,6 +120,8 @@ def waiting_for_a_hub(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[b
         (tmp_path / "pool").mkdir()
         with subprocess.Popen(
             [
+                # Whatever started the tests may ignore signals (`&` in a script, nohup).
+                "env", "--default-signal=INT,HUP",
                 sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(catalog),
                 "--port", str(free_port()), "--pool-dir", str(tmp_path / "pool"), "--slices", "1",
                 "--gpu-slices", "none", *args,
