@@ -2,6 +2,8 @@
 `c2cserve --help` is immediate and one command's dependencies never burden another."""
 
 import importlib
+import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -119,8 +121,17 @@ def app(args: Sequence[str] | None = None) -> None:
 
     A failure is one line on stderr; `--debug` (before the command) adds the traceback.
     """
+    _open_missing_streams()
     args = list(sys.argv[1:] if args is None else args)
     sys.exit(_run(args, debug="--debug" in args[:1]))
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null as each standard stream that was closed (`2>&-`). Otherwise the first sockets
+    and files would get their numbers, and what children write to stderr would go into them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
 
 
 def _run(args: list[str], *, debug: bool) -> int:
@@ -153,6 +164,8 @@ def _run(args: list[str], *, debug: bool) -> int:
 def _report(message: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what was logged comes before the last line
     line = " ".join(message.split())
     sys.stderr.write(f"c2cserve: {line}\n")
     return code

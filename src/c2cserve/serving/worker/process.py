@@ -85,7 +85,7 @@ def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket)
 
     name = f"c2cserve.{os.getppid()}.{share.uuid}"
     while True:
-        process = open_shared_process(name, serve, lambda: os._exit(1))
+        process = open_shared_process(name, serve, lambda: _end(1))
         if process is not None:
             serve(message, end)
             process.close()
@@ -108,7 +108,7 @@ def _serve(
         engine = make(world)
     except NoEngine as error:
         log.error("slice %s cannot start: %s", config.slice.id, error)
-        os._exit(_NO_ENGINE)
+        _end(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # objects that exist now stay: the collector need not visit them again
     failed = False
@@ -122,7 +122,7 @@ def _serve(
     world.stop()
     channel.drain(_LINGER_S)
     if failed:
-        os._exit(1)  # a GPU that failed can keep destructors waiting for ever
+        _end(1)  # a GPU that failed can keep destructors waiting for ever
 
 
 def _end(status: int) -> NoReturn:
