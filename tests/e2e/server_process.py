@@ -63,7 +63,9 @@ class ServerProcess:
         """`settled`: wait until every model is in the pool (it must have room for all). `files`:
         descriptors that the server may have open, as `ulimit -n` sets it. `wrapper`: a command
         that ends by executing the one that is appended to it. `admin_key`: what the server's
-        administrator is known by. `log`: beside `directory` if not given."""
+        administrator is known by. `log`: beside `directory` if not given.
+
+        Requests have patience: none is refused for what a busy machine makes it wait."""
         self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._wrapper = wrapper
         self._settled = settled
@@ -75,7 +77,8 @@ class ServerProcess:
         self.log = log or directory.parent / f"{directory.name}-{self.port}.log"
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
-            "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none", *args,
+            "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
+            "--patience", "1000", *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
