@@ -14,5 +14,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     """One undisturbed server with the specialists, for tests that only talk to it: who adds a model
     removes it. Its workers may be stopped for a while."""
     directory = tmp_path_factory.mktemp("e2e") / "pool"
-    with ServerProcess("--hang-timeout", "120", directory=directory) as process:
+    with ServerProcess(directory=directory) as process:
         yield process

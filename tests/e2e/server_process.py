@@ -65,7 +65,8 @@ class ServerProcess:
         that ends by executing the one that is appended to it. `admin_key`: what the server's
         administrator is known by. `log`: beside `directory` if not given.
 
-        Requests have patience: none is refused for what a busy machine makes it wait."""
+        A busy machine is no fault: no request is refused for what it waits, and no worker is taken
+        for hung within a minute, unless `args` say otherwise."""
         self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._wrapper = wrapper
         self._settled = settled
@@ -78,7 +79,7 @@ class ServerProcess:
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
             "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
-            "--patience", "1000", *args,
+            "--patience", "1000", "--burst", "1000", "--hang-timeout", "60", *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -208,7 +209,7 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def paused(pids: Sequence[int]) -> Generator[None]:
-    """These processes stand still meanwhile. Of workers: `--hang-timeout` must be long enough."""
+    """These processes stand still meanwhile. Of workers: `--hang-timeout` must be long enough (a minute unless given)."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:

@@ -65,9 +65,7 @@ def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
-    with ServerProcess(
-        "--hang-timeout", "120", directory=tmp_path / "pool", slices=1
-    ) as server:  # fmt: skip
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
 
         async def scenario() -> tuple[list[str], int]:
             streams = asyncio.create_task(all_streams(server.url, 8, 400))

@@ -58,7 +58,7 @@ def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(
         "--head-timeout", "2", "--body-timeout", "2", "--idle-timeout", "2.5",
         "--send-timeout", "2",
-        "--max-connections", "4", "--hang-timeout", "120",
+        "--max-connections", "4",
         directory=tmp_path_factory.mktemp("strict") / "pool", slices=1,
     ) as server:  # fmt: skip
         yield server
