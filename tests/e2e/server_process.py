@@ -209,7 +209,7 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def paused(pids: Sequence[int]) -> Generator[None]:
-    """These processes stand still meanwhile. Of workers: `--hang-timeout` must be long enough (a minute unless given)."""
+    """These processes stand still meanwhile: workers for less than `--hang-timeout`."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     try:
