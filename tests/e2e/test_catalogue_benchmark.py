@@ -17,7 +17,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[st
         "tiny-llama:1,tiny-tied:1,tiny-moe:1", "--work", str(tmp_path), "--pool-dir",
         str(tmp_path), "--out", str(out), *arguments,
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     return done, json.loads(out.read_text())["results"]
 
 

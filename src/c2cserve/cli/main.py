@@ -42,9 +42,7 @@ def _named(command: Any, name: str) -> Any:
 COMMANDS = {
     "serve": Lazy("c2cserve.cli.serve", "serve", "Serve a catalogue of models over HTTP."),
     "demo": Lazy("c2cserve.cli.demo", "demo", "Serve small built-in models and check answers."),
-    "worker": Lazy(
-        "c2cserve.serving.worker.process", "worker", "Run one slice (started by serve)."
-    ),
+    "worker": Lazy("c2cserve.serving.worker.process", "worker", "Run slices (started by serve)."),
     "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
     "keys": Lazy("c2cserve.cli.keys", "app", "Make, list and revoke API keys; show their usage."),
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),

@@ -1,12 +1,14 @@
 """A member's slice runs in the GPU's shared process, and they abort together."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import msgspec
 import pytest
 
 from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.serving.ipc.channel import Channel as WorkerChannel
+from c2cserve.serving.controller.workers import Spawned, Spawner
 from c2cserve.serving.ipc.messages import WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
@@ -162,23 +164,27 @@ def test_a_shared_process_that_dies_ends_its_members(
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
 def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
-    tmp_path: Path, channels: list[Channel]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    workers: list[subprocess.Popen[bytes]] = []
     pages: list[StatusPage] = []
-    told: list[tuple[Channel, bytes]] = []
-    for part, (mine, its) in enumerate(channels[:2]):
-        pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
-        share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
-        cpus = tuple(os.sched_getaffinity(0))
-        slice_ = Slice(f"gpu0.{part}", "green", cpus, slab_bytes=16 << 20, gpu=share)
-        config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
-        command = [sys.executable, "-m", "c2cserve.cli.main", "worker"]
-        workers.append(subprocess.Popen(command, stdin=its.fileno(), stderr=subprocess.PIPE))
-        told.append((mine, msgspec.json.encode(config)))
-    for mine, config in told:  # once both are there
-        WorkerChannel(mine).send(config)
-    said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
+    with closing(Spawner(60.0)) as spawner:
+        workers = [taken(spawner) for _ in range(2)]
+        for part, worker in enumerate(workers):  # once both are there
+            pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
+            share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
+            cpus = tuple(os.sched_getaffinity(0))
+            slice_ = Slice(f"gpu0.{part}", "green", cpus, slab_bytes=16 << 20, gpu=share)
+            config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
+            worker.channel.send(msgspec.json.encode(config))
+        statuses = [worker.process.wait() for worker in workers]
+        for worker in workers:
+            worker.end()
     # The shared process exits with 3 and its member with 1; a later one becomes another shared one.
-    assert sorted(worker.returncode for worker in workers) in ([1, 3], [3, 3])
-    assert any("cannot start: torch finds no GPU" in text for text in said)
+    assert sorted(statuses) in ([1, 3], [3, 3])
+    assert "cannot start: torch finds no GPU" in capfd.readouterr().err
+
+
+def taken(spawner: Spawner) -> Spawned:
+    while (spawned := spawner.take()) is None:
+        assert select.select([spawner.awaited_fd], [], [], 60.0)[0], "no answer"
+    return spawned

@@ -19,7 +19,7 @@ from c2cserve.core.machine import Slice
 from c2cserve.serving.controller import fleet as fleets
 from c2cserve.serving.controller.fleet import Fleet, FleetDown, FleetSettings
 from c2cserve.serving.controller.reserve import Reserve
-from c2cserve.serving.controller.workers import Spawned, Worker, first_config, spawn
+from c2cserve.serving.controller.workers import Spawned, Worker, first_config
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.messages import Quit
 from c2cserve.serving.ipc.status_page import Field, StatusPage
@@ -52,9 +52,14 @@ class SlowToDie:
 
 
 class NoSpawner:
-    def take(self) -> None: ...
+    awaited_fd = None
 
-    def keep_spare(self) -> None: ...
+    def __init__(self, timeout_s: float) -> None: ...
+
+    def take(self) -> object:
+        return object()
+
+    def keep_ready(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -82,6 +87,21 @@ def test_a_slice_waits_for_its_last_worker_and_the_controller_does_not(fleet: Fl
     assert worker.closed
     assert fleet.slots["s0"].state == "up"
     assert len(SlowToDie.made) == 2
+
+
+def test_a_slice_waits_for_its_process_and_the_controller_does_not(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming: list[object] = [None, None, object()]
+    monkeypatch.setattr(NoSpawner, "take", lambda _: coming.pop(0))
+    slot = fleet.slots["s0"]
+    for now in (0.0, 1.0):
+        fleet.start_due(now)
+        assert (slot.state, slot.restarts) == ("starting", 0)
+    assert SlowToDie.made == []
+    fleet.start_due(2.0)
+    assert slot.state == "up"
+    assert slot.started_s == 2.0
 
 
 def test_one_on_its_way_out_is_dead_at_once(fleet: Fleet) -> None:
@@ -175,13 +195,6 @@ def test_a_lack_of_descriptors_is_no_workers_death(spawned: Spawned) -> None:
         assert spawned.ending
 
 
-def test_what_cannot_be_spawned_leaves_nothing_behind() -> None:
-    before = os.listdir("/proc/self/fd")
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        spawn()
-    assert os.listdir("/proc/self/fd") == before
-
-
 def test_the_reserve_is_lent_and_kept() -> None:
     reserve = Reserve(4)
     held = len(os.listdir("/proc/self/fd"))
@@ -204,18 +217,19 @@ class Starved(NoSpawner):
 
     starved = True
 
-    def take(self) -> None:
+    def take(self) -> object:
         if self.starved:
             raise OSError(errno.EMFILE, "Too many open files")
+        return object()
 
-    def keep_spare(self) -> None:
+    def keep_ready(self) -> None:
         self.take()
 
 
 @pytest.fixture
 def starved(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(Starved, "starved", True)
-    monkeypatch.setattr(fleet, "_spawner", Starved())
+    monkeypatch.setattr(fleet, "_spawner", Starved(1.0))
     return fleet
 
 
@@ -262,7 +276,7 @@ def test_once_up_a_slice_is_started_again_for_ever(
     assert starved.outage(now + outage.retry_s) is None
 
 
-def test_a_spare_that_cannot_start_is_tried_again(
+def test_a_fork_server_that_cannot_start_is_tried_again(
     starved: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Starved, "starved", False)

@@ -140,8 +140,11 @@ class ControllerWorld:
                 poller.register(slot.worker.pidfd, select.POLLIN)
                 if not slot.worker.channel.closed:
                     poller.register(slot.worker.channel, slot.worker.channel.interest)
+        if (awaited := self._fleet.awaited_fd) is not None:
+            poller.register(awaited, select.POLLIN)
         ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
-        if any(slot.worker and slot.worker.pidfd in ready for slot in self._fleet.slots.values()):
+        slots = self._fleet.slots.values()
+        if awaited in ready or any(one.worker and one.worker.pidfd in ready for one in slots):
             self._checked_s = 0.0
 
     def _collect(self, events: list[ClusterEvent]) -> None:

@@ -1,12 +1,14 @@
-"""`c2cserve worker`: one slice's process, started by `c2cserve serve`."""
+"""`c2cserve worker`: the fork server of `c2cserve serve`, and one slice's process."""
 
 import ctypes
+import errno
 import gc
 import logging
 import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.forks import PID
 from c2cserve.serving.ipc.messages import Measured, WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
@@ -43,20 +46,90 @@ processes use too. With equal priority, each hop of a request between those proc
 a step."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
+_ORPHAN_POLL_S = 0.0005
 _NO_ENGINE = 3
 """Exit status when the slice's hardware, or a library that it needs, is missing."""
 
 
 def worker() -> None:
-    """Run one worker. Its standard input is its channel; the first message is its configuration.
-    The process ends with its server."""
-    _die_with(os.getppid())
-    # Before the configuration is read: a spare process has then done the slow part in advance.
+    """Start workers until the server ends: each is a fork of this process, which has imported what
+    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`."""
+    server = os.getppid()
+    _die_with(server)
+    # This is the slow part of a worker's start.
+    from c2cserve.serving.worker import engine_host as engine_host
+
+    gc.collect()
+    gc.freeze()  # a collection writes to objects, and pages that are written to are not shared
+    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    while True:
+        asked, ends, _, _ = socket.recv_fds(control, 1, 1)
+        if not asked:
+            _end(0)
+        answer = _fork()
+        if answer == 0:
+            control.close()
+            os.dup2(ends[0], sys.stdin.fileno())
+            os.close(ends[0])
+            os.setpgid(0, 0)  # a terminal's ctrl-C is for the server, which drains first
+            _die_with(server)
+            _serve_slice()
+        os.close(ends[0])
+        control.send(PID.pack(answer))
+
+
+def _fork() -> int:
+    """Fork, leaving the child to the server. Return the child's process id or minus an errno, and 0
+    in the child."""
+    readable, writable = os.pipe()
+    try:
+        middle = os.fork()
+    except OSError as error:
+        os.close(readable)
+        os.close(writable)
+        return -_errno(error)
+    if middle == 0:
+        return _fork_and_end(writable, readable)
+    os.close(writable)
+    os.waitpid(middle, 0)
+    answer = os.read(readable, PID.size)
+    os.close(readable)
+    return PID.unpack(answer)[0] if answer else -errno.EAGAIN
+
+
+def _fork_and_end(writable: int, readable: int) -> int:
+    """Fork, write the child's process id or minus an errno, and end. Return 0 in the child, once it
+    is an orphan."""
+    middle = os.getpid()
+    try:
+        answer = os.fork()
+    except OSError as error:
+        answer = -_errno(error)
+    if answer != 0:
+        os.write(writable, PID.pack(answer))
+        os._exit(0)
+    os.close(readable)
+    os.close(writable)
+    while os.getppid() == middle:
+        time.sleep(_ORPHAN_POLL_S)
+    return 0
+
+
+def _errno(error: OSError) -> int:
+    return error.errno or errno.EAGAIN
+
+
+def _serve_slice() -> NoReturn:
+    """Serve one slice, and end this process. The standard input is its channel; the first message
+    is its configuration."""
     from c2cserve.serving.worker.engine_host import WorkerEngine
 
     end = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
     channel = Channel(end)
-    message = channel.next()
+    try:
+        message = channel.next()
+    except EOFError:  # the server has no use for this worker any more
+        _end(0)
     config = msgspec.json.decode(message, type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
