@@ -17,7 +17,7 @@ from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.gpu import driver
-from c2cserve.kernels.ops import Drawn
+from c2cserve.kernels.ops import SampledTokens
 from c2cserve.memory.segment import Segment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "engine"))
@@ -126,5 +126,5 @@ def on_gpu(gpu: GpuParts) -> Lane:
     return Lane(gpu.ops, arena=gpu.arena, to_device=gpu.to_device)
 
 
-def no_sampler(logits: Tensor, rows: object) -> Drawn:
+def no_sampler(logits: Tensor, rows: object) -> SampledTokens:
     raise AssertionError("greedy rows are the GPU's")

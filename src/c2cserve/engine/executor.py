@@ -42,7 +42,7 @@ from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.run import Run, Work
 from c2cserve.engine.sequences import Sequence, build_batch
-from c2cserve.kernels.ops import Draw, Drawn, Ops
+from c2cserve.kernels.ops import Ops, Sample, SampledTokens
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Executor:
         """Do all of a step that can fail. What it raises fails this step alone."""
         source = self._take_parts(run)
         if not run.parts:
-            return Drawn([], [])
+            return SampledTokens([], [])
         decoder = self._models.get(run.step.model)
         if decoder is None:
             raise RuntimeError(f"{run.step.model} is not attached to this slice")
@@ -246,7 +246,7 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(self, run: Run, logits: Tensor) -> Draw:
+    def _sample(self, run: Run, logits: Tensor) -> Sample:
         rows: list[int] = []
         row = 0
         for part, seq in zip(run.parts, run.seqs, strict=True):
@@ -314,7 +314,7 @@ class Executor:
             self._complete(run)
 
     def _complete(self, run: Run) -> None:
-        tokens: Drawn | None = None
+        tokens: SampledTokens | None = None
         try:
             if run.sample is not None:
                 tokens = run.sample.collect()
@@ -354,7 +354,7 @@ class Executor:
 
     # ---- sampled tokens -------------------------------------------------------------------------
 
-    def _record(self, run: Run, tokens: Drawn) -> None:
+    def _record(self, run: Run, tokens: SampledTokens) -> None:
         for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
             if seq.lost or not self._holds(seq):
                 continue

@@ -17,7 +17,7 @@ from c2cserve.core.request import (
 )
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
-from c2cserve.kernels.ops import Draw, RowSampling
+from c2cserve.kernels.ops import RowSampling, Sample
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Sequence:
     """`Ops.chains` holds for its rows."""
     in_flight: int = 0
     """Tokens that steps sample which are not collected yet."""
-    sample: Draw | None = None
+    sample: Sample | None = None
     """The sample of the last of these steps, which has the token in its row `row`."""
     row: int = 0
 

@@ -72,7 +72,7 @@ def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(
     for _ in range(3000):
         world.tick()
         late.finish()
-        if not late.draws and all(world.ended(name) for name in jobs if name not in gone):
+        if not late.samples and all(world.ended(name) for name in jobs if name not in gone):
             break
     for name in jobs.keys() - gone:
         assert (world.tokens(name), world.ended(name)) == alone(models, jobs[name])
@@ -96,10 +96,10 @@ def test_a_stop_costs_one_step_and_a_limit_none(models: dict[str, LateModel]) ->
         world = World(models, 64, 512, late)
         world.submit(one)
         drawn = 0
-        while not world.ended("a") or late.draws:
-            before = len(late.draws)
+        while not world.ended("a") or late.samples:
+            before = len(late.samples)
             world.tick()
-            drawn += len(late.draws) - before
+            drawn += len(late.samples) - before
             late.finish()
         assert world.tokens("a") == text[: last + 1]
         assert drawn == rows
@@ -207,7 +207,7 @@ def test_a_draw_that_is_lost_fails_its_step_and_what_read_it(bench: Bench) -> No
     bench.add("b")
     bench.step(("a", 0, 7))
     bench.step(("a", 7, 1))
-    bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
+    bench.ops.samples[0].fault = RuntimeError("a copy went wrong")
     bench.land(2)
     first, second = bench.events
     assert isinstance(first, StepFailed)
@@ -241,11 +241,11 @@ def test_parts_are_built_anew_before_anything_else_runs(models: dict[str, LateMo
     bench = Bench(models["llama"], renew=lambda: told.append(len(bench.events)))
     bench.add("a")
     bench.step(("a", 0, 7))
-    bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
+    bench.ops.samples[0].fault = RuntimeError("a copy went wrong")
     bench.land()
     assert (told, len(bench.events)) == ([0], 1)
     bench.step(("a", 7, 1))
-    assert len(bench.ops.draws) == 0, "what begins where it was is left out"
+    assert len(bench.ops.samples) == 0, "what begins where it was is left out"
     bench.step(("a", 0, 7))
     bench.land()
     assert len(bench.tokens("a")) == 1
@@ -258,7 +258,7 @@ def test_a_fatal_draw_is_raised(models: dict[str, LateModel]) -> None:
     bench = Bench(models["llama"], fatal=Lost)
     bench.add("a")
     bench.step(("a", 0, 7))
-    bench.ops.draws[0].fault = Lost()
+    bench.ops.samples[0].fault = Lost()
     with pytest.raises(Lost):
         bench.land()
 

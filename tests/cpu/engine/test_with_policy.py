@@ -205,7 +205,7 @@ def test_requests_that_do_not_fit_at_once_take_turns_and_compute_nothing_twice(
     for _ in range(600):
         before = world.computed
         world.tick()
-        if late is not None and (len(late.draws) > 1 or world.computed == before):
+        if late is not None and (len(late.samples) > 1 or world.computed == before):
             late.finish()  # one is always under way, unless the policy waits for it
     for one in jobs:
         alone = World(models, 64, 512)
