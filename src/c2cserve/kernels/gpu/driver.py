@@ -153,7 +153,7 @@ def enable_peer(device: int, peer: int) -> None:
     """Let kernels on `device` read `peer`'s memory. torch does it for the process, with its first
     copy between the two (to do it again by hand leaves an error behind). Raises `CudaError`."""
     if not torch.cuda.can_device_access_peer(device, peer):
-        raise CudaError(f"GPU {device} can not read GPU {peer}'s memory: no peer access")
+        raise CudaError(f"GPU {device} cannot read GPU {peer}'s memory: no peer access")
     torch.zeros(1, device=f"cuda:{peer}").to(f"cuda:{device}")
     torch.zeros(1, device=f"cuda:{device}").to(f"cuda:{peer}")
     torch.cuda.synchronize(device)

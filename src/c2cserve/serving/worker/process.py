@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -28,6 +29,7 @@ from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
 from c2cserve.serving.worker.world import Quitting, WorkerWorld
+from c2cserve.terminal.output import CliError
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -49,7 +51,9 @@ _NO_ENGINE = 3
 
 def worker() -> None:
     """Run one worker. Its standard input is its channel; the first message is its configuration.
-    The process ends with its server."""
+    The process ends with its server. Raises CliError if a person has started it."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        raise CliError("a worker is started by `c2cserve serve`, which talks to it", 2)
     _die_with(os.getppid())
     # Before the configuration is read: a spare process has then done the slow part in advance.
     from c2cserve.serving.worker.engine_host import WorkerEngine

@@ -57,7 +57,7 @@ def pages_of(rows: TokenRows, block_bytes: int) -> Pages:
     offsets = table[np.arange(table.shape[1]) < counts[:, None]]
     unit = int(np.gcd.reduce(offsets, initial=block_bytes))
     if unit % _ALIGNMENT or int(offsets.max()) // unit >= _NUMBERS:
-        raise ValueError(f"blocks can not be numbered by {unit} bytes")
+        raise ValueError(f"blocks cannot be numbered by {unit} bytes")
     page_starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=page_starts[1:])
     begin, end = int(starts[first]), int(starts[stop])

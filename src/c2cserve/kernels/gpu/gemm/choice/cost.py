@@ -62,7 +62,7 @@ class Question:
         if self.home not in get_args(Home):
             raise ValueError(f"home must be one of {', '.join(get_args(Home))}, not {self.home}")
         if self.neighbours < 0 or self.experts < 0:
-            raise ValueError("neighbours and experts can not be negative")
+            raise ValueError("neighbours and experts cannot be negative")
         if not min(1, self.experts) <= self.top_k <= self.experts:
             raise ValueError(f"top_k must be within 1 and experts, not {self.top_k}")
 
