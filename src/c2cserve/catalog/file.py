@@ -80,7 +80,9 @@ def _read(path: Path) -> tuple[str, dict[str, object]]:
         text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError as error:
         raise CatalogError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CatalogError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise CatalogError(f"{path}: cannot be read: {error}") from error
     try:
         return text, tomllib.loads(text)

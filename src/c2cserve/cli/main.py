@@ -1,7 +1,9 @@
 """`c2cserve`: the command line. A command's module is imported when that command runs, so
 `c2cserve --help` is immediate and one command's dependencies never burden another."""
 
+import errno
 import importlib
+import inspect
 import logging
 import os
 import sys
@@ -28,14 +30,22 @@ class Lazy:
     def load(self, command: str) -> Any:
         target = getattr(importlib.import_module(self.module), self.name)
         if isinstance(target, typer.Typer):
-            return _named(typer.main.get_command(target), command)
+            return _named(_unwrapped(typer.main.get_command(target)), command)
         single = typer.Typer(add_completion=False)
         single.command(command)(target)
-        return typer.main.get_command(single)
+        return _unwrapped(typer.main.get_command(single))
 
 
 def _named(command: Any, name: str) -> Any:
     command.name = name
+    return command
+
+
+def _unwrapped(command: Any) -> Any:
+    """Join the lines of each paragraph of the help: the terminal's width breaks them anew."""
+    for one in (command, *getattr(command, "commands", {}).values()):
+        paragraphs = inspect.cleandoc(one.help or "").split("\n\n")
+        one.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     return command
 
 
@@ -114,6 +124,9 @@ def version() -> None:
     sys.stdout.write(f"c2cserve {__version__}\n")
 
 
+_WHERE = "(c2cserve --debug shows where)"
+
+
 def app(args: Sequence[str] | None = None) -> None:
     """Run a command and end the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
@@ -153,10 +166,22 @@ def _run(args: list[str], *, debug: bool) -> int:
         # The reader of our output (head, less) has ended.
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _discard_output()
+            return _report(f"the output cannot be written: {error.strerror}", 1, debug=debug)
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"OSError: {error}"
+        return _report(f"{what} {_WHERE}", 1, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last stop: every failure is one clear line
-        kind = type(error).__name__
-        return _report(f"{kind}: {error} (c2cserve --debug shows where)", 1, debug=debug)
+        return _report(f"{type(error).__name__}: {error} {_WHERE}", 1, debug=debug)
     return result if isinstance(result, int) else 0
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter would fail on it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _report(message: str, code: int, *, debug: bool) -> int:

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -71,7 +71,10 @@ PoolDir = Annotated[Path, typer.Option(help="Shared-memory filesystem for the po
 RecordFile = Annotated[
     Path | None, typer.Option("--record", help="Write every event and action to this file.")
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(case_sensitive=False, help="The least that is logged."),
+]
 LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="json or text.")]
 HangTimeout = Annotated[
     float, typer.Option(min=0.1, help="Seconds without a sign of life before a worker is replaced.")

@@ -97,7 +97,7 @@ def test_it_has_its_time(
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (Refused("reads nothing"), "this GPU can not be measured: reads nothing"),
+        (Refused("reads nothing"), "this GPU cannot be measured: reads nothing"),
         (OSError("out of paper"), "OSError: out of paper"),
     ],
 )

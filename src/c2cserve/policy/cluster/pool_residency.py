@@ -54,7 +54,7 @@ class ModelBook:
     @property
     def unloadable(self) -> str:
         """Why its requests fail after a load that did."""
-        return f"{self.spec.name} can not be loaded: {self.error}"
+        return f"{self.spec.name} cannot be loaded: {self.error}"
 
     def arrived(self) -> None:
         """All of it is in the pool."""

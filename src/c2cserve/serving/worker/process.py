@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -31,6 +32,7 @@ from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
 from c2cserve.serving.worker.world import Quitting, WorkerWorld
+from c2cserve.terminal.output import CliError
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -53,7 +55,10 @@ _NO_ENGINE = 3
 
 def worker() -> None:
     """Start workers until the server ends: each is a fork of this process, which has imported what
-    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`."""
+    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`. Raises
+    CliError if a person has started it."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        raise CliError("a worker is started by `c2cserve serve`, which talks to it", 2)
     server = os.getppid()
     _die_with(server)
     # This is the slow part of a worker's start.

@@ -140,8 +140,8 @@ def find_nvcc() -> str:
         if place and Path(place).is_file():
             return place
     raise BuildError(
-        "no CUDA compiler (nvcc 13): `pip install 'c2cserve[gpu]'`, or install the CUDA toolkit,"
-        " or set CUDA_HOME, and run `c2cserve kernels build` again"
+        "no CUDA compiler (nvcc 13): `pip install '.[gpu]'` in the checkout, or install the CUDA"
+        " toolkit, or set CUDA_HOME, and run `c2cserve kernels build` again"
     )
 
 
