@@ -6,6 +6,7 @@ Both worlds, the live server and the simulation, get the requests of `requests` 
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 from typing import Any, Literal
 
@@ -87,21 +88,25 @@ class Cell:
 
 def parse_cells(text: str) -> list[Cell]:
     """Parse `ARENA:RATE,...`, where ARENA is GB, `GB+LENT` or `all`. Raises ValueError."""
-    cells: list[Cell] = []
-    for one in text.split(","):
-        try:
-            size, rate = one.split(":")
-            own, _, lent = size.partition("+")
-            own_bytes = None if own == "all" else round(float(own) * 1e9)
-            arena = Arena(size, own_bytes, round(float(lent or 0) * 1e9))
-            cells.append(Cell(arena, float(rate)))
-        except ValueError:
-            raise ValueError(
-                f"{one!r} is not a cell: use GB:RATE, GB+LENT:RATE or all:RATE"
-            ) from None
-        if cells[-1].rate <= 0 or arena.lent_bytes < 0 or (own_bytes or 1) <= 0:
-            raise ValueError(f"{one!r} is not a cell: rates and sizes are greater than 0")
-    return cells
+    return [_cell(one) for one in text.split(",")]
+
+
+def _cell(text: str) -> Cell:
+    try:
+        size, rate = text.split(":")
+        own, plus, lent = size.partition("+")
+        own_bytes = None if own == "all" else round(_positive(own) * 1e9)
+        lent_bytes = round(_positive(lent) * 1e9) if plus else 0
+        return Cell(Arena(size, own_bytes, lent_bytes), _positive(rate))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a cell: use GB:RATE, GB+LENT:RATE or all:RATE") from None
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0.0 < number < inf:
+        raise ValueError(f"{text} is not a number greater than 0")
+    return number
 
 
 def popularity(models: int) -> list[float]:

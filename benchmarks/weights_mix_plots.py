@@ -8,6 +8,7 @@ import matplotlib as mpl
 import matplotlib.pyplot as plt
 from gemm_plot_style import panels
 from matplotlib.axes import Axes
+from matplotlib.patches import Patch
 
 _WORLDS = {"live": "#1f77b4", "simulated": "#ff7f0e"}
 _BAR = 0.38
@@ -40,10 +41,10 @@ def plot_mix(found: Sequence[Mapping[str, Any]], folder: Path) -> Path:
             target = found[-1]["results"]["slo"][_TARGETS[name]]
             own.axvline(factor * target, linestyle="--", color="#999999", linewidth=1)
         else:
-            own.set_xlim(0, 100)
-    for world, colour in _WORLDS.items():
-        axes[0].barh([], [], color=colour, label=world)
-    figure.legend(loc="outside lower left", ncols=len(_WORLDS), fontsize=8)
+            own.set_xlim(0, 112)  # figures stand right of their bars
+    axes[0].set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
+    worlds = [Patch(color=colour, label=world) for world, colour in _WORLDS.items()]
+    figure.legend(handles=worlds, loc="outside lower left", ncols=len(worlds), fontsize=8)
     figure.supxlabel(_said(found[-1]), x=0.99, ha="right", fontsize=7, color="#666666")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "weights_mix.png"
@@ -61,7 +62,7 @@ def _panel(axes: Axes, rows: Rows, name: str, factor: float) -> None:
                 axes.barh(place + offset, factor * value, _BAR, color=colour)
                 text = f" {factor * value:.3g}"
                 axes.annotate(text, (factor * value, place + offset), va="center", fontsize=6)
-    axes.set_yticks(range(len(rows)), [_label(row) for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [""] * len(rows))
     axes.invert_yaxis()
     axes.grid(visible=True, axis="x", alpha=0.3)
 
