@@ -42,14 +42,14 @@ class Checkpoints:
         """Check the memory, and the folders of checkpoints and pool. `memory_gib` is what host
         memory may become where it grows with use; it is used for a moment. Raises Refused."""
         pool_bytes, new_bytes = self.made.bytes + POOL_SLACK, self._new_bytes
-        in_memory = pool_bytes + new_bytes + self.beside_bytes
+        folder = next(one for one in (self.folder, *self.folder.parents) if one.is_dir())
+        together = folder.stat().st_dev == self.pool_dir.stat().st_dev
+        both = pool_bytes + new_bytes
+        in_memory = self.beside_bytes + (both if together else pool_bytes)
         memory = memory_bytes()["MemAvailable"]
         if memory_gib is not None:
             memory = int(memory_gib * (1 << 30))
         _check("host memory", memory, in_memory)
-        folder = next(one for one in (self.folder, *self.folder.parents) if one.is_dir())
-        together = folder.stat().st_dev == self.pool_dir.stat().st_dev
-        both = pool_bytes + new_bytes
         for path, size in ((self.pool_dir, pool_bytes), (folder, new_bytes)):
             _check(str(path), shutil.disk_usage(path).free, both if together else size)
         if memory_gib is not None:

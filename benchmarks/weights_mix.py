@@ -22,45 +22,17 @@ machine's profile, or from those known of its GPU. --tiny has tiny models, and a
 """
 
 import argparse
-import contextlib
 import json
-import shlex
-import shutil
-import subprocess
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from catalogue_files import Pick
-from catalogue_server import ServerFailed
-from gpu_models import weight_bytes
-from mix_checkpoints import POOL_SLACK, Checkpoints
-from mix_live import LiveArena
-from mix_load import FULL, SLO, TINY, Answer, Arena, Cell, figures, parse_cells, requests, warm_up
-from mix_machine import (
-    IMAGINED,
-    Host,
-    Refused,
-    earlier_machine,
-    imagined_machine,
-    this_machine,
-)
-from mix_simulated import simulate, simulated_models
-from mix_times import Times, read_times
-from report import report
+from mix_load import FULL, TINY, parse_cells
+from mix_machine import IMAGINED, Refused
+from mix_run import Run, line_of
 
-from c2cserve.core.machine import Slice
 from c2cserve.devices.gpus import GpuProblem
-
-_RESERVE = 6 << 30
-"""Host memory of processes."""
-_BETWEEN_S = 10.0
-"""Before and after the requests of a seed, about."""
-_ROOMY = 4
-"""An arena so many times the largest model keeps a model's weights beside its KV for certain."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -76,43 +48,68 @@ def main(arguments: Sequence[str] | None = None) -> None:
             run.again(json.loads(given.again.read_text())) if given.again else run.all()
         except (Refused, GpuProblem) as error:
             raise SystemExit(f"weights_mix: {error}") from error
-        except (ServerFailed, ValueError, OSError, subprocess.SubprocessError) as error:
-            run.results["failed"] = f"{type(error).__name__}: {error}"
+        except (ValueError, OSError) as error:
+            run.results["failed"]["run"] = f"{type(error).__name__}: {error}"
         except KeyboardInterrupt:
-            run.results["failed"] = "interrupted"
+            run.results["failed"]["run"] = "interrupted"
         run.keep()
     _show(run.results)
-    if "failed" in run.results:
-        raise SystemExit(f"weights_mix: {run.results['failed']}")
+    if failed := run.results["failed"]:
+        raise SystemExit("\n".join(f"{what}: {why}" for what, why in failed.items()))
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-    add("--cells", help="ARENA:RATE,...; default: 11 cells, those that the machine can do")
-    add("--seeds", default="1,2", help="of requests; their answers are pooled")
-    add("--requests", type=int, default=150, help="of a cell, all seeds together")
+    parser.add_argument(
+        "--cells", help="ARENA:RATE,...; default: 11 cells, those that the machine can do"
+    )
+    parser.add_argument("--seeds", default="1,2", help="of requests; their answers are pooled")
+    parser.add_argument("--requests", type=int, default=150, help="of a cell, all seeds together")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--simulate-only", action="store_true", help="no server, no checkpoints")
     only.add_argument("--live-only", action="store_true")
-    add("--tiny", action="store_true", help="tiny models on a CPU slice")
-    add("--gpu", choices=IMAGINED, help="simulate this GPU instead of the machine's")
-    add("--profile", type=Path, help="speeds to simulate by; default: this machine's")
-    add("--times", type=Path, metavar="FILE", help="step times of an earlier result")
-    add("--again", type=Path, metavar="FILE", help="an earlier result to simulate anew")
-    add("--host-kv-bytes", type=int, help="for paused requests; default: 4 GB, tiny: 64 MB")
-    add("--answer-s", type=float, default=60.0, help="how long a request is waited for")
-    add("--ready-s", type=float, default=240.0, help="for a server to come up")
-    add("--budget-s", type=float, default=540.0, help="no live cell begins that would end after it")
-    add("--memory-gib", type=float, help="what host memory may become where it grows with use")
-    add("--work", type=Path, metavar="DIR", help="keep checkpoints here for the next run")
-    add("--pool-dir", type=Path, default=Path("/dev/shm"))
-    add("--serve", default="", help="more arguments of `c2cserve serve`, one string")
-    add("--out", type=Path, help="JSON, written after every cell; logs of servers beside it")
-    add("--plot", type=Path, nargs="+", metavar="FILE", help="draw earlier results, no GPU")
-    add("--images", type=Path, default=Path("docs/images"), help="of --plot")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a CPU slice")
+    parser.add_argument(
+        "--gpu", choices=IMAGINED, help="simulate this GPU instead of the machine's"
+    )
+    parser.add_argument(
+        "--profile", type=Path, help="speeds to simulate by; default: this machine's"
+    )
+    parser.add_argument(
+        "--times", type=Path, metavar="FILE", help="step times of an earlier result"
+    )
+    parser.add_argument(
+        "--again", type=Path, metavar="FILE", help="an earlier result to simulate anew"
+    )
+    parser.add_argument(
+        "--host-kv-bytes", type=int, help="for paused requests; default: 4 GB, tiny: 64 MB"
+    )
+    parser.add_argument(
+        "--answer-s", type=float, default=60.0, help="how long a request is waited for"
+    )
+    parser.add_argument("--ready-s", type=float, default=240.0, help="for a server to come up")
+    parser.add_argument(
+        "--budget-s", type=float, default=540.0, help="no live cell begins that would end after it"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, help="what host memory may become where it grows with use"
+    )
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep checkpoints here for the next run"
+    )
+    parser.add_argument("--pool-dir", type=Path, default=Path("/dev/shm"))
+    parser.add_argument(
+        "--serve", default="", help="more arguments of `c2cserve serve`, one string"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="JSON, written after every cell; logs of servers beside it"
+    )
+    parser.add_argument(
+        "--plot", type=Path, nargs="+", metavar="FILE", help="draw earlier results, no GPU"
+    )
+    parser.add_argument("--images", type=Path, default=Path("docs/images"), help="of --plot")
     given = parser.parse_args(arguments)
     if given.gpu and not given.simulate_only:
         parser.error("--gpu is for --simulate-only")
@@ -139,227 +136,11 @@ def _was_tiny(path: Path) -> bool:
         raise ValueError(f"{path} is no earlier result: {error}") from error
 
 
-class Run:
-    """One run over all cells; `results` are complete up to where it came."""
-
-    def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
-        self._given, self._scratch = given, scratch
-        self._began_s = time.monotonic()
-        self._made: Pick = given.mix.pick()
-        self._models = simulated_models(self._made)
-        self._names = [entry.id for entry in self._made.entries]
-        self._times: Times | None = None
-        self.results: dict[str, Any] = {"rows": [], "refused": {}, "not_run": []}
-
-    def all(self) -> None:
-        """Run every cell that the machine can do. Raises Refused if it can do none, ServerFailed,
-        ValueError, OSError."""
-        given = self._given
-        host = self._host()
-        if given.times is not None:
-            self._times = read_times(json.loads(given.times.read_text())["results"])
-        slices = self._plan(host)
-        sizes = {shape: weight_bytes(shape, n) for shape, n in self._made.shapes.items()}
-        self.results |= {
-            "host": host.described(), "slo": {"ttft_s": SLO.ttft_s, "tpot_s": SLO.tpot_s},
-            "catalogue": {"models": self._names, "bytes": self._made.bytes, "weight_bytes": sizes},
-        }  # fmt: skip
-        arenas = sorted(slices, key=lambda arena: -(slices[arena].kv_bytes))
-        if not given.simulate_only:
-            catalog = self._catalogue()
-            for arena in arenas:
-                self._live(host, catalog, arena, slices[arena])
-        if not given.live_only:
-            for arena in arenas:
-                self._simulated(host, arena, slices[arena])
-
-    def again(self, earlier: dict[str, Any]) -> None:
-        """Simulate the cells of an earlier result, with its speeds, step times and requests."""
-        given, before = self._given, earlier["parameters"]
-        for name in ("seeds", "requests", "answer_s", "host_kv_bytes"):
-            setattr(given, name, before[name])
-        self.results = earlier["results"]
-        self._times = read_times(self.results)
-        host = earlier_machine(self.results["host"])
-        rows = {row["cell"]: row for row in self.results["rows"]}
-        given.cells = [
-            Cell(replace(cell.arena, bytes=rows[cell.text]["arena_bytes"]), cell.rate)
-            for cell in parse_cells(",".join(rows))
-        ]
-        for arena, slice_ in self._plan(host).items():
-            self._simulated(host, arena, slice_)
-
-    def keep(self) -> None:
-        """Write what there is."""
-        self.results["seconds"] = time.monotonic() - self._began_s
-        self.results["times"] = None if self._times is None else self._times.as_json()
-        given = self._given
-        report(
-            self.results, given.out, show=False, cells=[cell.text for cell in given.cells],
-            seeds=given.seeds, requests=given.requests, answer_s=given.answer_s, tiny=given.tiny,
-            host_kv_bytes=given.host_kv_bytes, serve=given.serve,
-        )  # fmt: skip
-
-    def _tell(self, said: str) -> None:
-        print(f"{time.monotonic() - self._began_s:6.1f} s  {said}", flush=True)
-
-    # ---- what the machine can do ----------------------------------------------------------------
-
-    def _host(self) -> Host:
-        given = self._given
-        if given.simulate_only and not given.tiny:
-            with contextlib.suppress(Refused):  # a machine without GPUs
-                if given.gpu is None:
-                    return this_machine(given.profile, tiny=False)
-            return imagined_machine(given.gpu or next(iter(IMAGINED)), given.profile)
-        return this_machine(given.profile, tiny=given.tiny)
-
-    def _plan(self, host: Host) -> dict[Arena, Slice]:
-        """Return the slice of each arena. One that the machine cannot do is refused with a line;
-        if all are, raises Refused with the last."""
-        slices: dict[Arena, Slice] = {}
-        why = ""
-        for arena in dict.fromkeys(cell.arena for cell in self._given.cells):
-            try:
-                slices[arena] = host.plan(arena, self._given.host_kv_bytes)
-            except Refused as error:
-                why = f"{arena.text}: {error}"
-                self.results["refused"][arena.text] = str(error)
-                self._tell(f"refused: {why}")
-        if not slices or (self.results["refused"] and not self._given.all_cells):
-            raise Refused(why)
-        return slices
-
-    def _catalogue(self) -> Path:
-        """Return the catalogue's file. Raises Refused."""
-        given = self._given
-        checkpoints = Checkpoints(
-            (given.work or self._scratch) / ("tiny" if given.tiny else "mix"), given.pool_dir,
-            self._made, given.host_kv_bytes + (0 if given.tiny else _RESERVE),
-        )  # fmt: skip
-        checkpoints.check_room(given.memory_gib)
-        catalog = checkpoints.written()
-        self._tell("checkpoints are there")
-        return catalog
-
-    # ---- the two worlds -------------------------------------------------------------------------
-
-    def _live(self, host: Host, catalog: Path, arena: Arena, slice_: Slice) -> None:
-        """Run the cells of an arena on a server, as far as there is time."""
-        given = self._given
-        cells = [cell for cell in self._cells(arena) if self._time_left(cell)]
-        if not cells:
-            return
-        self._tell(f"arena {arena.text}: a server starts")
-        arguments = [
-            "--pool-dir", str(self._scratch), "--pool-bytes", str(self._made.bytes + POOL_SLACK),
-            *host.serve_arguments(arena, given.host_kv_bytes), *shlex.split(given.serve),
-        ]  # fmt: skip
-        log = self._scratch / "server.log"
-        try:
-            with LiveArena(catalog, log, arguments, given.mix, self._made, self._tell) as server:
-                size = server.wait_ready(given.ready_s)
-                self._tell(f"it is up, {size / 1e9:.2f} GB of arena")
-                self._measure(server, size, on_gpu=slice_.gpu is not None)
-                for cell in cells:
-                    if self._time_left(cell):
-                        self._live_cell(server, cell, size)
-        finally:
-            if given.out is not None and log.exists():
-                given.out.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(log, given.out.with_suffix(f".{arena.text}.log"))
-
-    def _measure(self, server: LiveArena, size: int, *, on_gpu: bool) -> None:
-        """Measure step times, once, where weights are certain to be in memory."""
-        largest = max(model.spec.weight_bytes for model in self._models)
-        if self._times is not None or self._given.live_only:
-            return
-        if on_gpu and size < _ROOMY * largest:
-            self._tell("step times are worked out: the arena is too small to measure them")
-            return
-        self._times = server.times(f"measured on this machine, arena of {size / 1e9:.2f} GB")
-        self._tell(f"step times are measured; {1e3 * self._times.request_s:.1f} ms a request")
-
-    def _live_cell(self, server: LiveArena, cell: Cell, size: int) -> None:
-        answers: list[Answer] = []
-        counters: dict[str, float] = {}
-        for seed, count in self._counts():
-            asked = requests(self._given.mix, self._names, cell.rate, count, seed)
-            self._tell(f"{cell.text}, seed {seed}: {count} requests in {asked[-1].due_s:.0f} s")
-            found, risen = server.run(asked, self._given.answer_s)
-            answers += found
-            counters = {name: value + counters.get(name, 0.0) for name, value in risen.items()}
-        self._row(cell, size)["live"] = figures(answers) | {"counters": counters}
-        self._said(cell, "live")
-
-    def _simulated(self, host: Host, arena: Arena, slice_: Slice) -> None:
-        given = self._given
-        warm = warm_up(given.mix, self._names)
-        for cell in self._cells(arena):
-            if cell.text in self.results["not_run"]:
-                continue
-            answers: list[Answer] = []
-            for seed, count in self._counts():
-                asked = requests(given.mix, self._names, cell.rate, count, seed)
-                answers += simulate(
-                    host, slice_, arena, self._models, self._times, asked, warm, seed,
-                    given.answer_s,
-                )  # fmt: skip
-            self._row(cell, slice_.kv_bytes)["simulated"] = figures(answers)
-            self._said(cell, "simulated")
-
-    def _cells(self, arena: Arena) -> list[Cell]:
-        return [cell for cell in self._given.cells if cell.arena == arena]
-
-    def _counts(self) -> list[tuple[int, int]]:
-        """Return seeds, and how many requests each of them has."""
-        seeds, total = self._given.seeds, self._given.requests
-        return [(seed, (total + i) // len(seeds)) for i, seed in enumerate(seeds)]
-
-    def _time_left(self, cell: Cell) -> bool:
-        """Whether a cell whose requests are all answered soon would end in time."""
-        counts = self._counts()
-        spent_s = time.monotonic() - self._began_s
-        needed_s = sum(count for _, count in counts) / cell.rate + _BETWEEN_S * len(counts)
-        if spent_s + needed_s < self._given.budget_s:
-            return True
-        self.results["not_run"].append(cell.text)
-        self._tell(f"{cell.text}: no time for it")
-        return False
-
-    def _row(self, cell: Cell, arena_bytes: int) -> dict[str, Any]:
-        for row in self.results["rows"]:
-            if row["cell"] == cell.text:
-                return row
-        self.results["rows"].append(
-            {"cell": cell.text, "arena_bytes": arena_bytes, "lent_bytes": cell.arena.lent_bytes,
-             "rate": cell.rate}
-        )  # fmt: skip
-        return self.results["rows"][-1]
-
-    def _said(self, cell: Cell, world: str) -> None:
-        found = self._row(cell, 0)[world]
-        self._tell(f"{cell.text} {world}: {_line(found)}")
-        self.keep()
-
-
-def _line(found: dict[str, Any]) -> str:
-    return (
-        f"{found['in_time']:.1%} in time, TTFT {_ms(found['ttft_p50_s'])}, TPOT"
-        f" {_ms(found['tpot_p50_s'])}, {found['refused']} refused,"
-        f" {found['unanswered']} unanswered, {found['failed']} failed of {found['requests']}"
-    )
-
-
-def _ms(seconds: float | None) -> str:
-    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"
-
-
 def _show(results: dict[str, Any]) -> None:
     for row in results["rows"]:
         for world in ("live", "simulated"):
             if world in row:
-                print(f"{row['cell']:>10}  {world:<9}  {_line(row[world])}")
+                print(f"{row['cell']:>10}  {world:<9}  {line_of(row[world])}")
     for text, why in results["refused"].items():
         print(f"{text:>10}  refused: {why}")
     if results["not_run"]:
