@@ -12,12 +12,14 @@ import mix_times
 import pytest
 import weights_mix
 from documents.commands import check
-from mix_load import FULL, TINY, Answer, Arena, figures, parse_cells, popularity, requests
+from mix_checkpoints import Checkpoints
+from mix_load import FULL, SLO, TINY, Answer, Arena, figures, parse_cells, popularity, requests
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
 from mix_times import measure_times, read_times
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
+from c2cserve.catalog.file import load_catalog
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 NAMES = [entry.id for entry in FULL.pick().entries]
@@ -218,6 +220,7 @@ def test_tokens_in_few_pieces_are_spread_evenly() -> None:
 # ---- simulated ----------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(300)  # six simulations
 def test_simulated_cells_are_reported_and_simulated_again(tmp_path: Path) -> None:
     arguments = "--cells", "all:8,30:4,30+90:4", "--requests", "24", "--seeds", "3,4"
     whole = run(tmp_path, "--simulate-only", "--gpu", H200, *arguments)
@@ -236,7 +239,23 @@ def test_simulated_cells_are_reported_and_simulated_again(tmp_path: Path) -> Non
     (tmp_path / "mix.json").rename(earlier)
     again = run(tmp_path, "--again", str(earlier))
     assert again["results"]["rows"] == whole["results"]["rows"]
-    weights_mix.main(["--plot", str(earlier), "--images", str(tmp_path)])
+
+
+@pytest.mark.timeout(300)  # matplotlib, when it is first imported
+def test_rows_are_drawn_and_of_one_cell_the_last_counts(tmp_path: Path) -> None:
+    figures_ = {"in_time": 0.9, "ttft_p50_s": 0.1, "tpot_p50_s": None}
+    row = {"cell": "30:2", "arena_bytes": 3e10, "lent_bytes": 0, "rate": 2.0, "live": figures_}
+    catalogue = {"models": ["a"], "bytes": 1e9}
+    results = {
+        "rows": [row], "host": {"gpus": [H200]}, "catalogue": catalogue,
+        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
+    }  # fmt: skip
+    first = {"date": "2026-11-22", "commit": "abc", "results": results}
+    second = {**first, "results": {**results, "rows": [{**row, "simulated": figures_}]}}
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, whole in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(whole))
+    weights_mix.main(["--plot", *map(str, paths), "--images", str(tmp_path)])
     assert (tmp_path / "weights_mix.png").stat().st_size > 10_000
 
 
@@ -246,3 +265,21 @@ def test_what_ends_too_late_is_unanswered(tmp_path: Path) -> None:
     simulated = found["results"]["rows"][0]["simulated"]
     assert simulated["unanswered"] > 0
     assert simulated["answered"] + simulated["unanswered"] + simulated["refused"] == 20
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_written_whole_and_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "tiny-llama").write_text("what an interrupted run has left")
+    made = replace(TINY.pick(), entries=TINY.pick().entries[:1])
+    checkpoints = Checkpoints(folder, tmp_path, made, 0)
+    checkpoints.check_room(None)
+    catalog = load_catalog(checkpoints.written())
+    [entry] = list(catalog)
+    assert (entry.id, entry.slo) == (made.entries[0].id, SLO)
+    (folder / "kept").touch()
+    checkpoints.written()
+    assert (folder / "kept").exists(), "nothing is written a second time"
