@@ -24,7 +24,8 @@ _DECODED = 32
 """Tokens of requests that decode together."""
 
 Send = Callable[[Sequence[Shape], int], Sequence[Record]]
-"""Sends requests, so many at a time, and returns their records. Each of them was answered."""
+"""Sends requests, so many at a time, and returns their records. One alone was answered; of several
+some may have been refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,9 @@ def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) 
         ttft_s[shape] = [(n, _first_s(model, n, send)) for n in mix.prompts]
         decode[shape] = {
             str(context + _DECODED // 2): _rising(
-                (batch, _between_s(model, context, batch, send)) for batch in mix.batches
+                (batch, took_s)
+                for batch in mix.batches
+                if (took_s := _between_s(model, context, batch, send)) is not None
             )
             for context in mix.contexts
         }
@@ -93,11 +96,14 @@ def _first_s(model: str, prompt: int, send: Send) -> float:
     return median(one.ttft_s for one in send([Shape(model, prompt, 1)] * _REPEATS, 1))
 
 
-def _between_s(model: str, prompt: int, batch: int, send: Send) -> float:
+def _between_s(model: str, prompt: int, batch: int, send: Send) -> float | None:
     """Return the median answer's mean time per token in its second half, when all requests decode.
+    None: some were refused, so the batch was smaller.
 
     A client that is late reads several tokens at once, so single gaps say little."""
     records = send([Shape(model, prompt, _DECODED)] * batch, batch)
+    if not all(record.ok for record in records):
+        return None
     return median(_late_tpot_s(one) for one in records)
 
 

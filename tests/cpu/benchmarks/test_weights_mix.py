@@ -210,6 +210,17 @@ def test_step_times_are_those_of_requests_less_what_is_outside() -> None:
     assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
 
 
+def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
+    def send(asked: Sequence[Shape], together: int) -> list[Record]:
+        records = [answered(one, 0.01, 1e-3) for one in asked]
+        if together == 4:
+            records[0].error = "http 429"
+        return records
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+    assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]
+
+
 def test_tokens_in_few_pieces_are_spread_evenly() -> None:
     record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
     assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
