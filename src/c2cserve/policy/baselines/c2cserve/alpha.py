@@ -14,7 +14,6 @@ what was before it. Then alpha converges for every plant whose delta grows with 
 steep. At the balance a GEMM takes at most 1 / (1 - tau) of the least time any alpha could give
 it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log
 
@@ -51,15 +50,6 @@ class GemmSample:
     latency_s: float
     hbm_utilization: float
     link_utilization: float
-
-
-def latency_budgets(profiled_s: Mapping[str, float], target_s: float) -> dict[str, float]:
-    """A step's target (TTFT share or TPOT) dealt out to its GEMMs in proportion to the time each
-    takes in the profile (section 7.2). ValueError if no GEMM takes any time."""
-    whole_s = sum(profiled_s.values())
-    if whole_s <= 0.0:
-        raise ValueError("the profile says that no GEMM takes any time")
-    return {gemm: target_s * took_s / whole_s for gemm, took_s in profiled_s.items()}
 
 
 class AlphaControl:
