@@ -21,11 +21,22 @@ from c2cserve.kernels.ops import SampledTokens
 from c2cserve.memory.segment import Segment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "engine"))
+from engine_reports import EngineReports
 from lane import Lane, LateModel
 from tiny import Ours, make_model
 from transformers import AutoModelForCausalLM
 
-__all__ = ["CASES", "Lane", "LateModel", "make", "on_gpu", "ours_at", "shared_folder", "truth"]
+__all__ = [
+    "CASES",
+    "EngineReports",
+    "Lane",
+    "LateModel",
+    "make",
+    "on_gpu",
+    "ours_at",
+    "shared_folder",
+    "truth",
+]
 
 VOCAB = 1000
 COMMON: dict[str, Any] = {

@@ -145,7 +145,7 @@ def test_a_cold_model_answers_as_it_arrives(
         lane.add("a", "m", PROMPT[:60], 8)
         if cold:
             assert isinstance(lane.step(("a", 0, 60)), StepParked)
-            while lane.executor.parked:
+            while lane.executor.poll().parked:
                 model.load(model.wanted)
                 lane.executor.poll()
             lane.land()

@@ -14,6 +14,7 @@ from c2cserve.core.request import (
     Job,
     Timing,
     TokenLogprob,
+    blocks_of,
 )
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
@@ -70,7 +71,7 @@ class Sequence:
         capacity = request.prompt_len + request.max_new_tokens
         tokens = np.empty(capacity, np.int32)
         tokens[: request.prompt_len] = job.tokens
-        blocks = np.empty(-(-capacity // BLOCK_TOKENS), np.int64)
+        blocks = np.empty(blocks_of(capacity), np.int64)
         return cls(job, tokens, request.prompt_len, blocks, FirstTokenClock(now))
 
     @property

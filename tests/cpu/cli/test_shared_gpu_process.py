@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import count
 from pathlib import Path
@@ -19,7 +19,11 @@ from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.serving.controller.workers import Spawned, Spawner
 from c2cserve.serving.ipc.messages import WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
-from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
+from c2cserve.serving.worker.shared_gpu_process import (
+    SharedGpuProcess,
+    join_shared_process,
+    open_shared_process,
+)
 
 _NAMES = count()
 MEMBER = """
@@ -57,6 +61,11 @@ class Slices:
     def __init__(self) -> None:
         self.aborted = threading.Event()
 
+    def open(self, name: str) -> SharedGpuProcess:
+        shared = open_shared_process(name, self.serve, self.aborted.set)
+        assert shared is not None
+        return shared
+
     def serve(self, config: bytes, channel: socket.socket) -> None:
         channel.sendall(b"I am " + config)
         if channel.recv(99) == b"fail":
@@ -64,6 +73,17 @@ class Slices:
 
 
 Channel = tuple[socket.socket, socket.socket]
+
+
+def join(
+    name: str, threads: ThreadPoolExecutor, channel: Channel
+) -> tuple[socket.socket, Future[int | None]]:
+    """Join as a member whose slice then serves. Return the controller's end of its channel, and its
+    exit status once the slice has ended."""
+    mine, its = channel
+    status = threads.submit(join_shared_process, name, b"one", its)
+    assert mine.recv(99) == b"I am one"
+    return mine, status
 
 
 @pytest.fixture
@@ -82,8 +102,7 @@ def test_members_run_in_the_shared_process_until_their_slices_end(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
+    shared = slices.open(name)
     assert open_shared_process(name, slices.serve, slices.aborted.set) is None
     long = b"x" * 300_000
     for i, (_, its) in enumerate(channels):
@@ -98,20 +117,15 @@ def test_members_run_in_the_shared_process_until_their_slices_end(
         mine.sendall(b"quit")
     shared.close()
     assert not slices.aborted.is_set()
-    again = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert again is not None
-    again.close()
+    slices.open(name).close()
 
 
 def test_a_member_learns_how_its_slice_ended(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
-    mine, its = channels[0]
-    status = threads.submit(join_shared_process, name, b"one", its)
-    assert mine.recv(99) == b"I am one"
+    shared = slices.open(name)
+    mine, status = join(name, threads, channels[0])
     mine.sendall(b"quit")
     assert status.result(10) == 0
     shared.close()
@@ -121,11 +135,8 @@ def test_a_slice_that_fails_takes_the_shared_process_with_it(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
-    mine, its = channels[0]
-    threads.submit(join_shared_process, name, b"one", its)
-    assert mine.recv(99) == b"I am one"
+    shared = slices.open(name)
+    mine, _ = join(name, threads, channels[0])
     mine.sendall(b"fail")
     assert slices.aborted.wait(10)
     shared.close()
@@ -135,8 +146,7 @@ def test_a_killed_member_takes_the_shared_process_with_it(
     name: str, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
+    shared = slices.open(name)
     mine, its = channels[0]
     command = [sys.executable, "-c", MEMBER, name, str(its.fileno())]
     with subprocess.Popen(command, pass_fds=[its.fileno()]) as member:

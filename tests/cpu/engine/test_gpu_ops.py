@@ -132,7 +132,7 @@ def test_a_step_waits_for_weights_and_reads_the_prompts_rows_meanwhile(tmp_path:
     lane.attach("m", model.decoder)
     lane.add("a", "m", PROMPT[:5], 2, GREEDY)
     assert isinstance(lane.step(("a", 0, 5)), StepParked)
-    while lane.executor.parked:
+    while lane.executor.poll().parked:
         assert model.wanted
         assert EMBED not in model.wanted
         model.load(model.wanted)

@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop
-from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
@@ -41,65 +40,42 @@ class Ask:
     budgets: "Budgets"
 
 
-class Budgets(Protocol):
-    """A slice's memory and its share of a link, where their sizes are known."""
+class Budgets:
+    """A slice's memory and its share of a link, where their sizes are known. Here they are not: a
+    live slice's memory is a cache of weights, and its link is measured by step times."""
 
     def bounded(self, load: SliceLoad) -> bool:
-        """Whether the slice can run out of memory."""
-        ...
+        """Return whether the slice can run out of memory."""
+        return False
 
     def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
-        """Whether there is memory for the request's KV and so much more, beside what is there."""
-        ...
+        """Return whether there is memory for the request's KV and so many bytes of weights, beside
+        what is there."""
+        return True
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
-        """Whether an instance without requests can go on as it is."""
-        ...
+        """Return whether an instance without requests can go on as it is."""
+        return True
 
     def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         """Return the memory that the instance's weights take once it has a request again."""
-        ...
+        return 0
 
     def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         """Return the memory that is free once the instance, without requests, is deactivated."""
-        ...
+        return 0
 
     def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
         """Return whether the weights of one more model would be kept as a whole, and the memory
         that they take. None: there is no budget for the model."""
-        ...
-
-    def link_bytes_per_s(self, load: SliceLoad) -> int:
-        """Return what the slice asks of its link."""
-        ...
-
-
-class Unbounded:
-    """A live slice: its memory is a cache of weights, and its link is measured by step times."""
-
-    def bounded(self, load: SliceLoad) -> bool:
-        return False
-
-    def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
-        return True
-
-    def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
-        return True
-
-    def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        return 0
-
-    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        return 0
-
-    def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
         return False, 0
 
     def link_bytes_per_s(self, load: SliceLoad) -> int:
+        """Return what the slice asks of its link."""
         return 0
 
 
-UNBOUNDED = Unbounded()
+UNBOUNDED = Budgets()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +122,7 @@ def in_time(
 
 
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
-    """The only models that may get a place if no slice takes another one; None: some slice does."""
+    """Return the only models that may get a place. None: some slice takes another one."""
     for load in loads:
         if load.unused or len(load.active) < load.slice.max_active:
             return None
@@ -164,10 +140,11 @@ def place(
     late: bool = False,
     budgets: Budgets = UNBOUNDED,
 ) -> Placement | None:
-    """Where the request should go, of open slices; None: nowhere now. A model with requests on a
-    slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
-    also goes where no other request becomes late because of it, and to an idle slice in any
-    case."""
+    """Return where the request should go, of open slices; None: nowhere now.
+
+    A model with requests on a slice is never made to leave it. `kv_bytes`: what the request will
+    take of memory. `late`: it also goes where no other request becomes late because of it, and to
+    an idle slice in any case."""
     ask, model = Ask(request, spec, kv_bytes, value, now, budgets), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
@@ -284,7 +261,7 @@ def _busy(
     return min(choices, key=lambda c: c[:4])[4] if choices else None
 
 
-# ---- memory: who leaves, who takes shifts ------------------------------------------------------
+# ---- memory: which models leave a slice --------------------------------------------------------
 
 
 def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | None:
@@ -309,8 +286,8 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
 
 
 def _activation(ask: Ask, load: SliceLoad) -> Activation | None:
-    """One more model on the slice. None: a model with requests would have to leave, or there is no
-    budget for it."""
+    """Return how the slice takes one more model. None: there is no budget for it, or a model with
+    requests would have to leave."""
     budget = ask.budgets.activation(ask, load)
     if budget is None:
         return None

@@ -28,7 +28,6 @@ from c2cserve.policy.cluster.slice_load import (
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
-Actions = Sequence[ClusterAction]
 Changed = ev.InstanceReady | ev.KvResized
 
 
@@ -76,86 +75,54 @@ class BudgetedPlacing:
         return place_owed(request, spec, loads, value, now, self._budgets)
 
 
-class InstanceRules(Protocol[ExtraT_co]):
-    """How instances begin, get memory and end."""
+class InstanceRules(Generic[ExtraT_co]):
+    """How instances begin, get memory and end. Here they read weights in place, share one KV arena,
+    and stay until another model needs their place on the slice."""
 
     @property
     def wakeup(self) -> float | None:
         """When `expired` has to be asked again, in clock seconds."""
-        ...
+        return None
 
     def opened(self, slice_: Slice, load: SliceLoad) -> bool:
-        """A slice is up. False: it is not used."""
-        ...
+        """Note that a slice is up. Return whether it is used."""
+        return True
 
     def start(
         self, load: SliceLoad, spec: ModelSpec, placement: Placement
     ) -> Sequence[ClusterAction | ExtraT_co]:
         """Make the model an instance of the slice."""
-        ...
+        load.activate(spec)
+        return (Activate(spec.id, load.slice.id),)
 
     def joined(
         self, load: SliceLoad, instance: Instance, placement: Placement
     ) -> Sequence[ClusterAction | ExtraT_co]:
-        """A request goes to an instance that is there."""
-        ...
+        """Note that a request goes to an instance that is there."""
+        return ()
 
-    def preempt(self, request_id: str, slice_id: str) -> ExtraT_co: ...
+    def preempt(self, request_id: str, slice_id: str) -> ExtraT_co:
+        raise AssertionError(f"{request_id}: requests of a live slice are not preempted from here")
 
     def left(self, load: SliceLoad, instance: Instance) -> None:
-        """A request of the instance has left its slice."""
-        ...
+        """Note that a request of the instance has left its slice."""
 
     def ended(self, load: SliceLoad, instance: Instance) -> Sequence[ClusterAction | ExtraT_co]:
-        """The instance was deactivated."""
-        ...
+        """Note that the instance was deactivated."""
+        return ()
 
     def changed(
         self, load: SliceLoad, instance: Instance, event: Changed
-    ) -> Sequence[ClusterAction | ExtraT_co]: ...
+    ) -> Sequence[ClusterAction | ExtraT_co]:
+        return ()
 
     def shrink(self, now: float) -> Sequence[ExtraT_co]:
         """Take back memory from instances that requests have left."""
-        ...
+        return ()
 
     def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
         """Yield (slice, model, `Instance.used`) of instances that had no requests for long enough.
         An instance that was used since is not meant."""
-        ...
-
-
-class InPlaceInstances:
-    """Instances read weights in place, share one KV arena, and stay until another model needs
-    their place on the slice."""
-
-    wakeup: None = None
-
-    def opened(self, slice_: Slice, load: SliceLoad) -> bool:
-        return True
-
-    def start(self, load: SliceLoad, spec: ModelSpec, placement: Placement) -> Actions:
-        load.activate(spec)
-        return (Activate(spec.id, load.slice.id),)
-
-    def joined(self, load: SliceLoad, instance: Instance, placement: Placement) -> Actions:
-        return ()
-
-    def preempt(self, request_id: str, slice_id: str) -> Never:
-        raise AssertionError(f"{request_id}: requests of a live slice are not preempted from here")
-
-    def left(self, load: SliceLoad, instance: Instance) -> None:
-        pass
-
-    def ended(self, load: SliceLoad, instance: Instance) -> Actions:
-        return ()
-
-    def changed(self, load: SliceLoad, instance: Instance, event: Changed) -> Actions:
-        return ()
-
-    def shrink(self, now: float) -> Sequence[Never]:
-        return ()
-
-    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
         return iter(())
 
 
@@ -169,4 +136,4 @@ class Strategies(Generic[ExtraT_co]):
 def live_strategies() -> Strategies[Never]:
     """Return what a server runs."""
     outputs = Outputs()
-    return Strategies(outputs, BudgetedPlacing(outputs.mean), InPlaceInstances())
+    return Strategies(outputs, BudgetedPlacing(outputs.mean), InstanceRules[Never]())

@@ -13,7 +13,7 @@ from heapq import nlargest
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.cluster.placement import ROOMY, Ask
+from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
 from c2cserve.policy.cluster.slice_load import (
     Instance,
     SliceLoad,
@@ -28,8 +28,8 @@ number was chosen in simulation.
 """
 
 
-class LinkAndMemory:
-    """`policy.cluster.placement.Budgets` of slices whose memory or link is known."""
+class LinkAndMemory(Budgets):
+    """The budgets of slices whose memory or link is known."""
 
     def bounded(self, load: SliceLoad) -> bool:
         return load.slice.hbm_bytes > 0

@@ -19,7 +19,7 @@ from c2cserve.core.actions import RunStep
 from c2cserve.core.events import GemmsMeasured
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
-from c2cserve.policy.headroom import next_turn
+from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import (
     BY_HEADROOM,
     ActiveModel,
@@ -34,100 +34,55 @@ from c2cserve.policy.slice.rotation import RotationSettings
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
 
-Candidate = tuple[float, int, str]
-"""A model that may run next, as `headroom.next_turn` takes it."""
 
+class WeightMemory(Generic[ExtraT_co]):
+    """Decides which models' weights lie in the slice's memory, beside KV. Here no model's do: steps
+    read weights where they lie, and the executor caches them."""
 
-class WeightMemory(Protocol[ExtraT_co]):
-    """Decides which models' weights lie in the slice's memory, beside KV."""
+    wakeup: float | None = None
+    """When `plan` has to be asked again, in clock seconds."""
 
-    @property
-    def wakeup(self) -> float | None:
-        """When `plan` has to be asked again, in clock seconds."""
-        ...
+    def __init__(self, arena: KvArena) -> None:
+        self._arena = arena
 
     def computes(self, name: str) -> bool:
-        """Whether steps of the model find their weights now."""
-        ...
+        """Return whether steps of the model find their weights now."""
+        return True
 
     def capacity(self, model: ActiveModel) -> int:
-        """Blocks of KV that the model could have at most, beside its own weights."""
-        ...
+        """Return the blocks of KV that the model could have at most, beside its own weights."""
+        return self._arena.capacity(model.key)
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        """The model's weights are to be resident as a whole (`events.Activated.keep`)."""
-        ...
+        """Note that the model's weights are to be resident as a whole (`events.Activated.keep`)."""
+        raise AssertionError(f"{spec.id}: this slice keeps no weights as a whole")
 
     def deactivated(self, name: str) -> None: ...
 
     def fetched(self, name: str, took_s: float) -> None: ...
 
     def requested(self, name: str, now: float) -> None:
-        """A request for the model has arrived."""
-        ...
+        """Note that a request for the model has arrived."""
 
     def plan(self, now: float, in_flight: Collection[str]) -> Sequence[ExtraT_co]:
         """Return loads to begin and weights to release. `in_flight`: models with steps under
         way, whose weights must stay."""
-        ...
+        return ()
 
     def turn(
-        self, candidates: Sequence[Candidate], now: float, late_ran: bool
+        self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
     ) -> tuple[bool, str] | None:
         """Return which model runs next, as `headroom.next_turn` does."""
-        ...
+        return next_turn(candidates, now, late_ran)
 
     def make_room(
         self, model: ActiveModel, in_flight: Collection[str], now: float
     ) -> Sequence[ExtraT_co]:
         """Release weights of other models for KV of this one. Empty: none can go."""
-        ...
+        return ()
 
     def break_deadlock(self) -> Sequence[ExtraT_co]:
-        """Nothing is in flight and nothing could be launched: load a model that waits."""
-        ...
-
-
-class WeightsInPlace:
-    """Steps read weights where they lie, and the executor caches them: every model computes."""
-
-    wakeup: None = None
-
-    def __init__(self, arena: KvArena) -> None:
-        self._arena = arena
-
-    def computes(self, name: str) -> bool:
-        return True
-
-    def capacity(self, model: ActiveModel) -> int:
-        return self._arena.capacity(model.key)
-
-    def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        raise AssertionError(f"{spec.id}: this slice keeps no weights as a whole")
-
-    def deactivated(self, name: str) -> None:
-        pass
-
-    def fetched(self, name: str, took_s: float) -> None:
-        pass
-
-    def requested(self, name: str, now: float) -> None:
-        pass
-
-    def plan(self, now: float, in_flight: Collection[str]) -> Sequence[Never]:
-        return ()
-
-    def turn(
-        self, candidates: Sequence[Candidate], now: float, late_ran: bool
-    ) -> tuple[bool, str] | None:
-        return next_turn(candidates, now, late_ran)
-
-    def make_room(
-        self, model: ActiveModel, in_flight: Collection[str], now: float
-    ) -> Sequence[Never]:
-        return ()
-
-    def break_deadlock(self) -> Sequence[Never]:
+        """Load a model that waits, because nothing is in flight and nothing could be launched."""
         return ()
 
 
@@ -178,4 +133,4 @@ def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
     """Return what a server runs. KV rotates where the slice has host memory for it."""
     arena = arena_of(slice_)
     rotation = RotationSettings() if slice_.host_kv_bytes else None
-    return SliceStrategies(arena, WeightsInPlace(arena), rotation=rotation)
+    return SliceStrategies(arena, WeightMemory[Never](arena), rotation=rotation)

@@ -275,9 +275,9 @@ class Worker:
     def stalled_s(self, now: float) -> float:
         """Return how long the slice has had requests without completing a step. Time spent waiting
         for weights does not count; failed steps do not count as completed."""
-        page = self.page
-        busy = page.stat("running") or page.stat("waiting")
-        return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
+        if not (self.up and self.page.has_requests):
+            return 0.0
+        return max(0.0, now - self.page[Field.PROGRESS_S])
 
     def kill(self) -> None:
         if self.exit_code is None:

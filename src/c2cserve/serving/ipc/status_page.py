@@ -83,6 +83,10 @@ class StatusPage:
         """Read one value. Raises KeyError if the table has none of this name."""
         return int(self._fields[_INDEX[name]])
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.stat("running") or self.stat("waiting"))
+
     def stats(self) -> SliceStats:
         return SliceStats(**{name: int(self._fields[index]) for name, index in _INDEX.items()})
 

@@ -25,6 +25,7 @@ from c2cserve.memory.segment import Segment
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ class _Backend(Protocol):
 
     executor: Executor
     isa: str
-    host_kv: HostKv
 
     @property
     def device(self) -> torch.device | None:
@@ -59,7 +59,9 @@ class _Backend(Protocol):
         """Note that the step is about to be submitted."""
         ...
 
-    def polled(self) -> None: ...
+    def polled(self, *, computing: bool) -> None:
+        """Note whether a step is under way after the executor was polled."""
+        ...
 
     def make_room(self, kv_end_bytes: int | None) -> None:
         """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
@@ -81,12 +83,12 @@ class _CpuBackend:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
-        self.host_kv = HostKv(0, no_copies)
+        host_kv = HostKv(0, no_copies)
         if slice_.host_kv_bytes:
             copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
-            self.host_kv = HostKv(slice_.host_kv_bytes, copier)
+            host_kv = HostKv(slice_.host_kv_bytes, copier)
         self.executor = Executor(
-            slice_.id, ops, arena, world.emit, world.deliver, time.monotonic, host_kv=self.host_kv
+            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv
         )
 
     def warm(self, config: ModelConfig) -> None:
@@ -101,7 +103,7 @@ class _CpuBackend:
     def begin(self, step: Step) -> None:
         pass
 
-    def polled(self) -> None:
+    def polled(self, *, computing: bool) -> None:
         pass
 
     def make_room(self, kv_end_bytes: int | None) -> None:
@@ -124,10 +126,9 @@ class _GpuBackend:
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.executor = Executor(
-            slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
+            slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
         )  # fmt: skip
-        self.host_kv = gpu.host_kv
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -158,9 +159,9 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
-    def polled(self) -> None:
+    def polled(self, *, computing: bool) -> None:
         self._refresh_peers()
-        if not self.executor.computing:
+        if not computing:
             self._shared.streaming.discard(self._id)
 
     def make_room(self, kv_end_bytes: int | None) -> None:
@@ -241,22 +242,14 @@ class WorkerEngine:
             self._backend.make_room(action.kv_end_bytes)
         self._executor.submit(action)
 
-    def poll(self) -> None:
-        self._executor.poll()
-        self._backend.polled()
-
-    @property
-    def parked(self) -> bool:
-        return self._executor.parked
-
-    @property
-    def stats(self) -> SliceStats:
-        paused = self._backend.host_kv
-        return replace(
-            self._backend.stats, parts_rebuilt=self._executor.renewals,
-            kv_host_bytes=paused.used_bytes, kv_out_bytes=paused.counts.out_bytes,
-            kv_in_bytes=paused.counts.in_bytes,
+    def poll(self) -> EngineState:
+        state = self._executor.poll()
+        self._backend.polled(computing=state.computing)
+        stats = replace(
+            self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
+            kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
+        return EngineState(state.parked, stats)
 
 
 class SharedGpu:

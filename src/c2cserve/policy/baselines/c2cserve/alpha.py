@@ -14,7 +14,6 @@ almost no weight. Then alpha converges for every plant whose delta grows with al
 At the balance a GEMM takes at most 1 / (1 - tau) of the least time that any alpha could give it.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log
 
@@ -54,18 +53,6 @@ class GemmSample:
     latency_s: float
     hbm_utilization: float
     link_utilization: float
-
-
-def latency_budgets(profiled_s: Mapping[str, float], target_s: float) -> dict[str, float]:
-    """Divide a step's target (TTFT share or TPOT) among its GEMMs (section 7.2).
-
-    Each gets a part in proportion to its time in the profile. Raises `ValueError` if no GEMM takes
-    any time.
-    """
-    whole_s = sum(profiled_s.values())
-    if whole_s <= 0.0:
-        raise ValueError("the profile says that no GEMM takes any time")
-    return {gemm: target_s * took_s / whole_s for gemm, took_s in profiled_s.items()}
 
 
 class AlphaControl:
