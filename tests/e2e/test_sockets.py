@@ -130,9 +130,11 @@ def test_those_that_are_answered_keep_their_place(strict: ServerProcess) -> None
     )
     workers = strict.worker_pids()
     with ExitStack() as stack:
-        streams = [stack.enter_context(connect(strict.port)) for _ in range(4)]
+        streams = list[socket.socket]()
+        for _ in range(4):  # a connection that says nothing at first is closed
+            streams.append(stack.enter_context(connect(strict.port)))
+            streams[-1].sendall(stream)
         for one in streams:
-            one.sendall(stream)
             assert one.recv(12) == b"HTTP/1.1 200"
         with paused(workers), connect(strict.port) as fifth:
             status, _, body = read_answer(fifth)
