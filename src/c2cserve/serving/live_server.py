@@ -18,7 +18,7 @@ from c2cserve.catalog.roots import roots_of
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Slice
 from c2cserve.devices.plan import SliceWishes
-from c2cserve.memory.pool import Pool, remove_dead_runs
+from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.record import Record, no_record
@@ -94,7 +94,7 @@ class LiveServer:
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
         slices, budget = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
-        make_pool = partial(Pool, self._instance, settings.pool_dir, budget)
+        make_pool = partial(_make_pool, self._instance, settings.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
         host = CatalogHost(self._catalog.base_dir, roots, make_pool, self._post, kv_bytes)
