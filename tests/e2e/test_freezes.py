@@ -113,9 +113,10 @@ def test_sigterm_while_a_prompt_is_read(catalog: Path, tmp_path: Path, name: str
             threading.Thread(target=exchange, args=(process.port, data), daemon=True)
             for _ in range(4)
         ]
+        idle = text_ticks(process)
         for thread in senders:
             thread.start()
-        busy_text(process)
+        busy_text(idle)
         process.signal(signal.SIGTERM)
         assert process.wait(60) == 0
         assert process.leftovers() == []
@@ -132,8 +133,9 @@ def test_a_killed_text_process_is_one_request_s(patient: ServerProcess) -> None:
         others.append(exchange(patient.port, chat("endless"))[0])
 
     thread = threading.Thread(target=ask)
+    idle = text_ticks(patient)
     thread.start()
-    busy = busy_text(patient)
+    busy = busy_text(idle)
     assert exchange(patient.port, post("/v1/completions", GOOD))[0] == 200
     os.kill(busy, signal.SIGKILL)
     thread.join(60)
@@ -142,11 +144,23 @@ def test_a_killed_text_process_is_one_request_s(patient: ServerProcess) -> None:
     wait_until(lambda: patient.metric(replaced) == before + 1, 60, "the replacement is counted")
 
 
-def busy_text(server: ServerProcess) -> int:
-    """Wait until a text process has been at one request for half a second of its time; return its
-    process id."""
-    begun = {pid: cpu_ticks(pid) for pid in text_pids(server)}
-    assert len(begun) == 2
+def text_ticks(server: ServerProcess) -> dict[int, int]:
+    """The CPU time of each text process, once they have started and do nothing."""
+    ticks: dict[int, int] = {}
+
+    def idle() -> bool:
+        before = dict(ticks)
+        ticks.update({pid: cpu_ticks(pid) for pid in text_pids(server)})
+        return before == ticks
+
+    wait_until(idle, 60, "the text processes are idle", poll_s=0.5)
+    assert len(ticks) == 2
+    return ticks
+
+
+def busy_text(begun: dict[int, int]) -> int:
+    """Wait until a text process has worked for half a second since `begun`; return its process
+    id."""
     ticks = os.sysconf("SC_CLK_TCK") // 2
     found: list[int] = []
 

@@ -87,12 +87,13 @@ def test_workers_that_die_whenever_they_come_up_do_not_end_the_server(
 
 def test_requests_that_a_dead_worker_had_are_in_the_log(tmp_path: Path) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
+        [worker] = server.worker_pids()
 
         async def disturbed() -> None:
             begun = asyncio.Event()
             streams = asyncio.create_task(all_streams(server.url, 4, 200, begun))
             await begun.wait()
-            os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
             await streams
 
         asyncio.run(disturbed())
