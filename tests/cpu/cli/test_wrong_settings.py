@@ -41,9 +41,11 @@ def test_serve_names_the_option(
     assert f"'{option}'" in line
 
 
-def test_a_folder_is_no_catalogue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, line = refused(capsys, "serve", "--catalog", str(tmp_path))
-    assert (code, line) == (2, f"c2cserve: {tmp_path}: cannot be read: Is a directory")
+def test_a_folder_is_no_catalogue(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = (2, f"c2cserve: {tmp_path}: cannot be read: Is a directory\n")
+    assert (done.returncode, done.stderr) == said
 
 
 def test_a_server_without_its_kernels_says_how_to_build_them(
