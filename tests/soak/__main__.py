@@ -116,6 +116,7 @@ def _run(
             tell(f"{refused}: the pool's filesystem is never filled")
         summary["filesystem filled"] = refused or True
         (pool / "segments").mkdir()
+        (files / "bad").mkdir()
         plan = Plan(
             setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,
             given.gpu and given.memory_share >= 1.0, pool / "segments", None if refused else pool,
