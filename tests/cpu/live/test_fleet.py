@@ -1,19 +1,18 @@
 """Workers that die slowly: the controller does not wait, and starts no successor before."""
 
-import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+from descriptors import no_descriptors
 
 from c2cserve.core.machine import Slice
 from c2cserve.serving.controller import fleet as fleets
@@ -172,17 +171,6 @@ def test_the_kernel_tells_which_process_is_exiting(spawned: Spawned) -> None:
         assert time.monotonic() < until_s
     spawned.process.wait()
     assert spawned.ending
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Generator[None]:
-    """Nothing can be opened inside."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_lack_of_descriptors_is_no_workers_death(spawned: Spawned) -> None:

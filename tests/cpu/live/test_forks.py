@@ -3,14 +3,14 @@
 import contextlib
 import ctypes
 import os
-import resource
 import select
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from descriptors import no_descriptors
 
 from c2cserve.serving.controller import workers
 from c2cserve.serving.controller.workers import Spawned, Spawner
@@ -134,17 +134,6 @@ def test_a_fork_that_fails_is_the_answer_and_the_next_may_succeed(start: Start) 
     for _ in range(2):
         with pytest.raises(OSError, match="Resource temporarily unavailable"):
             take(spawner)
-
-
-@contextlib.contextmanager
-def no_descriptors() -> Generator[None]:
-    """Nothing can be opened inside."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_what_cannot_be_started_leaves_nothing_behind(start: Start) -> None:
