@@ -17,7 +17,8 @@ from typing import Any, Self
 
 from host_memory import memory_bytes
 
-from c2cserve.devices.gpus import find_nvml
+from c2cserve.devices.gpus import GpuProblem, find_nvml
+from c2cserve.engine.gpu.requirements import usable_gpus
 
 _SHOWN = 6000
 _POLL_S = 0.25
@@ -158,7 +159,7 @@ def sum_samples(text: str) -> dict[str, float]:
 
 
 def gpu_used_bytes() -> list[int]:
-    """Of every GPU; nothing where there is none, or no NVML."""
+    """Of every GPU that CUDA_VISIBLE_DEVICES shows; nothing where there is none, or no NVML."""
     return [int(memory.used) for memory in _gpu_memory()]
 
 
@@ -171,11 +172,12 @@ def _gpu_memory() -> list[Any]:
     if nvml is None:
         return []
     try:
+        gpus = usable_gpus()
         nvml.nvmlInit()
-    except nvml.NVMLError:  # a machine without GPUs, or without their driver
+    except (GpuProblem, nvml.NVMLError):  # a machine without GPUs, or without their driver
         return []
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
         return [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
     finally:
         nvml.nvmlShutdown()
