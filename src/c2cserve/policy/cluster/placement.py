@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop
+from math import isinf
 from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
@@ -74,34 +75,6 @@ class Budgets(Protocol):
         ...
 
 
-class Unbounded:
-    """A live slice: its memory is a cache of weights, and its link is measured by step times."""
-
-    def bounded(self, load: SliceLoad) -> bool:
-        return False
-
-    def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
-        return True
-
-    def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
-        return True
-
-    def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        return 0
-
-    def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
-        return 0
-
-    def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
-        return False, 0
-
-    def link_bytes_per_s(self, load: SliceLoad) -> int:
-        return 0
-
-
-UNBOUNDED = Unbounded()
-
-
 @dataclass(frozen=True, slots=True)
 class Activation:
     """One more model on a slice."""
@@ -114,6 +87,12 @@ class Activation:
 
     def placement(self) -> Placement:
         return Placement(self.load.slice.id, True, self.keep, self.victims)
+
+
+def _predictable(load: SliceLoad, request: Request) -> bool:
+    """Whether all times on the slice are known. If some are not, only its other budgets tell
+    whether the request can be in time there: what is never tried is never known."""
+    return not isinf(load.work().round_s + load.times(request.model).decode_s(1, 1))
 
 
 def in_time(
@@ -162,7 +141,7 @@ def place(
     now: float,
     *,
     late: bool = False,
-    budgets: Budgets = UNBOUNDED,
+    budgets: Budgets,
 ) -> Placement | None:
     """Where the request should go, of open slices; None: nowhere now. A model with requests on a
     slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
@@ -203,11 +182,14 @@ def place(
     first = idle[0][-1] if idle else None
     while idle:
         move = heappop(idle)[-1]
-        if not budgets.bounded(move.load) or in_time(move.load, request, now, 1.0):
+        if not budgets.bounded(move.load) or _may_be_in_time(ask, move.load):
             return move.placement()
     able = _first_in_time(ask, here, 1.0)
     if able is not None:
         return able
+    for load, victims in here:
+        if budgets.bounded(load) and not _predictable(load, request):
+            return Placement(load.slice.id, deactivate=victims)
     slices = [load for load, _ in here]
     busy = _busy(ask, slices, others)
     if busy is not None or not late:
@@ -219,7 +201,7 @@ def place(
 
 def place_owed(
     request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float,
-    budgets: Budgets = UNBOUNDED,
+    budgets: Budgets,
 ) -> Placement | None:  # fmt: skip
     """Return where to send a request whose tenant has less than its share of each of the `loads`.
     It goes where the tenant has fewest, with its model active if possible. Others' requests make
@@ -252,6 +234,12 @@ def _first_in_time(
     return None
 
 
+def _may_be_in_time(ask: Ask, load: SliceLoad, *, late: bool = False) -> bool:
+    if not _predictable(load, ask.request):
+        return True
+    return in_time(load, ask.request, ask.now, 1.0, late=late)
+
+
 def _busy(
     ask: Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
@@ -265,7 +253,7 @@ def _busy(
     heapify(bounded)
     while bounded:
         load = heappop(bounded)[3]
-        if in_time(load, ask.request, ask.now, 1.0, late=late):
+        if _may_be_in_time(ask, load, late=late):
             move = _activation(ask, load)
             if move is not None:
                 return move.placement()

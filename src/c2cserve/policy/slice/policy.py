@@ -11,7 +11,7 @@ from itertools import count
 from typing import Never, overload
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import Drop, Fail, Fetch, Return, RunStep, SliceAction, Truncate
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -75,8 +75,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
         match event:
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
-            case ev.Fetched(name, took_s):
-                self._weights.fetched(name, took_s)
+            case ev.Fetched(name, took_s, refused):
+                if refused:
+                    self._weights.refused(name)
+                else:
+                    self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._weights.deactivated(name)
@@ -255,6 +258,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if not self._in_flight:
             self._actions += self._weights.break_deadlock()
         actions, self._actions = self._actions, []
+        if any(isinstance(action, Fetch) for action in actions):
+            actions = [_above_kv(action, self.arena.end_bytes) for action in actions]
         return actions
 
     def _may_launch(self, now: float) -> bool:
@@ -326,3 +331,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
+
+
+def _above_kv(action: SliceAction | ExtraT, kv_end_bytes: int) -> SliceAction | ExtraT:
+    """A load is told how far KV reaches once all that was decided with it is done."""
+    return Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action

@@ -1,7 +1,8 @@
 """What a slice's policy is composed of: parts with more than one implementation.
 
                     a live slice                    simulations and baselines
-    memory          weights are read in place       `simulated.weight_swapping`
+    memory          `weights.weight_swapping`,      the same
+                    or weights are read in place
     prefill_budget  `batching.headroom_budget`      `baselines.c2cserve.chunk_budgets`
     rank            least headroom first            order of arrival
     lookahead       none: one step per decision     `simulated.lookahead`
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Never, Protocol, TypeVar
 
-from c2cserve.core.actions import RunStep
+from c2cserve.core.actions import Fetch, Release, RunStep
 from c2cserve.core.events import GemmsMeasured
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
@@ -30,6 +31,7 @@ from c2cserve.policy.slice.batching import (
 )
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import RotationSettings
+from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
@@ -38,7 +40,7 @@ Candidate = tuple[float, int, str]
 """A model that may run next, as `headroom.next_turn` takes it."""
 
 
-class WeightMemory(Protocol[ExtraT_co]):
+class WeightMemory(Protocol):
     """Decides which models' weights lie in the slice's memory, beside KV."""
 
     @property
@@ -62,11 +64,15 @@ class WeightMemory(Protocol[ExtraT_co]):
 
     def fetched(self, name: str, took_s: float) -> None: ...
 
+    def refused(self, name: str) -> None:
+        """The weights are not resident: no place was found for them, or KV has taken it."""
+        ...
+
     def requested(self, name: str, now: float) -> None:
         """A request for the model has arrived."""
         ...
 
-    def plan(self, now: float, in_flight: Collection[str]) -> Sequence[ExtraT_co]:
+    def plan(self, now: float, in_flight: Collection[str]) -> Sequence[Fetch | Release]:
         """Return loads to begin and weights to release. `in_flight`: models with steps under
         way, whose weights must stay."""
         ...
@@ -79,17 +85,17 @@ class WeightMemory(Protocol[ExtraT_co]):
 
     def make_room(
         self, model: ActiveModel, in_flight: Collection[str], now: float
-    ) -> Sequence[ExtraT_co]:
+    ) -> Sequence[Fetch | Release]:
         """Release weights of other models for KV of this one. Empty: none can go."""
         ...
 
-    def break_deadlock(self) -> Sequence[ExtraT_co]:
+    def break_deadlock(self) -> Sequence[Fetch | Release]:
         """Nothing is in flight and nothing could be launched: load a model that waits."""
         ...
 
 
 class WeightsInPlace:
-    """Steps read weights where they lie, and the executor caches them: every model computes."""
+    """Steps read weights where they lie: every model computes. So it is on CPU slices."""
 
     wakeup: None = None
 
@@ -109,6 +115,9 @@ class WeightsInPlace:
         pass
 
     def fetched(self, name: str, took_s: float) -> None:
+        pass
+
+    def refused(self, name: str) -> None:
         pass
 
     def requested(self, name: str, now: float) -> None:
@@ -159,7 +168,7 @@ class GemmControl(Protocol[ExtraT_co]):
 @dataclass(frozen=True, slots=True)
 class SliceStrategies(Generic[ExtraT_co]):
     arena: KvArena
-    memory: WeightMemory[ExtraT_co]
+    memory: WeightMemory
     prefill_budget: PrefillBudget = headroom_budget
     rank: Callable[[Seq], float] = BY_HEADROOM
     rotation: RotationSettings | None = None
@@ -169,13 +178,18 @@ class SliceStrategies(Generic[ExtraT_co]):
 
 
 def arena_of(slice_: Slice) -> KvArena:
-    """Return the empty arena of a slice. On GPUs, what KV leaves of it is a cache of weights."""
+    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights."""
     cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
     return KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
 
 
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
-    """Return what a server runs. KV rotates where the slice has host memory for it."""
+    """Return what a server runs. Weights are swapped where memory and link are known, and KV
+    rotates where the slice has host memory for it."""
     arena = arena_of(slice_)
+    memory: WeightMemory = WeightsInPlace(arena)
+    if slice_.swaps_weights:
+        arena.weights_above = True
+        memory = WeightSwapping(arena, slice_, rotates=True)
     rotation = RotationSettings() if slice_.host_kv_bytes else None
-    return SliceStrategies(arena, WeightsInPlace(arena), rotation=rotation)
+    return SliceStrategies(arena, memory, rotation=rotation)

@@ -38,6 +38,7 @@ from c2cserve.core.events import (
     ClusterEvent,
     Draining,
     InstanceFailed,
+    InstanceReady,
     InstanceRecovered,
     Recalled,
     SliceLost,
@@ -207,6 +208,8 @@ class ControllerWorld:
                     yield from self._guarded(delta.request_id, receive)
             case msg.Measured(model, decode_step_s, prefill_token_s):
                 yield StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s)
+            case msg.Ready(model, took_s):
+                yield InstanceReady(model, worker.slice.id, took_s)
             case msg.Returned(request_id):
                 give_back = partial(self._give_back, request_id, worker.slice.id)
                 yield from self._guarded(request_id, give_back)
@@ -313,9 +316,9 @@ class ControllerWorld:
                 self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
                 self._models.load(model)
-            case Activate(model, slice_id):
+            case Activate(model, slice_id, keep):
                 self._directory.get(model).slices.add(slice_id)
-                self._send(slice_id, msg.Switch(model, active=True))
+                self._send(slice_id, msg.Switch(model, active=True, keep=keep))
             case Deactivate(model, slice_id):
                 self._directory.get(model).slices.discard(slice_id)
                 self._send(slice_id, msg.Switch(model, active=False))

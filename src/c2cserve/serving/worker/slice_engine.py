@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from c2cserve.core.actions import ExecutorAction
+from c2cserve.core.actions import EngineAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
@@ -27,12 +27,15 @@ class SliceEngine(Protocol):
         fault of this request alone."""
         ...
 
-    def submit(self, action: ExecutorAction) -> None: ...
+    def submit(self, action: EngineAction) -> None: ...
 
     def poll(self) -> None: ...
 
     @property
-    def parked(self) -> bool: ...
+    def parked(self) -> bool:
+        """Whether something waits for weights that are being loaded into the pool: a step, or a
+        load into the slice's memory. The end of that is not notified of, so `poll` has to look."""
+        ...
 
     @property
     def stats(self) -> SliceStats:

@@ -13,12 +13,9 @@ from heapq import nlargest
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import ROOMY, Ask
-from c2cserve.policy.cluster.slice_load import (
-    Instance,
-    SliceLoad,
-)
-from c2cserve.policy.simulated.link_budget import link_demand
+from c2cserve.policy.cluster.slice_load import Instance, SliceLoad
 
 SWAP_TOKENS = 24
 """How many tokens ahead of its clients a model is on average when its weights leave for another's.
@@ -108,7 +105,7 @@ def _kept_bytes(load: SliceLoad) -> list[int]:
 
 def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool:
     """Whether models with weights of these sizes, the new one's last, can share so much memory by
-    `policy.simulated.weight_swapping`. Loads under way must leave time for the new model's. (If it
+    `policy.weights.weight_swapping`. Loads under way must leave time for the new model's. (If it
     alone takes longer than there is time, no other may be waiting for its first load.)"""
     link_bytes_per_s = load.slice.link_bytes_per_s
     period_s = SWAP_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)

@@ -13,7 +13,10 @@ Then the resident models that will be missed last make room, if they can be abse
 loaded again. Models without requests go at once. While there is room, none waits.
 
 While all are far ahead they do not take turns: the model that makes room soonest and for longest
-runs until it is done (`favourite`)."""
+runs until it is done (`favourite`).
+
+A load may be refused: these books count slabs, and those that are free may lie between KV, where no
+matrix fits. Then the model streams, until KV has made way (`_reconsider`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +39,10 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
+_REFUSED_S = 2.0
+"""The least time for which a model whose load was refused streams,"""
+_REFUSED_MOST_S = 20.0
+"""and the most, where KV reaches as far as it did then."""
 _WEIGHT = 0.2
 
 
@@ -43,11 +50,15 @@ _WEIGHT = 0.2
 class _Weights:
     model: ActiveModel
     size: int
-    state: Literal["absent", "loading", "resident"] = "absent"
+    state: Literal["absent", "loading", "resident", "refused"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
     asked_s: float = float("-inf")
     """When the last of them came."""
+    refused_s: float | None = None
+    """When it was seen that its load was refused,"""
+    kv_end_bytes: int = 0
+    """and how far KV reached then."""
 
     @property
     def due_s(self) -> float:
@@ -83,7 +94,7 @@ class WeightSwapping:
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
         one = self._weights.get(name)
-        return one is None or one.state == "resident"
+        return one is None or one.state in ("resident", "refused")
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model, beside its own weights."""
@@ -106,6 +117,14 @@ class WeightSwapping:
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
+    def refused(self, name: str) -> None:
+        """There was no place for its weights, or KV has taken it: it streams for a while."""
+        one = self._weights.get(name)
+        if one is not None and one.state in ("loading", "resident"):
+            one.state, one.refused_s = "refused", None
+            one.kv_end_bytes = self._arena.end_bytes
+            self._arena.withhold(self._slabs())
+
     def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
         if (one := self._weights.get(name)) is not None:
@@ -119,6 +138,7 @@ class WeightSwapping:
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
+        self._reconsider(now)
         actions: list[Fetch | Release] = []
         most = _AT_A_TIME if self._rotates else len(self._weights)
         while sum(one.state == "loading" for one in self._weights.values()) < most:
@@ -138,6 +158,16 @@ class WeightSwapping:
                 break
             actions += self._bring(first, victims)
         return actions
+
+    def _reconsider(self, now: float) -> None:
+        """Models whose loads were refused may be loaded again once KV reaches less far, and now and
+        then in any case: other weights may have made way."""
+        for one in self._weights.values():
+            if one.state == "refused":
+                since_s = one.refused_s = now if one.refused_s is None else one.refused_s
+                less = self._arena.end_bytes < one.kv_end_bytes
+                if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
+                    one.state = "absent"
 
     def turn(
         self, candidates: Sequence[tuple[float, int, str]], now: float, late_ran: bool
@@ -262,7 +292,10 @@ class WeightSwapping:
     def _slabs(self, more: int = 0) -> int:
         """Slabs of the arena for weights beyond the memory outside of it."""
         return self._inside(
-            more + sum(one.size for one in self._weights.values() if one.state != "absent")
+            more
+            + sum(
+                one.size for one in self._weights.values() if one.state in ("loading", "resident")
+            )
         )
 
     def _inside(self, size: int) -> int:
