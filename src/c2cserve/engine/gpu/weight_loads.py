@@ -132,6 +132,8 @@ class _Load(Generic[EventT]):
     begun_s: float = 0.0
     gate: EventT | None = None
     """What its first copy waits for."""
+    home: Home = "host"
+    """Where its last copy came from."""
     newest: EventT | None = None
     """After the copies that are enqueued."""
     enqueued: bool = False
@@ -251,21 +253,19 @@ class WeightLoads(Generic[EventT]):
         if load.gate is not None:
             self._stream.wait_for_steps(load.gate)
             load.gate = None
-        while True:
+        while len(self._batches) < _AHEAD[load.home]:
             batch = list(_batch(load.pieces))
             if not batch:
                 load.enqueued = True
                 return True
-            home: Home = "hbm"
             for piece in batch:
                 source = self._cache.location(piece.weight)
-                home = source.home
+                load.home = source.home
                 self._stream.copy(piece.target, source.pointer + piece.offset, piece.size)
             load.newest = self._stream.record()
             self._batches.append(_Batch(load.newest, min(piece.target for piece in batch)))
             self.counts.copied_bytes += sum(piece.size for piece in batch)
-            if len(self._batches) >= _AHEAD[home]:
-                return False
+        return False
 
     def _arrived(self, load: _Load[EventT]) -> None:
         self._loads.remove(load)
