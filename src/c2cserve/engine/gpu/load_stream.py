@@ -25,7 +25,9 @@ class CopyEngineStream:
         self._notifier = CompletionNotifier(device, notify)
 
     def mark_steps(self) -> torch.cuda.Event:
-        return self._computing.record_event()
+        event = torch.cuda.Event()
+        event.record(self._computing)
+        return event
 
     def wait_for_steps(self, event: torch.cuda.Event) -> None:
         self._stream.wait_event(event)
