@@ -159,14 +159,7 @@ def open_gpu(
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
         borrower = Borrower(peers, lambda: _mark(stream, load_stream))
-    cache = loads = None
-    if load_stream is not None:
-        cache = HbmCache(arena, None, borrower)
-        loads = WeightLoads(
-            cache, load_stream, time.monotonic, lambda fault: _fatal(fault, stream)
-        )  # fmt: skip
-    elif cache_policy is not None:
-        cache = HbmCache(arena, cache_policy, borrower)
+    cache, loads = _weight_cache(arena, stream, load_stream, cache_policy, borrower)
     linear = Linear(context, chooser, cache)
     on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
     flashinfer = FlashInfer(torch_device, kernels)
@@ -174,23 +167,27 @@ def open_gpu(
     ops.capture_decoding(linear.launched, cache)
     host_kv = _host_kv(arena, host_kv_bytes, stream, wake)
     parts = GpuParts(
-        torch_device,
-        stream,
-        context,
-        linear,
-        ops,
-        arena,
-        Staging(torch_device),
-        cache,
-        loads,
-        borrower,
-        host_kv,
-        flashinfer,
-    )
+        torch_device, stream, context, linear, ops, arena, Staging(torch_device), cache, loads,
+        borrower, host_kv, flashinfer,
+    )  # fmt: skip
     for sizes in COMMON:
         warm(sizes, torch_device)
     parts.finish()
     return parts
+
+
+def _weight_cache(
+    arena: Tensor, stream: torch.cuda.Stream, load_stream: CopyEngineStream | None,
+    policy: CachePolicy | None, borrower: Borrower | None,
+) -> tuple[HbmCache | None, WeightLoads[torch.cuda.Event] | None]:  # fmt: skip
+    if load_stream is None:
+        return (None if policy is None else HbmCache(arena, policy, borrower)), None
+    cache = HbmCache(arena, None, borrower)
+
+    def fatal(fault: Exception) -> bool:
+        return _fatal(fault, stream)
+
+    return cache, WeightLoads(cache, load_stream, time.monotonic, fatal)
 
 
 def _nothing() -> None:
