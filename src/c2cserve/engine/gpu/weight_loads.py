@@ -181,9 +181,11 @@ class WeightLoads(Generic[EventT]):
         self._advance()
 
     def release(self, model: str) -> None:
-        """Drop a model's weights, or cancel its load. Do nothing for any other model."""
+        """Drop a model's weights, or cancel its load: no outcome of it follows. Do nothing for any
+        other model."""
         self.counts.releases += model in self._shown
         self._leave(model)
+        self._outcomes = [one for one in self._outcomes if one.model != model]
 
     def poll(self) -> list[LoadOutcome]:
         """Show what has arrived, enqueue more copies, and return how loads ended."""
@@ -244,7 +246,6 @@ class WeightLoads(Generic[EventT]):
             self._refuse(load.model, f"its {size} bytes have no places above the KV")
             return
         load.gate = self._stream.mark_steps()
-        load.begun_s = self._clock()
         load.pieces = _pieces(weights, places)
 
     def _enqueue(self, load: _Load[EventT]) -> bool:
@@ -253,6 +254,7 @@ class WeightLoads(Generic[EventT]):
         if load.gate is not None:
             self._stream.wait_for_steps(load.gate)
             load.gate = None
+            load.begun_s = self._clock()
         while len(self._batches) < _AHEAD[load.home]:
             batch = list(_batch(load.pieces))
             if not batch:

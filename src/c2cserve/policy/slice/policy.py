@@ -11,7 +11,16 @@ from itertools import count
 from typing import Never, overload
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Fetch, Return, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import (
+    Drop,
+    Fail,
+    Fetch,
+    Release,
+    Return,
+    RunStep,
+    SliceAction,
+    Truncate,
+)
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -259,7 +268,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             self._actions += self._weights.break_deadlock()
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
-            actions = [_above_kv(action, self.arena.end_bytes) for action in actions]
+            actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
 
     def _may_launch(self, now: float) -> bool:
@@ -333,6 +342,13 @@ class SlicePolicy(SliceMemory[ExtraT]):
         return True
 
 
-def _above_kv(action: SliceAction | ExtraT, kv_end_bytes: int) -> SliceAction | ExtraT:
-    """A load is told how far KV reaches once all that was decided with it is done."""
-    return Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
+def _with_kv_end(
+    actions: Sequence[SliceAction | ExtraT], kv_end_bytes: int
+) -> list[SliceAction | ExtraT]:
+    """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
+    do so first: some of that KV may have been promised their places."""
+    leaving = [action for action in actions if isinstance(action, Release)]
+    return leaving + [
+        Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
+        for action in actions if not isinstance(action, Release)
+    ]  # fmt: skip
