@@ -62,7 +62,8 @@ class Activate:
     slice_id: str
     keep: bool = False
     """The slice loads its weights as a whole before it computes (`Fetch`), beside what computes
-    there, and again after it dropped them for others'; else steps read them where they lie."""
+    there. It may drop them for others', and load them again. If false, steps read the weights where
+    they lie."""
 
 
 @value
@@ -237,8 +238,8 @@ class Fetch:
 
     model: str
     kv_end_bytes: int | None = None
-    """As `step.Step.kv_end_bytes`: KV of steps up to the next one lies below it, weights go
-    above."""
+    """KV that is written until the next step lies below it, as below `step.Step.kv_end_bytes`; the
+    weights go above."""
 
 
 @value

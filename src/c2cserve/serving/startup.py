@@ -61,8 +61,10 @@ def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]
 
 
 def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...]:
-    """Return the slices with what each has of its link: that of a GPU to the host, as fast as its
-    profile says, in equal shares. CPU slices have none. Raises CliError without a profile."""
+    """Return the slices with the share that each has of its GPU's link to the host. Shares are
+    equal, and the link is as fast as the GPU's profile says. CPU slices have none.
+
+    Raises CliError without a profile."""
     named = {gpu.uuid: gpu for gpu in gpus}
     sharing = Counter(one.link for one in slices)
     linked: list[Slice] = []

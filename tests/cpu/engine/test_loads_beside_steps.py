@@ -20,7 +20,7 @@ def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of at most 3 rows, events after 4 rows or more, two batches under way."""
     monkeypatch.setattr(weight_loads, "_COPY_BYTES", 3 * ROW)
     monkeypatch.setattr(weight_loads, "_BATCH_BYTES", 4 * ROW)
-    monkeypatch.setattr(weight_loads, "_AHEAD", {"host": 2, "peer": 2, "hbm": 2})
+    monkeypatch.setattr(weight_loads, "_ENQUEUED_MOST", {"host": 2, "peer": 2, "hbm": 2})
 
 
 def size_of(model: str) -> int:

@@ -35,7 +35,7 @@ _COPY_BYTES = 16 << 20
 over PCIe 5."""
 _BATCH_BYTES = 64 << 20
 """Copies between two events."""
-_AHEAD: dict[Home, int] = {"host": 8, "peer": 48, "hbm": 8}
+_ENQUEUED_MOST: dict[Home, int] = {"host": 8, "peer": 48, "hbm": 8}
 """Batches under way at a time, by where they come from: about 10 ms of either link. The launch of a
 long step keeps the slice's thread about as long, and nothing is enqueued meanwhile."""
 
@@ -118,7 +118,7 @@ class _Piece:
 @dataclass(frozen=True, slots=True)
 class _Batch(Generic[EventT]):
     event: EventT
-    """After its copies."""
+    """It is over after its copies."""
     lowest: int
     """The lowest address that they write."""
 
@@ -135,7 +135,7 @@ class _Load(Generic[EventT]):
     home: Home = "host"
     """Where its last copy came from."""
     newest: EventT | None = None
-    """After the copies that are enqueued."""
+    """It is over after the copies that are enqueued."""
     enqueued: bool = False
     """All copies are."""
 
@@ -255,7 +255,7 @@ class WeightLoads(Generic[EventT]):
             self._stream.wait_for_steps(load.gate)
             load.gate = None
             load.begun_s = self._clock()
-        while len(self._batches) < _AHEAD[load.home]:
+        while len(self._batches) < _ENQUEUED_MOST[load.home]:
             batch = list(_batch(load.pieces))
             if not batch:
                 load.enqueued = True

@@ -63,7 +63,7 @@ class KvArena:
         self._withheld = 0
         """Slabs that hold something else, wherever they lie."""
         self.weights_above = False
-        """What is withheld lies at the arena's end, where a real slice has its weights: KV grows
+        """What is withheld lies at the arena's end, where a real slice has its weights. KV grows
         below it, and what is cached there makes way for it first."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0

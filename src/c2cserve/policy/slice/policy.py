@@ -347,8 +347,8 @@ def _with_kv_end(
 ) -> list[SliceAction | ExtraT]:
     """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
     do so first: some of that KV may have been promised their places."""
-    leaving = [action for action in actions if isinstance(action, Release)]
-    return leaving + [
+    releases: list[SliceAction | ExtraT] = [one for one in actions if isinstance(one, Release)]
+    return releases + [
         Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
         for action in actions if not isinstance(action, Release)
     ]  # fmt: skip

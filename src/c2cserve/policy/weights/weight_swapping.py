@@ -160,8 +160,8 @@ class WeightSwapping:
         return actions
 
     def _reconsider(self, now: float) -> None:
-        """Models whose loads were refused may be loaded again once KV reaches less far, and now and
-        then in any case: other weights may have made way."""
+        """Models whose loads were refused may be loaded again once KV reaches less far. After a
+        while they may in any case: other weights may have made way."""
         for one in self._weights.values():
             if one.state == "refused":
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s

@@ -119,8 +119,8 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """`core.events.Fetched`: a model that is kept computes from now on, out of the slice's memory
-    or, if its weights were refused a place there, as a stream."""
+    """A model that is kept computes from now on (`core.events.Fetched`), out of the slice's memory.
+    If its weights were refused a place there, it streams."""
 
     model: str
     took_s: float
