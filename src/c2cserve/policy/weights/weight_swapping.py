@@ -20,7 +20,7 @@ matrix fits. Then the model streams, until KV has made way (`_reconsider`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import frexp, isinf
+from math import frexp, inf, isinf
 from typing import Literal
 
 from c2cserve.core.actions import Fetch, Release
@@ -218,7 +218,7 @@ class WeightSwapping:
             return []
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
         there = [one for one in self._weights.values() if one.state == "resident"]
-        there.sort(key=lambda one: (bool(one.model.seqs), -one.due_s, one.model.name))
+        there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
                 return self._bring(first, there[:count])
