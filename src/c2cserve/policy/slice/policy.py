@@ -266,6 +266,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 break  # who could be preempted has to land first
         if not self._in_flight:
             self._actions += self._weights.break_deadlock()
+            self.wakeup = self._weights.wakeup
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
             actions = _with_kv_end(actions, self.arena.end_bytes)

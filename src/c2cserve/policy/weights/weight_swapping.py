@@ -43,6 +43,8 @@ _REFUSED_S = 2.0
 """The least time for which a model whose load was refused streams,"""
 _REFUSED_MOST_S = 20.0
 """and the most, where KV reaches as far as it did then."""
+_STREAM_S = 0.001
+"""How soon a model that streams to break a deadlock is run."""
 _WEIGHT = 0.2
 
 
@@ -84,7 +86,11 @@ class WeightSwapping:
         self._outside_bytes = max(0, outside_bytes)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._weights: dict[str, _Weights] = {}
+        self._freeing: tuple[str, frozenset[str]] = "", frozenset()
+        """The model that broke a deadlock, and its requests that held KV then. It stays until they
+        have ended: else the models that wait for that KV would make it leave again at once."""
         self.wakeup: float | None = None
+        self._now = 0.0
 
     @property
     def scarce(self) -> bool:
@@ -138,6 +144,7 @@ class WeightSwapping:
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
+        self._now = now
         self._reconsider(now)
         actions: list[Fetch | Release] = []
         most = _AT_A_TIME if self._rotates else len(self._weights)
@@ -221,8 +228,19 @@ class WeightSwapping:
         there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
+                held = frozenset(name for name, seq in first.model.seqs.items() if seq.started)
+                self._freeing = first.model.name, held
                 return self._bring(first, there[:count])
+        # KV of all leaves no room for it, whatever else goes: it streams until that has changed.
+        first.state, first.refused_s, first.kv_end_bytes = "refused", None, self._arena.end_bytes
+        self.wakeup = self._now + _STREAM_S
         return []
+
+    def _frees_kv(self, one: _Weights) -> bool:
+        """Whether it has broken a deadlock, and its KV is not free yet."""
+        name, held = self._freeing
+        seqs = one.model.seqs
+        return one.model.name == name and any(id_ in seqs and seqs[id_].started for id_ in held)
 
     def _bring(self, one: _Weights, victims: Iterable[_Weights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
@@ -264,6 +282,7 @@ class WeightSwapping:
         able = [
             one for other, one in self._weights.items()
             if one.state == "resident" and other != name and other not in in_flight
+            and not self._frees_kv(one)
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))
