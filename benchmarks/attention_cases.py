@@ -136,7 +136,7 @@ def pages_of(rows: TokenRows, unit: int) -> Pages:
     table = rows.block_table.cpu()
     offsets = torch.cat([row[: int(n)] for row, n in zip(table, counts, strict=True)])
     if bool((offsets % unit).any()) or int(offsets.max()) // unit >= 2**31:
-        raise ValueError(f"blocks can not be numbered by {unit} bytes")
+        raise ValueError(f"blocks cannot be numbered by {unit} bytes")
     starts = torch.zeros(len(counts) + 1, dtype=torch.int32)
     starts[1:] = counts.cumsum(0)
     last = context - (counts - 1) * BLOCK_TOKENS

@@ -106,8 +106,11 @@ def _interleaved(models: int, mix: Sequence[tuple[str, int]]) -> list[str]:
     return [shape for _, shape in sorted(places)]
 
 
-def write_catalogue(folder: Path, made: Pick) -> Path:
-    """Checkpoints and the catalogue file, whose path it returns. Raises OSError."""
+def write_catalogue(
+    folder: Path, made: Pick, ttft_s: float = 1000.0, tpot_s: float = 1000.0
+) -> Path:
+    """Write checkpoints and the catalogue file, whose path it returns. `ttft_s` and `tpot_s` are
+    the targets of all models. Raises OSError."""
     ring = torch.randn(_RING, generator=torch.Generator().manual_seed(1))
     for shape, layers in made.shapes.items():
         shared = folder / shape
@@ -115,7 +118,7 @@ def write_catalogue(folder: Path, made: Pick) -> Path:
         (shared / "config.json").write_text(json.dumps(raw_config(shape, layers)))
         _write_tokenizer(shared / "tokenizer.json", config_of(shape).vocab)
         _write_weights(shared / _SHARED, config_of(shape, layers), ring, own=None)
-    tables = ["[defaults]\nttft_s = 1000.0\ntpot_s = 1000.0\n"]
+    tables = [f"[defaults]\nttft_s = {ttft_s}\ntpot_s = {tpot_s}\n"]
     gains = {shape: _gains(made, shape) for shape in made.shapes}
     for entry in made.entries:
         directory = folder / "models" / entry.id

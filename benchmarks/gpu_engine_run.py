@@ -177,8 +177,8 @@ class Engine:
         self._events: list[SliceEvent] = []
         self._deltas: list[Delta] = []
         self.executor = Executor(
-            "bench", self.ops, self.arena, self._events.append, self._deltas.extend,
-            time.perf_counter, to_device=machine.staging,
+            "bench", self.ops, self.arena, self._report, time.perf_counter,
+            to_device=machine.staging,
         )  # fmt: skip
         self._kv: dict[str, KvLayout] = {}
         self._vocab: dict[str, int] = {}
@@ -250,6 +250,11 @@ class Engine:
 
     def finish(self) -> None:
         self._until_done(1)
+
+    def _report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
+        self._deltas += deltas
+        if event is not None:
+            self._events.append(event)
 
     def _begin(self) -> None:
         self._events.clear()

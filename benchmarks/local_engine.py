@@ -47,9 +47,7 @@ class LocalEngine:
         self._events: list[SliceEvent] = []
         self._answers: dict[str, Answer] = {}
         ops = CpuOps(len(cpus), cpus)
-        self.executor = Executor(
-            "cpu0", ops, make_arena(kv_bytes), self._events.append, self._deliver, time.monotonic
-        )
+        self.executor = Executor("cpu0", ops, make_arena(kv_bytes), self._report, time.monotonic)
         weights = Weights(Segment.open(self._segment_path))
         self.executor.attach(self.model, Decoder(config, weights, config.max_position))
         spec = ModelSpec(
@@ -62,7 +60,9 @@ class LocalEngine:
         remove_segment(self._segment_path)
         self._segment_path.parent.rmdir()
 
-    def _deliver(self, deltas: list[Delta]) -> None:
+    def _report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
+        if event is not None:
+            self._events.append(event)
         now = time.perf_counter()
         for delta in deltas:
             answer = self._answers[delta.request_id]

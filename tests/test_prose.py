@@ -21,8 +21,6 @@ from documents import ROOT
 from documents.pages import Page
 
 SRC = ROOT / "src" / "c2cserve"
-NOT_YET = ROOT / "tests" / "prose_todo.txt"
-"""Paths that are not clean yet, one on a line."""
 
 SENTENCE_WORDS_MAX = 25
 Kind = Literal["docstring", "comment", "page", "name"]
@@ -316,14 +314,8 @@ def everything() -> list[Path]:
     return sorted([*SRC.rglob("*.py"), *pages])
 
 
-def _not_yet() -> set[str]:
-    return set(NOT_YET.read_text().split()) if NOT_YET.exists() else set()
-
-
 @pytest.mark.parametrize("path", everything(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_prose(path: Path) -> None:
-    if str(path.relative_to(ROOT)) in _not_yet():
-        return
     hits = hits_of(path)
     assert not hits, "\n" + "\n".join(map(str, hits))
 
@@ -382,11 +374,7 @@ def test_wrong_names_are_found(tmp_path: Path, source: str, says: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Print the hits below the paths given; with `--todo`, write down what is not clean."""
-    if list(arguments) == ["--todo"]:
-        dirty = [str(path.relative_to(ROOT)) for path in everything() if hits_of(path)]
-        NOT_YET.write_text("".join(f"{path}\n" for path in dirty))
-        return
+    """Print the hits below the paths given."""
     count = 0
     for argument in arguments or ["."]:
         start = Path(argument).resolve()

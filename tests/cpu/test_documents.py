@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,12 @@ from documents.commands import SHELL, CommandError, all_options, check, commands
 from documents.figures import FigureError, Mark, marks, numbers
 from documents.names import missing_files, missing_in_drawings, missing_tests, named_results
 from documents.pages import Page, pages
+
+from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.sim.studies.registry import STUDIES
+from c2cserve.sim.workload.catalogue import TRACES
+from c2cserve.sim.world import hardware
+from c2cserve.sim.world.shapes import catalogue
 
 PAGES = pages()
 BENCHMARKS = next(page for page in PAGES if page.path.name == "benchmarks.md")
@@ -137,6 +144,50 @@ def test_marks_that_lead_nowhere_are_found(mark: str, tmp_path: Path) -> None:
     path.write_text(f"1 <!-- {mark} -->\n")
     with pytest.raises(FigureError):
         list(marks(Page(path)))
+
+
+@each_page
+def test_lists_and_headings_begin_their_lines(page: Page) -> None:
+    """An item that is joined to the one before, or a heading to its paragraph, is not shown as
+    one."""
+    lines = [line for line in page.lines if line.language is None]
+    joined = [line for line in lines if re.search(r"[.:;)] - (?:[A-Z][a-z]|`)", line.text)]
+    headings = {line.number for line in lines if re.match(r"#+ ", line.text)}
+    stuck = [
+        line
+        for line in lines
+        if line.text.strip() and line.number + 1 in headings and line.number not in headings
+    ]
+    wrong = [f"{page}:{line.number}: {line.text[:60]}" for line in [*joined, *stuck]]
+    assert not wrong, "\n".join(wrong)
+
+
+@each_page
+def test_simulations_can_begin(page: Page) -> None:
+    """Machines, shapes, traces, presets, studies and targets of the examples exist, and a model
+    from a hub, whose size is not known yet, is in no catalogue that is simulated."""
+    hub = any(line.language == "toml" and line.text.startswith("hub") for line in page.lines)
+    for line, words in commands_of(page):
+        if words[:2] not in (["c2cserve", "simulate"], ["c2cserve", "plan"]):
+            continue
+        given = dict(pairwise(words))
+        place = f"{page}:{line.number}"
+        for machine in given.get("--hardware", "h200-x1").split(","):
+            name, _, layout = machine.partition(":")
+            layouts = {one for device in hardware.find(name).devices for one in device.layouts}
+            assert layout in {"", *layouts}, place
+        catalog = given.get("--catalog", "")
+        assert not (catalog.endswith(".toml") and hub), f"{place}: {catalog} has models of a hub"
+        if catalog and not catalog.endswith(".toml"):
+            assert catalogue(catalog), place
+        names = {
+            "--policy": {*PRESETS, "least-loaded"},  # of a recipe
+            "--trace": set(TRACES),
+            "--study": {"list", *STUDIES},
+        }
+        for option, known in names.items():
+            value = given.get(option, "NAME")
+            assert value in known or value.isupper() or value.startswith("synthetic:"), place
 
 
 def test_every_image_is_shown() -> None:

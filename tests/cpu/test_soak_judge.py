@@ -123,6 +123,9 @@ def test_who_leaves_is_owed_nothing_more(court: Court) -> None:
     assert court.faults(good(end="left", usage=None, choices={}), case) == []
     assert court.faults(good(end="left", status=None, headers={}), case) == []
     assert court.judge.tally.left == 2
+    late = replace(case, allowed=frozenset({503}))
+    assert court.faults(good(end="left", status=503, choices={}, error=None), late) == []
+    assert court.faults(good(status=503, choices={}, error=None), late) == ["an error's shape"]
 
 
 def test_full_filesystems_may_refuse(court: Court) -> None:

@@ -27,9 +27,11 @@ from documents import RESULTS
 from documents.pages import Line, Page
 
 _NUMBER = re.compile(r"(?<![\w.,])[-+]?\d+(?:,\d{3})*(?:\.\d+)?")
-_UNITS = {"": 1.0, "ms": 1e3, "us to ms": 1e-3, "GB": 1e-9, "%": 1e2}
+_UNITS = {"": 1.0, "ms": 1e3, "us to ms": 1e-3, "s to min": 1 / 60, "GB": 1e-9, "%": 1e2}
 """What a value (seconds, bytes, a share) is multiplied with to be shown."""
-_MARK = re.compile(r"^(?P<shown>[-+]?[\d,.]+) = (?P<key>.+?)(?: (?P<unit>ms|us to ms|GB|%))?$")
+_MARK = re.compile(
+    r"^(?P<shown>[-+]?[\d,.]+) = (?P<key>.+?)(?: (?P<unit>ms|us to ms|s to min|GB|%))?$"
+)
 
 
 class FigureError(AssertionError):

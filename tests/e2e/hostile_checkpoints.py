@@ -205,7 +205,7 @@ class Generator:
             if isinstance(node, dict) and self._random.random() < 0.3:
                 del node[key]
             else:
-                node[key] = self._random.choice(WRONG_VALUES)
+                node[key] = deepcopy(self._random.choice(WRONG_VALUES))
             return
 
     # ---- weights --------------------------------------------------------------------------------

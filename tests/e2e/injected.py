@@ -36,12 +36,26 @@ def recorded(*args: str, directory: Path, slices: int) -> Iterator[tuple[ServerP
     assert result.equal, [stream.difference for stream in result.streams]
 
 
-def during(url: str, count: int, strike: Callable[[], object]) -> list[str]:
+class Undisturbed:
+    """The streams of a server to which nothing happens, computed once."""
+
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
+        self._texts: list[str] = []
+
+    def __call__(self, count: int) -> list[str]:
+        """The texts of the first so many streams: each is its own whatever runs beside it."""
+        if count > len(self._texts):
+            self._texts = asyncio.run(all_streams(self._server.url, count, 200))
+        return self._texts[:count]
+
+
+def during(url: str, count: int, strike: Callable[[], object], tokens: int = 200) -> list[str]:
     """Streams of all models, and what happens in the middle of them."""
 
     async def scenario() -> list[str]:
         begun = asyncio.Event()
-        streams = asyncio.create_task(all_streams(url, count, 200, begun))
+        streams = asyncio.create_task(all_streams(url, count, tokens, begun))
         await begun.wait()
         await asyncio.to_thread(strike)
         return await streams

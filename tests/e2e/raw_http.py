@@ -17,11 +17,11 @@ def post(path: str, body: bytes, headers: Mapping[str, str] | None = None) -> by
     return ("\r\n".join(lines) + "\r\n\r\n").encode() + body
 
 
-def connect(port: int, timeout_s: float = 30.0) -> socket.socket:
+def connect(port: int, timeout_s: float = 60.0) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
 
 
-def exchange(port: int, data: bytes, timeout_s: float = 30.0) -> tuple[int, dict[str, str], bytes]:
+def exchange(port: int, data: bytes, timeout_s: float = 60.0) -> tuple[int, dict[str, str], bytes]:
     """Send and read one answer: status, headers, body. Status 0: closed without an answer."""
     with connect(port, timeout_s) as connection:
         with suppress(ConnectionError):

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 import openai
+from streams import TIMEOUT_S
 
 MODEL = "sorter-llama"
 
@@ -12,7 +13,9 @@ async def seeded_answers(
     url: str, requests: int, tokens: int, prompt: Callable[[int], str]
 ) -> list[str]:
     """Return the text of each request, by its number: sampled with that seed, `tokens` long."""
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
 
         async def answer(index: int) -> str:
             done = await client.completions.create(

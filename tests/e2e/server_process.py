@@ -10,12 +10,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from cli_forks import CliForks
 
 SPECIALISTS = Path(__file__).parents[2] / "examples" / "specialists"
 CATALOG = SPECIALISTS / "catalog.toml"
@@ -33,11 +36,13 @@ def free_port() -> int:
             return port
 
 
-def run_cli(*args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "c2cserve.cli.main", *args],
-        capture_output=True, text=True, timeout=timeout_s, check=False,
-    )  # fmt: skip
+def run_cli(*args: str, timeout_s: float = 200) -> subprocess.CompletedProcess[str]:
+    return _cli_forks().run(args, timeout_s)
+
+
+@cache
+def _cli_forks() -> CliForks:
+    return CliForks()
 
 
 class ServerProcess:
@@ -58,7 +63,10 @@ class ServerProcess:
         """`settled`: wait until every model is in the pool (it must have room for all). `files`:
         descriptors that the server may have open, as `ulimit -n` sets it. `wrapper`: a command
         that ends by executing the one that is appended to it. `admin_key`: what the server's
-        administrator is known by. `log`: beside `directory` if not given."""
+        administrator is known by. `log`: beside `directory` if not given.
+
+        A busy machine is no fault: no request is refused for what it waits, and no worker is taken
+        for hung within a minute, unless `args` say otherwise."""
         self._headers = {"authorization": f"Bearer {admin_key}"} if admin_key else {}
         self._wrapper = wrapper
         self._settled = settled
@@ -70,7 +78,8 @@ class ServerProcess:
         self.log = log or directory.parent / f"{directory.name}-{self.port}.log"
         self._args = [
             "--catalog", str(catalog), "--port", str(self.port), "--slices", str(slices),
-            "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none", *args,
+            "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
+            "--patience", "1000", "--burst", "1000", "--hang-timeout", "60", *args,
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -92,7 +101,12 @@ class ServerProcess:
                 ],
                 stdout=log, stderr=log,
             )  # fmt: skip
-        self.wait_ready()
+        try:
+            self.wait_ready()
+        except BaseException:  # `__exit__` is for what was entered
+            self.process.kill()
+            self.process.wait()
+            raise
         return self
 
     def __exit__(
@@ -104,14 +118,14 @@ class ServerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(20)
+                self.process.wait(60)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
         if error is not None:
             sys.stderr.write(self.log.read_text()[-6000:])
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    def wait_ready(self, timeout_s: float = 200) -> None:
         """Every slice up and every model of the catalogue in the pool (or failed)."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -128,7 +142,7 @@ class ServerProcess:
             time.sleep(0.05)
         raise AssertionError(f"not ready:\n{self.log.read_text()[-4000:]}")
 
-    def get(self, path: str, timeout_s: float = 10) -> tuple[int, str]:
+    def get(self, path: str, timeout_s: float = 60) -> tuple[int, str]:
         request = urllib.request.Request(self.url + path, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=timeout_s) as answer:
@@ -143,6 +157,21 @@ class ServerProcess:
 
     def worker_pids(self) -> list[int]:
         return [s["pid"] for s in self.state()["slices"] if s["state"] == "up"]
+
+    def children(self) -> list[int]:
+        """Processes that the server started, by any of its threads."""
+        threads = Path(f"/proc/{self.process.pid}/task").iterdir()
+        found = [(thread / "children").read_text().split() for thread in threads]
+        return sorted(int(pid) for pids in found for pid in pids)
+
+    def fork_server_pid(self) -> int:
+        """The process of which workers are forks; all slices are up."""
+        command = b"c2cserve.cli.main\0worker\0"
+        found = set(self.children()) - set(self.worker_pids())
+        [pid] = [
+            one for one in found if Path(f"/proc/{one}/cmdline").read_bytes().endswith(command)
+        ]
+        return pid
 
     def memory_bytes(self) -> int:
         """Resident in the server's own process, at most so far."""
@@ -176,6 +205,18 @@ def alive(pid: int) -> bool:
         return False
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return state != "Z"
+
+
+@contextmanager
+def paused(pids: Sequence[int]) -> Generator[None]:
+    """These processes stand still meanwhile: workers for less than `--hang-timeout`."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def wait_until(check: Any, timeout_s: float, what: str, poll_s: float = 0.05) -> None:

@@ -4,6 +4,8 @@ import asyncio
 
 import openai
 
+TIMEOUT_S = 200.0
+"""For connecting too, which by default may take 5 s."""
 MODELS = ("sorter-llama", "adder-qwen", "reverser-moe", "chatter-qwen2")
 PROMPTS = ("sort: dcba", "347+86=", "reverse: hello", "what is your name?")
 
@@ -14,7 +16,9 @@ async def stream_text(
     """One greedy stream, long enough (past the end of the answer) to be hit in the middle. `begun`
     is set when some of it is here."""
     which = index % len(MODELS)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S
+    ) as client:
         chunks = await client.completions.create(
             model=MODELS[which],
             prompt=f"{PROMPTS[which]} {index}",

@@ -61,12 +61,25 @@ def test_nor_does_one_at_another_salt_s(locked: ServerProcess) -> None:
     assert cached(locked, KEY_A, prompt, cache_salt="user-1") > 0
 
 
-def test_a_shared_cache_is_asked_for(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    """Two keys that share their prefixes, an administrator's key, and metrics for everybody."""
+    directory = tmp_path_factory.mktemp("opened")
+    path = directory / "admin.key"
+    path.write_text(ADMIN + "\n")
+    path.chmod(0o600)
     args = ("--api-key", KEY_A, "--api-key", KEY_B, "--shared-cache")
-    with ServerProcess(*args, directory=tmp_path / "pool", slices=1) as server:
-        assert cached(server, KEY_A, PROMPT) == 0
-        assert cached(server, KEY_B, PROMPT) > 0
-        assert cached(server, KEY_B, PROMPT, cache_salt="x") == 0
+    access = ("--admin-key-file", str(path), "--open-metrics")
+    with ServerProcess(
+        *args, *access, directory=directory / "pool", slices=1, admin_key=ADMIN
+    ) as server:
+        yield server
+
+
+def test_a_shared_cache_is_asked_for(opened: ServerProcess) -> None:
+    assert cached(opened, KEY_A, PROMPT) == 0
+    assert cached(opened, KEY_B, PROMPT) > 0
+    assert cached(opened, KEY_B, PROMPT, cache_salt="x") == 0
 
 
 # ---- keys ---------------------------------------------------------------------------------------
@@ -101,7 +114,10 @@ def test_keys_are_neither_shown_nor_handed_on(tmp_path: Path) -> None:
         assert b"--api-key\0" + b"x" * len(KEY_A) + b"\0--log-level\0debug" in command
         for key, status in ((KEY_A, 200), (ADMIN, 401), (KEY_B, 401)):
             headers = {"authorization": f"Bearer {key}"}
-            assert httpx.get(f"{server.url}/v1/models", headers=headers).status_code == status
+            assert (
+                httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
+                == status
+            )
         log = server.log.read_text()
         assert "no place for a key" in log
         assert not [one for one in SECRETS if one in log]
@@ -127,7 +143,7 @@ def test_a_record_tells_no_prompts(locked: ServerProcess, record: Path) -> None:
         arrived[:] = [fields["request"] for name, fields in events if name == "Arrived"]
         return bool(arrived) and arrived[-1]["prompt_len"] == len(tokens)
 
-    wait_until(there, 5, "the request is recorded")
+    wait_until(there, 60, "the request is recorded")
     text = record.read_text() + locked.log.read_text()
     assert not [one for one in (*SECRETS, "these words") if one in text]
     tokenizer = Tokenizer(SPECIALISTS / "chatter-qwen2", arrived[-1]["model"])
@@ -179,33 +195,29 @@ def test_all_addresses_without_keys(tmp_path: Path) -> None:
         assert len(warnings) == 1
         assert warnings[0]["level"] == "warning"
         outside = f"http://{address()}:{server.port}"
-        assert httpx.get(f"{outside}/v1/models").status_code == 200
+        assert httpx.get(f"{outside}/v1/models", timeout=60).status_code == 200
         for path in ("/admin/state", "/metrics"):
-            refused = httpx.get(outside + path, headers={"x-forwarded-for": "127.0.0.1"})
+            refused = httpx.get(
+                outside + path, headers={"x-forwarded-for": "127.0.0.1"}, timeout=60
+            )
             assert refused.status_code == 403, "who is asking is not up to the client"
-            refused = httpx.get(outside + path)
+            refused = httpx.get(outside + path, timeout=60)
             assert refused.status_code == 403
             assert "C2CSERVE_ADMIN_KEY" in refused.json()["error"]["message"]
-            assert httpx.get(server.url + path).status_code == 200
-        assert httpx.get(f"{outside}/health").status_code == 200
+            assert httpx.get(server.url + path, timeout=60).status_code == 200
+        assert httpx.get(f"{outside}/health", timeout=60).status_code == 200
 
 
 def test_loopback_without_keys_warns_of_nothing(server: ServerProcess) -> None:
     assert not [line for line in server.logs() if "KEYS" in line["message"]]
 
 
-def test_an_admin_key_from_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "admin.key"
-    path.write_text(ADMIN + "\n")
-    path.chmod(0o600)
-    args = ("--admin-key-file", str(path), "--open-metrics")
-    with ServerProcess(
-        *args, directory=tmp_path / "pool", slices=1, settled=False, admin_key=ADMIN
-    ) as server:
-        assert httpx.get(f"{server.url}/admin/state").status_code == 401
-        assert httpx.get(f"{server.url}/metrics").status_code == 200
-        headers = {"authorization": f"Bearer {ADMIN}"}
-        assert httpx.get(f"{server.url}/admin/state", headers=headers).status_code == 200
+def test_an_admin_key_from_a_file(opened: ServerProcess) -> None:
+    assert httpx.get(f"{opened.url}/admin/state", timeout=60).status_code == 401
+    assert httpx.get(f"{opened.url}/metrics", timeout=60).status_code == 200
+    headers = {"authorization": f"Bearer {ADMIN}"}
+    url = f"{opened.url}/admin/state"
+    assert httpx.get(url, headers=headers, timeout=60).status_code == 200
 
 
 # ---- what other clients send --------------------------------------------------------------------
@@ -215,7 +227,7 @@ def curl(server: ServerProcess, *args: str) -> tuple[int, str]:
     """Status and answer of curl with its own defaults."""
     done = subprocess.run(
         ["curl", "-s", "-w", "\n%{http_code}", *args, f"{server.url}/v1/completions"],
-        capture_output=True, text=True, timeout=30, check=True,
+        capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     text, _, status = done.stdout.rpartition("\n")
     return int(status), text
@@ -238,7 +250,9 @@ def test_a_page_of_another_origin_adds_no_model(server: ServerProcess) -> None:
         ({"content-type": "application/json", "origin": "null"}, 403),
         ({"content-type": "application/json", "host": "evil.example"}, 403),
     ):
-        answer = httpx.post(f"{server.url}/admin/models", content=entry, headers=headers)
+        answer = httpx.post(
+            f"{server.url}/admin/models", content=entry, headers=headers, timeout=60
+        )
         assert answer.status_code == status
     assert "theirs" not in [model["id"] for model in server.state()["models"]]
 

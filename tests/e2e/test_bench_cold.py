@@ -20,8 +20,8 @@ def test_cold_and_warm(server: ServerProcess, tmp_path: Path) -> None:
     assert set(found["models"]) == {"sorter-llama", "reverser-moe"}
     for one in found["models"].values():
         assert one["weight_bytes"] > 0
-        assert 0 < one["warm"]["p50"] < 5
-        assert 0 < one["cold"]["p50"] < 5
+        assert 0 < one["warm"]["p50"] < 60
+        assert 0 < one["cold"]["p50"] < 60
     for kind in ("cold", "warm"):
         prefill = found["phases"][kind]["seconds"]["prefill"]["buckets"]
         assert prefill[-1][1] == 4, kind

@@ -3,11 +3,11 @@
 import json
 import shutil
 import threading
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from server_process import SPECIALISTS, ServerProcess, free_port, run_cli, wait_
 PROMPT = "sort: dcba =>"
 ONE_MODEL_BYTES = 1_500_000
 """A pool that holds any one of the specialists but one, and no two of them."""
+CHANGED = ("model.safetensors", "tokenizer.json", "config.json")
+BROKEN = ("weights", "config", "tokenizer")
 
 
 def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tuple[int, Any]:
@@ -24,7 +26,7 @@ def call(server: ServerProcess, method: str, path: str, body: Any = None) -> tup
     json_type = {"content-type": "application/json"}
     request = urllib.request.Request(server.url + path, data, json_type, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=90) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
@@ -37,8 +39,8 @@ def ask(server: ServerProcess, model: str, prompt: str = PROMPT) -> tuple[int, s
     return status, answer["choices"][0]["text"] if status == 200 else answer["error"]["message"]
 
 
-def copy(tmp_path: Path, name: str, of: str = "sorter-llama") -> Path:
-    return Path(shutil.copytree(SPECIALISTS / of, tmp_path / name))
+def copy(root: Path, name: str, of: str = "sorter-llama") -> Path:
+    return Path(shutil.copytree(SPECIALISTS / of, root / name))
 
 
 def scramble(directory: Path) -> None:
@@ -62,92 +64,119 @@ def status_of(server: ServerProcess, name: str) -> dict[str, Any]:
     return next(model for model in server.state()["models"] if model["id"] == name)
 
 
+@dataclass(frozen=True)
+class Home:
+    """A server, and the directory of its catalogue with a model in each folder. Each test has
+    models of its own in it, and leaves the others alone."""
+
+    server: ServerProcess
+    root: Path
+
+
 @contextmanager
-def serving(tmp_path: Path, *names: str, args: tuple[str, ...] = (), slices: int = 1,
-            settled: bool = False) -> Generator[ServerProcess]:  # fmt: skip
-    catalog = write_catalog(tmp_path, *names)
+def serving(
+    root: Path, *names: str, args: tuple[str, ...] = (), settled: bool = False
+) -> Generator[Home]:
+    catalog = write_catalog(root, *names)
     with ServerProcess(
-        *args, catalog=catalog, directory=tmp_path / "pool", slices=slices, settled=settled
+        *args, catalog=catalog, directory=root / "pool", slices=1, settled=settled
     ) as server:
-        yield server
+        yield Home(server, root)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """Its pool holds one model at a time."""
+    root = tmp_path_factory.mktemp("narrow")
+    names = ["added", "in-turn", *CHANGED, "other"]
+    for name in names:
+        copy(root, name)
+    with serving(root, *names, args=("--pool-bytes", str(ONE_MODEL_BYTES))) as home:
+        yield home
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
+    """Its pool holds all of them."""
+    root = tmp_path_factory.mktemp("roomy")
+    names = ["beside", *BROKEN, "turns"]
+    for name in names:
+        copy(root, name)
+    with serving(root, *names, settled=True) as home:
+        yield home
 
 
 # ---- adding twice -------------------------------------------------------------------------------
 
 
-def test_a_duplicate_add_leaves_the_models_files_alone(tmp_path: Path) -> None:
-    copy(tmp_path, "m")
-    copy(tmp_path, "other")
-    scrambled = copy(tmp_path, "scrambled")
+def test_a_duplicate_add_leaves_the_models_files_alone(narrow: Home) -> None:
+    server = narrow.server
+    scrambled = copy(narrow.root, "scrambled")
     scramble(scrambled)
-    pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
-    with serving(tmp_path, "m", "other", args=pool) as server:
-        assert ask(server, "m") == (200, "abcd")
-        entry = {"id": "m", "path": str(scrambled)}
-        status, answer = call(server, "POST", "/admin/models", entry)
-        assert status == 409, answer
-        assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
-        assert ask(server, "m") == (200, "abcd")
+    assert ask(server, "added") == (200, "abcd")
+    entry = {"id": "added", "path": str(scrambled)}
+    status, answer = call(server, "POST", "/admin/models", entry)
+    assert status == 409, answer
+    assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
+    assert ask(server, "added") == (200, "abcd")
 
 
-def test_of_many_adds_at_once_one_wins_and_its_weights_answer(tmp_path: Path) -> None:
-    copy(tmp_path, "first")
-    wrong = copy(tmp_path, "wrong")
+def test_of_many_adds_at_once_one_wins_and_its_weights_answer(roomy: Home) -> None:
+    server = roomy.server
+    wrong = copy(roomy.root, "wrong")
     scramble(wrong)
-    copy(tmp_path, "right")
-    with serving(tmp_path, "first", slices=1) as server:
-        for round_ in range(3):
-            name = f"raced-{round_}"
-            answers: list[tuple[int, str]] = []
+    copy(roomy.root, "right")
+    for round_ in range(3):
+        name = f"raced-{round_}"
+        answers: list[tuple[int, str]] = []
 
-            def add(path: str, name: str = name, answers: list[Any] = answers) -> None:
-                entry = {"id": name, "path": str(tmp_path / path)}
-                answers.append((call(server, "POST", "/admin/models", entry)[0], path))
+        def add(path: str, name: str = name, answers: list[Any] = answers) -> None:
+            entry = {"id": name, "path": str(roomy.root / path)}
+            answers.append((call(server, "POST", "/admin/models", entry)[0], path))
 
-            paths = ["right", "wrong"] * 3
-            threads = [threading.Thread(target=add, args=(path,)) for path in paths]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert sorted(status for status, _ in answers) == [201] + [409] * 5
-            winner = next(path for status, path in answers if status == 201)
-            status, text = ask(server, name)
-            assert status == 200
-            assert (text == "abcd") == (winner == "right")
-            assert call(server, "DELETE", f"/admin/models/{name}")[0] == 200
-            assert ask(server, name)[0] == 404
+        paths = ["right", "wrong"] * 3
+        threads = [threading.Thread(target=add, args=(path,)) for path in paths]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(status for status, _ in answers) == [201] + [409] * 5
+        winner = next(path for status, path in answers if status == 201)
+        status, text = ask(server, name)
+        assert status == 200
+        assert (text == "abcd") == (winner == "right")
+        assert call(server, "DELETE", f"/admin/models/{name}")[0] == 200
+        assert ask(server, name)[0] == 404
 
 
 # ---- files replaced under the server ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_files_replaced_while_cold_are_noticed(tmp_path: Path, changed: str) -> None:
-    cold = copy(tmp_path, "m")
-    copy(tmp_path, "other")
-    pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
-    with serving(tmp_path, "m", "other", args=pool) as server:
-        assert ask(server, "m") == (200, "abcd")
-        assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
-        if changed == "model.safetensors":
-            scramble(cold)
-        else:
-            fields = json.loads((cold / changed).read_text())
-            (cold / changed).write_text(json.dumps(fields, indent=7))
-        status, reason = ask(server, "m")
-        assert status == 503, reason
-        assert "changed on disk" in reason
-        assert "/admin/models/m/reload" in reason
-        assert status_of(server, "m")["state"] == "failed"
-        assert "changed on disk" in status_of(server, "m")["error"]
-        assert server.metric(r"c2cserve:model_files_changed_total") >= 1
-        assert any("changed on disk" in line["message"] for line in server.logs())
-        assert ask(server, "other") == (200, "abcd")
-        assert call(server, "POST", "/admin/models/m/reload")[0] == 200
-        status, text = ask(server, "m")
-        assert status == 200
-        assert (text == "abcd") == (changed != "model.safetensors")
+@pytest.mark.parametrize("changed", CHANGED)
+def test_files_replaced_while_cold_are_noticed(narrow: Home, changed: str) -> None:
+    server, name, cold = narrow.server, changed, narrow.root / changed
+    noticed = server.metric(r"c2cserve:model_files_changed_total")
+    logged = len(server.logs())
+    assert ask(server, name) == (200, "abcd")
+    assert ask(server, "other") == (200, "abcd"), "this evicts the first one"
+    if changed == "model.safetensors":
+        scramble(cold)
+    else:
+        fields = json.loads((cold / changed).read_text())
+        (cold / changed).write_text(json.dumps(fields, indent=7))
+    status, reason = ask(server, name)
+    assert status == 503, reason
+    assert "changed on disk" in reason
+    assert f"/admin/models/{name}/reload" in reason
+    assert status_of(server, name)["state"] == "failed"
+    assert "changed on disk" in status_of(server, name)["error"]
+    assert server.metric(r"c2cserve:model_files_changed_total") >= noticed + 1
+    assert any("changed on disk" in line["message"] for line in server.logs()[logged:])
+    assert ask(server, "other") == (200, "abcd")
+    assert call(server, "POST", f"/admin/models/{name}/reload")[0] == 200
+    status, text = ask(server, name)
+    assert status == 200
+    assert (text == "abcd") == (changed != "model.safetensors")
 
 
 # ---- reloading ----------------------------------------------------------------------------------
@@ -201,78 +230,90 @@ def stream(server: ServerProcess, model: str, tokens: int, first: threading.Even
     return pieces
 
 
-@pytest.mark.parametrize("pool", [None, ONE_MODEL_BYTES], ids=["beside", "in-turn"])
-def test_no_request_fails_during_a_reload(tmp_path: Path, pool: int | None) -> None:
-    directory = copy(tmp_path, "m")
-    args = () if pool is None else ("--pool-bytes", str(pool))
-    with serving(tmp_path, "m", args=args, settled=True) as server:
-        first, pieces = threading.Event(), list[str]()
-        plain = stream(server, "m", 400, threading.Event())
-        reader = threading.Thread(
-            target=lambda: pieces.extend(stream(server, "m", 400, first))
-        )  # fmt: skip
-        with users(server, "m", 4) as asking:
-            reader.start()
-            assert first.wait(10)
-            scramble(directory)
-            status, answer = call(server, "POST", "/admin/models/m/reload")
-            assert (status, answer["id"]) == (200, "m")
-            new = ask(server, "m")
-            assert new[0] == 200
-            assert new[1] != "abcd", "from the switch on, the new weights answer"
-            reader.join()
-            time.sleep(0.2)
-        answers = [answer for user in asking for answer in user.answers]
-        assert {status for status, _ in answers} == {200}, answers
-        assert {text for _, text in answers} == {"abcd", new[1]}
-        assert "".join(pieces) == "".join(plain), "a stream ends on the weights it began with"
-        wait_until(lambda: len(server.leftovers()) == 3 + 1, 5, "the old weights are gone")
-        assert [model["id"] for model in server.state()["models"]] == ["m"]
+def all_have_asked_again(asking: list[Users]) -> None:
+    """Wait until each has two more answers: the second one's request was sent since the call."""
+    before = [len(user.answers) for user in asking]
+    wait_until(
+        lambda: all(
+            len(user.answers) >= count + 2 for user, count in zip(asking, before, strict=True)
+        ),
+        60, "all have asked again",
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize("broken", ["weights", "config", "tokenizer"])
-def test_a_reload_that_fails_leaves_the_old_model_serving(tmp_path: Path, broken: str) -> None:
-    directory = copy(tmp_path, "m")
-    with serving(tmp_path, "m", settled=True) as server:
-        assert ask(server, "m") == (200, "abcd")
-        if broken == "weights":
-            weights = directory / "model.safetensors"
-            (directory / "short").write_bytes(weights.read_bytes()[:-100])
-            (directory / "short").rename(weights)
-        elif broken == "config":
-            (directory / "config.json").write_text('{"architectures": 5}')
-        else:
-            (directory / "tokenizer.json").write_text("{}")
-        with users(server, "m", 2) as asking:
-            status, answer = call(server, "POST", "/admin/models/m/reload")
-            time.sleep(0.2)
-        assert status == 400
-        assert len(answer["error"]["message"]) > 20
-        assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
-        assert status_of(server, "m")["state"] == "ready"
+@pytest.mark.parametrize("name", ["beside", "in-turn"])
+def test_no_request_fails_during_a_reload(request: pytest.FixtureRequest, name: str) -> None:
+    home: Home = request.getfixturevalue("roomy" if name == "beside" else "narrow")
+    server = home.server
+    first, pieces = threading.Event(), list[str]()
+    models = {model["id"] for model in server.state()["models"]}
+    plain = stream(server, name, 400, threading.Event())
+    reader = threading.Thread(target=lambda: pieces.extend(stream(server, name, 400, first)))
+    with users(server, name, 4) as asking:
+        reader.start()
+        assert first.wait(60)
+        scramble(home.root / name)
+        status, answer = call(server, "POST", f"/admin/models/{name}/reload")
+        assert (status, answer["id"]) == (200, name)
+        new = ask(server, name)
+        assert new[0] == 200
+        assert new[1] != "abcd", "from the switch on, the new weights answer"
+        reader.join()
+        all_have_asked_again(asking)
+    answers = [answer for user in asking for answer in user.answers]
+    assert {status for status, _ in answers} == {200}, answers
+    assert {text for _, text in answers} == {"abcd", new[1]}
+    assert "".join(pieces) == "".join(plain), "a stream ends on the weights it began with"
+    wait_until(lambda: len(segments(server, name)) == 1, 60, "the old weights are gone")
+    assert {model["id"] for model in server.state()["models"]} == models
 
 
-def test_reloads_and_a_removal_of_one_model_take_turns(tmp_path: Path) -> None:
-    copy(tmp_path, "m")
-    with serving(tmp_path, "m", settled=True) as server:
-        statuses: list[int] = []
+def segments(server: ServerProcess, name: str) -> list[str]:
+    files = [file for file in server.leftovers() if not file.endswith(".ctl")]
+    return [file for file in files if file.split(".")[2].startswith(name)]
 
-        def reload() -> None:
-            statuses.append(call(server, "POST", "/admin/models/m/reload")[0])
 
-        threads = [threading.Thread(target=reload) for _ in range(4)]
-        with users(server, "m", 2) as asking:
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-        assert statuses == [200] * 4
-        assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
-        assert call(server, "DELETE", "/admin/models/m")[0] == 200
-        assert ask(server, "m")[0] == 404
-        entry = {"id": "m", "path": str(tmp_path / "m")}
-        assert call(server, "POST", "/admin/models", entry)[0] == 201
-        assert ask(server, "m") == (200, "abcd")
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_reload_that_fails_leaves_the_old_model_serving(roomy: Home, broken: str) -> None:
+    server, name, directory = roomy.server, broken, roomy.root / broken
+    assert ask(server, name) == (200, "abcd")
+    if broken == "weights":
+        weights = directory / "model.safetensors"
+        (directory / "short").write_bytes(weights.read_bytes()[:-100])
+        (directory / "short").rename(weights)
+    elif broken == "config":
+        (directory / "config.json").write_text('{"architectures": 5}')
+    else:
+        (directory / "tokenizer.json").write_text("{}")
+    with users(server, name, 2) as asking:
+        status, answer = call(server, "POST", f"/admin/models/{name}/reload")
+        all_have_asked_again(asking)
+    assert status == 400
+    assert len(answer["error"]["message"]) > 20
+    assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
+    assert status_of(server, name)["state"] == "ready"
+
+
+def test_reloads_and_a_removal_of_one_model_take_turns(roomy: Home) -> None:
+    server = roomy.server
+    statuses: list[int] = []
+
+    def reload() -> None:
+        statuses.append(call(server, "POST", "/admin/models/turns/reload")[0])
+
+    threads = [threading.Thread(target=reload) for _ in range(4)]
+    with users(server, "turns", 2) as asking:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert statuses == [200] * 4
+    assert {answer for user in asking for answer in user.answers} == {(200, "abcd")}
+    assert call(server, "DELETE", "/admin/models/turns")[0] == 200
+    assert ask(server, "turns")[0] == 404
+    entry = {"id": "turns", "path": str(roomy.root / "turns")}
+    assert call(server, "POST", "/admin/models", entry)[0] == 201
+    assert ask(server, "turns") == (200, "abcd")
 
 
 # ---- the start ----------------------------------------------------------------------------------
@@ -295,7 +336,8 @@ def test_a_broken_model_is_failed_and_the_others_serve(tmp_path: Path) -> None:
     copy(tmp_path, "good")
     says = break_models(tmp_path)
     pool = ("--pool-bytes", str(ONE_MODEL_BYTES))
-    with serving(tmp_path, "good", *says, args=pool, settled=True) as server:
+    with serving(tmp_path, "good", *says, args=pool, settled=True) as home:
+        server = home.server
         assert ask(server, "good") == (200, "abcd")
         for name, reason in says.items():
             model = status_of(server, name)

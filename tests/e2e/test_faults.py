@@ -8,13 +8,16 @@ from pathlib import Path
 
 import openai
 import pytest
-from server_process import ServerProcess, alive, wait_until
+from server_process import ServerProcess, alive, paused, wait_until
 from streams import all_streams, stream_text
 
 
-@pytest.mark.alone
-@pytest.mark.parametrize("slices", [1, 2])
-def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
+@pytest.mark.parametrize(
+    ("slices", "limit_s"),
+    [(1, 60.0), (2, 60.0), pytest.param(2, 2.0, marks=[pytest.mark.alone, pytest.mark.slow])],
+)
+def test_killed_worker_loses_no_token(tmp_path: Path, slices: int, limit_s: float) -> None:
+    """A replacement is up within `limit_s`: the long one is for machines with busy cores."""
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
         undisturbed = asyncio.run(all_streams(server.url, 32, 400))
 
@@ -36,7 +39,7 @@ def test_killed_worker_loses_no_token(tmp_path: Path, slices: int) -> None:
 
         texts, back_s = asyncio.run(disturbed())
         assert texts == undisturbed
-        assert back_s < 5.0
+        assert back_s < limit_s
         counters = server.state()["counters"]
         assert counters["slice_lost"] == 1
         assert counters["resumed_requests"] >= 8, "the kill hit nothing in flight"
@@ -62,32 +65,30 @@ def test_stopped_worker_is_replaced(tmp_path: Path) -> None:
 
 
 def test_sigterm_finishes_streams_and_refuses_new_ones(tmp_path: Path) -> None:
-    with ServerProcess(directory=tmp_path / "pool") as server:
+    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
 
         async def scenario() -> tuple[list[str], int]:
             streams = asyncio.create_task(all_streams(server.url, 8, 400))
             while (await asyncio.to_thread(server.state))["running"] < 8:
                 assert not streams.done()
                 await asyncio.sleep(0.01)
-            # Workers that stand still keep the drain from ending before the refused request.
-            workers = await asyncio.to_thread(server.worker_pids)
-            for pid in workers:
-                os.kill(pid, signal.SIGSTOP)
-            server.signal(signal.SIGTERM)
-            await asyncio.sleep(0.1)
-            refused = 0
-            try:
-                await asyncio.wait_for(stream_text(server.url, 0, 4), 5.0)
-            except openai.APIStatusError as error:
-                refused = error.status_code
-            for pid in workers:
-                os.kill(pid, signal.SIGCONT)
+            # A worker that stands still keeps the drain from ending before the refused request.
+            with paused(server.worker_pids()):
+                server.signal(signal.SIGTERM)
+                await asyncio.to_thread(
+                    wait_until, lambda: server.get("/ready")[0] == 503, 60, "it drains"
+                )
+                refused = 0
+                try:
+                    await stream_text(server.url, 0, 4)
+                except openai.APIStatusError as error:
+                    refused = error.status_code
             return await streams, refused
 
         texts, refused = asyncio.run(scenario())
         assert all(texts)
         assert refused == 503
-        assert server.wait(15) == 0
+        assert server.wait(60) == 0
         assert server.leftovers() == []
 
 
@@ -96,8 +97,8 @@ def test_workers_die_with_the_server_and_the_next_start_cleans_up(tmp_path: Path
     with ServerProcess(directory=pool) as first:
         pids = first.worker_pids()
         first.signal(signal.SIGKILL)
-        first.wait(5)
-        wait_until(lambda: not any(map(alive, pids)), 5, "workers die with their server")
+        first.wait(60)
+        wait_until(lambda: not any(map(alive, pids)), 60, "workers die with their server")
         dead = set(first.leftovers())
         assert dead, "a killed server leaves its segments"
     with ServerProcess(directory=pool, slices=1) as second:
@@ -109,7 +110,8 @@ def test_health_follows_the_controller(tmp_path: Path) -> None:
     with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
         assert server.get("/health")[0] == 200
         assert server.get("/ready")[0] == 200
-        os.kill(server.worker_pids()[0], signal.SIGKILL)
-        wait_until(lambda: server.get("/ready")[0] == 503, 3, "not ready without a slice")
-        assert server.get("/health")[0] == 200
-        wait_until(lambda: server.get("/ready")[0] == 200, 10, "ready again")
+        with paused([server.fork_server_pid()]):  # no worker takes its place meanwhile
+            os.kill(server.worker_pids()[0], signal.SIGKILL)
+            wait_until(lambda: server.get("/ready")[0] == 503, 60, "not ready without a slice")
+            assert server.get("/health")[0] == 200
+        wait_until(lambda: server.get("/ready")[0] == 200, 60, "ready again")

@@ -20,7 +20,6 @@ from server_process import SPECIALISTS, ServerProcess
 
 SEED = int(os.environ.get("HOSTILE_SEED", "0"))
 PROMPT = "sort: dcba =>"
-HEALTH_S = 1.0
 
 
 def send(server: ServerProcess, method: str, path: str, data: bytes | None) -> tuple[int, Any]:
@@ -42,8 +41,9 @@ def ask(server: ServerProcess, model: str, prompt: Any = PROMPT) -> tuple[int, s
 class HealthChecks(threading.Thread):
     """Ask for the server's health all the time; keep what was late or not well."""
 
-    def __init__(self, server: ServerProcess) -> None:
+    def __init__(self, server: ServerProcess, limit_s: float) -> None:
         super().__init__()
+        self._limit_s = limit_s
         self.problems: list[str] = []
         self.asked = 0
         self._server = server
@@ -53,12 +53,12 @@ class HealthChecks(threading.Thread):
         while not self.ended.wait(0.02):
             began = time.monotonic()
             try:
-                status, _ = self._server.get("/health", timeout_s=20)
+                status, _ = self._server.get("/health", timeout_s=60)
             except OSError as error:
                 status = str(error)
             took_s = time.monotonic() - began
             self.asked += 1
-            if status != 200 or took_s > HEALTH_S:
+            if status != 200 or took_s > self._limit_s:
                 self.problems.append(f"{status} after {took_s:.2f} s")
 
 
@@ -73,15 +73,18 @@ def victim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         yield server
 
 
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("every", "health_s"), [(5, 10.0), pytest.param(1, 1.0, marks=pytest.mark.slow)]
+)
 def test_no_checkpoint_harms_a_running_server(
-    victim: ServerProcess, tmp_path: Path, every: int
+    victim: ServerProcess, tmp_path: Path, every: int, health_s: float
 ) -> None:
-    """One checkpoint in `every` of those that the seed makes."""
+    """One checkpoint in `every` of those that the seed makes. Health answers within `health_s`,
+    which is generous where other tests have the cores."""
     made = Generator(tmp_path, SPECIALISTS / "adder-qwen", SEED).cases()
     cases = islice(made, 0, None, every)
     pids = victim.worker_pids()
-    health = HealthChecks(victim)
+    health = HealthChecks(victim, health_s)
     health.start()
     problems: list[str] = []
     added = refused = 0

@@ -16,10 +16,9 @@ def test_record_and_replay(tmp_path: Path) -> None:
     with ServerProcess("--record", str(record), directory=tmp_path / "pool") as server:
 
         async def scenario() -> None:
-            streams = asyncio.create_task(all_streams(server.url, 16, 120))
-            while (await asyncio.to_thread(server.state))["running"] < 8:
-                assert not streams.done()
-                await asyncio.sleep(0.01)
+            begun = asyncio.Event()
+            streams = asyncio.create_task(all_streams(server.url, 16, 120, begun))
+            await begun.wait()
             os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGKILL)
             await streams
             while not (back := server.state()["slices"][0])["restarts"] or back["state"] != "up":

@@ -54,7 +54,7 @@ def test_a_request_that_kills_its_workers_is_found_among_others(
         assert state["counters"]["poison_requests"] == 1
         assert 4 <= state["counters"]["slice_lost"] <= 4 + ceil(log2(STREAMS + 1))
         assert all(model["state"] == "ready" for model in state["models"])
-        wait_until(lambda: len(server.worker_pids()) == slices, 20, "all slices are up again")
+        wait_until(lambda: len(server.worker_pids()) == slices, 60, "all slices are up again")
 
 
 def test_workers_that_an_operator_kills_cost_no_request(tmp_path: Path) -> None:

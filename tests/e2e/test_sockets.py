@@ -2,6 +2,7 @@
 
 import re
 import resource
+import select
 import socket
 import struct
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from hostile_requests import NO_REQUESTS, upgrade
 from raw_http import connect, error, exchange, post, read_answer
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess, paused, wait_until
 
 GOOD = post(
     "/v1/completions",
@@ -55,7 +56,8 @@ def test_more_idle_sockets_than_files(tmp_path: Path, begun: bytes) -> None:
 @pytest.fixture(scope="module")
 def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with ServerProcess(
-        "--head-timeout", "1", "--body-timeout", "1", "--idle-timeout", "1", "--send-timeout", "1",
+        "--head-timeout", "2", "--body-timeout", "2", "--idle-timeout", "2.5",
+        "--send-timeout", "2",
         "--max-connections", "4",
         directory=tmp_path_factory.mktemp("strict") / "pool", slices=1,
     ) as server:  # fmt: skip
@@ -71,14 +73,11 @@ def closed_within(connection: socket.socket, timeout_s: float) -> bytes:
     return received
 
 
-def trickle(connection: socket.socket, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        try:
+def trickle(connection: socket.socket) -> None:
+    """Send a byte now and then until there is an answer."""
+    while not select.select([connection], [], [], 0.1)[0]:
+        with suppress(OSError):
             connection.sendall(b"a")
-        except OSError:
-            return
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_slow_requests_end(strict: ServerProcess, begun: bytes, option: str) -> 
     with connect(strict.port) as connection:
         connection.sendall(begun)
         if begun.strip():
-            trickle(connection, 1.5)
+            trickle(connection)
         status, headers, body = read_answer(connection)
         assert status == 408
         assert headers["connection"] == "close"
@@ -108,39 +107,42 @@ def test_idle_connections_end(strict: ServerProcess) -> None:
     with connect(strict.port) as fresh, connect(strict.port) as used:
         used.sendall(HEALTH)
         assert read_answer(used)[0] == 200
-        assert closed_within(fresh, 5) == b""
-        assert closed_within(used, 5) == b""
+        assert closed_within(fresh, 60) == b""
+        assert closed_within(used, 60) == b""
 
 
 def test_a_kept_connection_serves_again(strict: ServerProcess) -> None:
     with connect(strict.port) as connection:
-        for _ in range(4):
-            time.sleep(0.5)
+        for _ in range(3):
+            time.sleep(0.9)  # well below --idle-timeout, and above it all together
             connection.sendall(HEALTH)
             assert read_answer(connection)[0] == 200
         connection.sendall(HEALTH * 3)
-        assert closed_within(connection, 5).count(b"200 OK") == 3
+        assert closed_within(connection, 60).count(b"200 OK") == 3
 
 
 def test_those_that_are_answered_keep_their_place(strict: ServerProcess) -> None:
     """Four streams are all there may be: a fifth client is told so, and they go on."""
     stream = post(
         "/v1/completions",
-        b'{"model": "chatter-qwen2", "prompt": "hello", "max_tokens": 200, "ignore_eos": true,'
+        b'{"model": "chatter-qwen2", "prompt": "hello", "max_tokens": 400, "ignore_eos": true,'
         b' "stream": true}',
     )
+    workers = strict.worker_pids()
     with ExitStack() as stack:
-        streams = [stack.enter_context(connect(strict.port)) for _ in range(4)]
+        streams = list[socket.socket]()
+        for _ in range(4):  # a connection that says nothing at first is closed
+            streams.append(stack.enter_context(connect(strict.port)))
+            streams[-1].sendall(stream)
         for one in streams:
-            one.sendall(stream)
             assert one.recv(12) == b"HTTP/1.1 200"
-        with connect(strict.port) as fifth:
+        with paused(workers), connect(strict.port) as fifth:
             status, _, body = read_answer(fifth)
         assert status in (0, 503)
         if status:
             assert "4 connections" in error(body)["message"]
         for one in streams:
-            assert closed_within(one, 30).count(b"[DONE]") == 1
+            assert closed_within(one, 60).count(b"[DONE]") == 1
 
 
 def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
@@ -148,13 +150,12 @@ def test_upgrades_are_answered_as_http(strict: ServerProcess) -> None:
         fields = upgrade(protocol)
         with connect(strict.port) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + fields + b"\r\n")
-            answer = closed_within(connection, 5)
-        assert answer.startswith(b"HTTP/1.1 200")
+            assert read_answer(connection)[0] == 200
         with connect(strict.port) as connection:
             host = b"host: localhost\r\n"
             connection.sendall(GOOD.replace(host, host + fields) + b"more")
-            answer = closed_within(connection, 10)
-        assert answer.startswith(b"HTTP/1.1 200"), answer
+            status, _, body = read_answer(connection)
+        assert status == 200, body
 
 
 STREAM_OF_MEGABYTES = post(
@@ -183,12 +184,12 @@ def test_who_takes_nothing_of_an_answer_is_cut(strict: ServerProcess, data: byte
             assert exchange(strict.port, GOOD)[0] == 200
             return strict.metric(closed) == before + 1
 
-        wait_until(cut, 20, "it is cut")
-        wait_until(lambda: not strict.state()["running"], 5, "its work has ended")
+        wait_until(cut, 60, "it is cut")
+        wait_until(lambda: not strict.state()["running"], 60, "its work has ended")
         greedy.setblocking(True)
         received = b""
         with suppress(ConnectionError):
-            received = closed_within(greedy, 5)
+            received = closed_within(greedy, 60)
         assert b"[DONE]" not in received
         assert received.count(b"HTTP/1.1 200") < 2000
 
@@ -198,7 +199,7 @@ def test_who_takes_an_answer_slowly_gets_all_of_it(strict: ServerProcess) -> Non
     data = STREAM_OF_MEGABYTES.replace(b'"stream": true', b'"echo":   true')
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
-        slow.settimeout(30)
+        slow.settimeout(60)
         slow.connect(("127.0.0.1", strict.port))
         slow.sendall(data)
         head = slow.recv(4096)
@@ -220,9 +221,9 @@ def test_who_leaves_after_several_requests_cancels_the_first(strict: ServerProce
     before = strict.metric(tokens)
     with connect(strict.port) as leaving:
         leaving.sendall(long * 3)
-        wait_until(lambda: strict.state()["running"], 10, "it runs", poll_s=0.01)
+        wait_until(lambda: strict.state()["running"], 60, "it runs", poll_s=0.01)
         leaving.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    wait_until(lambda: not strict.state()["running"], 10, "its work has ended")
+    wait_until(lambda: not strict.state()["running"], 60, "its work has ended")
     assert strict.metric(tokens) - before < 64 * 200
     assert not [line for line in strict.logs() if line["level"] == "error"]
 
@@ -253,20 +254,20 @@ def test_all_bodies_together_have_a_budget(tmp_path: Path) -> None:
 
             for _ in range(ALL_BODIES // EACH_BODY):
                 send()
-            wait_until(spent, 20, "the budget is spent", poll_s=0.3)
+            wait_until(spent, 60, "the budget is spent", poll_s=0.3)
             status, headers, body = exchange(server.port, GOOD)
             assert (status, error(body)["code"]) == (429, "rate_limit_exceeded")
             assert str(ALL_BODIES) in error(body)["message"]
             assert headers["retry-after"].isdecimal()
             assert server.get("/health")[0] == 200
             assert server.get("/v1/models")[0] == 200
-        wait_until(lambda: exchange(server.port, GOOD)[0] == 200, 20, "the budget is free again")
+        wait_until(lambda: exchange(server.port, GOOD)[0] == 200, 60, "the budget is free again")
         assert server.memory_bytes() < 1 << 30
 
 
 @pytest.mark.parametrize("data", NO_REQUESTS)
 def test_what_is_no_request(strict: ServerProcess, data: bytes) -> None:
-    status, headers, body = exchange(strict.port, data, timeout_s=5)
+    status, headers, body = exchange(strict.port, data)
     assert status in (400, 404, 405, 413), (status, body)
     assert headers["x-request-id"]
     assert error(body)["message"]

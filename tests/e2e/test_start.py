@@ -1,7 +1,13 @@
 """What goes wrong at the start is one clear line, a non-zero status, and leaves nothing behind."""
 
+import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,3 +98,60 @@ def test_pool_too_small_for_a_pinned_model(tmp_path: Path) -> None:
     assert "pool" in message
     assert "100000" in message.replace(",", "").replace("_", "")
     assert len(message.splitlines()) == 1
+
+
+def test_a_pool_directory_that_takes_no_files(tmp_path: Path) -> None:
+    done = run_cli(
+        "serve", "--catalog", str(CATALOG), "--port", str(free_port()), "--pool-dir", "/proc",
+        "--slices", "1", "--gpu-slices", "none", timeout_s=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "--pool-dir /proc: No such file" in done.stderr
+
+
+@contextmanager
+def waiting_for_a_hub(tmp_path: Path, *args: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A start that waits for a hub which takes its connection and never answers."""
+    catalog = write(tmp_path, '[[models]]\nid = "a"\nhub = "some/model"\n')
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(100)
+        endpoint = f"http://127.0.0.1:{hub.getsockname()[1]}"
+        variables = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path / "hub")}
+        (tmp_path / "pool").mkdir()
+        with subprocess.Popen(
+            [
+                # Whatever started the tests may ignore signals (`&` in a script, nohup).
+                "env", "--default-signal=INT,HUP",
+                sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(catalog),
+                "--port", str(free_port()), "--pool-dir", str(tmp_path / "pool"), "--slices", "1",
+                "--gpu-slices", "none", *args,
+            ],
+            env={**os.environ, **variables}, stderr=subprocess.PIPE,
+        ) as process:  # fmt: skip
+            try:
+                connection, _ = hub.accept()
+                with connection:
+                    yield process
+            finally:
+                process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 0), (signal.SIGHUP, 0), (signal.SIGINT, 130)]
+)
+def test_a_signal_ends_a_start_and_leaves_nothing(
+    tmp_path: Path, number: signal.Signals, status: int
+) -> None:
+    with waiting_for_a_hub(tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(100) == status
+        assert process.stderr is not None
+        assert b"Traceback" not in process.stderr.read()
+    assert list((tmp_path / "pool").iterdir()) == []
+
+
+def test_a_reload_that_is_asked_for_during_the_start_does_not_end_it(tmp_path: Path) -> None:
+    with waiting_for_a_hub(tmp_path, "--usage-log", str(tmp_path / "usage")) as process:
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 0, "SIGHUP ended it"

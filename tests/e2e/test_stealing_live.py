@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from injected import inject, recorded
 from seeded_answers import seeded_answers
-from server_process import ServerProcess, wait_until
+from server_process import ServerProcess, paused, wait_until
 
 FAULTS = Path(__file__).parent / "step_faults"
 REQUESTS, TOKENS = 40, 100
@@ -26,20 +26,18 @@ def state_of(server: ServerProcess, index: int) -> str:
     return server.state()["slices"][index]["state"]
 
 
-def hold_back(server: ServerProcess) -> None:
-    """Kill the second slice's worker three times: the next one is started seconds later. (The first
-    death counts for nothing if that worker was up for long.)"""
-    killed: set[int] = set()
+async def answers_with_a_late_slice(server: ServerProcess) -> list[str]:
+    """The answers of a server whose second slice comes up when requests wait on the first one."""
+    with paused([server.fork_server_pid()]):  # no worker takes the other's place meanwhile
+        os.kill(server.state()["slices"][1]["pid"], signal.SIGKILL)
+        await asyncio.to_thread(wait_until, lambda: state_of(server, 1) != "up", 60, "it is gone")
+        asked = asyncio.create_task(answers(server.url))
 
-    def strike() -> bool:
-        one = server.state()["slices"][1]
-        if one["state"] == "up" and one["pid"] not in killed:
-            killed.add(one["pid"])
-            os.kill(one["pid"], signal.SIGKILL)
-        return len(killed) == 3
+        def waiting() -> bool:
+            return server.state()["slices"][0]["waiting"] > 0
 
-    wait_until(strike, 40, "killed three times", 0.01)
-    wait_until(lambda: state_of(server, 1) == "lost", 5, "it is not started at once", 0.01)
+        await asyncio.to_thread(wait_until, waiting, 60, "requests wait", 0.01)
+    return await asked
 
 
 def served(server: ServerProcess) -> dict[str, int]:
@@ -56,8 +54,7 @@ def test_an_idle_slice_takes_requests_that_wait_for_memory_elsewhere(
         undisturbed = asyncio.run(answers(server.url))
         before = served(server)
         (tmp_path / "faults" / "slow-20").touch()
-        hold_back(server)
-        assert asyncio.run(answers(server.url)) == undisturbed
+        assert asyncio.run(answers_with_a_late_slice(server)) == undisturbed
         assert state_of(server, 1) == "up"
         assert served(server)["cpu1"] - before["cpu1"] >= REQUESTS // 8
         assert server.state()["counters"]["recalled_requests"] >= REQUESTS // 8

@@ -15,7 +15,7 @@ LIMIT_S = 2.0
 class Listening(ServerProcess):
     """Handed over when it listens, before any of its workers is up."""
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
+    def wait_ready(self, timeout_s: float = 200) -> None:
         wait_until(lambda: " models, " in self.log.read_text(), timeout_s, "listening", 0.01)
 
 

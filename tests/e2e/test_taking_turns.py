@@ -22,15 +22,14 @@ def metric(server: ServerProcess, name: str) -> float:
     return float(found[1])
 
 
-def test_more_requests_than_memory_holds(tmp_path: Path) -> None:
-    with ServerProcess(directory=tmp_path / "roomy", slices=1) as server:
-        undisturbed = asyncio.run(answers(server.url))
-        assert metric(server, "kv_out_bytes_total") == 0
+def test_more_requests_than_memory_holds(server: ServerProcess, tmp_path: Path) -> None:
+    undisturbed = asyncio.run(answers(server.url))
+    assert metric(server, "kv_out_bytes_total") == 0
     # One slab: 170 blocks of 16 tokens, for requests that come to 12 x 24 of them.
     tight = ("--kv-bytes", str(2 << 20), "--host-kv-bytes", str(16 << 20))
-    with ServerProcess(*tight, directory=tmp_path / "tight", slices=1) as server:
-        assert asyncio.run(answers(server.url)) == undisturbed
-        assert metric(server, "kv_in_bytes_total") > 0
-        assert metric(server, "kv_out_bytes_total") > 0
-        assert metric(server, "kv_host_bytes") == 0, "nothing is left of who has gone"
-        assert metric(server, "kv_total_bytes") == 2 << 20
+    with ServerProcess(*tight, directory=tmp_path / "tight", slices=1) as tight_server:
+        assert asyncio.run(answers(tight_server.url)) == undisturbed
+        assert metric(tight_server, "kv_in_bytes_total") > 0
+        assert metric(tight_server, "kv_out_bytes_total") > 0
+        assert metric(tight_server, "kv_host_bytes") == 0, "nothing is left of who has gone"
+        assert metric(tight_server, "kv_total_bytes") == 2 << 20

@@ -42,17 +42,19 @@ class TlsServer(ServerProcess):
         self.url = self.url.replace("http:", "https:")
         self.cert = cert
 
-    def get(self, path: str, timeout_s: float = 10) -> tuple[int, str]:
+    def get(self, path: str, timeout_s: float = 60) -> tuple[int, str]:
         context = ssl.create_default_context(cafile=str(self.cert))
         opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
         with opener.open(self.url + path, timeout=timeout_s) as answer:
             return answer.status, answer.read().decode()
 
 
-@pytest.fixture
-def tls(tmp_path: Path) -> Iterator[TlsServer]:
-    cert, key = certify(tmp_path, "first", "rsa")
-    with TlsServer(cert, key, tmp_path / "pool") as server:
+@pytest.fixture(scope="module")
+def tls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsServer]:
+    """Whatever certificate it shows at the time, `cert` is the file that it is in."""
+    directory = tmp_path_factory.mktemp("tls")
+    cert, key = certify(directory, "first", "rsa")
+    with TlsServer(cert, key, directory / "pool") as server:
         yield server
 
 
@@ -61,7 +63,7 @@ def shown(server: TlsServer) -> bytes:
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with (
-        socket.create_connection(("127.0.0.1", server.port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", server.port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
         found = connection.getpeercert(binary_form=True)
@@ -78,8 +80,8 @@ def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Pa
     assert shown(tls) == of(first)
     trusting_first = ssl.create_default_context(cafile=str(first))
     with (
-        httpx.Client(verify=trusting_first) as trusting,
-        httpx.Client(verify=trusting_first, base_url=tls.url) as kept,
+        httpx.Client(verify=trusting_first, timeout=60) as trusting,
+        httpx.Client(verify=trusting_first, base_url=tls.url, timeout=60) as kept,
         openai.OpenAI(
             base_url=f"{tls.url}/v1", api_key="none", http_client=trusting, max_retries=0
         ) as client,
@@ -95,11 +97,11 @@ def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Pa
         shutil.copy(second, first)
         tls.signal(signal.SIGHUP)
         said = "the certificate of before stays in use"
-        wait_until(lambda: said in tls.log.read_text(), 5, "half an exchange is refused")
+        wait_until(lambda: said in tls.log.read_text(), 60, "half an exchange is refused")
         assert shown(tls) == old, "a certificate without its key is not taken"
         shutil.copy(other, key)
         tls.signal(signal.SIGHUP)
-        wait_until(lambda: shown(tls) == of(second), 5, "the new certificate is shown")
+        wait_until(lambda: shown(tls) == of(second), 60, "the new certificate is shown")
         rest = list(stream)
         assert rest[-1].choices[0].finish_reason == "length", "what was open goes on"
         page = kept.get("/metrics").text
@@ -111,14 +113,14 @@ def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Pa
 
 def test_neither_plain_http_nor_old_protocols(tls: TlsServer) -> None:
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"http://127.0.0.1:{tls.port}/health", timeout=5)
+        httpx.get(f"http://127.0.0.1:{tls.port}/health", timeout=60)
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         context.minimum_version = ssl.TLSVersion.TLSv1
         context.maximum_version = ssl.TLSVersion.TLSv1_1
     with (
-        socket.create_connection(("127.0.0.1", tls.port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", tls.port), timeout=60) as plain,
         pytest.raises((ssl.SSLError, ConnectionError)),
     ):
         context.wrap_socket(plain)
@@ -128,7 +130,7 @@ def test_neither_plain_http_nor_old_protocols(tls: TlsServer) -> None:
 def test_a_refusal_reaches_its_client(tls: TlsServer) -> None:
     context = ssl.create_default_context(cafile=str(tls.cert))
     with (
-        socket.create_connection(("127.0.0.1", tls.port), timeout=10) as plain,
+        socket.create_connection(("127.0.0.1", tls.port), timeout=60) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"a" * (70 << 10))

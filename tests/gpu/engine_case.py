@@ -17,15 +17,26 @@ from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.gpu import driver
-from c2cserve.kernels.ops import Drawn
+from c2cserve.kernels.ops import SampledTokens
 from c2cserve.memory.segment import Segment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "cpu" / "engine"))
+from engine_reports import EngineReports
 from lane import Lane, LateModel
 from tiny import Ours, make_model
 from transformers import AutoModelForCausalLM
 
-__all__ = ["CASES", "Lane", "LateModel", "make", "on_gpu", "ours_at", "shared_folder", "truth"]
+__all__ = [
+    "CASES",
+    "EngineReports",
+    "Lane",
+    "LateModel",
+    "make",
+    "on_gpu",
+    "ours_at",
+    "shared_folder",
+    "truth",
+]
 
 VOCAB = 1000
 COMMON: dict[str, Any] = {
@@ -126,5 +137,5 @@ def on_gpu(gpu: GpuParts) -> Lane:
     return Lane(gpu.ops, arena=gpu.arena, to_device=gpu.to_device)
 
 
-def no_sampler(logits: Tensor, rows: object) -> Drawn:
+def no_sampler(logits: Tensor, rows: object) -> SampledTokens:
     raise AssertionError("greedy rows are the GPU's")

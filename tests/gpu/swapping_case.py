@@ -1,6 +1,7 @@
 """A GPU slice that swaps weights, as a worker runs it: policy, engine, two steps at a time."""
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -55,9 +56,7 @@ class SwappingSlice:
         self.loaded: list[str] = []
         """Models in the order of their `Fetch`."""
         self.dropped: list[str] = []
-        world = SimpleNamespace(
-            emit=self.events.append, deliver=self.deltas.extend, notify=lambda: None
-        )
+        world = SimpleNamespace(report=self._report, notify=lambda: None)
         self.policy = SlicePolicy(slice_, 2)
         self.engine = WorkerEngine(slice_, cast("Any", world))
         self.specs: dict[str, ModelSpec] = {}
@@ -69,7 +68,12 @@ class SwappingSlice:
 
     @property
     def stats(self) -> SliceStats:
-        return self.engine.stats
+        return self.engine.poll().stats
+
+    def _report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
+        self.deltas += deltas
+        if event is not None:
+            self.events.append(event)
 
     def attach(self, name: str, folder: Path, *, keep: bool = True) -> ModelSpec:
         model = self._models.get(folder)

@@ -28,7 +28,7 @@ from c2cserve.devices.partitions import Partition, split_sms
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 __all__ = ["folder", "gpu", "segments"]
 
@@ -145,7 +145,7 @@ def test_a_cold_model_answers_as_it_arrives(
         lane.add("a", "m", PROMPT[:60], 8)
         if cold:
             assert isinstance(lane.step(("a", 0, 60)), StepParked)
-            while lane.executor.parked:
+            while lane.executor.poll().parked:
                 model.load(model.wanted)
                 lane.executor.poll()
             lane.land()
@@ -185,7 +185,7 @@ def test_requests_the_gpu_does_not_draw(
     host = CpuOps(2)  # if its kernels are not built, this says how
     asked: list[int] = []
 
-    def sampler(logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def sampler(logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
         asked.append(len(rows))
         return host.sample(logits, rows)
 

@@ -1,86 +1,26 @@
 """Overlapped steps on a real GPU: the next is launched while one runs; nobody's text changes."""
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from engine_case import LateModel, make, no_sampler, on_gpu
 from gpu_engine_case import OTHER, PROMPT, folder, gpu, segments
+from gpu_policy_loop import Loop
 
-from c2cserve.core.actions import RunStep
-from c2cserve.core.events import Activated, SliceEvent, StepDone, Submitted, Withdrawn
-from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Delta, Job, Request, Sampling, Slo
-from c2cserve.engine.executor import Executor
+from c2cserve.core.events import StepDone, Withdrawn
+from c2cserve.core.request import Sampling
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.sampling.greedy import greedy_of
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import RowSampling
-from c2cserve.policy.slice.policy import SlicePolicy
 
 __all__ = ["folder", "gpu", "segments"]
 
 pytestmark = pytest.mark.gpu
-
-GREEDY = Sampling(seed=0, temperature=0.0)
-
-
-class Loop:
-    """A slice as the worker runs it: its policy, its executor, two steps at a time or one."""
-
-    def __init__(
-        self, gpu: GpuParts, model: LateModel, max_in_flight: int, kv_bytes: int = 512 << 20,
-        max_step_tokens: int = 512,
-    ) -> None:  # fmt: skip
-        layout = model.decoder.kv
-        slice_ = Slice(
-            "s", "gpu", kv_bytes=kv_bytes, gpu=GpuShare("GPU", 0), max_step_tokens=max_step_tokens,
-            host_kv_bytes=gpu.host_kv.size,
-        )  # fmt: skip
-        self.policy = SlicePolicy(slice_, max_in_flight)
-        self.events: list[SliceEvent] = []
-        self.deltas: list[Delta] = []
-        self.executor = Executor(
-            "s", gpu.ops, gpu.arena, self.events.append, self.deltas.extend, time.monotonic,
-            to_device=gpu.to_device, host_kv=gpu.host_kv,
-        )  # fmt: skip
-        self.executor.attach("m", model.decoder)
-        self.events.append(
-            Activated(ModelSpec("m", 1, model.config.layers, layout.block_bytes, 1024))
-        )
-        self.ahead = 0
-        """Steps that were launched while one ran."""
-
-    def submit(self, name: str, prompt: list[int], new: int, sampling: Sampling = GREEDY) -> None:
-        request = Request(name, "m", len(prompt), new, time.monotonic(), Slo(60.0, 60.0))
-        chained = self.executor.add(Job(request, tuple(prompt), sampling))
-        self.events.append(Submitted(request, chained))
-
-    def tick(self) -> None:
-        self.executor.poll()
-        events, self.events[:] = list(self.events), []
-        for event in events:
-            self.policy.apply(event)
-        for action in self.policy.decide(time.monotonic()):
-            flying = self.policy._flights.flying
-            self.executor.submit(action)
-            self.ahead += isinstance(action, RunStep) and flying > 1
-
-    def finish(self, *names: str) -> None:
-        end_s = time.monotonic() + 60
-        while not set(names) <= {delta.request_id for delta in self.deltas if delta.finish}:
-            self.tick()
-            assert time.monotonic() < end_s
-        while self.policy._flights:
-            self.tick()
-
-    def tokens(self, name: str) -> list[int]:
-        return [t for delta in self.deltas if delta.request_id == name for t in delta.tokens]
 
 
 @pytest.mark.parametrize("case", ["llama", "qwen3-moe"])

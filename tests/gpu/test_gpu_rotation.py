@@ -7,7 +7,7 @@ import pytest
 import torch
 from engine_case import LateModel, make, no_sampler
 from gpu_engine_case import PROMPT, folder, segments
-from test_gpu_overlap import Loop
+from gpu_policy_loop import Loop
 
 from c2cserve.core.actions import Move
 from c2cserve.engine.gpu.segments import PinnedSegments

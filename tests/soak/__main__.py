@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ def main() -> None:
         with _folders(given, tell) as (files, pool):
             _run(given, files, pool, findings, summary, began_s, tell)
     except (OSError, ValueError) as error:
-        findings.violation("the run", "ends", f"{type(error).__name__}: {error}")
+        findings.violation("the run", "ends", "".join(traceback.format_exception(error)))
     except KeyboardInterrupt:
         findings.violation("the run", "ends", "interrupted")
     summary |= {**findings.summary(), "seconds": round(time.monotonic() - began_s, 1)}
@@ -115,6 +116,7 @@ def _run(
             tell(f"{refused}: the pool's filesystem is never filled")
         summary["filesystem filled"] = refused or True
         (pool / "segments").mkdir()
+        (files / "bad").mkdir()
         plan = Plan(
             setting, phases, given.seed, given.gpu, began_s + 60 * given.minutes,
             given.gpu and given.memory_share >= 1.0, pool / "segments", None if refused else pool,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 _AGAIN_S = 0.05
@@ -17,10 +18,14 @@ class Filler:
     async def fill(self, seconds: float) -> None:
         """Take all that is free, and what becomes free, for so long; then give it back."""
         loop = asyncio.get_running_loop()
+        until_s = loop.time() + seconds
+        await self.fill_until(lambda: loop.time() >= until_s)
+
+    async def fill_until(self, done: Callable[[], bool]) -> None:
+        """As `fill`, until it is done."""
         file = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            until_s = loop.time() + seconds
-            while loop.time() < until_s:
+            while not done():
                 await asyncio.to_thread(self._take, file)
                 await asyncio.sleep(_AGAIN_S)
         finally:

@@ -47,8 +47,10 @@ class Judge:
         self._findings.counted(case, reply)
         self._count(case, reply)
         faults = self._ending(case, reply)
-        if not faults and reply.status is not None:
-            faults = _answer(case, reply) if reply.status == 200 else _refusal(case, reply)
+        if not faults and reply.status == 200:
+            faults = _answer(case, reply)
+        elif not faults and reply.status is not None and not _unread(reply):
+            faults = _refusal(case, reply)
         for name, expected, came in faults:
             self._findings.violation(name, expected, came, case, reply)
         return not faults
@@ -70,7 +72,7 @@ class Judge:
         allowed = self.allowed(case, reply)
         if reply.status not in allowed:
             return [("status", sorted(allowed), (reply.status, reply.error))]
-        if reply.status == 503 and not self._explained(case, reply):
+        if reply.status == 503 and not _unread(reply) and not self._explained(case, reply):
             return [("a 503's reason", "the lack of room", reply.error)]
         if reply.end == "error event" and not allowed & {500, 503}:
             return [("an error in a stream", "[DONE]", reply.error)]
@@ -111,6 +113,11 @@ class Judge:
         if self._moments.disturbances(begin_s, end_s) >= _LIVES:
             allowed.add(500)
         return allowed
+
+
+def _unread(reply: Reply) -> bool:
+    """Whether the client left between an error's status and its body."""
+    return reply.end == "left" and reply.error is None
 
 
 def _refusal(case: Case, reply: Reply) -> list[Fault]:

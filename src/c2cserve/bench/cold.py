@@ -22,7 +22,14 @@ from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style
 from c2cserve.bench.report import Spread, spread
 from c2cserve.bench.serve import resolve_models, write_results
 from c2cserve.core.model import ModelState
-from c2cserve.terminal.output import CliError, console, progress_console, show_bytes, show_seconds
+from c2cserve.terminal.output import (
+    CliError,
+    check_writable,
+    console,
+    progress_console,
+    show_bytes,
+    show_seconds,
+)
 
 _RELOAD_S = 600.0
 _POLL_S = 0.02
@@ -65,6 +72,7 @@ def run_cold(
     options: ColdOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
     """Measure cold starts. Raises `CliError` if a request fails, or the server cannot reload."""
+    check_writable(out)
     models = resolve_models(options.url, options.models, key)
     found, cold, warm = asyncio.run(_measure(options, models, key, admin_key))
     results = {name: _result(one) for name, one in found.items()}

@@ -35,7 +35,7 @@ async def generate_with(load: Load, processes: int, progress: Progress) -> Outco
     Raises `CliError` when a closed loop has fewer users than there are processes.
     """
     if load.concurrency is not None and load.concurrency < processes:
-        raise CliError(f"{load.concurrency} users can not be split over {processes} processes", 2)
+        raise CliError(f"{load.concurrency} users cannot be split over {processes} processes", 2)
     if processes == 1:
         load.start_s = time.monotonic()
         return await generate(load, progress)

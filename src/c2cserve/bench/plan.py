@@ -200,7 +200,7 @@ def _rows(path: Path, where: Mapping[str, str]) -> Iterator[dict[str, str]]:
                 raise CliError(f"{path}: no column {unknown[0]!r}: it has {', '.join(columns)}", 2)
             rows = [row for row in reader if all(row[k] == v for k, v in where.items())]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise CliError(f"{path}: can not be read: {error}") from error
+        raise CliError(f"{path}: cannot be read: {error}") from error
     if not rows:
         raise CliError(f"{path}: no rows" + (f" with {dict(where)}" if where else ""))
     yield from rows

@@ -22,7 +22,13 @@ from c2cserve.bench.phases import Phases, phase_table, read_phases
 from c2cserve.bench.plan import Caps, Pairs, Shape
 from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.bench.report import Report, SloTargets, latency_table, make_report
-from c2cserve.terminal.output import CliError, console, describe_machine, progress_console
+from c2cserve.terminal.output import (
+    CliError,
+    check_writable,
+    console,
+    describe_machine,
+    progress_console,
+)
 
 _BODIES_OF_A_TIMED_LOOP = 4096
 """Different requests in a closed loop that only time ends; then they repeat."""
@@ -70,6 +76,8 @@ def run_serve(
     options: ServeOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
     """Measure a server under load. Raises `CliError` if no request was answered."""
+    _check(options)
+    check_writable(out)
     models = resolve_models(options.url, options.models, key)
     shapes = plan_shapes(options, models)
     used = sorted({shape.model for shape in shapes})
@@ -99,6 +107,19 @@ def run_serve(
         raise CliError("no request was answered: " + "; ".join(report.warnings))
 
 
+def _check(options: ServeOptions) -> None:
+    """Raise `CliError` for options that make no sense, before the server is asked."""
+    if (options.mode is Mode.TRACE) != (options.trace is not None):
+        raise CliError("--mode trace and --trace FILE need each other", 2)
+    for path in (options.trace, options.dataset):
+        if path is not None and not path.is_file():
+            raise CliError(f"{path}: no such file")
+    _where(options.where)
+    bench_plan.parse_lengths(options.input_len)
+    bench_plan.parse_lengths(options.output_len)
+    bench_plan.parse_popularity(options.popularity, ("any",))
+
+
 def resolve_models(url: str, names: Sequence[str], key: str | None) -> list[str]:
     """Return the names; `all` stands for those of `/v1/models`. Raises `CliError`."""
     if list(names) != ["all"]:
@@ -120,8 +141,7 @@ def plan_shapes(options: ServeOptions, models: Sequence[str]) -> list[Shape]:
     weights = bench_plan.parse_popularity(options.popularity, models)
     requests, duration_s = options.requests, options.duration_s
     if options.mode is Mode.TRACE:
-        if options.trace is None:
-            raise CliError("--mode trace needs --trace FILE", 2)
+        assert options.trace is not None
         trace = bench_plan.TraceOptions(
             options.trace, where, options.compress, requests, duration_s
         )
@@ -215,7 +235,7 @@ def write_results(
     try:
         path.write_text(json.dumps(document, indent=2, default=str) + "\n")
     except OSError as error:
-        raise CliError(f"{path}: can not be written: {error}") from error
+        raise CliError(f"{path}: cannot be written: {error}") from error
 
 
 def _this_machine() -> Mapping[str, object]:

@@ -1,15 +1,17 @@
 """A server of the specialists, and questions whose answers can be checked: for `c2cserve demo`."""
 
 import asyncio
+import contextlib
+import ctypes
 import importlib.util
 import json
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +21,9 @@ import aiohttp
 from c2cserve.terminal.output import CliError
 
 _READY_S = 60.0
+_PR_SET_PDEATHSIG = 1
+_TO_CALLER = "c2cserve: "
+"""Begins the lines that commands write for their callers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +73,17 @@ def questions_of(tasks: ModuleType, count: int) -> Iterator[Question]:
         yield Question(model, prompt.kind, prompt.text, prompt.answer)
 
 
-@contextmanager
+@contextlib.contextmanager
 def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[bytes]"]]:
     """Start a server on a free port and end it afterwards. The value is its URL and its process.
 
-    Raises CliError with the end of its log if it is not ready in time."""
+    The server ends with this process, however this one ends. Raises CliError with the server's
+    reason if it is not ready in time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
+    end_with_parent = parent_death_signal()
     with tempfile.NamedTemporaryFile("wb", prefix="c2cserve-demo-", suffix=".log") as log:
         process = subprocess.Popen(
             [
@@ -85,12 +92,12 @@ def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[byte
                 "--gpu-slices", "none",  # nothing was built or measured for one
             ],
             stdout=log, stderr=log, process_group=0,
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads yet
         )  # fmt: skip
         try:
             if not asyncio.run(_ready(url, process)):
-                log.flush()
-                said = Path(log.name).read_text()[-2000:]
-                raise CliError(f"the server did not come up:\n{said}")
+                reason = reason_of(Path(log.name).read_text(errors="replace"))
+                raise CliError(f"the server did not come up: {reason}")
             yield url, process
         finally:
             process.terminate()
@@ -99,6 +106,26 @@ def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[byte
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def parent_death_signal() -> Callable[[], None]:
+    """Return a `preexec_fn`: the kernel sends the child SIGTERM when its parent ends."""
+    prctl = ctypes.CDLL(None).prctl
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def reason_of(log: str) -> str:
+    """Return why a server ended: the last line of its log that is for its caller, or an error.
+
+    A log without either is one of a server that was too slow."""
+    reason = f"it was not ready within {_READY_S:g} s"
+    for line in log.splitlines():
+        if line.startswith(_TO_CALLER):
+            reason = line.removeprefix(_TO_CALLER)
+        elif '"level":"error"' in line:
+            with contextlib.suppress(ValueError):  # the last line may be torn
+                reason = str(json.loads(line)["message"])
+    return reason
 
 
 async def _ready(url: str, process: "subprocess.Popen[bytes]") -> bool:

@@ -23,7 +23,13 @@ from c2cserve.bench.plan import Shape
 from c2cserve.bench.prompts import Endpoint, Options, PromptKind, Prompts, Style, find_style
 from c2cserve.bench.report import Spread, percentile, spread
 from c2cserve.bench.serve import resolve_models, write_results
-from c2cserve.terminal.output import CliError, console, progress_console, show_seconds
+from c2cserve.terminal.output import (
+    CliError,
+    check_writable,
+    console,
+    progress_console,
+    show_seconds,
+)
 
 _BLOCKS = 10
 _RESAMPLES = 400
@@ -69,6 +75,7 @@ def run_switch(
     options: SwitchOptions, key: str | None, admin_key: str | None, out: Path | None
 ) -> None:
     """Measure switches. Raises `CliError` if a request fails, or if there are not two models."""
+    check_writable(out)
     models = resolve_models(options.url, options.models, key)
     if len(set(models)) < 2:
         raise CliError("switching needs at least two different --models A,B", 2)

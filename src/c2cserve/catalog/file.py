@@ -77,10 +77,12 @@ def load_catalog(path: Path, *, with_files: bool = True) -> Catalog:
 
 def _read(path: Path) -> tuple[str, dict[str, object]]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
     except FileNotFoundError as error:
         raise CatalogError(f"{path}: no such file") from error
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise CatalogError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise CatalogError(f"{path}: cannot be read: {error}") from error
     try:
         return text, tomllib.loads(text)
@@ -90,6 +92,10 @@ def _read(path: Path) -> tuple[str, dict[str, object]]:
             raise CatalogError(f"{path}: not valid TOML: {error}") from error
         line = place["line"] or str(text.count("\n") + 1)
         raise CatalogError(f"{path}:{line}: not valid TOML: {place['what']}") from error
+    except RecursionError as error:
+        raise CatalogError(f"{path}: not valid TOML: it is nested too deeply") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise CatalogError(f"{path}: not valid TOML: {error}") from error
 
 
 def _defaults(path: Path, table: object) -> dict[str, object]:

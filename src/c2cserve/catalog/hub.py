@@ -152,9 +152,12 @@ def _transfer(
     progress: Progress,
 ) -> None:
     reporting = threading.Lock()
+    stopped = threading.Event()
 
     def one(file: HubFile) -> None:
         def advance(done_bytes: int) -> None:
+            if stopped.is_set():
+                raise HubError("another file's download failed, or the program is ended")
             with reporting:
                 progress(file.name, done_bytes, file.size_bytes)
 
@@ -169,6 +172,8 @@ def _transfer(
             for transfer in as_completed(transfers):
                 transfer.result()
         finally:
+            # Leaving the pool waits for its threads.
+            stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
 

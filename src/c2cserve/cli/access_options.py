@@ -70,6 +70,8 @@ class AccessOptions:
     model_root: Annotated[
         list[Path] | None,
         typer.Option(
+            exists=True,
+            file_okay=False,
             help="Directories under which added models may lie, beside the catalogue's and those"
             " of its models. Repeatable.",
             rich_help_panel=_ACCESS,

@@ -22,13 +22,13 @@ def demo(
     specialists: Annotated[
         Path, typer.Option(help="Folder with the models, their catalogue and their tasks.")
     ] = Path("examples/specialists"),
-    requests: Annotated[int, typer.Option(help="How many to send.")] = 400,
-    concurrency: Annotated[int, typer.Option(help="At a time, in the second half.")] = 8,
+    requests: Annotated[int, typer.Option(min=2, help="How many to send.")] = 400,
+    concurrency: Annotated[int, typer.Option(min=1, help="At a time, in the second half.")] = 8,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the server up.")] = False,
 ) -> None:
     """Serve the specialists, ask them hundreds of questions, check every answer.
 
-    Half of the requests go one by one, half `concurrency` at a time; every request asks another
+    Half of the requests go one by one, half several at a time; every request asks another
     model than the one before. Exits with 1 when any answer is wrong."""
     console = plain_console()
     catalog = specialists / "catalog.toml"

@@ -40,7 +40,7 @@ def _show(diagnosis: Diagnosis) -> None:
     if diagnosis.slices:
         screen.print(_slices(diagnosis))
     if diagnosis.failed:
-        sys.stderr.write("c2cserve: this machine can not serve until what FAILs is fixed\n")
+        sys.stderr.write("c2cserve: this machine cannot serve until what FAILs is fixed\n")
 
 
 def _findings(diagnosis: Diagnosis) -> "Table":

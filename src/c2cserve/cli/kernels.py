@@ -156,7 +156,7 @@ def _flash_rows(folder: Path) -> list[dict[str, object]]:
 def _fill_triton_cache() -> str:
     """What was done, in words. Triton compiles for the GPU it finds, on which kernels run once."""
     if find_spec("triton") is None:
-        return "Triton's kernels: not compiled, it is not installed (pip install 'c2cserve[gpu]')"
+        return "Triton's kernels: none, it is not installed (pip install '.[gpu]' in the checkout)"
     import torch
 
     if not torch.cuda.is_available():

@@ -1,7 +1,11 @@
 """`c2cserve`: the command line. A command's module is imported when that command runs, so
 `c2cserve --help` is immediate and one command's dependencies never burden another."""
 
+import errno
 import importlib
+import inspect
+import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,10 +30,10 @@ class Lazy:
     def load(self, command: str) -> Any:
         target = getattr(importlib.import_module(self.module), self.name)
         if isinstance(target, typer.Typer):
-            return _named(typer.main.get_command(target), command)
+            return _named(_unwrapped(typer.main.get_command(target)), command)
         single = typer.Typer(add_completion=False)
         single.command(command)(target)
-        return typer.main.get_command(single)
+        return _unwrapped(typer.main.get_command(single))
 
 
 def _named(command: Any, name: str) -> Any:
@@ -37,12 +41,18 @@ def _named(command: Any, name: str) -> Any:
     return command
 
 
+def _unwrapped(command: Any) -> Any:
+    """Join the lines of each paragraph of the help: the terminal's width breaks them anew."""
+    for one in (command, *getattr(command, "commands", {}).values()):
+        paragraphs = inspect.cleandoc(one.help or "").split("\n\n")
+        one.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    return command
+
+
 COMMANDS = {
     "serve": Lazy("c2cserve.cli.serve", "serve", "Serve a catalogue of models over HTTP."),
     "demo": Lazy("c2cserve.cli.demo", "demo", "Serve small built-in models and check answers."),
-    "worker": Lazy(
-        "c2cserve.serving.worker.process", "worker", "Run one slice (started by serve)."
-    ),
+    "worker": Lazy("c2cserve.serving.worker.process", "worker", "Run slices (started by serve)."),
     "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
     "keys": Lazy("c2cserve.cli.keys", "app", "Make, list and revoke API keys; show their usage."),
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
@@ -114,13 +124,25 @@ def version() -> None:
     sys.stdout.write(f"c2cserve {__version__}\n")
 
 
+_WHERE = "(c2cserve --debug shows where)"
+
+
 def app(args: Sequence[str] | None = None) -> None:
     """Run a command and end the process: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 
     A failure is one line on stderr; `--debug` (before the command) adds the traceback.
     """
+    _open_missing_streams()
     args = list(sys.argv[1:] if args is None else args)
     sys.exit(_run(args, debug="--debug" in args[:1]))
+
+
+def _open_missing_streams() -> None:
+    """Open /dev/null as each standard stream that was closed (`2>&-`). Otherwise the first sockets
+    and files would get their numbers, and what children write to stderr would go into them."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 - open to the end
 
 
 def _run(args: list[str], *, debug: bool) -> int:
@@ -144,15 +166,29 @@ def _run(args: list[str], *, debug: bool) -> int:
         # The reader of our output (head, less) has ended.
         sys.stderr.close()
         return 1
+    except OSError as error:
+        if error.errno == errno.ENOSPC and error.filename is None:
+            _discard_output()
+            return _report(f"the output cannot be written: {error.strerror}", 1, debug=debug)
+        what = f"{error.filename}: {error.strerror}" if error.filename else f"OSError: {error}"
+        return _report(f"{what} {_WHERE}", 1, debug=debug)
     except Exception as error:  # noqa: BLE001 - the last stop: every failure is one clear line
-        kind = type(error).__name__
-        return _report(f"{kind}: {error} (c2cserve --debug shows where)", 1, debug=debug)
+        return _report(f"{type(error).__name__}: {error} {_WHERE}", 1, debug=debug)
     return result if isinstance(result, int) else 0
+
+
+def _discard_output() -> None:
+    """Let what is still buffered go nowhere: the interpreter would fail on it once more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
 
 
 def _report(message: str, code: int, *, debug: bool) -> int:
     if debug:
         traceback.print_exc()
+    for handler in logging.getLogger().handlers:
+        handler.flush()  # what was logged comes before the last line
     line = " ".join(message.split())
     sys.stderr.write(f"c2cserve: {line}\n")
     return code

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from c2cserve.cli import simulate as options
-from c2cserve.terminal.output import CliError, console, progress_console
+from c2cserve.terminal.output import check_writable, progress_console
 
 if TYPE_CHECKING:
     from c2cserve.sim.planning.plan import Plan, Progress
@@ -58,10 +58,13 @@ def plan(
     plots: Plots = None,
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
+    from c2cserve.sim.planning.show import figures, show
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.hardware import SliceSettings
 
     with options.mistakes():
+        check_writable(out)
+        options.check_plots(plots)
         workload = options.workload_settings(
             trace, seed, time_scale, start_s, duration_s, limit, rate_scale, lengths, mapping, where
         )
@@ -72,10 +75,8 @@ def plan(
         )  # fmt: skip
         found = _search(scenario, attainment, most)
         if plots is not None:
-            _plot(found, attainment, plots)
+            options.save_plots(figures(found, attainment), plots)
         if options.write(out, {"asked": attainment, **found.as_json()}):
-            from c2cserve.sim.planning.show import show
-
             show(scenario, found, attainment)
 
 
@@ -130,14 +131,3 @@ def _progress_lines() -> "Progress":
             sys.stderr.flush()
 
     return progress
-
-
-def _plot(found: "Plan", attainment: float, folder: Path) -> None:
-    from c2cserve.sim.planning.show import figures
-
-    try:
-        from c2cserve.sim.studies.plot import save
-    except ModuleNotFoundError as error:
-        raise CliError("plots need matplotlib: pip install 'c2cserve[plots]'") from error
-    for path in save(figures(found, attainment), folder):
-        console().print(f"wrote {path}")

@@ -48,7 +48,7 @@ def profile(
                 bench, commit=_commit(), until_s=until_s, clock=time.monotonic, tell=tell
             )
         except (Refused, Lost) as error:
-            raise CliError(f"this GPU can not be measured: {error}") from error
+            raise CliError(f"this GPU cannot be measured: {error}") from error
     path = save_profile(measured, out)
     _show(measured)
     took = show_seconds(time.monotonic() - began_s)
@@ -70,7 +70,7 @@ def _open_bench() -> "Bench":
         from c2cserve.kernels.gpu.aot.repository import KernelMissingError
         from c2cserve.profiling.gpu_bench import GpuBench
     except ModuleNotFoundError as error:
-        raise CliError(f"{error}: pip install 'c2cserve[gpu]'") from error
+        raise CliError(f"{error}: pip install '.[gpu]' in the checkout") from error
     try:
         return GpuBench()
     except KernelMissingError as error:

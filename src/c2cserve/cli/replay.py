@@ -25,7 +25,7 @@ def replay(
     try:
         result = replay_record(record)
     except OSError as error:
-        raise CliError(f"{record}: can not be read: {error.strerror}") from error
+        raise CliError(f"{record}: cannot be read: {error.strerror}") from error
     except RecordError as error:
         raise CliError(str(error)) from error
     if as_json:

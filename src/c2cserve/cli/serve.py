@@ -1,6 +1,7 @@
 """`c2cserve serve`: the options of a server, and the port it listens on."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Generator
 from pathlib import Path
@@ -25,6 +26,7 @@ from c2cserve.serving.controller.fleet import FleetSettings
 from c2cserve.serving.key_secrecy import choose_admin_key, hide_keys
 from c2cserve.serving.live_server import LiveServer, LiveSettings
 from c2cserve.serving.logs import setup_logging
+from c2cserve.serving.start_signals import StartSignals
 from c2cserve.terminal.option_groups import grouped
 from c2cserve.terminal.output import CliError
 
@@ -32,6 +34,8 @@ from c2cserve.terminal.output import CliError
 FLEET, REQUESTS, CONNECTIONS, TEXT, SERVER = (
     FleetSettings(), RequestLimits(), ConnectionLimits(), TextSettings(), ServerSettings(),
 )  # fmt: skip
+
+_OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
 
 
 @grouped
@@ -108,6 +112,7 @@ def serve(
 
 
 def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) -> None:
+    signals = StartSignals(reloads=bool(access.keys or access.usage_log or access.ssl_certfile))
     try:
         setup_logging("server", settings.log_level, settings.log_format)
         catalog = load_catalog(catalog_path, with_files=False)
@@ -117,7 +122,7 @@ def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) ->
     hide_keys()
     gate = open_gate(settings.server.api_keys, access)
     with _listen(settings.host, settings.port) as listener:
-        reason = uvloop.run(LiveServer(settings, catalog, tls, gate).run(listener))
+        reason = uvloop.run(LiveServer(settings, catalog, tls, gate, signals).run(listener))
     if reason is not None:
         raise CliError(reason)
 
@@ -132,7 +137,8 @@ def _listen(host: str, port: int) -> Generator[socket.socket]:
         try:
             listener.bind((host, port))
         except OSError as error:
+            option = "--port" if error.errno in _OF_PORTS else "--host"
             raise CliError(
-                f"cannot listen on {host}:{port}: {error.strerror}; choose another with --port"
+                f"cannot listen on {host}:{port}: {error.strerror}; choose another with {option}"
             ) from error
         yield listener

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -13,14 +13,30 @@ _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"
 _API_KEYS = "C2CSERVE_API_KEYS"
 
+
+def address(host: str) -> str:
+    """Return the host to listen on; brackets around an IPv6 address, as in a URL, are left out.
+
+    Raises BadParameter for an empty one: an unset variable must not open the server to all."""
+    host = host.removeprefix("[").removesuffix("]")
+    if not host:
+        raise typer.BadParameter(
+            "it is empty; 127.0.0.1 is this machine alone, 0.0.0.0 all its addresses"
+        )
+    return host
+
+
 CatalogPath = Annotated[Path, typer.Option("--catalog", help="The catalogue file (TOML).")]
-Host = Annotated[str, typer.Option(help="Address to listen on.")]
-Port = Annotated[int, typer.Option(help="Port to listen on.")]
-Slices = Annotated[
-    int | None, typer.Option(help="CPU slices; default: by the machine, none beside GPU slices.")
+Host = Annotated[str, typer.Option(callback=address, help="Address to listen on.")]
+Port = Annotated[
+    int, typer.Option(min=0, max=65535, help="Port to listen on; 0: a free one, see the log.")
 ]
-Threads = Annotated[int | None, typer.Option(help="Threads per CPU slice.")]
-KvBytes = Annotated[int | None, typer.Option(help="KV arena per CPU slice, bytes.")]
+Slices = Annotated[
+    int | None,
+    typer.Option(min=1, help="CPU slices; default: by the machine, none beside GPU slices."),
+]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads per CPU slice.")]
+KvBytes = Annotated[int | None, typer.Option(min=1, help="KV arena per CPU slice, bytes.")]
 GpuSlices = Annotated[
     str,
     typer.Option(
@@ -29,7 +45,8 @@ GpuSlices = Annotated[
     ),
 ]
 GpuKvBytes = Annotated[
-    int | None, typer.Option(help="KV arena per GPU slice, bytes; default: by free memory.")
+    int | None,
+    typer.Option(min=1, help="KV arena per GPU slice, bytes; default: by free memory."),
 ]
 GpuProfile = Annotated[
     ProfileChoice,
@@ -49,30 +66,37 @@ HostKvBytes = Annotated[
         " without it they are computed again.",
     ),
 ]
-PoolBytes = Annotated[int | None, typer.Option(help="Host weight pool, bytes.")]
+PoolBytes = Annotated[int | None, typer.Option(min=1, help="Host weight pool, bytes.")]
 PoolDir = Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")]
 RecordFile = Annotated[
     Path | None, typer.Option("--record", help="Write every event and action to this file.")
 ]
-LogLevel = Annotated[str, typer.Option(help="debug, info, warning, error.")]
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    typer.Option(case_sensitive=False, help="The least that is logged."),
+]
 LogFormatOption = Annotated[LogFormat, typer.Option("--log-format", help="json or text.")]
 HangTimeout = Annotated[
-    float, typer.Option(help="Seconds without a sign of life before a worker is replaced.")
+    float, typer.Option(min=0.1, help="Seconds without a sign of life before a worker is replaced.")
 ]
 StallTimeout = Annotated[
     float,
-    typer.Option(help="Seconds with requests and no step done before a slice is in trouble."),
+    typer.Option(
+        min=0.1, help="Seconds with requests and no step done before a slice is in trouble."
+    ),
 ]
 DrainTimeout = Annotated[
-    float, typer.Option(help="Seconds that running requests get after SIGTERM.")
+    float, typer.Option(min=0.0, help="Seconds that running requests get after SIGTERM.")
 ]
 Strict = Annotated[
     bool, typer.Option("--strict", help="End at once if a model of the catalogue is broken.")
 ]
-MaxWaiting = Annotated[int, typer.Option(help="Requests queued before 429.")]
+MaxWaiting = Annotated[int, typer.Option(min=0, help="Requests queued before 429.")]
 Patience = Annotated[
     float,
-    typer.Option(help="Refuse a request that waits so many times its TTFT target; 0: never."),
+    typer.Option(
+        min=0.0, help="Refuse a request that waits so many times its TTFT target; 0: never."
+    ),
 ]
 Burst = Annotated[
     float,

@@ -2,17 +2,19 @@
 exist."""
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from c2cserve.terminal.output import CliError, console, print_json
+from c2cserve.terminal.output import CliError, check_writable, console, print_json
 
 if TYPE_CHECKING:
     from c2cserve.sim.run import Scenario
+    from c2cserve.sim.studies.figure import Figure
     from c2cserve.sim.workload.build import WorkloadSettings
 
 Hardware = Annotated[str, typer.Option(help="MACHINE, MACHINE:LAYOUT, or a TOML file.")]
@@ -50,7 +52,12 @@ Plots = Annotated[Path | None, typer.Option(help="Write the study's plots to thi
 Quick = Annotated[bool, typer.Option(help="A small part of the study.")]
 
 
+_OF_STUDIES = {"plots", "quick"}
+_OF_BOTH = {"study", "trace", "seed", "out"}
+
+
 def simulate(
+    ctx: typer.Context,
     hardware: Hardware = "h200-x1",
     catalog: Catalog = "llama-3.1-8b*64",
     trace: Trace = "",
@@ -82,6 +89,8 @@ def simulate(
     from c2cserve.sim.world.hardware import SliceSettings
 
     with mistakes():
+        _check_options(ctx, study)
+        check_writable(out)
         if study:
             _study(study, trace, seed, quick, out, plots)
             return
@@ -98,12 +107,31 @@ def simulate(
         _scenario(scenario, out)
 
 
+def _check_options(ctx: typer.Context, study: str) -> None:
+    """Raise CliError for an option that would have no effect.
+
+    A study has its own machines, models and load. A single simulation has no plots."""
+    names = {one.name: one.opts[0] for one in ctx.command.params}
+    given = {name for name in names if _is_given(ctx, name)} - _OF_BOTH
+    wrong = given - _OF_STUDIES if study else given & _OF_STUDIES
+    if wrong:
+        shown = ", ".join(sorted(names[name] for name in wrong))
+        raise CliError(f"{shown}: no effect {'with' if study else 'without'} --study", 2)
+
+
+def _is_given(ctx: typer.Context, name: str) -> bool:
+    source = ctx.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
+
+
 @contextmanager
 def mistakes() -> Generator[None]:
     """Turn errors of a simulation's settings into one line."""
     try:
         yield
     except OSError as error:
+        if error.filename is None:  # not a file of the settings'
+            raise
         raise CliError(f"{error.filename}: {error.strerror}") from error
     except ValueError as error:
         raise CliError(str(error), 2) from error
@@ -158,16 +186,27 @@ def _study(
     if name == "list":
         show_studies(STUDIES)
         return
+    check_plots(plots)
     result = run(name, StudyOptions(seed, trace, quick))
     if plots is not None:
-        try:
-            from c2cserve.sim.studies.plot import save
-        except ModuleNotFoundError as error:
-            raise CliError("plots need matplotlib: pip install 'c2cserve[plots]'") from error
-        for path in save(result.figures, plots):
-            console().print(f"wrote {path}")
+        save_plots(result.figures, plots)
     if write(out, result.as_json()):
         show_study(result)
+
+
+def check_plots(folder: Path | None) -> None:
+    """Raise CliError if plots are asked for and cannot be drawn."""
+    if folder is not None and find_spec("matplotlib") is None:
+        raise CliError("plots need matplotlib: pip install '.[plots]' in the checkout")
+    if folder is not None and folder.exists() and not folder.is_dir():
+        raise CliError(f"{folder}: no folder")
+
+
+def save_plots(figures: "Iterable[Figure]", folder: Path) -> None:
+    from c2cserve.sim.studies.plot import save
+
+    for path in save(figures, folder):
+        console().print(f"wrote {path}")
 
 
 def write(out: Path | None, value: dict[str, Any]) -> bool:

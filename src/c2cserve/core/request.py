@@ -16,6 +16,11 @@ class Slo:
     tpot_s: float = 0.1
 
 
+def blocks_of(tokens: int) -> int:
+    """Return the number of KV blocks that hold so many tokens."""
+    return -(-tokens // BLOCK_TOKENS)
+
+
 @value
 class Request:
     """What policies know of a request: lengths and hashes, never token ids.
@@ -85,7 +90,6 @@ class FinishReason(StrEnum):
     STOP = "stop"
     """A stop token was drawn (it is not part of the output's text)."""
     LENGTH = "length"
-    CANCELLED = "cancelled"
     ERROR = "error"
 
 

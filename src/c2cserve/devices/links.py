@@ -15,8 +15,8 @@ _MEASURE_S = 0.4
 def measure_host_read(machine: Machine) -> Link:
     """Read with one thread per physical core, as slices do, and report the best pass.
 
-    Takes about half a second and 64 MiB per core, at most a quarter of the available memory. numpy
-    reductions release the interpreter lock, so the threads read at the same time.
+    It takes about half a second and 64 MiB per core, at most a quarter of the available memory. The
+    threads read at the same time, as numpy reductions release the interpreter lock.
     """
     threads = max(1, len(machine.cores))
     each = min(_BYTES_PER_THREAD, machine.memory_available_bytes // 4 // threads)

@@ -2,9 +2,9 @@
 
 The default rule:
 
-* A slice never crosses NUMA nodes, and computes with one hardware thread of each of its cores:
-  decoding waits for memory, so a core's second thread adds nothing. The others are left to the
-  server, its tokenizers and loaders.
+* A slice never crosses NUMA nodes, and computes with one hardware thread of each of its cores.
+  Decoding waits for memory, so a core's second thread adds nothing. The second threads are left to
+  the server, its tokenizers and loaders.
 * There is about one slice per 8 cores, because few cores already saturate a node's memory. There
   are at least two slices (of one core each on a 2-core machine): two models can run together.
 * A cgroup's CPU quota caps the cores that count.

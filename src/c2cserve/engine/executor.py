@@ -30,7 +30,6 @@ from c2cserve.core.actions import (
 from c2cserve.core.events import (
     MoveDone,
     SeqOutcome,
-    SliceEvent,
     StepDone,
     StepFailed,
     StepParked,
@@ -39,10 +38,11 @@ from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
+from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.run import Run, Work
 from c2cserve.engine.sequences import Sequence, build_batch
-from c2cserve.kernels.ops import Draw, Drawn, Ops
+from c2cserve.kernels.ops import Ops, Sample, SampledTokens
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,7 @@ class Executor:
         slice_id: str,
         ops: Ops,
         arena: Tensor,
-        emit: Callable[[SliceEvent], None],
-        deliver: Callable[[list[Delta]], None],
+        report: Report,
         clock: Callable[[], float],
         *,
         to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
@@ -78,10 +77,9 @@ class Executor:
         self._to_device = to_device
         self._fatal = fatal
         self._renew = renew
-        self.renewals = 0
+        self._renewals = 0
         self._ops = ops
-        self._emit = emit
-        self._deliver = deliver
+        self._report = report
         self._clock = clock
         self._arena = arena
         self._models: dict[str, Decoder] = {}
@@ -115,11 +113,6 @@ class Executor:
 
     # ---- steps ----------------------------------------------------------------------------------
 
-    @property
-    def computing(self) -> bool:
-        """Whether a step is under way that is not parked."""
-        return bool(self._launched)
-
     def submit(self, action: ExecutorAction) -> None:
         match action:
             case RunStep(step):
@@ -130,38 +123,40 @@ class Executor:
                 else:
                     self._end(request_id)
             case Truncate(request_id):
-                self._deliver([self._seqs[request_id].truncated()])
+                self._report(None, [self._seqs[request_id].truncated()])
                 self._end(request_id)
             case Fail(request_id, reason):
-                self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+                self._report(None, [Delta(request_id, finish=FinishReason.ERROR, error=reason)])
                 self._end(request_id)
             case Return(request_id):
                 self._end(request_id)
             case Move():
                 self._move(action)
 
-    @property
-    def parked(self) -> bool:
-        return bool(self._parked)
-
-    def poll(self) -> None:
-        """Collect what is done, and resume parked steps. Steps that still wait park again."""
+    def poll(self) -> ExecutorState:
+        """Collect what is done, and resume parked steps. Steps that still wait park again. Return
+        how things stand then."""
         self._collect()
-        for move in self._host_kv.finished():
-            self._emit(MoveDone(move.request_id, move.direction))
+        host_kv = self._host_kv
+        for move in host_kv.finished():
+            self._report(MoveDone(move.request_id, move.direction), ())
             if move.request_id not in self._seqs:
-                self._host_kv.forget(move.request_id)
+                host_kv.forget(move.request_id)
         waiting, self._parked = self._parked, []
         for run, work in waiting:
             if self._behind_parked(run):
                 self._parked.append((run, work))
             else:
                 self._advance(run, work)
+        return ExecutorState(
+            bool(self._launched), bool(self._parked), self._renewals, host_kv.used_bytes,
+            host_kv.counts.out_bytes, host_kv.counts.in_bytes,
+        )  # fmt: skip
 
     def _move(self, move: Move) -> None:
         seq = self._seqs.get(move.request_id)
         if seq is None:  # it ended in a step whose outcome the policy has not seen
-            self._emit(MoveDone(move.request_id, move.direction))
+            self._report(MoveDone(move.request_id, move.direction), ())
             return
         if move.direction == "out":
             seq.block_count = 0
@@ -191,14 +186,14 @@ class Executor:
     def _park(self, run: Run, work: Work) -> None:
         self._parked.append((run, work))
         if run.parked_since_s is None:
-            self._emit(StepParked(run.step.id))
+            self._report(StepParked(run.step.id), ())
         run.parked_since_s = self._clock()
 
     def _work(self, run: Run) -> Work:
         """Do all of a step that can fail. What it raises fails this step alone."""
         source = self._take_parts(run)
         if not run.parts:
-            return Drawn([], [])
+            return SampledTokens([], [])
         decoder = self._models.get(run.step.model)
         if decoder is None:
             raise RuntimeError(f"{run.step.model} is not attached to this slice")
@@ -246,7 +241,7 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(self, run: Run, logits: Tensor) -> Draw:
+    def _sample(self, run: Run, logits: Tensor) -> Sample:
         rows: list[int] = []
         row = 0
         for part, seq in zip(run.parts, run.seqs, strict=True):
@@ -300,7 +295,7 @@ class Executor:
             seq.lost = True
         if self._renew is not None:
             self._renew()
-            self.renewals += 1
+            self._renewals += 1
 
     # ---- outcomes -------------------------------------------------------------------------------
 
@@ -314,7 +309,7 @@ class Executor:
             self._complete(run)
 
     def _complete(self, run: Run) -> None:
-        tokens: Drawn | None = None
+        tokens: SampledTokens | None = None
         try:
             if run.sample is not None:
                 tokens = run.sample.collect()
@@ -333,14 +328,12 @@ class Executor:
             for seq in run.sampled:
                 seq.in_flight -= 1
         if tokens is None:
-            self._emit(StepFailed(run.step.id, run.failed))
+            self._report(StepFailed(run.step.id, run.failed), ())
             return
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
         self._record(run, tokens)
-        if run.deltas:
-            self._deliver(run.deltas)
-        self._emit(StepDone(run.step.id, tuple(run.outcomes), run.compute_s))
+        self._report(StepDone(run.step.id, tuple(run.outcomes), run.compute_s), run.deltas)
 
     def _holds(self, seq: Sequence) -> bool:
         """Return whether the request is held. It may have ended in the step before this one."""
@@ -354,7 +347,7 @@ class Executor:
 
     # ---- sampled tokens -------------------------------------------------------------------------
 
-    def _record(self, run: Run, tokens: Drawn) -> None:
+    def _record(self, run: Run, tokens: SampledTokens) -> None:
         for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
             if seq.lost or not self._holds(seq):
                 continue

@@ -9,9 +9,9 @@ from c2cserve.core.events import SeqOutcome
 from c2cserve.core.request import Delta
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.sequences import Sequence
-from c2cserve.kernels.ops import Draw
+from c2cserve.kernels.ops import Sample
 
-Work = Generator[list[int], None, Draw]
+Work = Generator[list[int], None, Sample]
 """A step from building its batch to the launch of sampling. It yields when weights are missing."""
 
 
@@ -31,7 +31,7 @@ class Run:
         default_factory=list[tuple[SeqStep, Sequence, Tensor]]
     )
     """The parts whose prompt tokens' log-probabilities are wanted, and their logits."""
-    sample: Draw | None = None
+    sample: Sample | None = None
     compute_s: float = 0.0
     launched_s: float = 0.0
     """The time when the launch of its last part began."""

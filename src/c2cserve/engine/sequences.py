@@ -14,10 +14,11 @@ from c2cserve.core.request import (
     Job,
     Timing,
     TokenLogprob,
+    blocks_of,
 )
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
-from c2cserve.kernels.ops import Draw, RowSampling
+from c2cserve.kernels.ops import RowSampling, Sample
 
 
 @dataclass(slots=True)
@@ -60,7 +61,7 @@ class Sequence:
     """`Ops.chains` holds for its rows."""
     in_flight: int = 0
     """Tokens that steps sample which are not collected yet."""
-    sample: Draw | None = None
+    sample: Sample | None = None
     """The sample of the last of these steps, which has the token in its row `row`."""
     row: int = 0
 
@@ -70,7 +71,7 @@ class Sequence:
         capacity = request.prompt_len + request.max_new_tokens
         tokens = np.empty(capacity, np.int32)
         tokens[: request.prompt_len] = job.tokens
-        blocks = np.empty(-(-capacity // BLOCK_TOKENS), np.int64)
+        blocks = np.empty(blocks_of(capacity), np.int64)
         return cls(job, tokens, request.prompt_len, blocks, FirstTokenClock(now))
 
     @property

@@ -1,4 +1,4 @@
-"""Operators of `kernels.ops.Ops` that are several single ones where nothing runs them as one."""
+"""Operators of `kernels.ops.Ops` that combine several steps, for devices without a fused kernel."""
 
 from abc import ABC, abstractmethod
 
@@ -16,7 +16,7 @@ class Apart(ABC):
 
     @abstractmethod
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu of the first half of the last dimension, times the second half."""
+        """Return silu of the first half of the last dimension, times the second half."""
 
     @abstractmethod
     def rope_store(
@@ -32,8 +32,10 @@ class Apart(ABC):
         layer: int,
         slots: Tensor,
     ) -> None:
-        """Norm (if `norms`: q's and k's weights [D]) and rotate q and k of qkv [T, (Hq + 2 Hkv) D]
-        in place; write k and v into the arena. `slots` int64[T] = block byte offset * 16 + place.
+        """Rotate q and k of qkv [T, (Hq + 2 Hkv) D] in place, and write k and v into the arena.
+
+        With `norms`, the weights [D] of q's and k's norms, they are normed first. `slots` int64 [T]
+        are block byte offset * 16 + place in the block.
         """
 
     @abstractmethod
@@ -49,9 +51,11 @@ class Apart(ABC):
         scale: float,
         window: int,
     ) -> Tensor:
-        """Causal attention of each sequence's new tokens over its cache -> [T, Hq D]. `q_start`
-        int32[S + 1], `context_len` int32[S] (new tokens included), `block_table` int64[S, *] byte
-        offsets. `window`: tokens a query sees, 0 for all."""
+        """Return the causal attention [T, Hq D] of each sequence's new tokens over its cache.
+
+        `q_start` int32 [S + 1]; `context_len` int32 [S], new tokens included; `block_table`
+        int64 [S, *], byte offsets. `window`: the number of tokens that a query sees, 0 for all.
+        """
 
     def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.silu_mul(self.linear(x, w, bias))

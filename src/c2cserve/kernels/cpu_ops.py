@@ -1,7 +1,7 @@
 """The operators on CPU cores: a thin binding of the native kernels on torch tensors.
 
-Shapes, dtypes and contiguity are checked here, indices (token ids, positions, slots, block tables,
-experts) in the kernels: both raise `ValueError` before anything is written.
+Shapes, dtypes and contiguity are checked here. Indices (token ids, positions, slots, block tables,
+experts) are checked in the kernels. Both raise `ValueError` before anything is written.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ from c2cserve.kernels.layer_records import (
     step_record,
 )
 from c2cserve.kernels.native import DTYPE_CODES, best_isa, cpu_flags, load_library
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
-from c2cserve.kernels.sample_rows import drawn_of, pack_rows
+from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
 _THREADS_MAX = 1024
 
@@ -34,8 +34,11 @@ def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class CpuOps(Apart):
-    """`kernels.ops.Ops` on a pool of `threads` threads, helpers pinned to `cpus` if given (the
-    caller pins itself). Results do not depend on the number of threads. Not thread-safe."""
+    """`kernels.ops.Ops` on a pool of `threads` threads: the calling thread and helpers.
+
+    With `cpus`, helpers are pinned to them; the caller pins itself. Results do not depend on the
+    number of threads. Not thread-safe.
+    """
 
     def __init__(
         self, threads: int = 1, cpus: Sequence[int] | None = None, isa: str | None = None
@@ -271,7 +274,7 @@ class CpuOps(Apart):
             raise refusal(fault, where.value, layer, rows, rope, arena)
         return out
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
         count, vocab = logits.shape
         if len(rows) != count or not _dense(logits, torch.float32):
             raise misfit(f"sample for {len(rows)} rows", logits=logits)
@@ -286,15 +289,15 @@ class CpuOps(Apart):
         )
         if bad >= 0:
             raise ValueError(f"sample: row {bad} names token ids that are not in [0, {vocab})")
-        return drawn_of(rows, vocab, stride, ids, logprobs, top_ids, top_values)
+        return unpack_tokens(rows, vocab, stride, ids, logprobs, top_ids, top_values)
 
     def chains(self, row: RowSampling) -> bool:
-        """Its tokens are known before a next step could begin."""
+        """Return False: tokens are known before the next step can begin."""
         return False
 
-    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
+    def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:
         rows = (-1 - ids).clamp_(min=0)
-        return torch.where(ids < 0, drawn.index_select(0, rows), ids)
+        return torch.where(ids < 0, sampled.index_select(0, rows), ids)
 
     # ---- ceilings, for benchmarks ---------------------------------------------------------------
 
@@ -305,12 +308,13 @@ class CpuOps(Apart):
         self._lib.c2c_read(self._pool, data.data_ptr(), data.numel())
 
     def multiply(self, rounds: int) -> float:
-        """Keep these threads' multiply-add units full; returns the operations done."""
+        """Keep these threads' multiply-add units full. Return the number of operations done."""
         return self._lib.c2c_multiply(self._pool, rounds)
 
 
 def _query_heads(op: str, qkv: Tensor, kv: KvLayout, layer: int) -> int:
-    """Query heads in a row of qkv. Raises `ValueError` if `kv` does not describe such rows."""
+    """Return the number of query heads in a row of qkv. Raises `ValueError` if `kv` does not
+    describe such rows."""
     heads, rest = divmod(qkv.shape[1], kv.head_dim)
     heads -= 2 * kv.kv_heads
     if (

@@ -1,6 +1,6 @@
-"""The CPU kernels' shared library, for the best instruction set this machine has.
+"""The CPU kernels' shared library, for the best instruction set that this machine has.
 
-No torch here: the pool's loader converts dtypes with it too.
+This module does not import torch: the pool's loader, which does without it, converts dtypes here.
 """
 
 import ctypes
@@ -25,9 +25,14 @@ ISAS = tuple(_NEEDS)
 
 
 SAMPLE_ROW = struct.Struct("=6Q4q2Q2q6f")
-"""`SampleRow` of sample.h: pointers (logits, prompt, output, bias ids, bias, banned), lengths of
-prompt, output, bias and bans, seed, position, top_k, top_logprobs, temperature, top_p, min_p, and
-the repetition, presence and frequency penalties."""
+"""`SampleRow` of sample.h.
+
+    6Q  pointers: logits, prompt, output, bias ids, bias, banned
+    4q  lengths: prompt, output, bias, banned
+    2Q  seed, position
+    2q  top_k, top_logprobs
+    6f  temperature, top_p, min_p, penalties: repetition, presence, frequency
+"""
 
 LIBRARY_FOLDER = Path(__file__).parent
 
@@ -62,7 +67,7 @@ class KernelsMissing(RuntimeError):
 
 
 def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Instruction-set flags of this machine as Linux names them."""
+    """Return the instruction-set flags of this machine, as Linux names them."""
     for line in cpuinfo.read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("flags", "Features"):
@@ -71,7 +76,7 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
-    """The best variant these flags allow, no better than `cap` (C2CSERVE_CPU_ISA)."""
+    """Return the best variant that these flags allow, no better than `cap` (C2CSERVE_CPU_ISA)."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return "generic"
     if cap is not None and cap not in ISAS:
@@ -82,7 +87,7 @@ def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
 
 @functools.cache
 def load_library(isa: str) -> ctypes.CDLL:
-    """One variant, loaded. Raises `KernelsMissing` with the command that builds it."""
+    """Load one variant. Raises `KernelsMissing` with the command that builds it."""
     path = LIBRARY_FOLDER / f"_cpu_{isa}.so"
     if not path.exists():
         raise KernelsMissing(
@@ -102,8 +107,8 @@ def chosen_isa() -> str:
 
 
 def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, n: int) -> None:
-    """Convert `n` elements from address to address (rounding to nearest even). The source may be
-    unaligned. Releases the interpreter lock."""
+    """Convert `n` elements from address to address, rounding to nearest even. The source may be
+    unaligned. The call releases the interpreter lock."""
     load_library(chosen_isa()).c2c_convert(
         target, DTYPE_CODES[target_dtype], source, DTYPE_CODES[source_dtype], n
     )

@@ -1,9 +1,9 @@
-"""The operators models are written in. `CpuOps` and `engine.gpu.ops.GpuOps` are fast, `RefOps` is
-the truth for tests.
+"""The operators that models are written in. `CpuOps` and `engine.gpu.ops.GpuOps` are fast, `RefOps`
+is the reference in tests.
 
-Weights keep their dtype and are read in place; norm weights, biases and rotary tables are float32
-(widened once when a model is attached). Activations are float32 on CPUs, of the weights' dtype on
-GPUs; sums are float32 or better everywhere.
+Weights keep their dtype and are read in place. Norm weights, biases and rotary tables are float32:
+they are widened once, when a model is attached. Activations are float32 on CPUs, and have the
+weights' dtype on GPUs. Sums are float32 or better everywhere.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one row's token is drawn; `prompt` and `output` are int32 histories (penalties)."""
+    """How one row's token is sampled. `prompt` and `output` are the int32 tokens so far, which
+    penalties need."""
 
     seed: int
     position: int
@@ -37,9 +38,9 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
-    """Lists, one entry per row. `ids[i]` is -1 when row i holds a NaN or an infinity. It is a
-    `Draw` too, a finished one."""
+class SampledTokens:
+    """The tokens of a finished sample, one entry per row. `ids[i]` is -1 if row i holds a NaN or an
+    infinity. It is a `Sample` itself, for operators that finish at once."""
 
     ids: list[int]
     logprobs: list[float]
@@ -53,12 +54,13 @@ class Drawn:
     def chain(self) -> Tensor | None:
         return None
 
-    def collect(self) -> "Drawn":
+    def collect(self) -> "SampledTokens":
         return self
 
 
-class Draw(Protocol):
-    """A token per row, drawn or about to be. Draws of one `Ops` are done in order."""
+class Sample(Protocol):
+    """A token per row, known or still to be computed. The samples of one `Ops` are done in the
+    order of their launch."""
 
     @property
     def done(self) -> bool:
@@ -67,33 +69,39 @@ class Draw(Protocol):
 
     @property
     def chain(self) -> Tensor | None:
-        """int32[R], where the operators read them once everything before is done: the tokens of
-        the rows that `Ops.chains`. None when there are none."""
+        """The tokens, int32 [R], where the operators can read them in a later launch.
+
+        Only entries of rows for which `Ops.chains` holds have a meaning. None without such rows.
+        """
         ...
 
-    def collect(self) -> Drawn: ...
+    def collect(self) -> SampledTokens:
+        """Wait until the tokens are known."""
+        ...
 
 
 class Ops(Protocol):
     """Shapes: T tokens, S sequences, H hidden, Hq and Hkv heads, D head_dim."""
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` (int32[T]) of `table` [V, H] as activations [T, H]."""
+        """Return rows `ids` (int32 [T]) of `table` [V, H] as activations [T, H]."""
         ...
 
     def linear(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] times w [N, K] transposed, plus bias [N]; rows may be strided."""
+        """Return x [T, K] times w [N, K] transposed, plus bias [N]. Rows may be strided."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """`residual += x`, in place; returns the norm of the sum."""
+        """Do `residual += x` in place, and return the norm of the sum."""
         ...
 
     def gated(self, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, K] times w [2 I, K] transposed, plus bias [2 I]: silu of the first half of that,
-        times the second -> [T, I]."""
+        """Return silu(gate) * up [T, I].
+
+        gate and up are the two halves of x [T, K] times w [2 I, K] transposed, plus bias [2 I].
+        """
         ...
 
     def attend(
@@ -104,26 +112,34 @@ class Ops(Protocol):
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> Tensor:
-        """Causal attention of each sequence's new tokens over its cache, within the layer's window.
-        Of qkv [T, (Hq + 2 Hkv) D] q and k are normed (if the layer does) and rotated, and k and v
-        written into the arena, before -> [T, Hq D]. What is left in qkv is undefined. `rope`: cos
-        and sin [positions, D / 2]."""
+        """Return the causal attention [T, Hq D] of each sequence's new tokens over its cache.
+
+        A query sees no further back than the layer's window. First, q and k of `qkv`
+        [T, (Hq + 2 Hkv) D] are rotated, and k and v are written into the arena. If the layer has
+        norms of heads, they come before the rotation. The contents of `qkv` are undefined
+        afterwards. `rope`: cos and sin [positions, D / 2].
+        """
         ...
 
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-        """Softmax over all experts, the top k: ids int32[T, k] and weights float32[T, k]."""
+        """Choose the k largest of a softmax over all experts. Return their ids int32 [T, k] and
+        weights float32 [T, k]."""
         ...
 
     def moe_experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor
     ) -> Tensor:
-        """w13 [E, 2 I, H] (gate rows, then up rows), w2 [E, H, I]; sums in expert order."""
+        """Return the weighted sum of each token's experts [T, H].
+
+        `w13` [E, 2 I, H] has an expert's gate rows, then its up rows; `w2` is [E, H, I]. The order
+        in which a token's experts are added does not depend on the batch.
+        """
         ...
 
-    # ---- whole layers: the operators above in a row (`kernels.composed`), by fewer calls --------
+    # ---- whole layers: the operators above in sequence (`kernels.composed`), in fewer calls -----
 
     def prepare(self, index: int, weights: LayerWeights, shape: LayerShape) -> Layer:
-        """A layer, checked once. It points into its weights, which stay where they are."""
+        """Return a layer, checked once. It points into its weights, which must stay in place."""
         ...
 
     def run_layers(
@@ -134,7 +150,7 @@ class Ops(Protocol):
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> None:
-        """Consecutive layers of one model over hidden [T, H], in place. `rope`: cos and sin
+        """Run consecutive layers of one model over hidden [T, H], in place. `rope`: cos and sin
         [positions, D / 2]."""
         ...
 
@@ -146,16 +162,19 @@ class Ops(Protocol):
         rope: tuple[Tensor, Tensor],
         arena: Tensor,
     ) -> Tensor:
-        """A layer's first half over hidden [T, H], in place; returns what its second half begins
-        with, the norm of hidden."""
+        """Run a layer's first half over hidden [T, H], in place. Return the norm of hidden, which
+        is the input of its second half."""
         ...
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw: ...
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Sample:
+        """Sample a token for each row of logits [R, V]."""
+        ...
 
-    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
-        """int32[T]: `ids` with every -1 - row replaced by `drawn[row]`, on their device."""
+    def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:
+        """Return `ids` int32 [T] with every `-1 - row` replaced by `sampled[row]`, on their
+        device."""
         ...
 
     def chains(self, row: RowSampling) -> bool:
-        """Whether such a row's token can be read from `Draw.chain`."""
+        """Return whether such a row's token can be read from `Sample.chain`."""
         ...

@@ -1,4 +1,4 @@
-"""Each operator in plain torch, in float64: what the fast ones are measured against."""
+"""Each operator in plain torch, in float64: the reference that the fast ones are compared with."""
 
 from collections.abc import Sequence
 
@@ -15,13 +15,13 @@ from c2cserve.kernels.layer import (
     LayerWeights,
     TokenRows,
 )
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def block_views(arena: Tensor, kv: KvLayout, layer: int, block: int) -> tuple[Tensor, Tensor]:
-    """K as [kv_heads, 16, D] and V as [kv_heads, 16, D]: views of one block's layer."""
+    """Return K and V of one block's layer as views, each [kv_heads, 16, D]."""
     data = arena[block : block + kv.block_bytes].view(_TORCH[kv.dtype])
     planes = data.view(kv.layers, 2, kv.kv_heads, BLOCK_TOKENS * kv.head_dim)[layer]
     k = planes[0].view(kv.kv_heads, kv.head_dim, BLOCK_TOKENS).transpose(1, 2)
@@ -34,7 +34,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class RefOps(Apart):
-    """`kernels.ops.Ops`, slowly and exactly; results are rounded to float32 at the end of each."""
+    """`kernels.ops.Ops` in float64. Each operator rounds its result to float32 at the end."""
 
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return table[ids.long()].float()
@@ -151,8 +151,9 @@ class RefOps(Apart):
     ) -> Tensor:
         return composed.run_attention(self, hidden, layer, rows, rope, arena)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
-        """Greedy only: drawing is checked against exact distributions, not a second sampler."""
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
+        """Return the likeliest tokens. Random sampling has no reference here: tests compare it with
+        exact distributions."""
         scores = logits.double().log_softmax(-1)
         ids = scores.argmax(-1)
         chosen = scores.gather(1, ids[:, None])[:, 0]
@@ -160,11 +161,11 @@ class RefOps(Apart):
             [(int(i), float(v)) for v, i in zip(*row.topk(max(0, p.top_logprobs)), strict=True)]
             for row, p in zip(scores, rows, strict=True)
         ]
-        return Drawn(ids.tolist(), chosen.tolist(), top)
+        return SampledTokens(ids.tolist(), chosen.tolist(), top)
 
     def chains(self, row: RowSampling) -> bool:
         return False
 
-    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
-        known = [int(drawn[-1 - one]) if one < 0 else one for one in ids.tolist()]
-        return torch.tensor(known, dtype=torch.int32)
+    def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:
+        tokens = [int(sampled[-1 - one]) if one < 0 else one for one in ids.tolist()]
+        return torch.tensor(tokens, dtype=torch.int32)

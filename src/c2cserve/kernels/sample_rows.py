@@ -1,4 +1,4 @@
-"""Sampling parameters into the native layout, and what was drawn back into Python."""
+"""Sampling parameters in the native kernels' layout, and their results as Python lists."""
 
 from collections.abc import Sequence
 from ctypes import Array, c_float, c_int32
@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.native import SAMPLE_ROW
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 _U64 = (1 << 64) - 1
 
 
 def _ids(tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> tuple[int, int]:
-    """Address and length of a history, zeros for none."""
+    """Return the address and length of a tensor; zeros if there is none. Raises `ValueError` for
+    another dtype or strides."""
     if tensor is None or not len(tensor):
         return 0, 0
     if tensor.dtype is not dtype or not tensor.is_contiguous():
@@ -22,7 +23,8 @@ def _ids(tensor: Tensor | None, dtype: torch.dtype = torch.int32) -> tuple[int, 
 
 
 def pack_rows(logits: Tensor, rows: Sequence[RowSampling]) -> bytes:
-    """`SampleRow`s of sample.h. The tensors of `rows` must outlive the call that uses them."""
+    """Return the rows as an array of sample.h's `SampleRow`. The tensors of `rows` must outlive the
+    call that uses it."""
     vocab, at = logits.shape[1], logits.data_ptr()
     packed = bytearray(SAMPLE_ROW.size * len(rows))
     none = (0, 0)
@@ -45,7 +47,7 @@ def pack_rows(logits: Tensor, rows: Sequence[RowSampling]) -> bytes:
     return bytes(packed)
 
 
-def drawn_of(
+def unpack_tokens(
     rows: Sequence[RowSampling],
     vocab: int,
     stride: int,
@@ -53,13 +55,13 @@ def drawn_of(
     logprobs: Array[c_float],
     top_ids: Array[c_int32],
     top_values: Array[c_float],
-) -> Drawn:
-    """Lists out of the native results; `stride` entries of the top arrays belong to each row."""
+) -> SampledTokens:
+    """Return the native results as lists. Each row has `stride` entries of the top arrays."""
     if all(row.top_logprobs < 1 for row in rows):
-        return Drawn(list(ids), list(logprobs))
+        return SampledTokens(list(ids), list(logprobs))
     top: list[list[tuple[int, float]]] = []
     for i, row in enumerate(rows):
         begin = i * stride
         end = begin + max(0, min(vocab, row.top_logprobs))
         top.append(list(zip(top_ids[begin:end], top_values[begin:end], strict=True)))
-    return Drawn(list(ids), list(logprobs), top)
+    return SampledTokens(list(ids), list(logprobs), top)

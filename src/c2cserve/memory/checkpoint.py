@@ -130,7 +130,7 @@ def read_header(path: Path) -> dict[str, TensorSource]:
                 raise CheckpointError(f"{path}: header of {length} bytes in a file of {size}")
             text = file.read(length)
     except OSError as error:
-        raise CheckpointError(f"{path}: can not be read: {error.strerror}") from error
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     except FileProblem as problem:
         raise CheckpointError(str(problem)) from problem
     try:

@@ -6,6 +6,7 @@ over its budget.
 
 import errno
 import fcntl
+import glob
 import logging
 import math
 import os
@@ -34,6 +35,8 @@ _UNMAP_S = 10.0
 _RETRY_S = 0.02
 _CLEANER_S = 1.0
 """How long another server's clean-up may hold a lock that is not its own."""
+_NO_LOCK = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Errors of opening a lock: its owner has just ended, or is another user, or it is no file."""
 
 
 class PoolError(RuntimeError):
@@ -286,7 +289,7 @@ def _names(path: Path, fd: int) -> bool:
 
 
 def _remove_files(directory: Path, instance: str) -> None:
-    for path in directory.glob(f"{PREFIX}.{instance}.*"):
+    for path in directory.glob(f"{PREFIX}.{glob.escape(instance)}.*"):
         if path != _lock_path(directory, instance):
             path.unlink(missing_ok=True)
 
@@ -301,15 +304,20 @@ def remove_dead_runs(directory: Path) -> list[str]:
     """Remove what killed servers left behind: every instance whose lock is free. Return them.
 
     Two servers that start at once do not disturb each other: each holds its lock before it creates
-    files. Runs of other users are left alone.
+    files. Locks of other users are left alone. A lock's name says which files to remove, and where
+    all users may write, any of them may choose it.
     """
     removed: list[str] = []
     for lock in directory.glob(f"{PREFIX}.*.lock"):
         try:
-            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except (FileNotFoundError, PermissionError):
-            continue  # its owner has just ended, or is another user
+            fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno not in _NO_LOCK:
+                raise
+            continue
         try:
+            if os.fstat(fd).st_uid != os.geteuid():
+                continue
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             continue  # alive

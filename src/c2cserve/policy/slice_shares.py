@@ -16,10 +16,8 @@ the slice, a tenant is never greedy.
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence, Set
 
+from c2cserve.policy.headroom import Candidate
 from c2cserve.policy.slice.batching import ActiveModel, Line, Seq
-
-Candidate = tuple[float, int, str]
-"""A model, as `policy.headroom.next_turn` takes it; its name comes last."""
 
 _TOGETHER = 1.5
 _APART = 1.0
@@ -51,7 +49,7 @@ class SliceShares:
             self._left_s[tenant] = now
 
     def refresh(self, now: float) -> None:
-        """Find out who is greedy now."""
+        """Find the tenants that are greedy now."""
         if self._left_s:
             gone = [one for one, left_s in self._left_s.items() if now - left_s > _RECENT_S]
             for tenant in gone:
@@ -67,8 +65,8 @@ class SliceShares:
         return seq.request.tenant in self.greedy
 
     def candidates(
-        self, models: Sequence[Candidate], active: Mapping[str, ActiveModel]
-    ) -> Sequence[Candidate]:
+        self, models: Sequence[Candidate[str]], active: Mapping[str, ActiveModel]
+    ) -> Sequence[Candidate[str]]:
         """Return those of the models whose turn it may be. Models that only greedy tenants ask for
         wait for steps of the others, if there are some."""
         if not self.greedy or self._turns >= _TURNS:
@@ -76,12 +74,12 @@ class SliceShares:
         return [one for one in models if self._modest(active[one[2]])] or models
 
     def ran(self, model: ActiveModel) -> None:
-        """A step of the model was launched."""
+        """Note that a step of the model was launched."""
         if self.greedy:
             self._turns = self._turns + 1 if self._modest(model) else 0
 
     def _modest(self, model: ActiveModel) -> int:
-        """Its requests of tenants that are not greedy."""
+        """Return the number of its requests of tenants that are not greedy."""
         return sum(not self.is_greedy(seq) for seq in model.seqs.values())
 
     def apportion(
@@ -113,8 +111,8 @@ class SliceShares:
     def _limit_s(
         self, model: ActiveModel, modest: int, models: Iterable[ActiveModel]
     ) -> float | None:
-        """How long a step of the model may take, with so many requests of tenants that are not
-        greedy. None: times of the steps to compare with are not known."""
+        """Return how long a step of the model may take, with so many requests of tenants that are
+        not greedy. None: times of the steps to compare with are not known."""
         if modest:
             return _times(model, modest, _TOGETHER)
         limits: list[float] = []

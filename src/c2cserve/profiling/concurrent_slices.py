@@ -1,4 +1,4 @@
-"""Slices of one GPU at work at once: one is timed, its neighbours keep the link busy meanwhile."""
+"""Slices of one GPU that compute at once: one is timed while its neighbours keep the link busy."""
 
 import contextlib
 from collections import deque
@@ -15,20 +15,20 @@ from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.profiling.survey import Refused
 
 _REPLAYS = 4
-"""Replays of the graph that is timed; the first does not count."""
+"""Replays of the graph that is timed. The first does not count."""
 _ATTEMPTS = 3
-_AHEAD = 3
-"""Replays every neighbour has before it, so that none runs dry while the host looks elsewhere."""
+_QUEUED = 3
+"""Replays in every neighbour's queue, so that none becomes idle while the host feeds another."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some SMs: what `context` launches inside `use` stays on them."""
+    """Some SMs of a GPU. What `context` launches inside `use` stays on them."""
 
     context: LaunchContext
     stream: torch.cuda.Stream
     partition: Partition | None = None
-    """Keeps the SMs; None where the context bounds its grids and nothing else."""
+    """The partition of SMs; None if only the context bounds its grids."""
 
     @contextlib.contextmanager
     def use(self) -> Generator[None]:
@@ -36,7 +36,7 @@ class Slice:
             yield
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> torch.cuda.Event:
-        """Returns what happens when it is done."""
+        """Enqueue a replay. Return the event at its end."""
         with self.use():
             graph.replay()
             done = torch.cuda.Event()
@@ -45,8 +45,10 @@ class Slice:
 
 
 def cut_slices(repository: Repository, sms: int, count: int) -> list[Slice]:
-    """`count` slices that do not overlap. They may overlap with those of an earlier call, which
-    must not be in use then. Raises `PartitionError`."""
+    """Return `count` slices that do not overlap. Raises `PartitionError`.
+
+    They may overlap with slices of an earlier call, which must not be in use any more.
+    """
     cut = split_sms(repository.device, sms, count)
     return [
         Slice(LaunchContext(repository.device, repository, one.sms), one.stream, one) for one in cut
@@ -54,12 +56,14 @@ def cut_slices(repository: Repository, sms: int, count: int) -> list[Slice]:
 
 
 Streaming = tuple[Slice, torch.cuda.CUDAGraph]
-"""A neighbour and what it replays."""
+"""A neighbour and the graph that it replays."""
 
 
 def beside_s(own: Slice, graph: torch.cuda.CUDAGraph, crowd: Sequence[Streaming]) -> float:
-    """Seconds of the graph while every neighbour replays its own without a break: the median over
-    replays. Raises `Refused` if a neighbour ran dry."""
+    """Return the seconds of the graph while every neighbour replays its own without a break.
+
+    It is the median over replays. Raises `Refused` if a neighbour became idle.
+    """
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(_REPLAYS + 1)]
 
     def timed() -> torch.cuda.Event:
@@ -78,9 +82,9 @@ def beside_s(own: Slice, graph: torch.cuda.CUDAGraph, crowd: Sequence[Streaming]
 
 
 def while_busy(crowd: Sequence[Streaming], work: Callable[[], torch.cuda.Event]) -> bool:
-    """Enqueue `work` once all neighbours are at theirs, and give them more until its event is done.
-    False if one of them had nothing to do meanwhile."""
-    queues = [deque(own.replay(graph) for _ in range(_AHEAD)) for own, graph in crowd]
+    """Enqueue `work` once all neighbours have begun, and keep them busy until its event is done.
+    Return False if one of them became idle meanwhile."""
+    queues = [deque(own.replay(graph) for _ in range(_QUEUED)) for own, graph in crowd]
     firsts = [queue[0] for queue in queues]
     while not all(first.query() for first in firsts):
         _feed(crowd, queues)
@@ -91,7 +95,7 @@ def while_busy(crowd: Sequence[Streaming], work: Callable[[], torch.cuda.Event])
 
 
 def _feed(crowd: Sequence[Streaming], queues: Sequence[deque[torch.cuda.Event]]) -> bool:
-    """A slice that is done with a replay gets another. False if a slice had nothing left to do."""
+    """Enqueue another replay for each slice that finished one. Return False if one was idle."""
     busy = True
     for (own, graph), queue in zip(crowd, queues, strict=True):
         busy = busy and not queue[-1].query()

@@ -1,11 +1,11 @@
 """Measuring in a process of its own, which is replaced when a measurement breaks it.
 
-CUDA errors stick to a process: after one, nothing in it can be measured any more. The survey
-therefore runs in a process that never touches the GPU, and asks another one question by question:
+After a CUDA error, a process can measure nothing any more. So the survey runs in a process that
+never uses the GPU, and asks another one question by question:
 
-    survey ── question ──▶ child: the bench     an answer, or a refusal: the child is kept
-           ◀── answer ───                       an error, its death, no answer in time: it is
-                                                killed; the next question starts another one
+    survey ── question ──▶ child: the bench     an answer or a refusal: the child goes on
+           ◀── answer ───                       an error, its death, or no answer in time: it is
+                                                killed, and the next question starts another one
 """
 
 import multiprocessing
@@ -27,22 +27,22 @@ from c2cserve.profiling.survey import Bench, Failed, Lost, Refused
 from c2cserve.terminal.output import CliError
 
 _DEATH_S = 30.0
-"""How long a driver may take to end a process that was killed."""
+"""The time that a driver may take to end a killed process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     start_s: float = 180.0
-    """Kernels are loaded, weights are made and registered."""
+    """The limit for loading kernels, and for making and registering weights."""
     answer_s: float = 20.0
-    """The survey asks for nothing that takes more than a few seconds."""
+    """The limit for one answer. Every question of the survey takes a few seconds at most."""
     failures: int = 3
-    """Processes in a row that ended without an answer; after that, the GPU is given up."""
+    """The survey ends after so many processes in a row that ended without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What a bench says of itself."""
+    """The properties of a bench."""
 
     facts: MachineFacts
     homes: Sequence[LinkHome]
@@ -59,10 +59,10 @@ class _Child:
 
 
 class ProcessBench:
-    """`survey.Bench` that another process computes, started by the first question.
+    """A `survey.Bench` in another process, which the first question starts.
 
-    A measurement that ends that process raises `Failed`, and `Lost` if several in a row did. Raises
-    `CliError` where the first process cannot even start. Used by `with`, which ends the process.
+    A measurement that ends that process raises `Failed`, and `Lost` if several in a row did. If the
+    first process cannot start, `CliError` is raised. Use it in a `with`, which ends the process.
     """
 
     def __init__(self, make: Callable[[], Bench], limits: Limits = Limits()) -> None:
@@ -88,23 +88,23 @@ class ProcessBench:
 
     @property
     def facts(self) -> MachineFacts:
-        return self._known().facts
+        return self._properties().facts
 
     @property
     def homes(self) -> Sequence[LinkHome]:
-        return self._known().homes
+        return self._properties().homes
 
     @property
     def sms(self) -> Sequence[int]:
-        return self._known().sms
+        return self._properties().sms
 
     @property
     def slices(self) -> int:
-        return self._known().slices
+        return self._properties().slices
 
     @property
     def notes(self) -> Sequence[str]:
-        return self._known().notes
+        return self._properties().notes
 
     def copies(self, home: LinkHome) -> tuple[float, float, float]:
         return self._ask("copies", home)
@@ -117,8 +117,8 @@ class ProcessBench:
     ) -> float:
         return self._ask("seconds", question, dataflow, tiles, chain)
 
-    def _known(self) -> _Machine:
-        """What the first process said. A later one on the same GPU says the same."""
+    def _properties(self) -> _Machine:
+        """Return what the first process sent. A later one on the same GPU sends the same."""
         return self._machine or self._running().machine
 
     def _ask(self, name: str, *arguments: object) -> Any:
@@ -138,7 +138,7 @@ class ProcessBench:
         return value
 
     def _failed(self, child: _Child, why: str) -> Failed | Lost:
-        """End the process; it says how it ended if nothing else does."""
+        """End the process. How it ended is the reason if `why` is empty."""
         self._child = None
         how = _end(child.process, child.connection)
         return self._counted(why or f"the process that measured it {how}")
@@ -150,7 +150,7 @@ class ProcessBench:
         return Lost(f"{self._failures} measurements in a row ended their process: {why}")
 
     def _running(self) -> _Child:
-        """The process, started anew if the last one has ended."""
+        """Return the process, started anew if the last one has ended."""
         if self._child is None:
             try:
                 self._child = self._start()
@@ -185,7 +185,7 @@ class _Silent(Exception):
 
 
 class _NotStarted(Exception):
-    """Says why."""
+    """The process could not start. The message says why."""
 
 
 def _receive(connection: Connection, limit_s: float) -> tuple[str, Any]:
@@ -197,7 +197,7 @@ def _receive(connection: Connection, limit_s: float) -> tuple[str, Any]:
 def _end(process: BaseProcess, connection: Connection) -> str:
     """Kill the process unless it has ended, and return how it ended."""
     connection.close()
-    process.join(1.0)  # one that ends by itself tells more than one that was killed
+    process.join(1.0)  # how it ends by itself says more than that it was killed
     if process.exitcode is None:
         process.kill()
         process.join(_DEATH_S)
@@ -208,13 +208,13 @@ def _end(process: BaseProcess, connection: Connection) -> str:
 
 
 def _serve(make: Callable[[], Bench], connection: Connection) -> None:
-    """The child: answer questions until nothing asks any more, or one breaks the process."""
+    """Answer questions, in the child, until its parent closes the connection or one breaks it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's ctrl-C is for the parent
     try:
         bench = make()
         ready = _Machine(bench.facts, bench.homes, bench.sms, bench.slices, bench.notes)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent says it
-        _give_up(connection, "unusable", str(error) if type(error) is CliError else _told(error))
+    except Exception as error:  # noqa: BLE001 - the parent reports every kind
+        _give_up(connection, "unusable", str(error) if type(error) is CliError else _line(error))
         return
     connection.send(("ready", ready))
     while True:
@@ -226,8 +226,8 @@ def _serve(make: Callable[[], Bench], connection: Connection) -> None:
             answer = "done", getattr(bench, name)(*arguments)
         except Refused as refused:
             answer = "refused", str(refused)
-        except Exception as error:  # noqa: BLE001 - most stick to the process: another goes on
-            _give_up(connection, "failed", _told(error))
+        except Exception as error:  # noqa: BLE001 - most stay in the process: another goes on
+            _give_up(connection, "failed", _line(error))
             return
         connection.send(answer)
 
@@ -237,7 +237,7 @@ def _give_up(connection: Connection, kind: str, why: str) -> None:
     os._exit(1)  # destructors can wait for a lost GPU for ever
 
 
-def _told(error: Exception) -> str:
-    """What failed, in a line: CUDA's errors go on with advice."""
+def _line(error: Exception) -> str:
+    """Return one line on an error. CUDA's errors have more lines, of advice."""
     first = next(iter(str(error).splitlines()), "")
     return f"{type(error).__name__}: {first}"

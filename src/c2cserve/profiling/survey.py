@@ -1,9 +1,9 @@
 """What `c2cserve profile` measures of a machine, in what order, and where it stops.
 
-First the rates of links, memory and cuBLAS; then dataflows, part by part, what tells most first.
-Each part is planned by what was measured before it: candidates that are not worth their time by the
-corrected model are left out. When the time is up the rest is cut, and the profile says so. How
-anything is measured is the `Bench`'s affair: nothing here touches a GPU.
+First come the rates of links, memory and cuBLAS. Then come dataflows, part by part, the most useful
+parts first. Each part is planned with what was measured before: candidates that the corrected model
+finds slow are left out. When the time is up, the rest is cut, and the profile says so. The `Bench`
+does the measuring; nothing here uses a GPU.
 """
 
 import datetime
@@ -32,7 +32,7 @@ from c2cserve.kernels.gpu.gemm.dataflows.table import PUBLISHED, DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles
 
 SLICE_SMS, SLICES = 16, 7
-"""The smallest slices there are, as many as a GPU is cut into (by MIG, too)."""
+"""The smallest slices, and how many of them a GPU is cut into (by MIG, too)."""
 LARGE_SLICE_SMS = 64
 
 Linear = tuple[int, int]
@@ -41,7 +41,7 @@ Experts = tuple[int, int, int, int]
 """n, k, experts, top_k."""
 
 READ_CTAS = (1, 2, 4, 8, 16, 32, 64)
-"""And all SMs there are."""
+"""Numbers of CTAs that read at once. All SMs are measured, too."""
 _READ_K = 4096
 _READ_BYTES = 64 << 20
 _READ_CHAIN = 4
@@ -50,18 +50,18 @@ MATMUL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 10240)
 MATMUL: Linear = (16384, 4096)
 _FLOPS_PER_S = 700e12
 _HBM_BYTES_PER_S = 4e12
-"""The rates of the largest GPUs: to guess how long a GEMM takes before any was run."""
+"""The rates of the largest GPUs, to estimate the time of a GEMM before any was run."""
 
 ROWS = (1, 16, 64, 256, 1024, 4096)
 ROWS_BETWEEN = (4, 128, 512, 2048, 10240)
 ROWS_DECODED = (1, 16, 32, 64)
 ROWS_SOME = (16, 512, 2048)
 LINEARS: tuple[Linear, ...] = ((4096, 4096), (28672, 4096))
-"""Small and large: two linears of an 8B model (Llama-3)."""
+"""A small and a large linear of an 8B model (Llama-3)."""
 LINEARS_MORE: tuple[Linear, ...] = (
     (4096, 14336), (10240, 8192), (2048, 2048), (6144, 4096), (8192, 28672), (57344, 8192),
 )  # fmt: skip
-"""The rest of them, those of a 70B model, and of a small one."""
+"""The other linears of that model, those of a 70B model, and of a small one."""
 EXPERTS: tuple[Experts, ...] = ((1536, 2048, 128, 8), (2048, 768, 128, 8))
 """The experts of a 30B mixture (Qwen3)."""
 
@@ -70,24 +70,24 @@ _CHAIN_MIN, _CHAIN_MAX = 4, 16
 _SETUP_S = 0.05
 """Time around a measurement: launching, graph capture, and runs that are too short to be one."""
 _RUNS = 5
-"""How often the chain runs: once to warm up, once unmeasured, and three times that count."""
+"""The runs of a chain: one to warm up, one unmeasured, and three that count."""
 _COST_MAX_S = 1.5
-"""What takes longer tells too little for its time."""
+"""A measurement that takes longer is not worth its time."""
 
 
 T = TypeVar("T")
 
 
 class Refused(Exception):
-    """This machine cannot run this; says why."""
+    """This machine cannot run this measurement. The message says why."""
 
 
 class Failed(Refused):
-    """The measurement broke what measured it, which was replaced. The next one may be asked for."""
+    """The measurement broke its process, which was replaced. The next one may be asked for."""
 
 
 class Lost(Exception):
-    """Nothing can be measured any more; says why."""
+    """Nothing can be measured any more. The message says why."""
 
 
 class Bench(Protocol):
@@ -98,7 +98,7 @@ class Bench(Protocol):
 
     @property
     def homes(self) -> Sequence[LinkHome]:
-        """Where weights can be besides its own memory."""
+        """The homes of weights besides the GPU's own memory."""
         ...
 
     @property
@@ -108,7 +108,7 @@ class Bench(Protocol):
 
     @property
     def slices(self) -> int:
-        """How many of the smallest slices there are at once."""
+        """The number of the smallest slices that exist at once."""
         ...
 
     @property
@@ -117,11 +117,11 @@ class Bench(Protocol):
         ...
 
     def copies(self, home: LinkHome) -> tuple[float, float, float]:
-        """Bytes per second of the copy engines: to the GPU, from it, both at once in sum."""
+        """Return the copy engines' bytes/s: to the GPU, from it, and the sum of both at once."""
         ...
 
     def write_bytes_per_s(self, sms: int) -> float:
-        """Into HBM."""
+        """Return the rate at which so many SMs write HBM."""
         ...
 
     def seconds(
@@ -137,7 +137,7 @@ class Bench(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Some questions that belong together, and how promising a candidate must be."""
+    """Questions that belong together, and which candidates are measured for them."""
 
     name: str
     sms: int
@@ -146,13 +146,13 @@ class Part:
     experts: Sequence[Experts] = ()
     neighbours: int = 0
     within: float = 1.5
-    """Times the best prediction: what is believed to take longer is left out."""
+    """Candidates are left out if they are predicted to take longer than this times the best."""
     tiles_each: int = 2
-    """Tiles measured of a dataflow, the best: all differ little where the link binds."""
+    """The best tiles of a dataflow that are measured. Where the link binds, tiles differ little."""
     published: bool = False
     """Only the published dataflows, or only all others."""
     by_map: bool = False
-    """Measure weights in HBM, by what can be replayed with others in their place."""
+    """Measure weights in HBM, by kernels that graphs can replay with other weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,14 +171,14 @@ class Task:
 
     @property
     def cost_s(self) -> float:
-        """Seconds of measuring it. Neighbours must be brought up first."""
+        """The seconds that it takes to measure it. With neighbours, they must start first."""
         runs = 2 * _RUNS if self.question.neighbours else _RUNS
         return _SETUP_S + runs * self.chain * self.expected_s
 
 
 def chain_length(expected_s: float, dataflow: DataflowName) -> int:
-    """GEMMs in a row. Enough that the first and the last, which overlap with nothing, do not count
-    for much; the published dataflows overlap with nothing anyway."""
+    """Return the number of GEMMs in a chain. They are enough to make the first and the last, which
+    do not overlap, negligible. The published dataflows never overlap."""
     least = 2 if dataflow in PUBLISHED else _CHAIN_MIN
     return max(least, min(_CHAIN_MAX, round(_CHAIN_S / expected_s)))
 
@@ -191,11 +191,11 @@ def survey(
     clock: Callable[[], float],
     tell: Callable[[str], None] = lambda _: None,
 ) -> Profile:
-    """Measure until `until_s` by the clock. `tell` hears what is being measured now.
+    """Measure until `until_s` by the clock. `tell` is called with what is measured next.
 
-    The rates are measured in any case: a few seconds. A measurement that fails is left out, and
-    `Profile.cut` says so; when the bench is `Lost` on the way, what was measured before is the
-    profile. Raises `Refused`, or `Lost`, if there is no rate of any link, of HBM, or of cuBLAS.
+    The rates are always measured, in a few seconds. A measurement that fails is left out, and
+    `Profile.cut` says so. If the bench is `Lost`, the profile has what was measured before. Raises
+    `Refused`, or `Lost`, if there is no rate of any link, of HBM, or of cuBLAS.
     """
     cut = list(bench.notes)
     profile = _rates(bench, commit, cut, tell)
@@ -225,8 +225,8 @@ def _with(profile: Profile, points: Sequence[Point], cut: Sequence[str]) -> Prof
 
 
 def _named(task: Task, error: Exception) -> str:
-    """What was not measured. A dataflow is refused whatever its shape, and said so once; but each
-    measurement that broke something is named."""
+    """Return what was not measured. A refusal holds for all shapes, so it names the dataflow alone.
+    A measurement that broke its process is named with its shape."""
     q = task.question
     what = describe(task.dataflow, task.tiles)
     if isinstance(error, Failed | Lost):
@@ -237,8 +237,8 @@ def _named(task: Task, error: Exception) -> str:
 
 
 def parts(bench: Bench) -> Iterator[Part]:
-    """Widely at first, while the model is not corrected by much; what serving asks for most before
-    what it asks for now and then."""
+    """Yield the parts in order. The first ones have most candidates, as few points correct the
+    model yet. Frequent questions of serving come before rare ones."""
     whole, smallest = bench.sms[0], bench.sms[-1]
     sliced, crowd = smallest < whole, bench.slices - 1
     yield Part("whole GPU", whole, ROWS, LINEARS, within=3.0, tiles_each=99)
@@ -264,8 +264,8 @@ def parts(bench: Bench) -> Iterator[Part]:
 
 
 def plan(part: Part, homes: Sequence[LinkHome], chooser: Chooser) -> list[Task]:
-    """The best candidate of every question first, then the second best of each, and so on: what is
-    cut is what matters least."""
+    """Return the best candidate of every question, then the second best of each, and so on. So what
+    is cut for lack of time matters least."""
     ranked: list[tuple[int, Task]] = []
     for question in _questions(part, homes):
         worth = _worth_measuring(part, chooser.estimates(question))
@@ -286,7 +286,7 @@ def _questions(part: Part, homes: Sequence[LinkHome]) -> Iterator[Question]:
 
 
 def _worth_measuring(part: Part, estimates: Sequence[Estimate]) -> list[Estimate]:
-    """Fastest first, but every dataflow's best before any dataflow's second."""
+    """Return the fastest first, but every dataflow's best before any dataflow's second."""
     mine = [one for one in estimates if (one.dataflow in PUBLISHED) == part.published]
     before: Counter[DataflowName] = Counter()
     ranked: list[tuple[int, Estimate]] = []
@@ -307,7 +307,7 @@ def _measured(bench: Bench, task: Task) -> Point:
 
 
 def _tried(what: str, cut: list[str], measure: Callable[[], T]) -> T | None:
-    """None, and a line for the profile, where it cannot be measured."""
+    """Return the measurement. If it is refused, note that for the profile and return None."""
     try:
         return measure()
     except Refused as error:
@@ -320,7 +320,7 @@ def _there(rates: Iterable[T | None]) -> tuple[T, ...]:
 
 
 def _rates(bench: Bench, commit: str, cut: list[str], tell: Callable[[str], None]) -> Profile:
-    """Raises `Refused` if one of them is missing altogether: dataflows are compared by them."""
+    """Measure the rates. Raises `Refused` if there is none of any link, of HBM, or of cuBLAS."""
     links: dict[LinkHome, LinkRates] = {}
     for home in bench.homes:
         tell(f"link to {home}")
@@ -383,7 +383,7 @@ def _matmul_rate(bench: Bench, m: int, sms: int) -> MatmulRate:
 
 
 def _read_bytes_per_s(bench: Bench, home: Home, ctas: int, neighbours: int = 0) -> float:
-    """Measure by a GEMM of few rows, which does little but read W: as many tiles for each CTA."""
+    """Measure with a GEMM of few rows, which mostly reads W. Each CTA has as many tiles."""
     tiles_each = max(1, round(_READ_BYTES / (ctas * BW * _READ_K * 2)))
     n = ctas * BW * tiles_each
     question = Question(_READ_M, n, _READ_K, "bfloat16", home, ctas, neighbours=neighbours)

@@ -8,7 +8,6 @@ import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,7 +29,7 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
-from c2cserve.server.prepare import Preparer, model_of
+from c2cserve.server.prepare import IncomingRequest, Prepared, Preparer, model_of
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.text.messages import Api
 from c2cserve.server.text.pool import TextPool
@@ -225,13 +224,12 @@ class _Routes:
         lease = self._gate.arrive(key, http.state.request_id)
         try:
             async with self._bodies.receive(http) as body:
-                model = http.state.model = model_of(body)
-                self._gate.check_model(key, model, self._gateway)
-                prepare = partial(
-                    self._preparer.prepare, api, body, model, http.headers, http.state.tenant,
+                incoming = IncomingRequest(
+                    api, body, model_of(body), http.headers, http.state.tenant,
                     http.state.cache_group,
                 )  # fmt: skip
-                prepared = await prepare()
+                http.state.model = incoming.model
+                prepared = await self._prepare(incoming, key)
             for _ in range(_RELOADS_MAX):
                 lease.admit(prepared, http.headers, "messages" if api == "chat" else "prompt")
                 try:
@@ -240,11 +238,15 @@ class _Routes:
                     )
                 except Superseded:
                     with self._bodies.hold(body):
-                        prepared = await prepare()
+                        prepared = await self._prepare(incoming, key)
             raise Superseded
         except BaseException:
             lease.end()
             raise
+
+    async def _prepare(self, incoming: IncomingRequest, key: Key) -> Prepared:
+        files = self._gate.find_model(key, incoming.model, self._gateway)
+        return await self._preparer.prepare(incoming, files)
 
     async def _models(self, http: HttpRequest) -> Response:
         allowed = http.state.key.quota.limits.allows_model
@@ -253,7 +255,7 @@ class _Routes:
 
     async def _model(self, http: HttpRequest) -> Response:
         status = self._status(http)
-        self._gate.check_model(http.state.key, status.id, self._gateway)
+        self._gate.check_model(http.state.key, status.id, status.id)
         return _json(_card(status))
 
     def _status(self, http: HttpRequest) -> ModelStatus:

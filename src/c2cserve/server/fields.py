@@ -69,6 +69,8 @@ class Common(_Strict):
             key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS for key in value or {}
         ):
             raise ValueError("keys must be token ids")
+        if len({int(key) for key in value or {}}) < len(value or {}):
+            raise ValueError("a token id is given twice: leading zeros do not count")
         return value
 
     @field_validator("seed")

@@ -7,6 +7,7 @@
 | `Origin` of requests that change something is the server's own, or allowed | web pages of others |
 | without an admin key, `/admin` and `/metrics` have local peers only | other machines |
 | a body is `application/json` | forms and scripts of web pages, which send no such type unasked |
+| a body is not compressed | JSON that would be found broken without a word about why |
 
 Browsers always send `Host` and `Origin`, and other clients gain nothing by forging them.
 """
@@ -145,6 +146,7 @@ def _check_media_type(headers: Headers) -> None:
     ApiError (415)."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
+    _check_plain(headers)
     given = headers.getlist("content-type") or [""]
     for one in given:
         if one.partition(";")[0].strip().lower() == _JSON:
@@ -155,6 +157,17 @@ def _check_media_type(headers: Headers) -> None:
             f"{shown} (curl: -H 'content-type: {_JSON}')", param="content-type",
             code="unsupported_media_type",
         )  # fmt: skip
+
+
+def _check_plain(headers: Headers) -> None:
+    """Check that a body is sent as it is, not compressed. Raises ApiError (415)."""
+    for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        for one in headers.getlist(name):
+            if one.strip().lower() not in ("", plain):
+                raise ApiError(
+                    415, f"the body is encoded ({name}: {one[:200]!r}): this server reads only "
+                    "plain ones", param=name, code="unsupported_media_type",
+                )  # fmt: skip
 
 
 def host_name(host: str) -> str:

@@ -1,8 +1,8 @@
 """HTTP on sockets: uvicorn's protocol, with bounds on what a client may send and how slowly.
 
 A connection is in one of four phases. It is idle, sends the head of a request (its line and
-headers), sends its body, or waits for its answer. Each phase has a time limit, except the answer:
-it may take as long as the model does, as long as the client goes on reading it.
+headers), sends its body, or waits for its answer. Each phase has a time limit, except the answer.
+That takes as long as the model does, provided that the client goes on reading it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Preparing a request: find its model's files, ask a text process, make a job per choice."""
+"""Preparing a request: ask a text process, make a job per choice."""
 
 import asyncio
 import itertools
@@ -43,6 +43,18 @@ def model_of(body: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class IncomingRequest:
+    api: Api
+    body: bytes
+    model: str
+    """The model's name in the body, as `model_of` reads it."""
+    headers: Mapping[str, str]
+    tenant: str
+    cache_group: str
+    """Requests of one group reuse each other's KV."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     tokens: tuple[int, ...]
     text: str
@@ -63,8 +75,8 @@ class Prepared:
 
 
 class Preparer:
-    """Prepares requests. The event loop only finds the model and makes jobs; all work that grows
-    with a body is done in text processes."""
+    """Prepares requests. The event loop only makes jobs; all work that grows with a body is done in
+    text processes."""
 
     def __init__(self, gateway: Gateway, texts: TextPool, limits: RequestLimits) -> None:
         self._gateway = gateway
@@ -75,43 +87,38 @@ class Preparer:
         self._preparing = Counter[str]()
         """Tenant -> its requests that are being prepared."""
 
-    async def prepare(
-        self, api: Api, body: bytes, model: str, headers: Mapping[str, str], tenant: str = "",
-        cache_group: str = "",
-    ) -> Prepared:  # fmt: skip
-        """Prepare a request. `model`: the body's, as `model_of` reads it. Requests of one
-        `cache_group` reuse each other's KV. Raises ApiError, and `Refused` for a model that cannot
-        be served, or in an overload."""
-        arrival_s = time.monotonic()
-        files = self._gateway.resolve(model)
+    async def prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
+        """Prepare a request for the model that its name leads to, None if to no model. Raises
+        ApiError, and `Refused` in an overload."""
+        arrival_s, tenant = time.monotonic(), incoming.tenant
         if files is not None:
-            ttft_s = _header_ms(headers, "x-slo-ttft-ms", files.ttft_s)
+            ttft_s = _header_ms(incoming.headers, "x-slo-ttft-ms", files.ttft_s)
             refused = self._gateway.overload(tenant, ttft_s, self._preparing)
             if refused is not None:
                 raise refused
         self._preparing[tenant] += 1
         try:
-            return await self._prepare(api, body, files, headers, tenant, cache_group, arrival_s)
+            return await self._prepare(incoming, files, arrival_s)
         finally:
             self._preparing[tenant] -= 1
             if not self._preparing[tenant]:
                 del self._preparing[tenant]
 
     async def _prepare(
-        self, api: Api, body: bytes, files: ModelFiles | None, headers: Mapping[str, str],
-        tenant: str, cache_group: str, arrival_s: float,
-    ) -> Prepared:  # fmt: skip
+        self, incoming: IncomingRequest, files: ModelFiles | None, arrival_s: float
+    ) -> Prepared:
+        api, headers = incoming.api, incoming.headers
         param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
-        work = TextRequest(api, body, target, self._limits, self._salts.of_group(cache_group))
+        salt = self._salts.of_group(incoming.cache_group)
+        work = TextRequest(api, incoming.body, target, self._limits, salt)
         done, vocabulary = await self._texts.work(work, files, param)
         asked = done.asked
-        named = self._gateway.resolve(asked.model)
-        if files is None or vocabulary is None or named is None:
+        if files is None or vocabulary is None:
             message = f"The model {asked.model[:200]!r} does not exist"
             raise ApiError(404, message, param="model", code="model_not_found")
-        # It may be another version by now: the gateway refuses the job then as superseded.
-        if named.id != files.id:
+        # The name may lead to another version by now, or to none: the gateway refuses the job then.
+        if asked.model != incoming.model:
             raise ApiError(400, "the body names several models", param="model")
         prompts = [_prompt(one) for one in done.prompts]
         slo = Slo(
@@ -124,7 +131,7 @@ class Preparer:
                 await asyncio.sleep(0)
             prompt = prompts[number // asked.n]
             choice = number % asked.n
-            jobs.append(self._job(files, asked, prompt, choice, slo, arrival_s, tenant))
+            jobs.append(self._job(files, asked, prompt, choice, slo, arrival_s, incoming.tenant))
         return Prepared(asked, vocabulary, prompts, jobs)
 
     def _job(

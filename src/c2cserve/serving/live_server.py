@@ -35,6 +35,7 @@ from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.logs import LogFormat
+from c2cserve.serving.start_signals import StartSignals
 from c2cserve.serving.startup import check_pinned, plan_machine, prepare_models
 from c2cserve.terminal.output import CliError
 
@@ -68,14 +69,17 @@ class LiveServer:
     """One run, from the pool's lock to its removal."""
 
     def __init__(
-        self, settings: LiveSettings, catalog: Catalog, tls: Tls | None, gate: Gate
-    ) -> None:
+        self, settings: LiveSettings, catalog: Catalog, tls: Tls | None, gate: Gate,
+        signals: StartSignals,
+    ) -> None:  # fmt: skip
+        """`signals`: the handlers so far, which the server replaces when it can drain."""
+        self._signals = signals
         self._settings = settings
         self._catalog = catalog
         self._tls = tls
         self._gate = gate
         self._hang_ups: list[Callable[[], Awaitable[None]]] = []
-        """What SIGHUP asks for. If there is nothing, SIGHUP ends the server like any program."""
+        """What SIGHUP asks for. If there is nothing, SIGHUP drains the server (StartSignals)."""
         if tls is not None:
             self._hang_ups.append(tls.hang_up)
         if settings.keys_file or settings.usage_log:
@@ -124,14 +128,13 @@ class LiveServer:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
+        self._handle_signals()
         http = _HttpServer(http_config(gateway, settings.server, self._gate, tls=self._tls))
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
-        self._handle_signals()
         log.info(
-            "c2cserve %s on %s://%s:%d: %d models, %d failed, %d slices", self._instance,
-            "https" if self._tls else "http", settings.host, settings.port, len(models),
-            len(broken), len(slices),
+            "c2cserve %s on %s: %d models, %d failed, %d slices", self._instance,
+            self._url(listener), len(models), len(broken), len(slices),
         )  # fmt: skip
         keys = bool(settings.keys_file or settings.server.api_keys)
         for text in exposures(settings.server, settings.host, keys=keys):
@@ -141,6 +144,12 @@ class LiveServer:
         await serving
         await asyncio.to_thread(gateway.join)
         return reason
+
+    def _url(self, listener: socket.socket) -> str:
+        """Return where the server listens. The port is the listener's: port 0 asks for any."""
+        host = self._settings.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'https' if self._tls else 'http'}://{shown}:{listener.getsockname()[1]}"
 
     def _make_fleet(self, slices: Sequence[Slice]) -> Fleet:
         settings = self._settings
@@ -157,8 +166,10 @@ class LiveServer:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._drain)
-        if self._hang_ups:
+        if self._hang_ups or self._signals.ends_by_hang_up:
             loop.add_signal_handler(signal.SIGHUP, self._hang_up)
+        if self._signals.hung_up:
+            self._hang_up()
 
     def _drain(self) -> None:
         """First signal: finish what is there. Second, or out of time: end."""
@@ -173,6 +184,11 @@ class LiveServer:
         asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
 
     def _hang_up(self) -> None:
+        """Read again what SIGHUP asks for. A terminal that closes sends it more than once: it is
+        never the second signal of `_drain`."""
+        assert self._gateway is not None
+        if not self._hang_ups and not self._gateway.draining:
+            self._drain()
         for handle in self._hang_ups:
             task = asyncio.ensure_future(handle())
             self._hanging_up.add(task)
@@ -216,4 +232,7 @@ class _HttpServer(uvicorn.Server):
 
 
 def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
-    return Pool(instance, directory, budget, listener)
+    try:
+        return Pool(instance, directory, budget, listener)
+    except OSError as error:
+        raise CliError(f"--pool-dir {directory}: {error.strerror}", 2) from error

@@ -7,6 +7,8 @@ from typing import Literal
 
 import msgspec
 
+from c2cserve.serving.log_output import LogOutput
+
 LogFormat = Literal["json", "text"]
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
@@ -50,7 +52,7 @@ class TextFormatter(logging.Formatter):
 
 def setup_logging(process: str, level: str, format_: LogFormat) -> None:
     """Send this process's logs to stderr. Raises ValueError for an unknown level."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = LogOutput(sys.stderr.fileno())
     if format_ == "json":
         handler.setFormatter(JsonFormatter(process))
     else:

@@ -105,8 +105,8 @@ def check_cpu(machine: Machine) -> Iterator[Finding]:
     sets = ", ".join(machine.isa) or "none that c2cserve has kernels for"
     yield Finding(Level.OK, "instructions", sets)
     for link in machine.links:
-        rate = f"{link.bytes_per_s / 1e9:.1f} GB/s"
-        text = f"{rate} read by all cores; a dense model decodes at most so many of its own sizes/s"
+        rate = f"{link.bytes_per_s / 1e9:.1f}"
+        text = f"{rate} GB/s read by all cores: {rate}/S tokens/s at most, of a dense model of S GB"
         yield Finding(Level.OK, "memory link", text)
 
 
@@ -184,7 +184,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
         hidden = Path("/proc/driver/nvidia/version").exists() and find_nvml() is None
         if hidden:
-            fix = "pip install 'c2cserve[gpu]'"
+            fix = "pip install '.[gpu]' in the checkout"
             yield Finding(Level.WARN, "GPUs", "a driver is there, its Python binding is not", fix)
         else:
             yield Finding(Level.OK, "GPUs", "none; CPU slices serve")
@@ -244,6 +244,6 @@ def check_libraries() -> Iterator[Finding]:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            fix = "pip install c2cserve again, with its dependencies"
+            fix = "make install, or pip install . in the checkout"
             yield Finding(Level.FAIL, "libraries", f"{name} is not installed", fix)
     yield Finding(Level.OK, "libraries", ", ".join(found))

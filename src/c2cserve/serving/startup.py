@@ -13,6 +13,7 @@ from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
+from c2cserve.kernels.native import KernelsMissing, chosen_isa, load_library
 from c2cserve.runtime.gateway import Refused
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.controller.directory import BrokenModel
@@ -32,6 +33,7 @@ def plan_machine(
     fulfil."""
     if not pool_dir.is_dir():
         raise CliError(f"--pool-dir {pool_dir}: no such directory", 2)
+    check_cpu_kernels()
     machine = discover(shm=pool_dir)
     if wishes.gpu_slices != NO_GPUS:
         gpus = ready_gpus(wishes.gpu_profile, lent=wishes.gpu_peer_bytes > 0)
@@ -45,6 +47,16 @@ def plan_machine(
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
     return slices, pool_bytes
+
+
+def check_cpu_kernels() -> None:
+    """Raise CliError, with the command that builds them, unless the CPU kernels can be loaded.
+
+    Servers with GPU slices need them too: to convert weights as they are loaded."""
+    try:
+        load_library(chosen_isa())
+    except (KernelsMissing, ValueError, OSError) as error:
+        raise CliError(str(error)) from error
 
 
 def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]:

@@ -1,8 +1,10 @@
 """The parts that all commands share: failures, and showing sizes, times and JSON."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +30,16 @@ class CliErrors(CliError):
     def __init__(self, messages: Sequence[str], exit_code: int = 1) -> None:
         super().__init__("; ".join(messages), exit_code)
         self.messages = messages
+
+
+def check_writable(path: Path | None) -> None:
+    """Raise CliError if the results cannot be written there, before they are measured."""
+    if path is None or str(path) == "-":
+        return
+    if not path.parent.is_dir():
+        raise CliError(f"{path}: there is no folder {path.parent}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CliError(f"{path}: no file can be written there")
 
 
 def console() -> "Console":

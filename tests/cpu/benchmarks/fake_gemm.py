@@ -48,7 +48,7 @@ class FakeSlice:
 @dataclass
 class FakeRun:
     """A case whose GEMMs take a tenth more than the model says; `refuses` names dataflows that
-    can not run, `wrong` those whose result is off."""
+    cannot run, `wrong` those whose result is off."""
 
     bench: FakeBench
     case: Case
@@ -73,7 +73,7 @@ class FakeRun:
     def seconds(self, dataflow: DataflowName, tiles: Tiles, count: int = 16) -> float:
         assert count >= 1
         if dataflow in self.refuses:
-            raise OperandError(f"{dataflow} can not run here")
+            raise OperandError(f"{dataflow} cannot run here")
         return 1.1 * modelled(RATES, self.case.question, dataflow, tiles).seconds
 
     def steps(

@@ -129,8 +129,8 @@ class PlainKernels:
         return torch.nn.functional.silu(gate) * up
 
     @staticmethod
-    def chained(ids: Tensor, drawn: Tensor) -> Tensor:
-        return torch.where(ids < 0, drawn[(-1 - ids).clamp(min=0)], ids)
+    def chained(ids: Tensor, sampled: Tensor) -> Tensor:
+        return torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0)], ids)
 
     @staticmethod
     def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:

@@ -136,6 +136,8 @@ A = '[[models]]\nid = "a"\npath = "m"\n'
         ("[defaults]\nttft_s = 0\n" + A, ["[defaults]", "ttft_s = 0"]),
         ("defaults = 1\n" + A, ["[defaults]"]),
         ("[[models]]\nid = ", [":2:", "not valid TOML"]),
+        ("a = " + "[" * 100_000, ["not valid TOML", "nested"]),
+        (A + "priority = " + "9" * 5000, ["not valid TOML", "digits"]),
         ('[[models]]\nid = "a', ["not valid TOML"]),
         ('[[models]]\nid = "a"\npath = "none"', [":3:", "none does not exist", "checkpoint"]),
         ('[[models]]\nid = "a"\npath = "m/config.json"', [":3:", "is a file"]),
@@ -177,3 +179,10 @@ def test_no_line_number_is_better_than_a_wrong_one(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     hidden = 'models = [{id = "a", path = "m", pinned = 3}]'
     assert mistake(tmp_path, hidden).startswith(": model 'a': pinned")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    path = tmp_path / "catalog.toml"
+    path.write_text(A.replace("\n", "\r\n"), encoding="utf-8-sig")
+    assert [entry.id for entry in load_catalog(path)] == ["a"]

@@ -1,16 +1,18 @@
 """Downloads against a stand-in of the hub: resume, retries, cache, errors that say what to do."""
 
 import random
+import threading
 from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_hub import FakeHub, Repo
 
 from c2cserve.catalog.entry import CatalogEntry
 from c2cserve.catalog.hub import fetch
-from c2cserve.catalog.hub_http import HubClient, HubError
+from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, HubRepository
 from c2cserve.catalog.progress import ProgressLog
 
 ENTRY = CatalogEntry(id="m", hub="org/m")
@@ -119,8 +121,8 @@ def test_an_interrupted_download_continues_in_the_next_process(
 
     with pytest.raises(Stop):
         fetch(ENTRY, tmp_path, stop, client=client(hub))
-    (partial,) = tmp_path.rglob("*.incomplete")
-    kept = partial.stat().st_size
+    # Other files may be incomplete too: their downloads ended with this one.
+    kept = max(one.stat().st_size for one in tmp_path.rglob("*.incomplete"))
     assert kept > 1_500_000
     hub.sent.clear()
     path = fetch(ENTRY, tmp_path, client=client(hub))
@@ -281,3 +283,36 @@ def test_errors_say_what_to_do(tmp_path: Path, entry: CatalogEntry, says: str) -
         fetch(entry, tmp_path, client=client(hub))
     assert len(str(caught.value).splitlines()) == 1
     assert str(entry.hub) in str(caught.value)
+
+
+class HalfBroken(HubClient):
+    """A hub on which one file fails at once, and the other arrives for ever."""
+
+    def __init__(self) -> None:
+        super().__init__("http://127.0.0.1:1", None)
+        self.began, self.ended = threading.Event(), threading.Event()
+
+    def repository(self, repo: str, revision: str) -> HubRepository:
+        names = ("config.json", "model.safetensors", "tokenizer.json")
+        files = tuple(HubFile(name, 10**12, f"{n}" * 40) for n, name in enumerate(names))
+        return HubRepository(repo, "c" * 40, files)
+
+    def download(self, repo: str, commit: str, file: HubFile, target: Path, advance: Any) -> None:
+        if file.name == "config.json":
+            assert self.began.wait(30)
+            raise HubError("no such file")
+        self.began.set()
+        try:
+            while not self.ended.wait(0.01):
+                advance(1)
+        finally:
+            self.ended.set()
+
+
+def test_a_file_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = HalfBroken()
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10**15, 0, 10**15))
+    with pytest.raises(HubError, match="no such file"):
+        fetch(ENTRY, tmp_path, lambda *_: None, client=half)
+    assert half.ended.is_set()

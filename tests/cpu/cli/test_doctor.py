@@ -65,7 +65,7 @@ def test_nowhere_to_share_weights_prevents_serving(tmp_path: Path, capsys: Any) 
     captured = capsys.readouterr()
     assert "does not exist" in captured.out
     assert "fix:" in captured.out
-    assert "can not serve" in captured.err
+    assert "cannot serve" in captured.err
 
 
 def test_used_port_is_a_warning_with_a_fix() -> None:

@@ -49,7 +49,7 @@ def test_torch_for_cpus(home: Path, monkeypatch: pytest.MonkeyPatch, torch: str)
     monkeypatch.setattr(gpu_ready, "version", version)
     (obstacle,) = gpu_ready.obstacles([H200])
     assert "torch" in obstacle.text
-    assert "c2cserve[gpu]" in obstacle.fix
+    assert ".[gpu]" in obstacle.fix
 
 
 def test_missing_modules(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ def test_no_compiler_is_one_line(
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     assert run("build") == 1
     err = capsys.readouterr().err
-    assert err.startswith("c2cserve: no CUDA compiler (nvcc 13): `pip install 'c2cserve[gpu]'`")
+    assert err.startswith("c2cserve: no CUDA compiler (nvcc 13): `pip install '.[gpu]'`")
     assert err.count("\n") == 1
     assert run("list") == 0
     assert run("check") == 1

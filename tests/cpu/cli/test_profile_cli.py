@@ -97,7 +97,7 @@ def test_it_has_its_time(
 @pytest.mark.parametrize(
     ("error", "says"),
     [
-        (Refused("reads nothing"), "this GPU can not be measured: reads nothing"),
+        (Refused("reads nothing"), "this GPU cannot be measured: reads nothing"),
         (OSError("out of paper"), "OSError: out of paper"),
     ],
 )
@@ -129,5 +129,5 @@ def test_kernels_that_are_not_built_are_named(
 def test_the_gpu_extra_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setitem(__import__("sys").modules, "c2cserve.profiling.gpu_bench", None)
-    with pytest.raises(CliError, match=r"pip install 'c2cserve\[gpu\]'"):
+    with pytest.raises(CliError, match=r"pip install '\.\[gpu\]'"):
         command._open_bench()

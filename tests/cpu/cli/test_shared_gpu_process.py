@@ -1,12 +1,14 @@
 """A member's slice runs in the GPU's shared process, and they abort together."""
 
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from itertools import count
 from pathlib import Path
 
@@ -14,10 +16,14 @@ import msgspec
 import pytest
 
 from c2cserve.core.machine import GpuShare, Slice
-from c2cserve.serving.ipc.channel import Channel as WorkerChannel
+from c2cserve.serving.controller.workers import Spawned, Spawner
 from c2cserve.serving.ipc.messages import WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
-from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
+from c2cserve.serving.worker.shared_gpu_process import (
+    SharedGpuProcess,
+    join_shared_process,
+    open_shared_process,
+)
 
 _NAMES = count()
 MEMBER = """
@@ -55,6 +61,11 @@ class Slices:
     def __init__(self) -> None:
         self.aborted = threading.Event()
 
+    def open(self, name: str) -> SharedGpuProcess:
+        shared = open_shared_process(name, self.serve, self.aborted.set)
+        assert shared is not None
+        return shared
+
     def serve(self, config: bytes, channel: socket.socket) -> None:
         channel.sendall(b"I am " + config)
         if channel.recv(99) == b"fail":
@@ -62,6 +73,17 @@ class Slices:
 
 
 Channel = tuple[socket.socket, socket.socket]
+
+
+def join(
+    name: str, threads: ThreadPoolExecutor, channel: Channel
+) -> tuple[socket.socket, Future[int | None]]:
+    """Join as a member whose slice then serves. Return the controller's end of its channel, and its
+    exit status once the slice has ended."""
+    mine, its = channel
+    status = threads.submit(join_shared_process, name, b"one", its)
+    assert mine.recv(99) == b"I am one"
+    return mine, status
 
 
 @pytest.fixture
@@ -80,8 +102,7 @@ def test_members_run_in_the_shared_process_until_their_slices_end(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
+    shared = slices.open(name)
     assert open_shared_process(name, slices.serve, slices.aborted.set) is None
     long = b"x" * 300_000
     for i, (_, its) in enumerate(channels):
@@ -96,20 +117,15 @@ def test_members_run_in_the_shared_process_until_their_slices_end(
         mine.sendall(b"quit")
     shared.close()
     assert not slices.aborted.is_set()
-    again = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert again is not None
-    again.close()
+    slices.open(name).close()
 
 
 def test_a_member_learns_how_its_slice_ended(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
-    mine, its = channels[0]
-    status = threads.submit(join_shared_process, name, b"one", its)
-    assert mine.recv(99) == b"I am one"
+    shared = slices.open(name)
+    mine, status = join(name, threads, channels[0])
     mine.sendall(b"quit")
     assert status.result(10) == 0
     shared.close()
@@ -119,11 +135,8 @@ def test_a_slice_that_fails_takes_the_shared_process_with_it(
     name: str, threads: ThreadPoolExecutor, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
-    mine, its = channels[0]
-    threads.submit(join_shared_process, name, b"one", its)
-    assert mine.recv(99) == b"I am one"
+    shared = slices.open(name)
+    mine, _ = join(name, threads, channels[0])
     mine.sendall(b"fail")
     assert slices.aborted.wait(10)
     shared.close()
@@ -133,8 +146,7 @@ def test_a_killed_member_takes_the_shared_process_with_it(
     name: str, channels: list[Channel]
 ) -> None:
     slices = Slices()
-    shared = open_shared_process(name, slices.serve, slices.aborted.set)
-    assert shared is not None
+    shared = slices.open(name)
     mine, its = channels[0]
     command = [sys.executable, "-c", MEMBER, name, str(its.fileno())]
     with subprocess.Popen(command, pass_fds=[its.fileno()]) as member:
@@ -162,23 +174,27 @@ def test_a_shared_process_that_dies_ends_its_members(
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
 def test_parts_of_a_gpu_that_is_not_there_end_together_and_say_why(
-    tmp_path: Path, channels: list[Channel]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    workers: list[subprocess.Popen[bytes]] = []
     pages: list[StatusPage] = []
-    told: list[tuple[Channel, bytes]] = []
-    for part, (mine, its) in enumerate(channels[:2]):
-        pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
-        share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
-        cpus = tuple(os.sched_getaffinity(0))
-        slice_ = Slice(f"gpu0.{part}", "green", cpus, slab_bytes=16 << 20, gpu=share)
-        config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
-        command = [sys.executable, "-m", "c2cserve.cli.main", "worker"]
-        workers.append(subprocess.Popen(command, stdin=its.fileno(), stderr=subprocess.PIPE))
-        told.append((mine, msgspec.json.encode(config)))
-    for mine, config in told:  # once both are there
-        WorkerChannel(mine).send(config)
-    said = [worker.communicate(timeout=60)[1].decode() for worker in workers]
+    with closing(Spawner(60.0)) as spawner:
+        workers = [taken(spawner) for _ in range(2)]
+        for part, worker in enumerate(workers):  # once both are there
+            pages.append(StatusPage(tmp_path / f"status.{part}", create=True))
+            share = GpuShare(f"GPU-{tmp_path.name}", 16, part, 2)
+            cpus = tuple(os.sched_getaffinity(0))
+            slice_ = Slice(f"gpu0.{part}", "green", cpus, slab_bytes=16 << 20, gpu=share)
+            config = WorkerConfig(slice_, 1, str(pages[-1].path), "info", "text")
+            worker.channel.send(msgspec.json.encode(config))
+        statuses = [worker.process.wait() for worker in workers]
+        for worker in workers:
+            worker.end()
     # The shared process exits with 3 and its member with 1; a later one becomes another shared one.
-    assert sorted(worker.returncode for worker in workers) in ([1, 3], [3, 3])
-    assert any("cannot start: torch finds no GPU" in text for text in said)
+    assert sorted(statuses) in ([1, 3], [3, 3])
+    assert "cannot start: torch finds no GPU" in capfd.readouterr().err
+
+
+def taken(spawner: Spawner) -> Spawned:
+    while (spawned := spawner.take()) is None:
+        assert select.select([spawner.awaited_fd], [], [], 60.0)[0], "no answer"
+    return spawned

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from engine_reports import EngineReports
 from torch import Tensor
 
 from c2cserve.core.actions import Drop, Fail, RunStep, Truncate
-from c2cserve.core.events import SliceEvent, StepDone, StepFailed, StepParked
-from c2cserve.core.request import BLOCK_TOKENS, Delta, FinishReason, Job, Request, Sampling
+from c2cserve.core.events import StepDone, StepFailed, StepParked
+from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.cpu.arena import make_arena
@@ -76,7 +77,7 @@ class LateModel:
         ]
 
 
-class Lane:
+class Lane(EngineReports):
     """An executor, its clock (one second a reading), and what came of the steps."""
 
     def __init__(
@@ -84,12 +85,11 @@ class Lane:
         to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
-        self.events: list[SliceEvent] = []
-        self.deltas: list[Delta] = []
+        super().__init__()
         ticks = itertools.count()
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
-            self.events.append, self.deltas.extend, lambda: float(next(ticks)), to_device=to_device,
+            self.report, lambda: float(next(ticks)), to_device=to_device,
             fatal=lambda fault: isinstance(fault, fatal), renew=renew,
         )  # fmt: skip
         self._steps = itertools.count()
@@ -184,12 +184,3 @@ class Lane:
             self.step((name, 0, self._known[name]))
         while left := [name for name in names if not self.ended(name)]:
             self.step(*((name, self._known[name] - 1, 1) for name in left))
-
-    def ended(self, name: str) -> FinishReason | None:
-        return next((d.finish for d in self.deltas if d.request_id == name and d.finish), None)
-
-    def of(self, name: str) -> list[Delta]:
-        return [delta for delta in self.deltas if delta.request_id == name]
-
-    def tokens(self, name: str) -> list[int]:
-        return [token for delta in self.of(name) for token in delta.tokens]

@@ -1,5 +1,5 @@
-"""Operators that say what they drew when the test says so, as a GPU does: the next step can read it
-before anybody knows it."""
+"""Operators whose samples are done when the test says so. As on a GPU, the next step can read the
+tokens before the host knows them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,47 +9,47 @@ from torch import Tensor
 
 from c2cserve.engine.gpu.sampling import is_plain
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 
-class LateDraw:
-    def __init__(self, drawn: Drawn) -> None:
-        self._drawn = drawn
-        self.chain: Tensor | None = torch.tensor(drawn.ids, dtype=torch.int32)
+class LateSample:
+    def __init__(self, tokens: SampledTokens) -> None:
+        self._tokens = tokens
+        self.chain: Tensor | None = torch.tensor(tokens.ids, dtype=torch.int32)
         self.done = False
         self.awaited = False
         self.fault: Exception | None = None
 
-    def collect(self) -> Drawn:
+    def collect(self) -> SampledTokens:
         self.awaited |= not self.done
         self.done = True
         if self.fault is not None:
             raise self.fault
-        return self._drawn
+        return self._tokens
 
 
 class LateOps(CpuOps):
-    """Computes at once, on one thread. The rows that a GPU draws itself are chained."""
+    """Computes at once, on one thread. The rows that a GPU samples itself are chained."""
 
     def __init__(self) -> None:
         super().__init__(1)
-        self.draws: deque[LateDraw] = deque()
+        self.samples: deque[LateSample] = deque()
         """Those that are not done, oldest first."""
         self.awaited = 0
-        """Draws that somebody waited for before they were done."""
+        """Samples that were collected before they were done."""
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> LateDraw:
-        draw = LateDraw(super().sample(logits, rows))
-        self.draws.append(draw)
-        return draw
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> LateSample:
+        sample = LateSample(super().sample(logits, rows))
+        self.samples.append(sample)
+        return sample
 
     def chains(self, row: RowSampling) -> bool:
         return is_plain(row)
 
     def finish(self, count: int = 1) -> None:
-        """The oldest draws are done."""
-        while self.draws and (count or self.draws[0].done):
-            draw = self.draws.popleft()
-            self.awaited += draw.awaited
-            count -= not draw.done
-            draw.done = True
+        """Have the `count` oldest samples done."""
+        while self.samples and (count or self.samples[0].done):
+            sample = self.samples.popleft()
+            self.awaited += sample.awaited
+            count -= not sample.done
+            sample.done = True

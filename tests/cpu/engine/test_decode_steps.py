@@ -10,7 +10,7 @@ import pytest
 import torch
 from fake_graphs import FakeAllocator, install
 from interpreted import DEVICE
-from test_graph_binding import HIDDEN, model, rope
+from layer_stacks import HIDDEN, layer_stack, rope
 from torch import Tensor
 
 from c2cserve.engine.gpu import graphs as graphs_module
@@ -124,7 +124,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
 
 def test_graphs_below_and_above_64_sequences(allocator: FakeAllocator) -> None:
     cache = Cache()
-    one, layers = Slice(allocator, cache), model(1)
+    one, layers = Slice(allocator, cache), layer_stack(1)
     for seqs in (1, 3, 64, 65, 128, 300):
         found = [one.step(layers, seqs) for _ in range(3)]
         assert found == [(0, 0), (1, 1), (1, 0)]
@@ -136,7 +136,7 @@ def test_graphs_below_and_above_64_sequences(allocator: FakeAllocator) -> None:
 
 def test_contexts_get_longer_and_shorter(allocator: FakeAllocator) -> None:
     """Graphs of short contexts stay; the pool takes the next graph in either case."""
-    one, layers = Slice(allocator, Cache()), model(1)
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
     for context in (512, 8192, 512, 16000, 600):
         for _ in range(2):
             one.step(layers, 2, context=context)
@@ -145,7 +145,7 @@ def test_contexts_get_longer_and_shorter(allocator: FakeAllocator) -> None:
 
 
 def test_models_share_graphs_of_few_sequences_only(allocator: FakeAllocator) -> None:
-    one, models = Slice(allocator, Cache()), [model(1), model(2)]
+    one, models = Slice(allocator, Cache()), [layer_stack(1), layer_stack(2)]
     for seqs, expected in ((4, 1), (80, 2)):
         before = one.graphs.captures
         for _ in range(3):
@@ -158,7 +158,7 @@ def test_a_model_whose_weights_move_loses_the_graphs_that_knew_them(
     allocator: FakeAllocator,
 ) -> None:
     cache = Cache()
-    one, layers = Slice(allocator, cache), model(1)
+    one, layers = Slice(allocator, cache), layer_stack(1)
     for _ in range(2):
         one.step(layers, 80)
         one.step(layers, 4)
@@ -178,7 +178,7 @@ def test_a_model_whose_weights_move_loses_the_graphs_that_knew_them(
 
 def test_weights_that_are_to_be_kept_are_launched_one_by_one(allocator: FakeAllocator) -> None:
     cache = Cache(resident=False, wanted=True)
-    one, layers = Slice(allocator, cache), model(1)
+    one, layers = Slice(allocator, cache), layer_stack(1)
     assert [one.step(layers, 4)[0] for _ in range(3)] == [0, 0, 0]
     assert cache.counted == 0, "weights are counted as they are asked for"
 
@@ -186,7 +186,7 @@ def test_weights_that_are_to_be_kept_are_launched_one_by_one(allocator: FakeAllo
 def test_a_capture_that_fails_is_launched_one_by_one(
     allocator: FakeAllocator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, layers = Slice(allocator, Cache()), model(1)
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
     for seqs in (4, 80):
         allocator.fails.append("end")
         assert [one.step(layers, seqs) for _ in range(4)] == [(0, 0)] * 4
@@ -196,7 +196,7 @@ def test_a_capture_that_fails_is_launched_one_by_one(
 
 
 def test_graphs_do_not_keep_a_model(allocator: FakeAllocator) -> None:
-    one, layers = Slice(allocator, Cache()), model(1)
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
     for _ in range(2):
         one.step(layers, 80)
     assert len(one.graphs._models) == 1
@@ -204,7 +204,7 @@ def test_graphs_do_not_keep_a_model(allocator: FakeAllocator) -> None:
     del layers
     gc.collect()
     assert len(one.graphs._models) == 0
-    other = model(2)
+    other = layer_stack(2)
     for _ in range(2):
         one.step(other, 96)
     assert one.graphs.dropped == 1
@@ -213,7 +213,7 @@ def test_graphs_do_not_keep_a_model(allocator: FakeAllocator) -> None:
 def test_mixed_steps_know_where_weights_are(allocator: FakeAllocator) -> None:
     """All in HBM: nothing is looked up by a GEMM, and all of it is counted at once."""
     cache = Cache()
-    one, layers = Slice(allocator, cache), model(1)
+    one, layers = Slice(allocator, cache), layer_stack(1)
     one.step(layers, 4, prompt=30)
     found = [w for layer in one.launch.layers[-1] for w in matrices(layer)]
     assert [w.home for w in found] == ["hbm"] * len(found)
@@ -229,7 +229,7 @@ def test_batches_of_very_unequal_contexts_have_no_graph(
 ) -> None:
     """Their scratch would be of the longest one's size for each."""
     monkeypatch.setattr(graphs_module, "_TOKENS_MOST", 64 * 1024)
-    one, layers = Slice(allocator, Cache()), model(1)
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
     assert [one.step(layers, 64)[0] for _ in range(2)] == [0, 1]
     assert [one.step(layers, 64, context=1100)[0] for _ in range(3)] == [0, 0, 0]
     assert [one.step(layers, 80)[0] for _ in range(3)] == [0, 0, 0]

@@ -83,6 +83,14 @@ def test_first_delta_alone_says_how_long_it_took_and_what_was_cached(lane: Lane)
     assert lane.tokens("b") == lane.tokens("a")[:2], "and reused blocks change nothing"
 
 
+def test_a_step_ends_with_one_report(lane: Lane) -> None:
+    lane.add("a", "m", PROMPT, 24)
+    lane.add("b", "m", OTHER[:7], 9)
+    assert isinstance(lane.step(("a", 0, 40), ("b", 0, 7)), StepDone)
+    assert lane.reports == 1
+    assert [delta.request_id for delta in lane.deltas] == ["a", "b"]
+
+
 def test_switching_models_is_reported_and_changes_nothing(lane: Lane, made: Made) -> None:
     lane.attach("n", LateModel(made.directory).load_all().decoder)
     for name, model in (("a", "m"), ("b", "n"), ("c", "m")):
@@ -277,7 +285,7 @@ def test_requests_of_a_failed_step_go_on_or_fail_as_they_are_told(made: Made) ->
     assert "no room for activations" in lane.failed(("a", 0, 40), ("b", 0, 20))
     ops.armed = False
     assert renewed == [True]
-    assert lane.executor.renewals == 1
+    assert lane.executor.poll().renewals == 1
     lane.fail("b", "no room")
     lane.finish("a")
     lane.finish("c")

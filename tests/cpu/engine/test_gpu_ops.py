@@ -22,7 +22,7 @@ from c2cserve.engine.models.layout import EMBED
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.elementwise import silu_mul
 from c2cserve.kernels.gpu.gemm.weight import OperandError, WeightHandle
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 pytestmark = pytest.mark.skipif(
     DEVICE.type != "cpu", reason="tests/gpu has the like on real kernels"
@@ -132,7 +132,7 @@ def test_a_step_waits_for_weights_and_reads_the_prompts_rows_meanwhile(tmp_path:
     lane.attach("m", model.decoder)
     lane.add("a", "m", PROMPT[:5], 2, GREEDY)
     assert isinstance(lane.step(("a", 0, 5)), StepParked)
-    while lane.executor.parked:
+    while lane.executor.poll().parked:
         assert model.wanted
         assert EMBED not in model.wanted
         model.load(model.wanted)
@@ -161,7 +161,7 @@ def test_a_fatal_exception_is_not_a_steps_own(tmp_path: Path) -> None:
     class Lost(RuntimeError):
         pass
 
-    def lose(logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def lose(logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
         raise Lost
 
     lane = Lane(GpuOps(PlainMultiply(), DEVICE, lose), fatal=(Lost,))
@@ -186,7 +186,7 @@ def test_which_rows_the_cpu_draws() -> None:
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1)).half()
     asked: list[list[RowSampling]] = []
 
-    def host(some: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def host(some: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
         asked.append(list(rows))
         return CpuOps(1).sample(some, rows)
 
@@ -208,7 +208,7 @@ def test_which_rows_the_cpu_draws() -> None:
     assert asked == [rows[1:]]
     assert Sampler(host)(logits, [plain] * 4).collect().ids == logits.argmax(-1).tolist()
     assert len(asked) == 1
-    assert Sampler(host)(logits[:0], []).collect() == Drawn([], [])
+    assert Sampler(host)(logits[:0], []).collect() == SampledTokens([], [])
     drawn = Sampler(host)(logits, [rows[1]] * 4)
     assert drawn.chain is None
     assert drawn.collect().ids == CpuOps(1).sample(logits.float(), [rows[1]] * 4).ids

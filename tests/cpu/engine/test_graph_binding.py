@@ -5,10 +5,11 @@ from functools import partial
 
 import pytest
 import torch
+from layer_stacks import CPU, layer_stack, rope
 from torch import Tensor
 
 from c2cserve.engine.gpu import tables
-from c2cserve.engine.gpu.layers import GpuLayer, SparseHalf, gpu_layer
+from c2cserve.engine.gpu.layers import SparseHalf
 from c2cserve.engine.gpu.tables import (
     GraphBinding,
     ModelTables,
@@ -19,53 +20,11 @@ from c2cserve.engine.gpu.tables import (
 )
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
-from c2cserve.kernels.layer import Experts, KvLayout, LayerShape, LayerWeights, Mlp
-
-CPU = torch.device("cpu")
-HIDDEN, HEADS, KV_HEADS, DIM, INNER = 64, 4, 2, 16, 96
-
-
-def model(
-    seed: int, *, layers: int = 2, biased: bool = False, experts: int = 0, inner: int = INNER
-) -> list[GpuLayer]:
-    rng = torch.Generator().manual_seed(seed)
-
-    def matrix(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=rng).bfloat16()
-
-    def vector(size: int) -> Tensor:
-        return torch.randn(size, generator=rng)
-
-    def bias(size: int) -> Tensor | None:
-        return vector(size) if biased else None
-
-    shape = LayerShape(KvLayout(layers, KV_HEADS, DIM, "bfloat16"), HIDDEN, HEADS, 1e-5, 0.25)
-    width = (HEADS + 2 * KV_HEADS) * DIM
-    made: list[GpuLayer] = []
-    for index in range(layers):
-        mlp: Mlp | Experts = Mlp(
-            matrix(2 * inner, HIDDEN), bias(2 * inner), matrix(HIDDEN, inner), bias(HIDDEN)
-        )
-        if experts and index:
-            stacks = matrix(experts, 2 * inner, HIDDEN), matrix(experts, HIDDEN, inner)
-            mlp = Experts(matrix(experts, HIDDEN), *stacks, 2, True)
-        weights = LayerWeights(
-            vector(HIDDEN), matrix(width, HIDDEN), bias(width),
-            (vector(DIM), vector(DIM)) if experts else None,
-            matrix(HIDDEN, HEADS * DIM), bias(HIDDEN), vector(HIDDEN), mlp, 0,
-        )  # fmt: skip
-        made.append(gpu_layer(index, weights, shape, CPU))
-    return made
-
-
-def rope(seed: int, length: int) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(seed)
-    return torch.rand(length, DIM // 2, generator=rng), torch.rand(length, DIM // 2, generator=rng)
 
 
 @pytest.mark.parametrize("kind", [{}, {"biased": True}, {"experts": 4}])
 def test_placeholder_layers_read_the_bound_model(kind: dict[str, int]) -> None:
-    first, second = model(1, **kind), model(2, **kind)
+    first, second = layer_stack(1, **kind), layer_stack(2, **kind)
     assert architecture(first) == architecture(second)
     binding = GraphBinding.like(first, CPU)
     rotated = binding.rope(64, rope(1, 40))
@@ -86,7 +45,7 @@ def test_placeholder_layers_read_the_bound_model(kind: dict[str, int]) -> None:
 
 def test_longer_contexts_have_tables_of_their_own() -> None:
     """Those of shorter ones stay where they are: graphs know their addresses."""
-    layers = model(1)
+    layers = layer_stack(1)
     binding = GraphBinding.like(layers, CPU)
     short, long = rope(1, 64), rope(1, 256)
     before = [table.data_ptr() for table in binding.rope(64, short)]
@@ -100,7 +59,7 @@ def test_longer_contexts_have_tables_of_their_own() -> None:
 
 
 def test_every_matrix_has_a_place_of_its_own_for_its_map() -> None:
-    layers = model(1, experts=4)
+    layers = layer_stack(1, experts=4)
     binding = GraphBinding.like(layers, CPU)
     handles = [w for layer in binding.placeholder_layers(layers, "peer") for w in matrices(layer)]
     originals = [w for layer in layers for w in matrices(layer)]
@@ -125,7 +84,7 @@ def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tables, "weight_map", partial(made, 1))
     monkeypatch.setattr(tables, "gated_map", partial(made, 2))
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self)  # there is no GPU to pin it for
-    layers = model(1, experts=4)
+    layers = layer_stack(1, experts=4)
     own = ModelTables(layers, CPU)
     assert own.refresh(None, layers)
     assert not own.refresh(None, layers)
@@ -137,16 +96,16 @@ def test_a_gate_and_what_it_gates_have_a_map_of_both(monkeypatch: pytest.MonkeyP
 
 
 def test_what_makes_graphs_differ() -> None:
-    kind = architecture(model(1))
-    assert kind != architecture(model(1, layers=3))
-    assert kind != architecture(model(1, biased=True))
-    assert kind != architecture(model(1, inner=104))
-    assert kind != architecture(model(1, experts=4))
-    windowed = model(1)
+    kind = architecture(layer_stack(1))
+    assert kind != architecture(layer_stack(1, layers=3))
+    assert kind != architecture(layer_stack(1, biased=True))
+    assert kind != architecture(layer_stack(1, inner=104))
+    assert kind != architecture(layer_stack(1, experts=4))
+    windowed = layer_stack(1)
     windowed[1] = replace(windowed[1], weights=replace(windowed[1].weights, window=8))
     assert kind != architecture(windowed)
 
 
 def test_rows_that_the_copy_engine_cannot_read_are_launched_one_by_one() -> None:
-    assert can_be_bound(model(1))
-    assert not can_be_bound(model(1, inner=100))
+    assert can_be_bound(layer_stack(1))
+    assert not can_be_bound(layer_stack(1, inner=100))

@@ -19,7 +19,7 @@ from c2cserve.core.request import FinishReason
 from c2cserve.engine.cpu import arena
 from c2cserve.engine.models.config import ConfigError, parse_config
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, SampledTokens
 
 PROMPT = torch.randint(3, 160, (40,), generator=torch.Generator().manual_seed(11)).tolist()
 LLAMA = PUBLISHED["llama-3.1-8b"]
@@ -38,7 +38,7 @@ def test_a_step_of_a_model_that_could_not_be_attached_fails(tmp_path: Path) -> N
 class BadSampler(CpuOps):
     armed = True
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Drawn:
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
         if self.armed:
             raise RuntimeError("no drawing today")
         return super().sample(logits, rows)

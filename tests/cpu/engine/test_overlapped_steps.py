@@ -4,16 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from engine_reports import EngineReports
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import GREEDY, LateModel
 from late import LateOps
-from test_with_policy import SHARED, World, hashes, job, models
+from policy_loop import SHARED, PolicyLoop, hashes, job, models
 from tiny import make_checkpoint
 
 from c2cserve.core.actions import Drop, RunStep
-from c2cserve.core.events import SeqOutcome, SliceEvent, StepDone, StepFailed, StepParked
-from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
+from c2cserve.core.events import SeqOutcome, StepDone, StepFailed, StepParked
+from c2cserve.core.request import FinishReason, Job, Request, Sampling
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
@@ -32,7 +33,7 @@ def chained(
 
 
 def alone(models: dict[str, LateModel], one: Job) -> tuple[list[int], FinishReason | None]:
-    world = World(models, 64, 512)
+    world = PolicyLoop(models, 64, 512)
     world.submit(one)
     name = one.request.id
     while not world.ended(name):
@@ -49,7 +50,7 @@ def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(
 ) -> None:
     late = LateOps()
     blocks = data.draw(st.integers(8, 24), "blocks")
-    world = World(models, blocks, data.draw(st.sampled_from([16, 40, 512]), "chunk"), late)
+    world = PolicyLoop(models, blocks, data.draw(st.sampled_from([16, 40, 512]), "chunk"), late)
     jobs: dict[str, Job] = {}
     for i in range(data.draw(st.integers(1, 8), "requests")):
         shared = SHARED[: data.draw(st.sampled_from([0, 16, 32]))]
@@ -72,7 +73,7 @@ def test_everyone_gets_the_text_of_an_idle_slice_without_overlap(
     for _ in range(3000):
         world.tick()
         late.finish()
-        if not late.draws and all(world.ended(name) for name in jobs if name not in gone):
+        if not late.samples and all(world.ended(name) for name in jobs if name not in gone):
             break
     for name in jobs.keys() - gone:
         assert (world.tokens(name), world.ended(name)) == alone(models, jobs[name])
@@ -93,33 +94,31 @@ def test_a_stop_costs_one_step_and_a_limit_none(models: dict[str, LateModel]) ->
         (chained("a", "llama", PROMPT, last + 1), last + 1),
     ):
         late = LateOps()
-        world = World(models, 64, 512, late)
+        world = PolicyLoop(models, 64, 512, late)
         world.submit(one)
         drawn = 0
-        while not world.ended("a") or late.draws:
-            before = len(late.draws)
+        while not world.ended("a") or late.samples:
+            before = len(late.samples)
             world.tick()
-            drawn += len(late.draws) - before
+            drawn += len(late.samples) - before
             late.finish()
         assert world.tokens("a") == text[: last + 1]
         assert drawn == rows
 
 
-class Bench:
+class Bench(EngineReports):
     """An executor with late operators and one model, driven step by step."""
 
     def __init__(
         self, model: LateModel, fatal: type[Exception] = ZeroDivisionError,
         renew: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
+        super().__init__()
         self.ops = LateOps()
-        self.events: list[SliceEvent] = []
-        self.deltas: list[Delta] = []
         self.now = 0.0
         self.executor = Executor(
-            "s", self.ops, make_arena(1 << 20), self.events.append, self.deltas.extend,
-            lambda: self.now, fatal=lambda fault: isinstance(fault, fatal),
-            renew=renew,
+            "s", self.ops, make_arena(1 << 20), self.report, lambda: self.now,
+            fatal=lambda fault: isinstance(fault, fatal), renew=renew,
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self._block = model.config.kv_block_bytes
@@ -145,9 +144,6 @@ class Bench:
     def land(self, count: int = 1) -> None:
         self.ops.finish(count)
         self.executor.poll()
-
-    def tokens(self, name: str) -> list[int]:
-        return [t for delta in self.deltas if delta.request_id == name for t in delta.tokens]
 
     def done(self) -> list[StepDone]:
         return [event for event in self.events if isinstance(event, StepDone)]
@@ -207,7 +203,7 @@ def test_a_draw_that_is_lost_fails_its_step_and_what_read_it(bench: Bench) -> No
     bench.add("b")
     bench.step(("a", 0, 7))
     bench.step(("a", 7, 1))
-    bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
+    bench.ops.samples[0].fault = RuntimeError("a copy went wrong")
     bench.land(2)
     first, second = bench.events
     assert isinstance(first, StepFailed)
@@ -241,11 +237,11 @@ def test_parts_are_built_anew_before_anything_else_runs(models: dict[str, LateMo
     bench = Bench(models["llama"], renew=lambda: told.append(len(bench.events)))
     bench.add("a")
     bench.step(("a", 0, 7))
-    bench.ops.draws[0].fault = RuntimeError("a copy went wrong")
+    bench.ops.samples[0].fault = RuntimeError("a copy went wrong")
     bench.land()
     assert (told, len(bench.events)) == ([0], 1)
     bench.step(("a", 7, 1))
-    assert len(bench.ops.draws) == 0, "what begins where it was is left out"
+    assert len(bench.ops.samples) == 0, "what begins where it was is left out"
     bench.step(("a", 0, 7))
     bench.land()
     assert len(bench.tokens("a")) == 1
@@ -258,7 +254,7 @@ def test_a_fatal_draw_is_raised(models: dict[str, LateModel]) -> None:
     bench = Bench(models["llama"], fatal=Lost)
     bench.add("a")
     bench.step(("a", 0, 7))
-    bench.ops.draws[0].fault = Lost()
+    bench.ops.samples[0].fault = Lost()
     with pytest.raises(Lost):
         bench.land()
 

@@ -37,7 +37,7 @@ def test_layers_are_waited_for_one_by_one(tmp_path: Path, case: str) -> None:
     lane.add("a", "m", PROMPT, 3)
     assert isinstance(lane.step(("a", 0, 30)), StepParked)
     for group in (layer_group(0), layer_group(1), layer_group(2), HEAD):
-        assert lane.executor.parked
+        assert lane.executor.poll().parked
         assert model.wanted == [group], "what the step needs next, and nothing else"
         lane.executor.poll()
         assert lane.deltas == []
@@ -47,7 +47,7 @@ def test_layers_are_waited_for_one_by_one(tmp_path: Path, case: str) -> None:
     assert isinstance(parked, StepParked), "said once"
     assert isinstance(done, StepDone)
     assert done.step_id == parked.step_id
-    assert not lane.executor.parked
+    assert not lane.executor.poll().parked
     lane.note(done)
     timing = lane.of("a")[0].timing
     assert timing is not None
@@ -127,7 +127,7 @@ def test_only_the_chosen_experts_are_waited_for(tmp_path: Path, case: str) -> No
     model.load([*(layer_group(i) for i in range(3)), HEAD])
     assert isinstance(lane.step(("a", 0, 1)), StepParked)
     for layer in (i for i in range(3) if moe.sparse[i]):
-        assert lane.executor.parked
+        assert lane.executor.poll().parked
         assert len(ops.chosen[-1]) == moe.per_token
         names = [expert_group(layer, expert) for expert in sorted(ops.chosen[-1])]
         assert model.wanted == names
@@ -150,7 +150,7 @@ def test_a_load_that_fails_fails_what_waits_for_it(tmp_path: Path) -> None:
     assert isinstance(lane.step(("a", 0, 30)), StepParked)
     model.segment.state = State.FAILED
     lane.executor.poll()
-    assert not lane.executor.parked
+    assert not lane.executor.poll().parked
     failed = lane.events[-1]
     assert isinstance(failed, StepFailed)
     assert "failed" in failed.reason

@@ -19,7 +19,7 @@ Measurement = tuple[Question, DataflowName, Tiles, int]
 
 
 class FakeBench:
-    """`truth` says how many times what the model believes a GEMM takes; `refuses` what it can not
+    """`truth` says how many times what the model believes a GEMM takes; `refuses` what it cannot
     run and why. `overhead_s` passes with every measurement."""
 
     facts: MachineFacts = H200.machine

@@ -97,7 +97,7 @@ def test_rows_tma_can_not_read_go_by_copy_engine() -> None:
         ({"sms": 0}, "sms must be"),
         ({"home": "moon"}, "home must be one of host, peer, hbm"),
         ({"dtype": "int8"}, "dtype must be one of"),
-        ({"neighbours": -1}, "can not be negative"),
+        ({"neighbours": -1}, "cannot be negative"),
         ({"experts": 4}, "top_k"),
         ({"experts": 4, "top_k": 5}, "top_k"),
         ({"top_k": 1}, "top_k"),

@@ -247,7 +247,7 @@ def test_a_full_page_and_the_arenas_first_block() -> None:
 
 @pytest.mark.parametrize("offsets", [[[8, 32]], [[0, (1 << 37) + 16]]], ids=["odd", "far"])
 def test_what_can_not_be_numbered(offsets: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="can not be numbered"):
+    with pytest.raises(ValueError, match="cannot be numbered"):
         pages_of(_rows([2], [32], offsets), 1 << 16)
 
 

@@ -190,7 +190,7 @@ def test_a_workspace_that_it_can_not_write(library: Any, tmp_path: Path, caplog:
     library.offer(library.aot, "bfloat16_128_False")
     library.env.full = True
     assert FlashInfer(CPU, tmp_path).flash.kinds == set()
-    assert "FlashInfer can not use its workspace: no space left" in caplog.messages
+    assert "FlashInfer cannot use its workspace: no space left" in caplog.messages
 
 
 def test_it_is_told_to_compile_nothing(

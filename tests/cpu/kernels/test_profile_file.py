@@ -123,7 +123,7 @@ def test_default_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_missing_says_what_to_run(tmp_path: Path) -> None:
     with pytest.raises(ProfileMissing, match=r"none\.json: .*run `c2cserve profile`"):
         load_profile(tmp_path / "none.json")
-    with pytest.raises(ProfileMissing, match="can not be read"):
+    with pytest.raises(ProfileMissing, match="cannot be read"):
         load_profile(tmp_path)
 
 

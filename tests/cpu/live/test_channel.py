@@ -46,14 +46,13 @@ def test_messages_are_whole_however_their_bytes_arrive(
     assert got == messages
 
 
-@pytest.mark.alone
 def test_a_slow_reader_blocks_no_sender_and_misses_nothing(pair: Pair) -> None:
     one, other = pair
     messages = [bytes([i]) * 300_000 for i in range(20)]
     started = time.monotonic()
     for message in messages:
         one.send(message)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 60.0, "one that blocks does so for ever: nobody reads"
     got: list[bytes] = []
     while len(got) < len(messages):
         got += other.receive()

@@ -1,25 +1,24 @@
 """Workers that die slowly: the controller does not wait, and starts no successor before."""
 
-import contextlib
 import errno
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
 import pytest
+from descriptors import no_descriptors
 
 from c2cserve.core.machine import Slice
 from c2cserve.serving.controller import fleet as fleets
 from c2cserve.serving.controller.fleet import Fleet, FleetDown, FleetSettings
 from c2cserve.serving.controller.reserve import Reserve
-from c2cserve.serving.controller.workers import Spawned, Worker, first_config, spawn
+from c2cserve.serving.controller.workers import Spawned, Worker, first_config
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.messages import Quit
 from c2cserve.serving.ipc.status_page import Field, StatusPage
@@ -52,9 +51,14 @@ class SlowToDie:
 
 
 class NoSpawner:
-    def take(self) -> None: ...
+    awaited_fd = None
 
-    def keep_spare(self) -> None: ...
+    def __init__(self, timeout_s: float) -> None: ...
+
+    def take(self) -> object:
+        return object()
+
+    def keep_ready(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -82,6 +86,21 @@ def test_a_slice_waits_for_its_last_worker_and_the_controller_does_not(fleet: Fl
     assert worker.closed
     assert fleet.slots["s0"].state == "up"
     assert len(SlowToDie.made) == 2
+
+
+def test_a_slice_waits_for_its_process_and_the_controller_does_not(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coming: list[object] = [None, None, object()]
+    monkeypatch.setattr(NoSpawner, "take", lambda _: coming.pop(0))
+    slot = fleet.slots["s0"]
+    for now in (0.0, 1.0):
+        fleet.start_due(now)
+        assert (slot.state, slot.restarts) == ("starting", 0)
+    assert SlowToDie.made == []
+    fleet.start_due(2.0)
+    assert slot.state == "up"
+    assert slot.started_s == 2.0
 
 
 def test_one_on_its_way_out_is_dead_at_once(fleet: Fleet) -> None:
@@ -154,17 +173,6 @@ def test_the_kernel_tells_which_process_is_exiting(spawned: Spawned) -> None:
     assert spawned.ending
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Generator[None]:
-    """Nothing can be opened inside."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
 def test_a_lack_of_descriptors_is_no_workers_death(spawned: Spawned) -> None:
     with no_descriptors():
         with pytest.raises(OSError, match="Too many open files"):
@@ -173,13 +181,6 @@ def test_a_lack_of_descriptors_is_no_workers_death(spawned: Spawned) -> None:
         spawned.process.kill()
         spawned.process.wait()
         assert spawned.ending
-
-
-def test_what_cannot_be_spawned_leaves_nothing_behind() -> None:
-    before = os.listdir("/proc/self/fd")
-    with no_descriptors(), pytest.raises(OSError, match="Too many open files"):
-        spawn()
-    assert os.listdir("/proc/self/fd") == before
 
 
 def test_the_reserve_is_lent_and_kept() -> None:
@@ -204,18 +205,19 @@ class Starved(NoSpawner):
 
     starved = True
 
-    def take(self) -> None:
+    def take(self) -> object:
         if self.starved:
             raise OSError(errno.EMFILE, "Too many open files")
+        return object()
 
-    def keep_spare(self) -> None:
+    def keep_ready(self) -> None:
         self.take()
 
 
 @pytest.fixture
 def starved(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> Fleet:
     monkeypatch.setattr(Starved, "starved", True)
-    monkeypatch.setattr(fleet, "_spawner", Starved())
+    monkeypatch.setattr(fleet, "_spawner", Starved(1.0))
     return fleet
 
 
@@ -262,7 +264,7 @@ def test_once_up_a_slice_is_started_again_for_ever(
     assert starved.outage(now + outage.retry_s) is None
 
 
-def test_a_spare_that_cannot_start_is_tried_again(
+def test_a_fork_server_that_cannot_start_is_tried_again(
     starved: Fleet, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(Starved, "starved", False)

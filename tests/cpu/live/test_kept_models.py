@@ -20,6 +20,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import StatusPage
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SLAB = 1 << 10
@@ -33,9 +34,6 @@ OTHER = ModelSpec("n", 50 * SLAB, 1, 512, 4096)
 
 class Engine:
     """Loads and steps are over when the test says so."""
-
-    parked = False
-    stats = SliceStats()
 
     def __init__(self, world: WorkerWorld) -> None:
         self._world = world
@@ -54,9 +52,10 @@ class Engine:
     def submit(self, action: EngineAction) -> None:
         self.told.append(action)
 
-    def poll(self) -> None:
+    def poll(self) -> EngineState:
         while self.over:
-            self._world.emit(self.over.pop(0))
+            self._world.report(self.over.pop(0), ())
+        return EngineState(False, SliceStats())
 
 
 class Worker:

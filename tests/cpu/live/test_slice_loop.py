@@ -1,4 +1,5 @@
-"""A worker's loop where steps end by themselves: it sleeps until the bell, and the page tells."""
+"""A worker's loop where steps end by themselves: it sleeps until the engine notifies it, and the
+status page says what computes."""
 
 import socket
 import threading
@@ -15,6 +16,7 @@ from c2cserve.core.events import (
     Activated,
     Deactivated,
     RecallAsked,
+    SeqOutcome,
     SliceEvent,
     StepDone,
     StepFailed,
@@ -29,6 +31,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -70,10 +73,11 @@ class Engine:
         else:
             self.told.append(action)
 
-    def poll(self) -> None:
+    def poll(self) -> EngineState:
         self.polls += 1
         while self._over:
-            self._world.emit(self._over.popleft())
+            self._world.report(self._over.popleft(), ())
+        return EngineState(self.parked, self.stats)
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
@@ -135,6 +139,19 @@ def test_a_step_that_is_over_before_it_sleeps_is_not_missed(bench: Bench) -> Non
     bench.run(2)
     bench.engine.finish()
     assert bench.wait() == [StepDone(2, (), 0.25)]
+
+
+def test_a_step_ends_with_one_report(bench: Bench) -> None:
+    """Its tokens go to the server at once, its end to the policy."""
+    bench.tell(msg.Submit(job("r")))
+    bench.wait()
+    heard(bench)
+    bench.run(1)
+    delta, done = Delta("r", (5,)), StepDone(1, (SeqOutcome("r", 1, finished=False),), 0.25)
+    bench.world.report(done, [delta])
+    assert heard(bench) == [msg.Output((delta,))]
+    assert bench.wait() == [done]
+    assert bench.page.stats().output_tokens == 1
 
 
 def test_the_page_tells_what_computes(bench: Bench) -> None:
@@ -274,7 +291,7 @@ def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: 
     bench.tell(msg.Submit(job("a")), msg.Submit(job("ended")), msg.Submit(job("withdrawn")))
     bench.tell(msg.Withdraw("withdrawn"))
     assert len(bench.wait()) == 4
-    bench.world.deliver([Delta("ended", (1,), finish=FinishReason.STOP)])
+    bench.world.report(None, [Delta("ended", (1,), finish=FinishReason.STOP)])
     bench.run(1)
     bench.policy_stats = SliceStats(running=1)
     bench.tell(msg.Reset(1), msg.Switch("m", active=True), msg.Submit(job("a")), msg.Reset(2))

@@ -103,3 +103,33 @@ def test_the_lock_goes_with_its_process_only(pool_dir: Path) -> None:
         child.kill()
     assert not any(path.startswith(str(pool_dir)) for path in held)
     pool.close()
+
+
+def test_the_name_of_a_lock_is_no_pattern(pool_dir: Path) -> None:
+    living = Pool("living", pool_dir, 1 << 20, QUIET)
+    (pool_dir / "c2cserve.*.lock").touch()
+    assert remove_dead_runs(pool_dir) == ["*"]
+    assert files(pool_dir) == ["c2cserve.living.lock"]
+    living.close()
+
+
+def test_locks_of_other_users_are_left_alone(
+    pool_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their names could say that the files of a living run are to be removed."""
+    theirs = ["c2cserve.living.model.lock", "c2cserve.living.model.1"]
+    for name in theirs:
+        (pool_dir / name).touch(0o666)
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    assert remove_dead_runs(pool_dir) == []
+    assert files(pool_dir) == sorted(theirs)
+
+
+def test_what_is_no_lock_is_left_alone(pool_dir: Path) -> None:
+    (pool_dir / "c2cserve.folder.lock").mkdir()
+    (pool_dir / "c2cserve.link.lock").symlink_to("c2cserve.link.lock")
+    os.mkfifo(pool_dir / "c2cserve.pipe.lock", 0o444)
+    before = files(pool_dir)
+    assert remove_dead_runs(pool_dir) in ([], ["pipe"])
+    assert set(before) - set(files(pool_dir)) <= {"c2cserve.pipe.lock"}

@@ -170,7 +170,7 @@ def test_a_reader_that_removes_a_model_while_it_is_waited_for_is_not_waited_for_
     until(lambda: not pool._loading, "known")
     pool.used("hot")
     until(lambda: pool.bytes < 2 * PIECE, "a piece has to go")
-    pool.remove("hot")  # on the reader's thread: it can not look meanwhile
+    pool.remove("hot")  # on the reader's thread: it cannot look meanwhile
 
     def back() -> bool:
         reader.refresh()

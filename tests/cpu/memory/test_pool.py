@@ -196,7 +196,7 @@ def test_evict_and_load_again(bench: Bench) -> None:
     bench.heard.events.clear()
     bench.load(pool, "a", model.plan)
     bench.wait_for("loaded", "a")
-    assert pool.path("a") != first, "a late reader of the old one can not take it for the new one"
+    assert pool.path("a") != first, "a late reader of the old one cannot take it for the new one"
     assert worker.raw("layers.1").tobytes() == model.expected("layers.1")
     again = Segment.open(pool.path("a"))
     assert again.raw("layers.1").tobytes() == model.expected("layers.1")

@@ -375,6 +375,15 @@ class SliceTestWorld:
         for name, seq in self.policy._seqs.items():
             assert seq.length == self.jobs[name].length, "a drawn token is lost or counted twice"
 
+    def check_end(self) -> None:
+        """All requests have ended, and hold nothing."""
+        for job in self.jobs.values():
+            assert job.ended
+            if job.ended == "finished":
+                assert job.drawn == job.owed
+        assert self.policy.running == self.policy.waiting == 0
+        assert self.policy.arena.held_bytes == 0
+
     def activate(self, when: float = 0.0) -> None:
         for spec in self.specs.values():
             self.at(when, Activated(spec))

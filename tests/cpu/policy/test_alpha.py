@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +11,6 @@ from c2cserve.policy.baselines.c2cserve.alpha import (
     AlphaControl,
     AlphaSettings,
     GemmSample,
-    latency_budgets,
 )
 
 STEPS = 400
@@ -114,11 +112,3 @@ def test_a_late_gemm_is_moved_faster() -> None:
         late.sample(GemmSample(2.0, 1.0, 0.2), 1.0)
         punctual.sample(GemmSample(0.5, 1.0, 0.2), 1.0)
     assert late.alpha > punctual.alpha > 0.0
-
-
-def test_the_target_is_dealt_out_by_profiled_time() -> None:
-    assert latency_budgets({"up": 3.0, "down": 1.0}, 0.4) == {
-        "up": pytest.approx(0.3), "down": pytest.approx(0.1)
-    }  # fmt: skip
-    with pytest.raises(ValueError, match="no GEMM"):
-        latency_budgets({}, 1.0)

@@ -15,7 +15,8 @@ from c2cserve.core.request import Request, Slo
 from c2cserve.policy.slice.batching import BY_HEADROOM, ActiveModel
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.strategies import WeightsInPlace, live_strategies
+from c2cserve.policy.slice.strategies import live_strategies
+from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 
@@ -30,7 +31,7 @@ def test_slices_swap_weights_where_memory_and_link_are_known() -> None:
     assert isinstance(live_strategies(gpu("g")).memory, WeightSwapping)
     assert live_strategies(gpu("g")).arena.weights_above
     for unknown in (gpu("g", link_bytes_per_s=0.0), Slice("c", "cpu")):
-        assert isinstance(live_strategies(unknown).memory, WeightsInPlace)
+        assert type(live_strategies(unknown).memory) is WeightMemory
 
 
 class Kept:

@@ -1,8 +1,8 @@
 """What the slice policy does where steps overlap: the next one is planned while one runs."""
 
 import pytest
-from test_slice import request, world_of
-from test_slice_rules import Hand, names
+from slice_cases import request, world_of
+from slice_hand import Hand, names
 
 from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
 from c2cserve.core.events import (

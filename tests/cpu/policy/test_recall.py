@@ -3,7 +3,8 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_step_faults_policy import Hand, check, failed, names, request, requests, world_of
+from slice_cases import request, requests, world_of
+from slice_hand import Hand, failed, names
 
 from c2cserve.core.actions import Return
 from c2cserve.core.events import RecallAsked, Submitted, Withdrawn
@@ -23,7 +24,7 @@ def test_whenever_it_is_asked_nothing_is_lost(
         later_s = data.draw(st.floats(0.0, 2.0))
         world.at(world.jobs[name].request.arrival_s + later_s, RecallAsked(name))
     world.run()
-    check(world)
+    world.check_end()
     for name, job in world.jobs.items():
         assert job.ended != "returned" or name in asked
 

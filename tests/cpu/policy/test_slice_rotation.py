@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from test_slice import request, small_slice, spec
+from slice_cases import request, small_slice, spec
 
 from c2cserve.core.actions import Move, RunStep, Truncate
 from c2cserve.core.events import Activated, MoveDone, SeqOutcome, StepDone, Submitted
@@ -32,6 +32,32 @@ def test_a_request_that_is_cut_off_during_a_copy_gives_its_blocks_back() -> None
     policy.apply(MoveDone("r", "copy"))
     assert policy.arena.held_bytes == 0
     assert policy.running == 0
+
+
+def test_a_request_that_has_outgrown_the_arena_ends_and_is_not_paused() -> None:
+    """Its prompt fills the arena, so its second token has room nowhere; another request waits."""
+    policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20))
+    policy.apply(Activated(spec(block=2048)))
+    policy.apply(Submitted(request("long", prompt=64, new=90)))
+    [first] = policy.decide(0.0)
+    assert isinstance(first, RunStep)
+    policy.apply(Submitted(request("waits", prompt=16)))
+    policy.apply(StepDone(first.step.id, (SeqOutcome("long", 1, finished=False),), 0.01))
+    truncated, step = policy.decide(10.0)
+    assert truncated == Truncate("long")
+    assert isinstance(step, RunStep)
+    assert step.step.seqs[0].request_id == "waits"
+
+
+def test_a_prompt_longer_than_the_memory_ends_on_arrival() -> None:
+    """It waits for no memory that others hold."""
+    policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20))
+    policy.apply(Activated(spec(block=2048)))
+    policy.apply(Submitted(request("fills", prompt=64)))
+    policy.decide(0.0)
+    policy.apply(Submitted(request("long", prompt=65)))
+    assert list(policy.decide(0.0)) == [Truncate("long")]
+    assert policy.waiting == 0
 
 
 def test_a_prompt_longer_than_the_memory_leaves_its_place_in_line_to_others() -> None:

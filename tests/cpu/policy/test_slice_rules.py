@@ -1,58 +1,22 @@
 """What the slice policy does in situations built by hand."""
 
-from collections.abc import Sequence
 from random import Random
 
 import pytest
-from test_slice import request, small_slice, spec, world_of
+from slice_cases import SLOS, request, spec, world_of
+from slice_hand import Hand, names
 
-from c2cserve.core.actions import Drop, RunStep, SliceAction, Truncate
+from c2cserve.core.actions import Drop, RunStep, Truncate
 from c2cserve.core.events import (
     Activated,
     Deactivated,
     SeqOutcome,
-    SliceEvent,
     StepDone,
     StepParked,
     Submitted,
     Withdrawn,
 )
 from c2cserve.core.request import Slo
-from c2cserve.core.step import Step
-from c2cserve.policy.slice.policy import SlicePolicy
-
-SLOS = [Slo(0.1, 0.01), Slo(1.0, 0.1), Slo(8.0, 1.0)]
-
-
-class Hand:
-    """A slice whose steps end when the test says so."""
-
-    def __init__(self, *specs: str, slabs: int = 16, max_in_flight: int = 1, **more: int) -> None:
-        self.policy = SlicePolicy(small_slice(slabs, **more), max_in_flight)
-        self.now = 0.0
-        self.tell(*(Activated(spec(name)) for name in specs or ("m",)))
-
-    def tell(self, *events: SliceEvent) -> Sequence[SliceAction]:
-        for event in events:
-            self.policy.apply(event)
-        return self.policy.decide(self.now)
-
-    def step(self, *events: SliceEvent) -> Step:
-        """The one step that these events lead to."""
-        [action] = self.tell(*events)
-        assert isinstance(action, RunStep)
-        return action.step
-
-    def done(self, step: Step, took_s: float = 0.01, finished: Sequence[str] = ()) -> StepDone:
-        outcomes = [
-            SeqOutcome(part.request_id, 1, part.request_id in finished)
-            for part in step.seqs if part.emits
-        ]  # fmt: skip
-        return StepDone(step.id, tuple(outcomes), took_s)
-
-
-def names(step: Step) -> list[str]:
-    return [part.request_id for part in step.seqs]
 
 
 def test_a_request_from_prompt_to_last_token() -> None:

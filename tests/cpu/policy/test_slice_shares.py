@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from slice_cases import request, small_slice, spec, world_of
+from slice_cases import requests as drawn_requests
 from slice_world import SliceTestWorld
-from test_slice import request, small_slice, spec, world_of
-from test_slice import requests as drawn_requests
 
 from c2cserve.core.events import Submitted
 from c2cserve.core.request import Request

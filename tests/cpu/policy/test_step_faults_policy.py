@@ -8,9 +8,8 @@ from controller_hand import Hand as Controller
 from controller_hand import dispatched, rejects
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slice_world import SliceTestWorld
-from test_slice import request, requests, spec, world_of
-from test_slice_rules import Hand, names
+from slice_cases import request, requests, spec, world_of
+from slice_hand import REASON, Hand, failed, names
 
 from c2cserve.core.actions import (
     Activate,
@@ -36,14 +35,11 @@ from c2cserve.core.events import (
     Returned,
     SliceLost,
     SliceUp,
-    StepFailed,
     Submitted,
     Withdrawn,
 )
 from c2cserve.core.request import Slo
 from c2cserve.core.step import Step
-
-REASON = "RuntimeError: no"
 
 # ---- a slice ------------------------------------------------------------------------------------
 
@@ -60,7 +56,7 @@ def test_any_faults_lose_no_token_and_no_memory(
     world = world_of(drawn, seed, slabs, in_flight, park, 0.0)
     world.fault = fault
     world.run()
-    check(world)
+    world.check_end()
     for job in world.jobs.values():
         assert job.failures >= 2 or job.ended != "fault", "the first failure is tried again"
         assert job.ended != "returned" or world.given_up
@@ -78,7 +74,7 @@ def test_poison_fails_alone(
     for name in poisoned:
         world.jobs[name].poison = True
     world.run()
-    check(world)
+    world.check_end()
     assert not world.given_up
     for name, job in world.jobs.items():
         if job.ended == "fault":
@@ -86,19 +82,6 @@ def test_poison_fails_alone(
         elif name in poisoned:
             assert job.drawn == 0
     assert world.policy.given_up == sum(job.ended == "fault" for job in world.jobs.values())
-
-
-def check(world: SliceTestWorld) -> None:
-    for job in world.jobs.values():
-        assert job.ended
-        if job.ended == "finished":
-            assert job.drawn == job.owed
-    assert world.policy.running == world.policy.waiting == 0
-    assert world.policy.arena.held_bytes == 0
-
-
-def failed(step: Step) -> StepFailed:
-    return StepFailed(step.id, REASON)
 
 
 def only_step(actions: list[SliceAction]) -> Step:
@@ -116,7 +99,7 @@ def test_a_suspect_gets_the_room_of_a_request_that_is_cut_short() -> None:
     world = world_of(drawn, 0, 4, 1, 0.0, 0.0)
     world.fault = 0.02
     world.run()
-    check(world)
+    world.check_end()
 
 
 def test_the_requests_of_a_failed_step_run_alone_then_in_company() -> None:

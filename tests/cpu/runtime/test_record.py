@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 from cluster_cases import random_world
+from slice_cases import SLOS, world_of
 from slice_world import SliceTestWorld
-from test_slice import SLOS, world_of
 
 from c2cserve.core.events import Draining
 from c2cserve.policy.cluster.admission import AdmissionSettings

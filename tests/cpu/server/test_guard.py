@@ -1,5 +1,6 @@
 """Hosts, origins, peers and media types: what is refused before any key is looked at."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,27 @@ def test_ways_to_say_it(served: Served, kind: str) -> None:
     content = json.dumps(COMPLETION).encode()
     answer = served.http.post("/v1/completions", content=content, headers={"content-type": kind})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("content-encoding", "gzip"), ("content-encoding", "br"), ("transfer-encoding", "gzip")],
+)
+async def test_a_compressed_body_is_refused_by_name(
+    gateway: FakeGateway, field: str, value: str
+) -> None:
+    content = gzip.compress(json.dumps(COMPLETION).encode())
+    headers = {"content-type": "application/json", field: value}
+    transport = httpx.ASGITransport(create_app(gateway, ServerSettings()))
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        answer = await client.post("/v1/completions", content=content, headers=headers)
+    assert f"{field}: {value!r}" in error(answer, 415, "unsupported_media_type")
+    assert answer.json()["error"]["param"] == field
+
+
+def test_a_body_may_say_that_it_is_not_compressed(served: Served) -> None:
+    headers = {"content-encoding": "identity"}
+    assert served.http.post("/v1/completions", json=COMPLETION, headers=headers).status_code == 200
 
 
 def test_no_body_needs_no_type(served: Served) -> None:

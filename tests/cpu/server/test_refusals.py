@@ -106,7 +106,8 @@ WRONG = [
     ("min_tokens", -1), ("seed", "x"), ("seed", 2**70), ("stop", 5), ("stop", [""]),
     ("stop", ["x", 5]), ("stop_token_ids", ["a"]), ("stop_token_ids", [100_000]),
     ("stop_token_ids", [-1]), ("logit_bias", {"a": 1}), ("logit_bias", {"7": 101}),
-    ("logit_bias", {"100000": 1}), ("logit_bias", []), ("stream", "yes"), ("stream", 1),
+    ("logit_bias", {"100000": 1}), ("logit_bias", {"7": 1, "07": 2}), ("logit_bias", []),
+    ("stream", "yes"), ("stream", 1),
     ("stream_options", {"include_usage": True}), ("ignore_eos", 1), ("user", 7),
     ("priority", "high"), ("model", 7), ("model", None),
 ]  # fmt: skip

@@ -77,6 +77,22 @@ def test_a_request_for_a_replaced_version_is_prepared_again(
     assert not set(first.request.prefix_hashes) & set(second.request.prefix_hashes)
 
 
+def test_the_name_is_looked_up_once_for_each_preparation(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a request is checked, tokenized and run for one and the same version."""
+    names: list[str] = []
+    resolve = served.gateway.resolve
+
+    def noted(name: str) -> ModelFiles | None:
+        names.append(name)
+        return resolve(name)
+
+    monkeypatch.setattr(served.gateway, "resolve", noted)
+    assert ask(served)[0] == 200
+    assert names == [BYTE]
+
+
 def test_a_reload_while_a_request_is_tokenized(served: Served) -> None:
     """It is no request for two models, nor for none."""
     new = renewed(served.gateway.files[BYTE])

@@ -208,7 +208,7 @@ def test_mistakes_are_named(trace: str, message: str) -> None:
 
 
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="columns nobody can read"):
+    with pytest.raises(TraceError, match="columns that no trace has"):
         read(Path(write(tmp_path / "a.csv", "x,y\n1,2\n")))
     with pytest.raises(TraceError, match="no requests"):
         read(Path(write(tmp_path / "b.csv", "t_s,model\n")))

@@ -20,7 +20,7 @@ from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.gemm.experts import Routing, by_expert, choose, gather
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
-from c2cserve.kernels.ops import Draw, RowSampling
+from c2cserve.kernels.ops import RowSampling, Sample
 from c2cserve.memory.hbm_cache import HbmCache
 
 
@@ -190,11 +190,11 @@ class GpuOps:
                 chosen = choose(logits, per_token, renormalize=renormalize)
                 return self._experts(x, by_expert(*chosen, w13.experts), w13, w2)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Draw:
+    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Sample:
         return self._sampler(logits, rows)
 
-    def chained(self, ids: Tensor, drawn: Tensor) -> Tensor:
-        return elementwise.chained(ids, drawn)
+    def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:
+        return elementwise.chained(ids, sampled)
 
     def chains(self, row: RowSampling) -> bool:
         return is_plain(row)

@@ -37,13 +37,13 @@ def obstacles(
 
 
 def _packages() -> Iterator[Obstacle]:
-    fix = "pip install 'c2cserve[gpu]', with the torch that is built for CUDA"
+    fix = "pip install '.[gpu]' in the checkout, with the torch that is built for CUDA"
     try:
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
     if not torch or torch.endswith("+cpu"):
-        yield Obstacle(f"torch {torch or 'is not installed'} can not use a GPU", fix)
+        yield Obstacle(f"torch {torch or 'is not installed'} cannot use a GPU", fix)
     for module in ("triton", "cuda.bindings", "cuda.core"):
         if not _is_there(module):
             yield Obstacle(f"the Python module {module} is not installed", fix)

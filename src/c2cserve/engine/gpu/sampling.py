@@ -14,9 +14,9 @@ from torch import Tensor
 
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.ops import Draw, Drawn, RowSampling
+from c2cserve.kernels.ops import RowSampling, Sample, SampledTokens
 
-HostSampler = Callable[[Tensor, Sequence[RowSampling]], Draw]
+HostSampler = Callable[[Tensor, Sequence[RowSampling]], Sample]
 """`Ops.sample` of the CPU: float32 logits on the host."""
 
 OnStepEnd = Callable[[torch.cuda.Event], None]
@@ -38,7 +38,7 @@ _GREEDY = RowSampling(seed=0, position=0, temperature=0.0)
 
 
 class GpuSample:
-    """The `kernels.ops.Draw` of a step that is on its way through the current stream."""
+    """The `kernels.ops.Sample` of a step that is on its way through the current stream."""
 
     def __init__(self, host: HostSampler, logits: Tensor, rows: Sequence[RowSampling]) -> None:
         """Launch the sampling of a token per row of logits [R, V]."""
@@ -65,24 +65,26 @@ class GpuSample:
     def done(self) -> bool:
         return self.end is None or self.end.query()
 
-    def collect(self) -> Drawn:
+    def collect(self) -> SampledTokens:
         if self.end is not None:
             self.end.synchronize()
         if self._found is None and self._logits is None:
-            return Drawn([], [])
+            return SampledTokens([], [])
         if self._logits is None:
             assert self._found is not None
-            return Drawn(*greedy_of(self._found))
+            return SampledTokens(*greedy_of(self._found))
         others = [self._rows[i] for i in self._others]
-        drawn = self._sampler(self._logits.float(), others).collect()
-        return drawn if self._found is None else self._merged(*greedy_of(self._found), drawn)
+        sampled = self._sampler(self._logits.float(), others).collect()
+        return sampled if self._found is None else self._merged(*greedy_of(self._found), sampled)
 
-    def _merged(self, ids: list[int], logprobs: list[float], drawn: Drawn) -> Drawn:
+    def _merged(
+        self, ids: list[int], logprobs: list[float], others: SampledTokens
+    ) -> SampledTokens:
         top: list[list[tuple[int, float]]] = [[] for _ in ids]
         for at, i in enumerate(self._others):
-            ids[i], logprobs[i] = drawn.ids[at], drawn.logprobs[at]
-            top[i] = drawn.top[at] if drawn.top else []
-        return Drawn(ids, logprobs, top)
+            ids[i], logprobs[i] = others.ids[at], others.logprobs[at]
+            top[i] = others.top[at] if others.top else []
+        return SampledTokens(ids, logprobs, top)
 
 
 class Sampler:

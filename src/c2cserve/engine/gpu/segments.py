@@ -48,7 +48,7 @@ class PinnedSegments:
                 try:
                     region = self._pin(segment.data)
                 except PinningError as error:
-                    raise OSError(f"{path.name} can not be read by the GPU: {error}") from error
+                    raise OSError(f"{path.name} cannot be read by the GPU: {error}") from error
                 self._held[path] = _Held(segment, region)
                 if self._peers is not None:
                     self._peers.add(path.name, lendable(segment))

@@ -1,9 +1,9 @@
-// The C interface: one shared library per instruction set, the same functions in each. (One library
-// with several translation units would let the linker merge the standard library's templates
-// across instruction sets, and run AVX-512 code on a machine without it.)
+// The C interface: one shared library per instruction set, the same functions in each. (In a common
+// library, the linker would merge the standard library's templates across instruction sets. Then
+// AVX-512 code could run on a machine without it.)
 //
-// Functions that look things up by index return -1, or the place of the first index that lies
-// outside of what it indexes; then they have written nothing.
+// Functions that take indices return -1, or the place of the first index that is out of bounds. In
+// that case they have written nothing.
 #include "attention.h"
 #include "convert.h"
 #include "decoder.h"

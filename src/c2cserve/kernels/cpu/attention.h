@@ -1,9 +1,9 @@
 // Paged attention for ragged prefill, chunked prefill and decode alike.
 //
-// Every (query, head) row walks its blocks in order with an online softmax of its own. The walk is
-// cut at absolute token positions into splits of kSplit blocks; each split starts afresh and the
-// splits are merged in order, whether one thread walks them all or several share them. Rows are
-// only worked on together to share loads. So a row's bits depend on nothing but the row.
+// Every (query, head) row reads its blocks in order, with an online softmax of its own. Blocks are
+// cut at absolute token positions into splits of kSplit blocks. Each split starts a new softmax,
+// and splits are merged in order, by one thread or by several. Rows are only computed together to
+// share loads. So a row's bits depend on that row alone.
 #pragma once
 #include <algorithm>
 #include <cmath>

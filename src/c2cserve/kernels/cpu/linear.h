@@ -175,8 +175,8 @@ struct Tiling {
   int64_t at(int64_t tile) const { return begin + rows * tile / count; }
 };
 
-// Rows of x as tiles walk them: per tile, a vector of each of its rows in turn, in the order
-// `load_half` gives w, zeros at the end.
+// Rows of x in the order in which tiles read them: for each tile, a vector of each of its rows in
+// turn. Elements are in the order in which `load_half` gives w, with zeros at the end.
 struct Packed {
   const float* data;
   int64_t width;  // K, rounded up to whole pairs

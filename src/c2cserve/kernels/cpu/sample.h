@@ -144,8 +144,8 @@ struct Better {
   bool operator()(int32_t a, int32_t b) const { return l[a] != l[b] ? l[a] > l[b] : a < b; }
 };
 
-// Sort ids by how far their logits lie below the peak, coarsely; most of a vocabulary then needs no
-// comparing, only the bucket that holds a border does.
+// Sort ids coarsely, by the distance of their logits from the peak. Then only the ids in the bucket
+// that holds a border are compared, and most of a vocabulary is not.
 struct Ladder {
   static constexpr int kBuckets = 1024;
   static constexpr float kPerNat = 32.0f;

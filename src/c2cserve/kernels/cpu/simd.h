@@ -214,9 +214,9 @@ inline void store(bf16* p, vec a) {
 }
 
 // A pair of vectors of neighbouring elements, one at a time, in the order that is cheapest for the
-// type: in sequence, but bf16 first all even and then all odd elements, because an element becomes
-// a float by one shift or one mask there, with no shuffle. What they meet has to lie in the same
-// order (`kSplitsPairs`).
+// type. Elements are in sequence, except for bf16: first all even and then all odd ones. There an
+// element becomes a float by one shift or one mask, with no shuffle. The other operand must have
+// the same order (`kSplitsPairs`).
 template <typename T>
 constexpr bool kSplitsPairs = false;
 template <>
@@ -255,8 +255,8 @@ inline vec held(vec a) {
   return a;
 }
 
-// The lanes are added in one fixed tree (halves onto each other, down to one lane): part of the
-// promise that a row's result never depends on what else is in the batch.
+// The lanes are added in one fixed tree: halves onto each other, down to one lane. This is needed
+// for results that do not depend on what else is in the batch.
 #if defined(__AVX2__) || defined(__AVX512F__)
 inline float sum8(__m256 v) {
   __m128 four = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -44,7 +44,7 @@ void ThreadPool::work() {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     if (next(ticket) >= parts(ticket)) return;
     if (!ticket_.compare_exchange_weak(ticket, ticket + 1, std::memory_order_acq_rel)) continue;
-    // The part is ours: the caller can not go on, so call_ and body_ stay what they are.
+    // The caller cannot continue before this part is done, so call_ and body_ do not change.
     call_(body_, next(ticket), parts(ticket));
     done_.fetch_add(1, std::memory_order_release);
   }

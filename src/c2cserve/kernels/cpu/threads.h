@@ -91,9 +91,9 @@ class ThreadPool {
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  // [generation | parts | next part]: one word, so that a helper that comes late can not mistake
-  // the parts of the next call for its own. The caller waits for parts, never for helpers: one that
-  // the system has descheduled holds nobody up.
+  // [generation | parts | next part]: one word, so that a late helper cannot mistake the parts of
+  // the next call for its own. The caller waits for parts, never for helpers. So a helper that the
+  // system has descheduled delays nothing.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<int> done_{0};
   std::atomic<bool> stop_{false};

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 cu: Any = import_module("cuda.bindings.driver")
-"""The driver's own functions: a compiled module, of which type checkers see nothing."""
+"""The driver's functions. Type checkers cannot read this compiled module."""
 
 MapType = Literal["bfloat16", "float16", "float32"]
 
@@ -18,16 +18,16 @@ _TYPES = {
     "float32": (cu.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4),
 }
 _ROW_BYTES = 128
-"""A box's row: the swizzle's span."""
+"""The length of a box's row: the span of the swizzle."""
 MAP_BYTES = 128
 
 
 class CudaError(RuntimeError):
-    """A driver call failed; the message has its name and CUDA's own."""
+    """A driver call failed. The message has the call and the name of CUDA's error."""
 
 
 def checked(call: str, result: tuple[Any, ...]) -> Any:
-    """The value of a driver call. Raises `CudaError`."""
+    """Return the value of a driver call. Raises `CudaError`."""
     code, *values = result
     if int(code) != 0:
         _, name = cu.cuGetErrorName(code)
@@ -40,9 +40,12 @@ def checked(call: str, result: tuple[Any, ...]) -> Any:
 def tensor_map(
     pointer: int, rows: int, columns: int, row_stride: int, box_rows: int, dtype: MapType
 ) -> bytes:
-    """The copy engine's description of a matrix, read and written in boxes of `box_rows` rows of
-    128 bytes, swizzled in shared memory. `row_stride` in elements. Outside the matrix, reads give
-    zeros and writes go nowhere. Raises `CudaError` for what the engine cannot address."""
+    """Return the TMA unit's description of a matrix. `row_stride` is in elements.
+
+    TMA copies boxes of `box_rows` rows of 128 bytes, which are swizzled in shared memory. Outside
+    the matrix, reads give zeros and writes are dropped. Raises `CudaError` for a matrix that the
+    unit cannot address.
+    """
     item_bytes = _TYPES[dtype][1]
     return _encode(pointer, (columns, rows), (row_stride * item_bytes,), (box_rows,), dtype)
 
@@ -51,7 +54,7 @@ def tensor_map(
 def stack_map(
     pointer: int, matrices: int, rows: int, columns: int, box_rows: int, dtype: MapType
 ) -> bytes:
-    """The same of `matrices` contiguous matrices one after another: a box stays within one."""
+    """Describe `matrices` contiguous matrices, one after another. A box stays within one."""
     return _encode_stack(pointer, matrices, rows, columns, (box_rows, 1), dtype)
 
 
@@ -91,7 +94,7 @@ def _encode(
 
 @cache
 def _pdl_attribute() -> Any:
-    """The launch attribute that lets a kernel start before the one before it in its stream ends."""
+    """Return the attribute that lets a kernel start before the previous one in its stream ends."""
     attribute = cu.CUlaunchAttribute()
     attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
@@ -108,8 +111,10 @@ def launch(
     *,
     pdl: bool,
 ) -> None:
-    """Put a kernel with one parameter struct on a stream. With `pdl` it may begin before earlier
-    kernels have ended; it waits for them itself where it must. Raises `CudaError`."""
+    """Launch a kernel with one parameter struct on a stream. Raises `CudaError`.
+
+    With `pdl` it may begin before earlier kernels have ended, and waits for them in its own code.
+    """
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = grid, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -123,16 +128,19 @@ def launch(
 
 
 def new_stream(device: int) -> torch.cuda.Stream:
-    """Return a stream of the device with one owner, for as long as the process lives."""
+    """Return a new stream of the device, which lives as long as the process.
+
+    torch's streams come from a pool, and two users may get the same one.
+    """
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device)  # the context is there
+        torch.cuda.current_stream(device)  # makes the device's context
         flags = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
         stream = checked("cuStreamCreate", cu.cuStreamCreate(int(flags)))
     return torch.cuda.ExternalStream(int(stream), device=device)
 
 
 def copy_async(target: int, source: int, size: int, stream: int) -> None:
-    """`size` bytes by a copy engine, whatever the two memories are."""
+    """Copy `size` bytes by a copy engine, between any two memories."""
     checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))
 
 
@@ -150,10 +158,13 @@ def wait_at_least(stream: int, flag: int, value: int) -> None:
 
 @cache
 def enable_peer(device: int, peer: int) -> None:
-    """Let kernels on `device` read `peer`'s memory. torch does it for the process, with its first
-    copy between the two (to do it again by hand leaves an error behind). Raises `CudaError`."""
+    """Let kernels on `device` read `peer`'s memory. Raises `CudaError` if they cannot.
+
+    torch enables this for the process, with its first copy between the two GPUs. Enabling it twice
+    would leave a CUDA error behind.
+    """
     if not torch.cuda.can_device_access_peer(device, peer):
-        raise CudaError(f"GPU {device} can not read GPU {peer}'s memory: no peer access")
+        raise CudaError(f"GPU {device} cannot read GPU {peer}'s memory: no peer access")
     torch.zeros(1, device=f"cuda:{peer}").to(f"cuda:{device}")
     torch.zeros(1, device=f"cuda:{device}").to(f"cuda:{peer}")
     torch.cuda.synchronize(device)

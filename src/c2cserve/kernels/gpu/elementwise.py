@@ -1,9 +1,8 @@
 """What a decoder does between its GEMMs and attention, in Triton: norms, activation, embedding.
 
-Activations are 16-bit and contiguous, vectors (norm weights) float32, sums float32;
-every result is rounded once. A row's result depends on nothing but the row. Sizes that change from
-step to step are not specialised on, so that once a model is warm nothing is compiled
-(`kernels.gpu.aot.warm`).
+Activations are 16-bit and contiguous. Norm weights and sums are float32. Every result is rounded
+once, and a row's result depends on that row alone. Kernels are not specialised on sizes that change
+from step to step. So nothing is compiled once a model is warm (`kernels.gpu.aot.warm`).
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -21,7 +20,7 @@ from c2cserve.kernels.gpu.launcher import Launcher
 from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
 
 _COLUMNS = 1024
-"""A program's share of a row where a row needs no sum."""
+"""The part of a row that one program computes, where a row needs no sum."""
 
 
 # ---- device code --------------------------------------------------------------------------------
@@ -70,10 +69,10 @@ def _chained_kernel(
     after_others(PDL)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    known = tl.load(ids + at, inside, 0)
-    late = known < 0
+    token = tl.load(ids + at, inside, 0)
+    late = token < 0
     tl.store(
-        out + at, tl.where(late, tl.load(sampled - 1 - known, inside & late, 0), known), inside
+        out + at, tl.where(late, tl.load(sampled - 1 - token, inside & late, 0), token), inside
     )
 
 
@@ -87,8 +86,8 @@ def _embed_kernel(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < hidden
     token = tl.load(ids + row).to(tl.int64)
-    known = (token >= 0) & (token < vocab)
-    value = tl.load(table + token * hidden + at, inside & known, float("nan"))
+    valid = (token >= 0) & (token < vocab)
+    value = tl.load(table + token * hidden + at, inside & valid, float("nan"))
     tl.store(out + row * hidden + at, value, inside)
 
 
@@ -113,12 +112,12 @@ def _combine_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [T, H] over its root mean square, times weight float32 [H]."""
+    """Return x [T, H] over its root mean square, times `weight` float32 [H]."""
     return _norm(x, x, weight, eps, add=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`residual += x` [T, H], rounded, in place; returns the norm of the sum."""
+    """Do `residual += x` [T, H] in place, rounded. Return the norm of the sum."""
     return _norm(x, residual, weight, eps, add=True)
 
 
@@ -140,7 +139,7 @@ _launch_norm = Launcher(_norm_kernel, _norm_constants)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu of the first half of gate_up [T, 2 I] times the second half -> [T, I]."""
+    """Return silu of the first half of gate_up [T, 2 I], times the second half -> [T, I]."""
     tokens, width = gate_up.shape
     inner = width // 2
     out = torch.empty((tokens, inner), dtype=gate_up.dtype, device=gate_up.device)
@@ -158,7 +157,7 @@ _launch_silu_mul = Launcher(_silu_mul_kernel, _silu_mul_constants)
 
 
 def chained(ids: Tensor, sampled: Tensor) -> Tensor:
-    """`Ops.chained`: int32 [T], of contiguous int32 [T] and [R]."""
+    """`Ops.chained`: contiguous `ids` int32 [T] and `sampled` int32 [R] -> int32 [T]."""
     out = torch.empty_like(ids)
     if len(ids):
         _chained_kernel[(-(-len(ids) // _COLUMNS),)](
@@ -168,9 +167,11 @@ def chained(ids: Tensor, sampled: Tensor) -> Tensor:
 
 
 def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
-    """Rows `ids` (int32 [T], on `device`) of `table` [V, H] -> [T, H] on `device`. The table is in
-    that GPU's memory or in host memory registered with CUDA; of that only these rows are read. An
-    id that is not in [0, V) gives a row of NaN: its request fails, and nothing else."""
+    """Return rows `ids` (int32 [T], on `device`) of `table` [V, H], as [T, H] on `device`.
+
+    The table is in that GPU's memory, or in host memory registered with CUDA. Only these rows of it
+    are read. An id that is not in [0, V) gives a row of NaN, which fails its own request alone.
+    """
     vocab, hidden = table.shape
     out = torch.empty((len(ids), hidden), dtype=table.dtype, device=device)
     if len(ids):
@@ -188,8 +189,11 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """Experts' rows y [T k, H] -> [T, H]: token t's are `places` [t], each times its weight
-    (float32 [T, k]), summed in float32 in that order."""
+    """Return each token's weighted sum [T, H] of the experts' rows y [T k, H].
+
+    The rows of token t are `places[t]`, and their weights `weights[t]` (float32 [T, k]). The sum is
+    float32, in that order.
+    """
     (tokens, count), hidden = places.shape, y.shape[1]
     out = torch.empty((tokens, hidden), dtype=y.dtype, device=y.device)
     if tokens:

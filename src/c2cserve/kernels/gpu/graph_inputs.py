@@ -1,9 +1,13 @@
-"""Rows of a decode step where a graph has them: at fixed addresses, as many as it was captured for.
+"""The rows of a decode step at the addresses, and in the number, that its graph was captured with.
 
-Rows that are not there begin as the first one does, and no result of theirs is read. Their context
-is of no token, so attention neither reads nor stores anything for them, and what it leaves in their
-rows is not defined. Where a mixture of experts streams from afar they repeat the first row to the
-end instead: they choose the experts it chooses, and no others have to come.
+    step     row 0 | row 1 | row 2
+    graph    row 0 | row 1 | row 2 | padding: row 0 with an empty context
+
+A graph may have more rows than the step. The rest is padding, whose results are not read. With an
+empty context, attention reads and stores nothing for a row, and its output there is undefined.
+
+If the experts of a mixture stream over a link, padding repeats row 0 with its context instead. Then
+padding chooses the same experts as row 0, and no others have to be read.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -23,7 +27,7 @@ from c2cserve.kernels.gpu.programmatic_launch import after_others
 from c2cserve.kernels.layer import BLOCK_TOKENS, TokenRows
 
 _COLUMNS = 1024
-"""A program's share of a row."""
+"""The part of a row that one program copies."""
 
 
 @triton.jit(do_not_specialize=["rows", "table_width", "graph_width", "repeated"])
@@ -49,7 +53,7 @@ def _copy_in_kernel(
 
 @dataclass(frozen=True, slots=True)
 class GraphInputs:
-    """What a graph reads: `hidden` [rows, H], and the same number of sequences of one new token."""
+    """What a graph reads: `hidden` [rows, H], and as many sequences of one new token."""
 
     hidden: Tensor
     rows: TokenRows
@@ -58,7 +62,7 @@ class GraphInputs:
     def make(
         cls, count: int, width: int, context: int, dtype: torch.dtype, device: torch.device
     ) -> "GraphInputs":
-        """Make room for `count` sequences of up to `context` tokens; `copy_in` writes all of it."""
+        """Allocate inputs for `count` sequences of up to `context` tokens. `copy_in` fills them."""
 
         def empty(*shape: int, dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -73,8 +77,11 @@ class GraphInputs:
         return cls(empty(count, width, dtype=dtype), rows)
 
     def copy_in(self, hidden: Tensor, rows: TokenRows, *, repeated: bool = False) -> None:
-        """Bring a step's rows here: at most as many, with block tables at most as wide, all on this
-        GPU and contiguous. `repeated`: the others repeat the first one, attention included."""
+        """Copy a step's rows in. They are contiguous and on this GPU.
+
+        The step has at most as many rows as the graph, and its block tables are at most as wide.
+        With `repeated`, padding has the first row's context, too.
+        """
         (count, width), mine = self.hidden.shape, self.rows
         longest = max(width, mine.block_table.shape[1])
         tensors = (

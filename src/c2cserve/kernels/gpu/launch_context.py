@@ -13,11 +13,11 @@ from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, Variant
 from c2cserve.kernels.gpu.driver import cu
 
 _SLOTS = 2
-"""Places for whole weights: one is filled while the other is in use."""
+"""The number of slots for whole weights. One is filled while the other is in use."""
 
 
 class Slot:
-    """A place in HBM for a weight on its way through. Reused once its last reader is done."""
+    """Memory in HBM for one streamed weight at a time, reused once the last reader is done."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -25,17 +25,19 @@ class Slot:
         self.free = torch.cuda.Event()
 
     def hold(self, size: int) -> Tensor:
-        """Return at least `size` bytes of it, uint8."""
+        """Return `size` bytes of it, uint8."""
         if self._memory is None or self._memory.numel() < size:
-            # Old memory goes back to torch's cache, which hands it on in stream order only.
+            # torch's cache reuses the old memory in one stream's order, and other streams use it.
             torch.cuda.synchronize(self._device)
             self._memory = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self._device}")
         return self._memory[:size]
 
 
 class LaunchContext:
-    """Launches go to torch's current stream; `sms` bounds their grids. Not thread-safe: a context
-    belongs to one thread, as a slice does."""
+    """Launches kernels on torch's current stream, with grids that fit `sms` SMs.
+
+    Not thread-safe: a context belongs to one slice and its thread.
+    """
 
     def __init__(self, device: int, repository: Repository, sms: int | None = None) -> None:
         self.device = device
@@ -43,8 +45,8 @@ class LaunchContext:
         whole = torch.cuda.get_device_properties(device).multi_processor_count
         self.sms = min(sms or whole, whole)
         self.copies = driver.new_stream(device)
-        """Where copy engines work, beside the kernels. Its own: torch's streams come from a pool
-        of 32, and the one that launches kernels could be the same."""
+        """The stream of the copy engines, which work while kernels run. It is not one of torch's 32
+        pooled streams, as kernels might be launched on the same one."""
         self._slots = [Slot(device) for _ in range(_SLOTS)]
         self._turn = 0
         self._scratch: dict[str, Tensor] = {}
@@ -54,7 +56,7 @@ class LaunchContext:
 
     def renew(self) -> None:
         """Forget what a failed step may have left half done: slots, scratch memory and the share of
-        the link. Nothing runs meanwhile, and graphs that know their addresses are gone."""
+        the link. Nothing runs meanwhile, and no graph holds their addresses any more."""
         self._slots = [Slot(self.device) for _ in range(_SLOTS)]
         self._scratch.clear()
         self._share, self._share_bytes_per_s = None, 0.0
@@ -64,9 +66,11 @@ class LaunchContext:
         return torch.cuda.current_stream(self.device).cuda_stream
 
     def limit_link(self, bytes_per_s: float) -> None:
-        """The share of the link that kernels stream weights at from here on in stream order, also
-        those in graphs; 0: as fast as weights come. Arbiters on the chip are not fair to slices
-        that share a link: 80 of 395 GB/s for one, 47 for others. Copy engines are."""
+        """Limit the rate at which kernels stream weights from now on, in stream order; 0: no limit.
+
+        The limit holds in graphs, too. The chip's arbiters do not divide a link equally among
+        slices: of 395 GB/s, one gets 80 and others 47. Copy engines divide it equally.
+        """
         if self._share is None:
             if bytes_per_s == 0.0:
                 return
@@ -77,16 +81,18 @@ class LaunchContext:
 
     @property
     def share_pointer(self) -> int:
-        """Nanoseconds per byte of that share, float32 in GPU memory; 0: there was never a limit."""
+        """The address of the limit in nanoseconds per byte, float32 in GPU memory. It is 0 as long
+        as no limit was ever set."""
         return 0 if self._share is None else self._share.data_ptr()
 
     def begin_capture(self) -> None:
-        """First thing in the capture of a CUDA graph: copies become part of it."""
+        """Make copies part of the CUDA graph. Called first in its capture."""
         self.copies.wait_stream(torch.cuda.current_stream(self.device))
         self._forget_readers()
 
     def end_capture(self) -> None:
-        """Last thing in the capture: copies have joined, nothing outside waits for its events."""
+        """Join the copies, and drop events that work outside the graph cannot wait for. Called last
+        in its capture."""
         torch.cuda.current_stream(self.device).wait_stream(self.copies)
         self._forget_readers()
 
@@ -99,16 +105,16 @@ class LaunchContext:
         return self._slots[self._turn]
 
     def scratch(self, name: str, size: int) -> Tensor:
-        """`size` bytes (uint8) that one launch uses and the next of that name may overwrite."""
-        kept = self._scratch.get(name)
-        if kept is None or kept.numel() < size:
+        """Return `size` bytes (uint8) for one launch. The next one of this name overwrites them."""
+        memory = self._scratch.get(name)
+        if memory is None or memory.numel() < size:
             torch.cuda.synchronize(self.device)
-            kept = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
-            self._scratch[name] = kept
-        return kept[:size]
+            memory = torch.empty(size, dtype=torch.uint8, device=f"cuda:{self.device}")
+            self._scratch[name] = memory
+        return memory[:size]
 
     def clusters(self, variant: Variant) -> int:
-        """How many clusters of a variant run at once. Raises `CudaError` if not even one does."""
+        """Return how many clusters of a variant run at once. Raises `CudaError` if not one does."""
         if variant not in self._clusters:
             room = self.sms // variant.cluster
             fits = min(room, _resident_clusters(self.repository, variant)) if room else 0
@@ -123,7 +129,7 @@ class LaunchContext:
     def launch(
         self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False
     ) -> None:
-        """Raises `KernelMissingError`, `CudaError`."""
+        """Launch a variant. Raises `KernelMissingError`, `CudaError`."""
         driver.launch(
             self.repository.kernel(variant), clusters * variant.cluster, THREADS,
             SHARED_BYTES, self.stream, parameters, pdl=pdl,
@@ -132,7 +138,11 @@ class LaunchContext:
 
 @cache
 def _resident_clusters(repository: Repository, variant: Variant) -> int:
-    """Not all SMs can be part of a large cluster: some of the chip's groups of SMs are smaller."""
+    """Return how many clusters of a variant fit on the whole GPU.
+
+    They may be fewer than its SMs would make: a cluster lies in one group of SMs, and some of a
+    chip's groups are smaller.
+    """
     config = cu.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = variant.cluster, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1

@@ -1,9 +1,9 @@
-"""Triton kernels launched again and again without asking Triton which compiled kernel it is.
+"""Repeated launches of Triton kernels, which skip Triton's search for the compiled kernel.
 
-Triton works that out from every argument of every launch. Here a caller says in a short key all
-that the compiled kernel depends on besides alignment, and the kernel that Triton returned for the
-first launch of a key is called from then on. Tensors at odd addresses go Triton's way: compiled
-kernels rely on multiples of 16 bytes.
+Triton finds the compiled kernel anew in every launch, from all arguments. Here the caller gives a
+short key with all that the compiled kernel depends on besides alignment. The first launch of a key
+goes through Triton. Later ones call the kernel that it returned. Compiled kernels rely on addresses
+that are multiples of 16 bytes, so launches with other addresses always go through Triton.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -28,10 +28,11 @@ class _Compiled(NamedTuple):
 
 
 class Launcher:
-    """One kernel, whose parameters are tensors, then numbers, then constants."""
+    """Launches one kernel, whose parameters are tensors, then numbers, then constants."""
 
     def __init__(self, kernel: Any, constants: Callable[..., dict[str, Any]]) -> None:
-        """`constants(*key)`: the kernel's `constexpr` parameters (but PDL) and its options."""
+        """`constants(*key)` returns the kernel's `constexpr` parameters except PDL, and its launch
+        options."""
         self._kernel = kernel
         self._constants = constants
         self._compiled: dict[tuple[int, _Key], _Compiled] = {}
@@ -41,9 +42,8 @@ class Launcher:
     ) -> None:
         """Launch on the current stream of the tensors' GPU.
 
-        `key`: the values of all numbers that Triton specialises on, and all that constants and
-        dtypes follow from. A number that is missing from it is an AssertionError, in the first
-        launch.
+        `key` has the values of all numbers that Triton specialises on, and all that constants and
+        dtypes follow from. Raises `AssertionError` in the first launch if a number is missing.
         """
         device = tensors[0].get_device()
         compiled = self._compiled.get((device, key))
@@ -53,7 +53,7 @@ class Launcher:
             for pointer in pointers:
                 odd |= pointer
             if odd % _ALIGNMENT == 0:
-                # No launch hooks (the three None): nothing here is profiled by Triton's own tools.
+                # The three None are launch hooks, which only Triton's own profilers need.
                 compiled.run(
                     *grid, _stream(device), compiled.function, compiled.metadata, None, None, None,
                     *pointers, *numbers, *compiled.constants,
@@ -72,8 +72,8 @@ class Launcher:
             return  # interpreted, only compiled, or compiled for this alignment
         first = len(tensors)
         for number, parameter in zip(numbers, self._kernel.params[first:], strict=False):
-            known = isinstance(number, float) or parameter.do_not_specialize or number in key
-            assert known, f"{parameter.name} = {number} is not in the key {key}"
+            covered = isinstance(number, float) or parameter.do_not_specialize or number in key
+            assert covered, f"{parameter.name} = {number} is not in the key {key}"
         names = self._kernel.arg_names[first + len(numbers) :]
         self._compiled[device, key] = _Compiled(
             kernel.run,
@@ -84,6 +84,6 @@ class Launcher:
 
 
 def _stream(device: int) -> int:
-    """The current stream of a GPU, as Triton launches on it."""
+    """Return the current stream of a GPU, as Triton's launches take it."""
     active: Any = triton.runtime.driver.active
     return active.get_current_stream(device)

@@ -1,7 +1,4 @@
-"""Instances as presets have them: kept, streamed or loaded, sized in advance, kept alive a while.
-
-It implements `policy.cluster.strategies.InstanceRules`.
-"""
+"""Instances as presets have them: kept, streamed or loaded, sized in advance, kept for a while."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -20,12 +17,13 @@ from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks, lowered
 from c2cserve.policy.cluster.link_and_memory import stream_step_s
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
+from c2cserve.policy.cluster.strategies import InstanceRules
 from c2cserve.policy.simulated.presets import Preset
 
 Actions = Sequence[ClusterAction | SimulatedClusterAction]
 
 
-class PresetInstances:
+class PresetInstances(InstanceRules[SimulatedClusterAction]):
     def __init__(self, preset: Preset, placer: Placer) -> None:
         self._preset = preset
         self._placer = placer

@@ -69,7 +69,7 @@ class Throughput:
             self._finished, self._since_s = 0, now
 
     def wait_s(self, ahead: int) -> float:
-        """Expected wait behind so many requests; 0 while nothing is known."""
+        """Return the expected wait behind so many requests; 0 while nothing is known."""
         return ahead / self.per_s if self.per_s > 0.0 else 0.0
 
 
@@ -96,8 +96,8 @@ def refusal(
     request: Request, ahead: int, throughput: Throughput, patience: float, now: float,
     *, foresee: bool = True,
 ) -> tuple[str, float] | None:  # fmt: skip
-    """Why a waiting request must be refused, and when to try again; None if it may wait on for
-    `patience` times its TTFT target."""
+    """Return why a waiting request must be refused, and when to try again; None if it may wait on
+    for `patience` times its TTFT target."""
     waited_s = now - request.arrival_s
     expected_s = waited_s + throughput.wait_s(ahead) * foresee
     if expected_s <= patience * request.slo.ttft_s:
@@ -181,7 +181,7 @@ class Admission:
         ]  # fmt: skip
 
     def backlog(self) -> Backlog | None:
-        """What has to be told so that newcomers can be refused before anything is done for them;
+        """Return what the server must know to refuse newcomers before anything is done for them;
         None if nothing has changed."""
         backlog = Backlog()
         if self._standing.is_long and self.throughput.per_s > 0.0:
@@ -235,7 +235,7 @@ class Admission:
 
 
 def turns_before(tenant: str, waiting: Mapping[str, int]) -> int:
-    """Requests that are served before the tenant's next one: all that wait, or fewer if it has few
-    of them, because tenants take turns."""
+    """Return how many requests are served before the tenant's next one. These are all that wait, or
+    fewer if it has few of them, because tenants take turns."""
     tenants = len(waiting) + (tenant not in waiting)
     return min(sum(waiting.values()), (waiting.get(tenant, 0) + 1) * tenants - 1)

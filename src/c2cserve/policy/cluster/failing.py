@@ -57,7 +57,7 @@ class Failing:
         return self._given_up[slice_id] >= _REPLACE_AFTER
 
     def works(self, model: str, slice_id: str) -> bool:
-        """Whether that is news."""
+        """Note that the model works on the slice. Return whether it was given up there."""
         if not self._failures:
             return False
         self._given_up.pop(slice_id, None)
@@ -65,7 +65,7 @@ class Failing:
         return self._marks.pop((slice_id, model), None) is not None
 
     def slice_lost(self, slice_id: str) -> None:
-        """Its next process is another chance, for each model at once."""
+        """Forget the slice's failures: in its next process, each model may be tried at once."""
         self._given_up.pop(slice_id, None)
         for key in [key for key in self._marks if key[0] == slice_id]:
             del self._marks[key]

@@ -1,7 +1,7 @@
 """Fair shares of work among tenants: virtual token counters (ours, after "Fairness in Serving Large
 Language Models", OSDI 24).
 
-Each tenant has a counter of the work that was done for it, divided by its weight:
+Each tenant has a counter of the work that was done for it:
 
     work = prompt tokens + 2 * output tokens
 
@@ -15,7 +15,6 @@ its counter is raised to the lowest one of the tenants with requests.
 """
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from c2cserve.core.request import Request
@@ -38,9 +37,7 @@ class _Account:
 class FairShares:
     """The counters of all tenants. They only decide where more than one tenant has requests."""
 
-    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: shares of tenants in proportion; 1 where none is given."""
-        self._weights = dict(weights or {})
+    def __init__(self) -> None:
         self._accounts: dict[str, _Account] = {}
         self._present = Counter[str]()
         """Requests of each tenant; no entry for a tenant without any."""
@@ -50,15 +47,15 @@ class FairShares:
 
     @property
     def tenants(self) -> int:
-        """Those with requests."""
+        """The number of tenants with requests."""
         return len(self._present)
 
     def served(self, tenant: str) -> float:
-        """Work done for the tenant over its weight."""
+        """Return the work done for the tenant."""
         return self._served.get(tenant, self._floor)
 
     def entered(self, request: Request) -> None:
-        """The request waits. One that waits again is known already."""
+        """Note that the request waits. One that waits again is known already."""
         if request.id in self._accounts:
             return
         tenant = request.tenant
@@ -94,7 +91,7 @@ class FairShares:
                     del self._served[one]
 
     def _charge(self, tenant: str, work: float) -> None:
-        self._served[tenant] = self.served(tenant) + work / self._weights.get(tenant, 1.0)
+        self._served[tenant] = self.served(tenant) + work
 
     def _raise_floor(self) -> None:
         """Raise the floor to the lowest counter of a tenant with requests; it never goes back."""

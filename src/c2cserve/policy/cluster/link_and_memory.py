@@ -1,11 +1,11 @@
-"""Which models of a slice stream, which are kept, and how many take turns in its memory (ours).
+"""Which models of a slice stream, which are resident, and how many swap weights (ours).
 
 On a slice with known memory and link (`policy.cluster.placement.Budgets`), over models with
 requests there:
 
     streamed    sum of S_m / TPOT_m <= share of the link, and a round <= TPOT / 2
-    kept        sum of kept weights + expected KV <= memory
-    swapped     the two largest kept weights + expected KV <= memory, and
+    resident    sum of weights + expected KV <= memory
+    swapped     the two largest weights + expected KV <= memory, and
                 the link loads each of them once while a client reads `SWAP_TOKENS`
 """
 
@@ -14,16 +14,19 @@ from math import ceil
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.link_budget import link_demand
-from c2cserve.policy.cluster.placement import ROOMY, Ask
+from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
 from c2cserve.policy.cluster.slice_load import Instance, SliceLoad
 
 SWAP_TOKENS = 24
-"""How many tokens ahead of its clients a model is on average when its weights leave for another's.
-Less is more loading; more is less time for which a model can be absent (chosen in simulation)."""
+"""The tokens that a model is on average ahead of its clients when its weights make room.
+
+Fewer tokens mean more loading. More tokens mean less time for which a model can be absent. The
+number was chosen in simulation.
+"""
 
 
-class LinkAndMemory:
-    """`policy.cluster.placement.Budgets` of slices whose memory or link is known."""
+class LinkAndMemory(Budgets):
+    """The budgets of slices whose memory or link is known."""
 
     def bounded(self, load: SliceLoad) -> bool:
         return load.slice.hbm_bytes > 0
@@ -34,16 +37,16 @@ class LinkAndMemory:
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         if not load.keeps:
             return load.weight_bytes + weight_bytes <= free
-        sizes = _kept_bytes(load)
+        sizes = _resident_bytes(load)
         if sum(sizes) + weight_bytes <= free:
             return True
-        if not weight_bytes:  # one request more for models that are swapped already
+        if not weight_bytes:  # one more request for models that swap already
             return sum(nlargest(2, sizes)) <= free
         return _swappable(ask, load, [*sizes, weight_bytes], free)
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
-        """If its weights stream and others have taken the link since, it must be made anew, with
-        its weights kept."""
+        """Return False if its weights stream and the link no longer carries them. Then it must be
+        made anew, with resident weights."""
         tpot_s = ask.request.slo.tpot_s
         return not instance.streams or _carries(load, instance.spec, tpot_s)
 
@@ -55,12 +58,12 @@ class LinkAndMemory:
         return 0 if load.keeps else instance.spec.weight_bytes
 
     def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
-        """Its weights are kept if they fit, or if the link would not carry them as a stream. Those
-        of a model larger than the memory stream as well as they can, with no other stream."""
+        """Make weights resident if they fit, or if the link would not carry them as a stream. A
+        model larger than the memory streams as well as it can, with no other stream."""
         spec = ask.spec
         free = load.slice.hbm_bytes - load.kv_bytes - ask.kv_bytes
         keep = load.keeps and (
-            sum(_kept_bytes(load)) + spec.weight_bytes <= free
+            sum(_resident_bytes(load)) + spec.weight_bytes <= free
             or not _carries(load, spec, ask.request.slo.tpot_s)
         )
         if keep and spec.weight_bytes + ask.kv_bytes > load.slice.hbm_bytes:
@@ -86,8 +89,11 @@ def stream_step_s(load: SliceLoad, spec: ModelSpec) -> float:
 
 
 def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
-    """Whether the slice's share of the link brings one more stream at the pace of all, and leaves
-    the slice time for others (C2CServe 6.2). A new model has nothing resident yet."""
+    """Return whether the link carries one more stream in time (C2CServe 6.2).
+
+    All streams must fit into the slice's share of the link, and a round must leave time for others.
+    A new model has nothing resident yet.
+    """
     demand = link_demand(ceil(spec.step_bytes(1)), tpot_s)
     if demand > load.slice.link_bytes_per_s:
         return False
@@ -97,16 +103,19 @@ def _carries(load: SliceLoad, spec: ModelSpec, tpot_s: float) -> bool:
     )
 
 
-def _kept_bytes(load: SliceLoad) -> list[int]:
-    """Return the weight bytes of each model with requests that does not stream. Where weights are
-    swapped, models without requests are not in the way."""
+def _resident_bytes(load: SliceLoad) -> list[int]:
+    """Return the weight bytes of each model with requests that does not stream. With weight
+    swapping, models without requests take no room."""
     return [one.spec.weight_bytes for one in load.busy() if not one.streams]
 
 
 def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool:
-    """Whether models with weights of these sizes, the new one's last, can share so much memory by
-    `policy.weights.weight_swapping`. Loads under way must leave time for the new model's. (If it
-    alone takes longer than there is time, no other may be waiting for its first load.)"""
+    """Return whether models of these sizes can swap weights in `free` bytes of memory.
+
+    The new model's size comes last. Loads under way must leave time for its own. If that alone
+    takes longer than there is time, no other model may be waiting for its first load. See
+    `policy.weights.weight_swapping`.
+    """
     link_bytes_per_s = load.slice.link_bytes_per_s
     period_s = SWAP_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)
     if sum(nlargest(2, sizes)) > free or sum(sizes) > period_s * link_bytes_per_s:

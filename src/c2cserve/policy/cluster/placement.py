@@ -46,15 +46,16 @@ class Budgets(Protocol):
     """A slice's memory and its share of a link, where their sizes are known."""
 
     def bounded(self, load: SliceLoad) -> bool:
-        """Whether the slice can run out of memory."""
+        """Return whether the slice can run out of memory."""
         ...
 
     def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
-        """Whether there is memory for the request's KV and so much more, beside what is there."""
+        """Return whether there is memory for the request's KV and so many bytes of weights, beside
+        what is there."""
         ...
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
-        """Whether an instance without requests can go on as it is."""
+        """Return whether an instance without requests can go on as it is."""
         ...
 
     def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
@@ -90,8 +91,11 @@ class Activation:
 
 
 def _predictable(load: SliceLoad, request: Request) -> bool:
-    """Whether all times on the slice are known. If some are not, only its other budgets tell
-    whether the request can be in time there: what is never tried is never known."""
+    """Return whether all times on the slice are known.
+
+    If some are not, only its other budgets tell whether the request can be in time there. What is
+    never tried is never known.
+    """
     return not isinf(load.work().round_s + load.times(request.model).decode_s(1, 1))
 
 
@@ -125,7 +129,7 @@ def in_time(
 
 
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
-    """The only models that may get a place if no slice takes another one; None: some slice does."""
+    """Return the only models that may get a place. None: some slice takes another one."""
     for load in loads:
         if load.unused or len(load.active) < load.slice.max_active:
             return None
@@ -143,10 +147,11 @@ def place(
     late: bool = False,
     budgets: Budgets,
 ) -> Placement | None:
-    """Where the request should go, of open slices; None: nowhere now. A model with requests on a
-    slice is never made to leave it. `kv_bytes`: what the request will take of memory. `late`: it
-    also goes where no other request becomes late because of it, and to an idle slice in any
-    case."""
+    """Return where the request should go, of open slices; None: nowhere now.
+
+    A model with requests on a slice is never made to leave it. `kv_bytes`: what the request will
+    take of memory. `late`: it also goes where no other request becomes late because of it, and to
+    an idle slice in any case."""
     ask, model = Ask(request, spec, kv_bytes, value, now, budgets), request.model
     here: list[tuple[SliceLoad, tuple[str, ...]]] = []
     others: list[SliceLoad] = []
@@ -272,7 +277,7 @@ def _busy(
     return min(choices, key=lambda c: c[:4])[4] if choices else None
 
 
-# ---- memory: who leaves, who takes shifts ------------------------------------------------------
+# ---- memory: which models leave a slice --------------------------------------------------------
 
 
 def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | None:
@@ -297,8 +302,8 @@ def _room(ask: Ask, load: SliceLoad, weights: int, models: int) -> Victims | Non
 
 
 def _activation(ask: Ask, load: SliceLoad) -> Activation | None:
-    """One more model on the slice. None: a model with requests would have to leave, or there is no
-    budget for it."""
+    """Return how the slice takes one more model. None: there is no budget for it, or a model with
+    requests would have to leave."""
     budget = ask.budgets.activation(ask, load)
     if budget is None:
         return None

@@ -160,7 +160,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._shares.ended(event.request_id, event.output_len)
 
     def _left(self, request_id: str) -> str | None:
-        """It is on no slice any more, nor on its way from one; the model it was of."""
+        """Note that a request is on no slice, nor on its way from one. Return its model."""
         if request_id in self._where:
             self._relieved[self._where[request_id][1]] = None
         name = self._instances.left(request_id)
@@ -218,13 +218,13 @@ class ClusterPolicy(Generic[ExtraT]):
         self._actions.append(act.Reject(request.id, status, reason, retry_after_s))
 
     def _leave_queue(self, request_id: str) -> bool:
-        """A request is refused or cancelled. False if it did not wait."""
+        """Forget a request that is refused or cancelled. Return whether it waited."""
         held = self._relocation.ended(request_id)
         self._shares.ended(request_id)
         return self._queue.remove(request_id) is not None or held
 
     def _fail(self, now: float) -> None:
-        """End the requests of models that cannot be loaded, and be slow to try again."""
+        """End the requests of models that cannot be loaded, and delay the next try."""
         for model in (self._models[name] for name in self._failed):
             name = model.spec.id
             if model.in_pool:  # else another slice could not use it either
@@ -251,7 +251,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._reject(request, 503, why, retry_s)
 
     def _load(self, now: float) -> None:
-        """Bring in what is asked for, evicting what is not used; then what there is room for."""
+        """Load what is asked for, evicting what is not used; then load what there is room for."""
         self._pool_changed = False
         if self._budget_bytes is None:
             return
@@ -300,9 +300,9 @@ class ClusterPolicy(Generic[ExtraT]):
         self._room_changed = False
         if not names:
             return
-        loads, welcome = self._open()
+        loads, only = self._open()
         heads = [
-            (turn, name) for name in (names if welcome is None else names & welcome)
+            (turn, name) for name in (names if only is None else names & only)
             if (turn := self._queue.turn(name)) and self._models[name].usable
         ]  # fmt: skip
         heapify(heads)
@@ -312,7 +312,7 @@ class ClusterPolicy(Generic[ExtraT]):
             if turn is not None and turn > before:  # its tenant got a place meanwhile
                 heappush(heads, (turn, name))
                 continue
-            if head is None or (welcome is not None and name not in welcome):
+            if head is None or (only is not None and name not in only):
                 continue
             choice = loads
             if not anywhere and head[1].id not in fresh:
@@ -325,7 +325,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 if (turn := self._queue.turn(name)) is not None:
                     heappush(heads, (turn, name))
                 if heads:
-                    loads, welcome = self._open()
+                    loads, only = self._open()
 
     def _dispatch_owed(self, now: float) -> None:
         """Place requests of tenants that have less than their share of slices full of others."""
@@ -345,7 +345,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._send(head[1], placement, now)
 
     def _open(self) -> tuple[list[SliceLoad], set[str] | None]:
-        """Slices that take more requests, and of which models only."""
+        """Return the slices that take more requests, and the only models they take (None: any)."""
         loads = [
             one for one in self._slices.values()
             if one.requests < one.most_requests and not self._relocation.closed(one)
@@ -357,7 +357,7 @@ class ClusterPolicy(Generic[ExtraT]):
         return self._placing.place(request, spec, loads, self._value, now, late=late)
 
     def _value(self, name: str) -> tuple[float, ...]:
-        """What it costs to let the model leave a slice (it has no requests there), lowest first."""
+        """Return what it costs to let a model without requests leave a slice; lowest first."""
         return self._queue.count(name) > 0, *self._models[name].value
 
     def _send_to(self, request: Request, load: SliceLoad, now: float) -> bool:

@@ -43,7 +43,7 @@ class ModelBook:
 
     @property
     def warm_until_s(self) -> float:
-        """What least-recently-used goes by."""
+        """The time that models are compared by: the least recent one leaves first."""
         return self.last_used_s + self.spec.keep_warm_s
 
     @property
@@ -53,11 +53,11 @@ class ModelBook:
 
     @property
     def unloadable(self) -> str:
-        """Why its requests fail after a load that did."""
-        return f"{self.spec.name} can not be loaded: {self.error}"
+        """Why its requests fail after a load that failed."""
+        return f"{self.spec.name} cannot be loaded: {self.error}"
 
     def arrived(self) -> None:
-        """All of it is in the pool."""
+        """Note that all of it is in the pool."""
         self.loaded = True
         self.failures, self.retry_s = 0, None
 
@@ -77,7 +77,7 @@ def used_bytes(models: Iterable[ModelBook]) -> int:
 def impossible(
     absent: Iterable[ModelBook], models: Iterable[ModelBook], budget_bytes: int
 ) -> Iterator[tuple[str, str]]:
-    """Which of these can never enter the pool beside the pinned models, and why."""
+    """Yield which of these can never enter the pool beside the pinned models, and why."""
     specs = [model.spec for model in absent]
     # Of two versions of a pinned model only one stays.
     pinned = [m.spec for m in models if m.spec.pinned and not (m.removing or m.wanted)]

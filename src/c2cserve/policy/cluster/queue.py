@@ -63,15 +63,12 @@ class WaitingQueue:
         return 0 if lines is None else lines.count
 
     def head(self, model: str) -> Entry | None:
-        """The request of the model that is placed next."""
-        turn = self._first(model)
+        """Return the request of the model that is placed next."""
+        turn = self.turn(model)
         return None if turn is None else self._entries[turn[2][2]]
 
     def turn(self, model: str) -> QueueRank | None:
-        """Orders models by their heads."""
-        return self._first(model)
-
-    def _first(self, model: str) -> QueueRank | None:
+        """Return the rank of the model's head, None if the model has no waiting requests."""
         lines = self._by_model.get(model)
         if lines is None:
             return None
@@ -96,8 +93,8 @@ class WaitingQueue:
         return self._entries[request_id][0][0] == LATE
 
     def punctual(self, usable: Callable[[str], bool], *, displaced: bool = True) -> Counter[str]:
-        """Requests of each tenant that are not late, of models that are usable. `displaced`: with
-        those."""
+        """Return how many requests of usable models are not late, by tenant. `displaced`: whether
+        displaced ones count."""
         counts = Counter[str]()
         for model, lines in self._by_model.items():
             if usable(model):
@@ -114,7 +111,7 @@ class WaitingQueue:
             heappush(self._aging, (request.first_token_due_s, request.id))
 
     def age(self, now: float) -> None:
-        """Requests whose first token is overdue go behind those that can still be in time."""
+        """Move requests whose first token is overdue behind those that can still be in time."""
         while self._aging and self._aging[0][0] < now:
             _, request_id = heappop(self._aging)
             entry = self._entries.get(request_id)
@@ -165,7 +162,7 @@ class WaitingQueue:
 
 
 def _before(line: list[Entry], kind: int) -> int:
-    """How many of a line come before all of the class."""
+    """Return how many entries of a line come before all of the class."""
     return bisect_left(line, (kind, -inf, ""), key=_urgency)
 
 
@@ -174,6 +171,6 @@ def _urgency(entry: Entry) -> Urgency:
 
 
 def _most(counts: dict[str, int], own: str) -> str:
-    """The name with the highest count; of several the own one, if it is among them."""
+    """Return the name with the highest count. Of several, it is `own` if that is among them."""
     longest = max(counts, key=lambda name: (counts[name], name))
     return longest if counts[longest] > counts.get(own, 0) else own

@@ -68,7 +68,7 @@ class Relocation:
         self._stealing.left(event.request, back=isinstance(event, ev.Recalled))
 
     def ended(self, request_id: str) -> bool:
-        """Forget the request. True: it waited here."""
+        """Forget the request. Return whether it waited here."""
         self._suspects.cleared(request_id)
         self._stealing.ended(request_id)
         held = self._suspects.withdraw(request_id)
@@ -120,7 +120,7 @@ class Relocation:
         return room and self._models[model].usable and self._failing.open(load, model, now)
 
     def recalls(self, now: float) -> Sequence[Recall]:
-        """What idle slices steal from the others."""
+        """Return what idle slices steal from the others."""
 
         def may_take(load: SliceLoad, model: str) -> bool:
             return not self.closed(load) and self._may_take(load, model, now)

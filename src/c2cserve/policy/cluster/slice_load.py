@@ -91,7 +91,7 @@ class Instance:
         return self._cost
 
     def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
-        """A decode step with so many more requests."""
+        """Return the seconds of a decode step with so many more requests."""
         batch = len(self.jobs) + more
         tokens = self.prompt_tokens + more_tokens
         return self.times.decode_s(batch, tokens / batch) if batch else 0.0
@@ -188,7 +188,7 @@ class SliceLoad:
         return self._work
 
     def round_s(self) -> float:
-        """One decode step of every instance."""
+        """Return the seconds of one decode step of every instance."""
         return self.work().round_s
 
     def times(self, model: str) -> Times:
@@ -210,7 +210,7 @@ class SliceLoad:
         return instance
 
     def deactivate(self, model: str) -> bool:
-        """A model without requests; False if it is not active here."""
+        """Deactivate a model without requests. Return whether it was active here."""
         if model not in self.active:
             return False
         instance = self.active.pop(model)

@@ -33,13 +33,13 @@ class Stealing:
         """When the next request that waits beside an idle slice becomes late."""
 
     def left(self, request: Request, *, back: bool) -> None:
-        """The request is not on its slice any more; `back`: because it was asked for."""
+        """Note that the request left its slice. `back`: because it was asked for."""
         target = self._asked.pop(request.id, "")
         if back and target:
             self._back.append((request, target))
 
     def begun(self, request_id: str) -> None:
-        """The request has tokens of the slice that it is on."""
+        """Note that the request has tokens of the slice that it is on."""
         if request_id in self._asked:
             self._asked[request_id] = ""
 

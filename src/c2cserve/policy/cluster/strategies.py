@@ -29,7 +29,6 @@ from c2cserve.policy.cluster.slice_load import (
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
-Actions = Sequence[ClusterAction]
 Changed = ev.InstanceReady | ev.KvResized
 
 
@@ -79,92 +78,61 @@ class BudgetedPlacing:
         return place_owed(request, spec, loads, value, now, self._budgets)
 
 
-class InstanceRules(Protocol[ExtraT_co]):
-    """How instances begin, get memory and end."""
+class InstanceRules(Generic[ExtraT_co]):
+    """How instances begin, get memory and end. Here they share one arena, and stay until another
+    model needs their place on the slice. Where a slice swaps weights, those of an instance are kept
+    or stream (`link_and_memory`). Elsewhere they are read in place."""
 
     @property
     def wakeup(self) -> float | None:
         """When `expired` has to be asked again, in clock seconds."""
-        ...
+        return None
 
     def opened(self, slice_: Slice, load: SliceLoad) -> bool:
-        """A slice is up. False: it is not used."""
-        ...
+        """Note that a slice is up. Return whether it is used."""
+        load.keeps = slice_.swaps_weights
+        return True
 
     def start(
         self, load: SliceLoad, spec: ModelSpec, placement: Placement
     ) -> Sequence[ClusterAction | ExtraT_co]:
         """Make the model an instance of the slice."""
-        ...
-
-    def joined(
-        self, load: SliceLoad, instance: Instance, placement: Placement
-    ) -> Sequence[ClusterAction | ExtraT_co]:
-        """A request goes to an instance that is there."""
-        ...
-
-    def preempt(self, request_id: str, slice_id: str) -> ExtraT_co: ...
-
-    def left(self, load: SliceLoad, instance: Instance) -> None:
-        """A request of the instance has left its slice."""
-        ...
-
-    def ended(self, load: SliceLoad, instance: Instance) -> Sequence[ClusterAction | ExtraT_co]:
-        """The instance was deactivated."""
-        ...
-
-    def changed(
-        self, load: SliceLoad, instance: Instance, event: Changed
-    ) -> Sequence[ClusterAction | ExtraT_co]: ...
-
-    def shrink(self, now: float) -> Sequence[ExtraT_co]:
-        """Take back memory from instances that requests have left."""
-        ...
-
-    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
-        """Yield (slice, model, `Instance.used`) of instances that had no requests for long enough.
-        An instance that was used since is not meant."""
-        ...
-
-
-class LiveInstances:
-    """Instances share one arena, and stay until another model needs their place on the slice. On
-    slices that swap weights these are kept or stream (`link_and_memory`), else they are read in
-    place."""
-
-    wakeup: None = None
-
-    def opened(self, slice_: Slice, load: SliceLoad) -> bool:
-        load.keeps = slice_.swaps_weights
-        return True
-
-    def start(self, load: SliceLoad, spec: ModelSpec, placement: Placement) -> Actions:
         keep = load.keeps and placement.keep
         streams = load.keeps and not keep
         step_s = stream_step_s(load, spec) if streams else 0.0
         load.activate(spec, ready=not keep, streams=streams, stream_step_s=step_s)
         return (Activate(spec.id, load.slice.id, keep),)
 
-    def joined(self, load: SliceLoad, instance: Instance, placement: Placement) -> Actions:
+    def joined(
+        self, load: SliceLoad, instance: Instance, placement: Placement
+    ) -> Sequence[ClusterAction | ExtraT_co]:
+        """Note that a request goes to an instance that is there."""
         return ()
 
-    def preempt(self, request_id: str, slice_id: str) -> Never:
+    def preempt(self, request_id: str, slice_id: str) -> ExtraT_co:
         raise AssertionError(f"{request_id}: requests of a live slice are not preempted from here")
 
     def left(self, load: SliceLoad, instance: Instance) -> None:
-        pass
+        """Note that a request of the instance has left its slice."""
 
-    def ended(self, load: SliceLoad, instance: Instance) -> Actions:
+    def ended(self, load: SliceLoad, instance: Instance) -> Sequence[ClusterAction | ExtraT_co]:
+        """Note that the instance was deactivated."""
         return ()
 
-    def changed(self, load: SliceLoad, instance: Instance, event: Changed) -> Actions:
+    def changed(
+        self, load: SliceLoad, instance: Instance, event: Changed
+    ) -> Sequence[ClusterAction | ExtraT_co]:
+        """Note that the instance's weights or its KV's size have changed."""
         instance.ready = True  # nothing is resized here
         return ()
 
-    def shrink(self, now: float) -> Sequence[Never]:
+    def shrink(self, now: float) -> Sequence[ExtraT_co]:
+        """Take back memory from instances that requests have left."""
         return ()
 
     def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
+        """Yield (slice, model, `Instance.used`) of instances that had no requests for long enough.
+        An instance that was used since is not meant."""
         return iter(())
 
 
@@ -178,4 +146,4 @@ class Strategies(Generic[ExtraT_co]):
 def live_strategies() -> Strategies[Never]:
     """Return what a server runs."""
     outputs = Outputs()
-    return Strategies(outputs, BudgetedPlacing(outputs.mean), LiveInstances())
+    return Strategies(outputs, BudgetedPlacing(outputs.mean), InstanceRules[Never]())

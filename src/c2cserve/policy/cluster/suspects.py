@@ -127,12 +127,12 @@ class Suspects:
         )
 
     def cleared(self, request_id: str) -> None:
-        """The request has made progress, or it has ended."""
+        """Note that the request has made progress, or has ended."""
         self._records.pop(request_id, None)
         self.left(request_id)
 
     def left(self, request_id: str) -> None:
-        """The request is not on trial any more, nor waits for one."""
+        """Note that the request is not on trial any more."""
         for trial in self._trials.values():
             trial.pop(request_id, None)
 
@@ -150,7 +150,7 @@ class Suspects:
     def due(
         self, slices: Iterable[SliceLoad], now: float
     ) -> Sequence[tuple[SliceLoad | None, Request]]:
-        """Requests whose trial begins now, and where; None: it is placed like any other."""
+        """Return requests whose trial begins now, and where; None: placed like any other."""
         self._groups = [group for group in self._groups if group]
         loads = list(slices)
         begun: list[tuple[SliceLoad | None, Request]] = []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapreplace
 
 from c2cserve.core.actions import RunStep
-from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.request import blocks_of
 from c2cserve.core.step import Step
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight
@@ -160,4 +160,4 @@ def _decodes_left(model: ActiveModel) -> int:
 def _lacking(issued: int, blocks: int, tokens: int) -> int:
     """Blocks that a request which has so many needs besides for so many more tokens; negative: it
     has some to spare."""
-    return -(-(issued + tokens) // BLOCK_TOKENS) - blocks
+    return blocks_of(issued + tokens) - blocks

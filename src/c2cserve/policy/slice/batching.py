@@ -54,12 +54,12 @@ class Seq:
 
     @property
     def busy(self) -> bool:
-        """Its blocks are being read or written."""
+        """Whether its blocks are being read or written."""
         return self.in_flight > 0 or self.moves > 0
 
     @property
     def suspect(self) -> bool:
-        """A step that it had a part in failed, and it has not run long enough since."""
+        """Whether a step that it had a part in failed, and it has not run long enough since."""
         return self.length < self.alone_until
 
     @property
@@ -68,7 +68,7 @@ class Seq:
         return self.length + self.drawing
 
     def issue(self, tokens: int) -> SeqStep:
-        """Its share of the next step."""
+        """Return its part in the next step, which it has from now on."""
         request, start, notified = self.request, self.issued, self.notified
         self.issued = end = start + tokens
         self.in_flight += 1
@@ -83,8 +83,8 @@ class Seq:
         return SeqStep(request.id, start, tokens, new_blocks, notified == 0, emits)
 
     def land(self, part: SeqStep, drawn: int, times: int) -> None:
-        """A step that it had `part` in is done, run so many times, and drew so many tokens for
-        it. (While it runs more than once, nothing else is planned.)"""
+        """Note the end of a step that it had `part` in. The step ran so many times and drew so many
+        tokens for it. (While a step runs more than once, nothing else is planned.)"""
         self.computed = part.start + part.tokens * times
         if part.emits:
             self.drawing -= 1
@@ -95,12 +95,12 @@ class Seq:
         self.length += drawn
 
     def fail(self, part: SeqStep) -> None:
-        """A step that it had `part` in failed, and drew nothing."""
+        """Note that a step which it had `part` in failed, and drew nothing."""
         if part.emits:
             self.drawing -= 1
 
     def restart(self) -> None:
-        """Its KV is gone; its tokens are not."""
+        """Begin again: its KV is gone, its tokens are not."""
         self.blocks = []
         self.computed = self.issued = self.notified = 0
         self.started = self.paused = self.stopping = False
@@ -138,7 +138,7 @@ class ActiveModel:
         return seq
 
     def first(self) -> float:
-        """Rank of the request that should go first."""
+        """Return the rank of the request that should go first."""
         return min(map(self.rank, self.seqs.values()))
 
     def most_urgent_due_s(self) -> float:
@@ -166,7 +166,8 @@ class ActiveModel:
         return decodes, started + waiting + late
 
     def _yields(self, seq: Seq, now: float) -> bool:
-        """Its first token is late: those that can be in time go first. But not for ever."""
+        """Return whether those that can be in time go first, as its first token is late. After some
+        time they no longer do."""
         if self.rank is not BY_HEADROOM or seq.request.sent or seq.length > seq.request.prompt_len:
             return False
         slo = seq.request.slo
@@ -236,8 +237,8 @@ def chunk_tokens(
 
 
 def spare_tokens(time: StepTime, parts: Sequence[SeqStep], decodes: int, limit_s: float) -> int:
-    """Prefill tokens that a step may still take on: it holds `parts`, the decodes first, and may
-    take `limit_s`. One that would hold nothing else gets some in any case."""
+    """Return the prefill tokens that a step may still take on. It holds `parts`, the decodes first,
+    and may take `limit_s`. A step that would hold nothing else gets some in any case."""
     taken = sum(part.tokens for part in parts[decodes:])
     least = 0 if parts else _CHUNK_MIN
     return max(least, time.chunk(decodes, limit_s, least, 1 << 30) - taken)

@@ -30,7 +30,8 @@ class StepTime:
     """The largest of its keys."""
 
     def decode_step_s(self, batch: int) -> float:
-        """A pure decode step: interpolated between known batches, else as the nearest known."""
+        """Return the seconds of a pure decode step: interpolated between known batches, else those
+        of the nearest known one."""
         samples = self._by_batch
         if not samples or batch < 1:
             return 0.0
@@ -66,7 +67,7 @@ class StepTime:
         return self.decode_step_s(max(1, decodes)) + self.prefill_token_s * prefill_tokens
 
     def chunk(self, decodes: int, allowed_s: float, least: int, most: int) -> int:
-        """Prefill tokens that fit into a step of `allowed_s` beside the decodes."""
+        """Return the prefill tokens that fit into a step of `allowed_s` beside the decodes."""
         if self.prefill_token_s <= 0.0:
             return min(most, least if decodes else _FIRST_CHUNK)
         rest_s = allowed_s - self.decode_step_s(decodes)

@@ -62,7 +62,7 @@ class Faults:
 
 
 def set_apart(seq: Seq) -> None:
-    """A step that it had a part in failed: it runs alone for a while."""
+    """Have a request run alone for a while, because a step that it had a part in failed."""
     request = seq.request
     seq.due_s = due_s(request, request.sent + seq.length - request.prompt_len)
     seq.failures += 1
@@ -71,7 +71,8 @@ def set_apart(seq: Seq) -> None:
 
 
 def groups(model: ActiveModel, line: Line) -> list[Line]:
-    """Requests that may share a step, the most urgent group first: each suspect is alone."""
+    """Return the groups of requests that may share a step, the most urgent group first. A suspect
+    is alone."""
     if not model.suspects:
         return [line]
     model.suspects = any(seq.suspect for seq in model.seqs.values())

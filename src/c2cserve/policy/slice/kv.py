@@ -57,6 +57,8 @@ class KvArena:
         self._roomy_slabs = kv_bytes if cached_bytes is None else cached_bytes // slab_bytes
         self.slab_bytes = slab_bytes
         self.slabs = kv_bytes // slab_bytes
+        self.size = self.slabs * slab_bytes
+        """Bytes."""
         self._taken = bytearray(self.slabs)
         self._busy = bytearray(self.slabs)
         """Slabs in which something is held: what eviction cannot free."""
@@ -89,12 +91,12 @@ class KvArena:
             self._mark(self._taken, kv, span, 0)
 
     def capacity(self, model: str, withheld: int = 0) -> int:
-        """Blocks the whole arena could hold for the model, but for so many slabs."""
+        """Return the blocks that the arena without so many slabs could hold for the model."""
         kv = self._models[model]
         return max(0, self.slabs - withheld) // kv.span_slabs * kv.per_span
 
     def available(self, model: str) -> int:
-        """Blocks the model could have now, at the expense of everything cached. Exact."""
+        """Return the blocks that the model could have now if nothing was cached. It is exact."""
         kv = self._models[model]
         room = self._busy.count(0) - self._withheld - len(kv.idle) * kv.span_slabs
         if kv.span_slabs == 1:
@@ -138,7 +140,7 @@ class KvArena:
     # ---- prefix cache ---------------------------------------------------------------------------
 
     def match(self, model: str, hashes: Sequence[int]) -> list[int]:
-        """The longest run of cached blocks from the start, now held by the caller."""
+        """Return the longest run of cached blocks from the start, which the caller holds now."""
         kv = self._models[model]
         found: list[int] = []
         for value in hashes:
@@ -191,7 +193,8 @@ class KvArena:
         return taken
 
     def release(self, model: str, offsets: Sequence[int]) -> None:
-        """The caller holds them no more. A block with a hash stays cached while there is room."""
+        """Give up blocks that the caller holds. A block with a hash stays cached while there is
+        room."""
         kv = self._models[model]
         self._tick += 1
         hashes, sharers, end = kv.hashes, kv.sharers, len(offsets)
@@ -307,14 +310,14 @@ class KvArena:
         self._forget_span(*victim)
 
     def _forget_span(self, owner: _ModelKv, span: _Span) -> None:
-        """All that is cached in it; nothing is held there."""
+        """Forget all that is cached in a span in which nothing is held."""
         base = span.first_slab * self.slab_bytes
         for offset in range(base, base + owner.per_span * owner.block_bytes, owner.block_bytes):
             if offset in owner.cached:
                 self._forget(owner, offset)
 
     def _forget(self, kv: _ModelKv, offset: int) -> None:
-        """A cached block becomes free, and its span too if it was the last."""
+        """Free a cached block, and its span too if it was the last."""
         del kv.cached[offset]
         del kv.by_hash[kv.hashes.pop(offset)]
         span = self._span_of(kv, offset)
@@ -325,7 +328,7 @@ class KvArena:
             self._drop_span(kv, span)
 
     def _drop_span(self, kv: _ModelKv, span: _Span) -> None:
-        """Nothing in it is held or cached: the arena has its slabs again."""
+        """Give the arena the slabs of a span in which nothing is held or cached."""
         kv.free -= kv.per_span
         del kv.spans[span.first_slab], kv.roomy[span.first_slab]
         self._mark(self._taken, kv, span, 0)

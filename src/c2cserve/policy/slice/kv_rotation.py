@@ -5,15 +5,15 @@ link.
                Move "out"   its HBM is free           Move "in"
 
 Full blocks of running requests are copied out in the background (Move "copy"), so a pause moves
-little and frees the rest at once. What comes in takes any free block, and never waits for one that
-is still being read. Only requests are paused that no step and no move has in hand, and that have
-run since they came."""
+little and frees the rest at once. A request that comes in takes any free block, and never waits for
+one that is still being read. A request can be paused when it is in no step and no move, and has run
+since it came in."""
 
 from collections.abc import Iterable
 
 from c2cserve.core.actions import Direction, Move
 from c2cserve.core.machine import Slice
-from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.policy.slice.batching import ActiveModel, Seq
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, RotationSettings, rotate
@@ -27,85 +27,88 @@ class KvRotation:
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
-        self.welcome: dict[str, None] = {}
-        """Waiting requests that may start in this iteration, in order."""
+        self.may_start: set[str] = set()
+        """Waiting requests that may start in this iteration."""
         self.contended = False
         """A request that wants to run found no room. Requests in a running step cannot be paused,
-        so what comes next is better decided between steps."""
+        so the next step is better decided when this one has ended."""
 
     def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
-        """One iteration of SuperInfer's Algorithm 1: who goes, who comes, who may start; and what
-        of the others is copied meanwhile. Room that is about to be free counts as free. The request
-        that it was made for has the largest lag in the next iteration too."""
-        everybody = {seq.request.id: seq for seq in seqs}
-        claims = self._claims(everybody.values(), now)
+        """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
+        and start, and which blocks of the others are copied meanwhile. Room that is about to be
+        free counts as free. The request that it was made for has the largest lag in the next
+        iteration too."""
+        by_id = {seq.request.id: seq for seq in seqs}
+        claims = self._claims(by_id.values(), now)
         held = self._arena.held_bytes - self._outgoing_bytes
-        growth = sum(t.state is KvState.RUNNING for t in claims)
-        block = max((seq.model.block_bytes for seq in everybody.values()), default=0)
-        size = self._arena.slabs * self._arena.slab_bytes
-        rotation = rotate(claims, max(0, size - held - growth * block), self._settings, now)
-        self.contended = len(claims) > growth + len(rotation.prioritized)
+        running = sum(one.state is KvState.RUNNING for one in claims)
+        growth_bytes = running * max((seq.model.block_bytes for seq in by_id.values()), default=0)
+        free = max(0, self._arena.size - held - growth_bytes)
+        rotation = rotate(claims, free, self._settings, now)
+        self.contended = len(claims) > running + len(rotation.prioritized)
         moves: list[Move] = []
         budget = self._settings.transfer_bytes
         for name in rotation.preempted:
-            move = self.pause(everybody[name], now)
+            move = self.pause(by_id[name], now)
             if move is not None:
                 moves.append(move)
-                budget -= len(move.blocks) * everybody[name].model.block_bytes
-        places = self._slice.max_batch - growth + len(moves)
-        self.welcome.clear()
+                budget -= len(move.blocks) * by_id[name].model.block_bytes
+        places = self._slice.max_batch - running + len(moves)
+        self.may_start.clear()
         for name in rotation.prioritized[: max(0, places)]:
-            seq = everybody[name]
+            seq = by_id[name]
             if not seq.paused:
-                self.welcome[name] = None
+                self.may_start.add(name)
                 seq.since_s = now
             elif (move := self._resume(seq, now)) is not None:
                 moves.append(move)
-        return moves + self._copy(everybody.values(), budget)
+        return moves + self._copy(by_id.values(), budget)
 
     def _claims(self, seqs: Iterable[Seq], now: float) -> list[KvClaim]:
-        """Return the requests that hold HBM or want it. Of the waiting there are no more than the
-        next step could take in: room for others would lie idle."""
+        """Return the requests that hold HBM or want it. The waiting ones among them are no more
+        than the next step could take in: room for others would lie idle."""
         claims: list[KvClaim] = []
         waiting: list[Seq] = []
         left = self._slice.max_step_tokens
-        # The token after a prompt that fills the arena may be the last one, which has no KV.
-        room = self._arena.slabs * self._arena.slab_bytes
         for seq in seqs:
-            request, block = seq.request, seq.model.block_bytes
-            if seq.paused:
-                if not seq.moves:
-                    state = KvState.PAUSED if seq.length > request.prompt_len else KvState.WAITING
-                    since_s = seq.since_s if state is KvState.PAUSED else request.arrival_s
-                    size = min(room, _blocks(seq.length + 1) * block)
-                    claims.append(KvClaim(request.id, state, size, since_s, request.slo))
-            elif seq.started:
-                since_s = seq.since_s if _at_rest(seq) else now
-                size = len(seq.blocks) * block
-                claims.append(KvClaim(request.id, KvState.RUNNING, size, since_s, request.slo))
-                left -= max(0, seq.expected - 1 - seq.issued)
-            else:
+            if not seq.started:
                 waiting.append(seq)
+            elif not seq.paused:
+                since_s = seq.since_s if _at_rest(seq) else now
+                claims.append(self._claim(seq, KvState.RUNNING, len(seq.blocks), since_s))
+                left -= max(0, seq.expected - 1 - seq.issued)
+            elif not seq.moves:
+                claims.append(self._claim_of_absent(seq))
         waiting.sort(key=lambda seq: (seq.request.arrival_s, seq.request.id))
         for seq in waiting:
             if left <= 0:
                 break
             left -= seq.length
-            request = seq.request
-            size = min(room, _blocks(seq.length + 1) * seq.model.block_bytes)
-            claims.append(
-                KvClaim(request.id, KvState.WAITING, size, request.arrival_s, request.slo)
-            )
+            claims.append(self._claim_of_absent(seq))
         return claims
 
+    def _claim_of_absent(self, seq: Seq) -> KvClaim:
+        """Return the claim of a request without KV in HBM. Before its first token it is as late as
+        any that waits for its first token, also if it is paused."""
+        if seq.length > seq.request.prompt_len and seq.paused:
+            state, since_s = KvState.PAUSED, seq.since_s
+        else:
+            state, since_s = KvState.WAITING, seq.request.arrival_s
+        return self._claim(seq, state, blocks_of(seq.length + 1), since_s)
+
+    def _claim(self, seq: Seq, state: KvState, blocks: int, since_s: float) -> KvClaim:
+        # The token after a prompt that fills the arena may be the last one, which has no KV.
+        size = min(self._arena.size, blocks * seq.model.block_bytes)
+        return KvClaim(seq.request.id, state, size, since_s, seq.request.slo)
+
     def pause(self, seq: Seq, now: float) -> Move | None:
-        """Move it out of HBM: its synced blocks at once, the others when they have been copied.
-        None: it cannot be paused now."""
+        """Take a request out of HBM: its synced blocks at once, the others when they have been
+        copied. Return the move that copies them, None if it cannot be paused now."""
         if not _at_rest(seq):
             return None
         name, block = seq.request.id, seq.model.block_bytes
         self._copies.filled(name, seq.computed // BLOCK_TOKENS)
-        going = self._copies.rotate_out(name, _blocks(seq.computed), block)
+        going = self._copies.rotate_out(name, blocks_of(seq.computed), block)
         if going is None:
             return None
         first, count = going
@@ -118,16 +121,16 @@ class KvRotation:
         return self._move(seq, "out", first, dirty)
 
     def _resume(self, seq: Seq, now: float) -> Move | None:
-        """Into HBM with it, if there is room by now."""
-        blocks = self._arena.allocate(seq.model.key, _blocks(seq.length))
+        """Bring a request into HBM, if there is room by now."""
+        blocks = self._arena.allocate(seq.model.key, blocks_of(seq.length))
         if blocks is None:
             return None
         seq.blocks, seq.notified, seq.since_s = blocks, 0, now
         lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
-        return self._move(seq, "in", 0, blocks[: _blocks(seq.computed)], lasting, end_bytes)
+        return self._move(seq, "in", 0, blocks[: blocks_of(seq.computed)], lasting, end_bytes)
 
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
-        """Eagerly, what is full by now, as far as this iteration's budget goes."""
+        """Begin to copy blocks that are full by now, as far as this iteration's budget goes."""
         moves: list[Move] = []
         for seq in seqs:
             block = seq.model.block_bytes
@@ -152,15 +155,15 @@ class KvRotation:
         return Move(seq.request.id, direction, first, tuple(blocks), kept, kv_end_bytes)
 
     def moved(self, request_id: str) -> Seq:
-        """A move is done. A request that went out has no blocks any more; one that came in can
-        run."""
+        """Note the end of a move, and return its request. A request that went out has no blocks any
+        more; one that came in can run."""
         seq, direction = self._moving.pop(request_id)
         seq.moves -= 1
         if direction == "in":
             self._copies.resumed(request_id, seq.model.block_bytes)
             seq.paused = False
-        else:
-            self._copies.moved(request_id)
+            return seq
+        self._copies.moved(request_id)
         if direction == "out":
             self._outgoing_bytes -= len(seq.blocks) * seq.model.block_bytes
             self._arena.release(seq.model.key, seq.blocks)
@@ -168,17 +171,13 @@ class KvRotation:
         return seq
 
     def moving(self, model: ActiveModel) -> bool:
-        """Some of the model's blocks are being read or written."""
+        """Whether some of the model's blocks are being read or written by moves."""
         return any(seq.model is model for seq, _ in self._moving.values())
 
     def forget(self, seq: Seq) -> None:
-        """It ended, or its KV is dropped; no move has it in hand."""
+        """Note that the request ended, or that its KV is dropped; it is in no move."""
         self._copies.forget(seq.request.id, seq.model.block_bytes)
 
 
 def _at_rest(seq: Seq) -> bool:
     return not seq.busy and seq.notified > 0
-
-
-def _blocks(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS)

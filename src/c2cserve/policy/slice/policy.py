@@ -11,16 +11,7 @@ from itertools import count
 from typing import Never, overload
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import (
-    Drop,
-    Fail,
-    Fetch,
-    Release,
-    Return,
-    RunStep,
-    SliceAction,
-    Truncate,
-)
+from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -101,6 +92,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._weights.requested(request.model, request.arrival_s)
                 if model.given_up:
                     self._give_back(seq)
+                else:
+                    self._truncate_if_too_long(seq)
             case ev.Withdrawn(request_id):
                 self._withdraw(request_id)
             case ev.RecallAsked(request_id):
@@ -161,7 +154,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._retire(flight.model)
 
     def _settle(self, seq: Seq) -> None:
-        """What was put off while a step or a move had it in hand."""
+        """Do what had to wait until the request was in no step and no move."""
         if seq.busy:
             return
         if seq.ended or seq.withdrawn:
@@ -177,7 +170,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             self._actions.append(Drop(seq.request.id, requeued=True))
 
     def _end_at_fault(self, seq: Seq) -> None:
-        """It fails, and if it is one of too many in a row, its model is given up."""
+        """End a request that is at fault. If it is one of too many in a row, give its model up."""
         model = seq.model
         self.given_up += 1
         self._actions.append(Fail(seq.request.id, seq.at_fault))
@@ -206,17 +199,15 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._seal(seq, part)
             seq.land(part, 0 if outcome is None else outcome.drawn, times)
             seq.ended = outcome is not None and outcome.finished
-            if self._faults and not failed:
-                self._learn_of_work(seq)
+            if self._faults and not failed and (recovery := self._faults.landed(seq)) is not None:
+                self._actions.append(recovery)
             if seq.ended and not seq.withdrawn:
                 self._leave(seq)
                 return
+            if not (seq.withdrawn or seq.stopping):
+                self._truncate_if_too_long(seq)
+                return
         self._settle(seq)
-
-    def _learn_of_work(self, seq: Seq) -> None:
-        recovery = self._faults.landed(seq)
-        if recovery is not None:
-            self._actions.append(recovery)
 
     def _moved(self, request_id: str) -> None:
         assert self._rotation is not None
@@ -234,7 +225,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
         if self._rotation is not None and self._may_launch(now):
-            self._truncate_paused()
             self._actions += self._rotation.plan(self._seqs.values(), now)
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
@@ -256,14 +246,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._shares.ran(self._models[name])
                 continue
             if len(self._actions) > freed:
-                tried.clear()  # a request ended or was preempted: all may have room now
-                truncated = any(isinstance(action, Truncate) for action in self._actions[freed:])
-                if self._rotation is not None and truncated:  # others have its place in line
-                    self._actions += self._rotation.plan(self._seqs.values(), now)
+                tried.clear()  # a request was preempted: all may have room now
             else:
                 tried.add(name)
             if self._in_flight.running and self._short_of_room:
-                break  # who could be preempted has to land first
+                break  # the requests that could be preempted are in a step: its end comes first
         if not self._in_flight:
             self._actions += self._weights.break_deadlock()
             self.wakeup = self._weights.wakeup
@@ -280,7 +267,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         return self._in_flight.running < most and self._is_time(now)
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
-        """Launch as many decode steps at once as would come of single decisions too."""
+        """Launch several decode steps at once, where single decisions would come to the same."""
         models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
         steps = lookahead.decide(models, self._step_ids, now, self._late_ran)
         if steps is not None:
@@ -295,7 +282,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         return now >= begin_s
 
     def _launch(self, model: ActiveModel, now: float) -> bool:
-        """Start the model's next step. False: nothing of it can run now."""
+        """Start the model's next step. Return False if nothing of it can run now."""
         line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
         if self._in_flight.of(model) and self._lacks_room(model, line[0]):
             return False

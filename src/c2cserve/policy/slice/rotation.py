@@ -50,14 +50,15 @@ class KvClaim:
 
 @value
 class Rotation:
-    """Who leaves HBM and who comes in, in order: the longest run first, the largest lag first."""
+    """The requests that leave HBM, the longest run first; and those that come in, the largest lag
+    first."""
 
     preempted: tuple[str, ...]
     prioritized: tuple[str, ...]
 
 
 def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
-    """Virtual lag time, seconds."""
+    """Return the virtual lag time, seconds."""
     passed_s = now - claim.since_s
     match claim.state:
         case KvState.RUNNING:
@@ -71,7 +72,7 @@ def lag_s(claim: KvClaim, settings: RotationSettings, now: float) -> float:
 def rotate(
     claims: Iterable[KvClaim], free_bytes: int, settings: RotationSettings, now: float
 ) -> Rotation:
-    """SuperInfer Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention all
+    """Run SuperInfer's Algorithm 1 for one iteration; `free_bytes` is B_HBM. Without contention all
     requests come in, first come first served. The paper leaves two things open. A request that
     began to run in this very moment (lag 0) is neither prioritized again nor preempted. B_xfer
     counts only as far as there are requests to preempt. So a prioritized request always has room:
@@ -138,7 +139,7 @@ class EagerCopies:
         return min(copies.synced, copies.full)
 
     def filled(self, request_id: str, blocks: int) -> None:
-        """The request's first `blocks` blocks are full now."""
+        """Note that the request's first `blocks` blocks are full now."""
         self._copies.setdefault(request_id, _Copies()).full = blocks
 
     def start(self, request_id: str, block_bytes: int, most: int) -> tuple[int, int]:
@@ -166,7 +167,7 @@ class EagerCopies:
         return copies.synced, dirty
 
     def moved(self, request_id: str) -> None:
-        """What `start` or `rotate_out` gave has arrived in host memory."""
+        """Note that the blocks of `start` or `rotate_out` have arrived in host memory."""
         copies = self._copies.get(request_id)
         if copies is not None:
             copies.synced += copies.moving
@@ -181,7 +182,7 @@ class EagerCopies:
         copies.synced = lasting
 
     def forget(self, request_id: str, block_bytes: int) -> None:
-        """The request ended, or its KV is not wanted any more."""
+        """Forget a request that ended, or whose KV is not wanted any more."""
         copies = self._copies.pop(request_id, None)
         if copies is not None:
             self.used_bytes -= (copies.synced + copies.moving) * block_bytes

@@ -4,7 +4,7 @@ from typing import Generic
 
 from c2cserve.core.actions import Drop, SliceAction, Truncate
 from c2cserve.core.machine import Slice
-from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.core.step import SeqStep
 from c2cserve.policy.slice.batching import ActiveModel, Seq, to_preempt
 from c2cserve.policy.slice.in_flight import InFlight
@@ -45,12 +45,9 @@ class SliceMemory(Generic[ExtraT]):
         running request stays free, so that they can go on for a while. No request overtakes a more
         urgent one that waits for memory."""
         model = seq.model
-        needed = -(-seq.length // BLOCK_TOKENS)
-        if needed > self._weights.capacity(model):
-            self._truncate(seq)
-            return False
+        needed = blocks_of(seq.length)
         if self._rotation is not None:
-            if seq.request.id not in self._rotation.welcome:
+            if seq.request.id not in self._rotation.may_start:
                 return False
             if self.arena.available(model.key) < needed:
                 return False
@@ -104,14 +101,14 @@ class SliceMemory(Generic[ExtraT]):
         return self._weights.computes(model.name) and not self._in_flight.parked(model)
 
     def _seal(self, seq: Seq, part: SeqStep) -> None:
-        """What the step filled of its prompt's blocks can be reused from now on."""
+        """Make the blocks of its prompt that a step has filled reusable."""
         hashes = seq.request.prefix_hashes
         end = min((part.start + part.tokens) // BLOCK_TOKENS, len(hashes))
         for index in range(part.start // BLOCK_TOKENS, end):
             self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
 
     def _leave(self, seq: Seq) -> None:
-        """No more steps of it; its memory goes at once, or when nothing writes to it any more."""
+        """Plan no more steps of it. Its memory goes at once, or when nothing writes there."""
         if self._first_in_line is seq:
             self._first_in_line = None
         del seq.model.seqs[seq.request.id], self._seqs[seq.request.id]
@@ -136,7 +133,7 @@ class SliceMemory(Generic[ExtraT]):
             seq.restart()
 
     def _retire(self, model: ActiveModel) -> None:
-        """A deactivated model's memory goes with its last request and step."""
+        """Free a deactivated model's memory if its last request and step are gone."""
         moving = self._rotation is not None and self._rotation.moving(model)
         if (
             model in self._deactivated
@@ -158,14 +155,12 @@ class SliceMemory(Generic[ExtraT]):
         return short
 
     def _make_room(self, seq: Seq) -> bool:
-        """One more block, for the next token, preempting others if need be."""
+        """Take one more block, for the next token, preempting others if need be. False: there is
+        none."""
         while (block := self.arena.allocate(seq.model.key, 1)) is None:
             if self._release_weights(seq.model):
                 continue
             victim = to_preempt(seq, self._seqs.values())
-            if victim is None and len(seq.blocks) >= self._weights.capacity(seq.model):
-                self._truncate(seq)
-                return False
             if victim is None or not self._put_aside(victim):
                 self._short_of_room = True
                 return False  # the others are more urgent, or in flight: it waits for them
@@ -173,13 +168,13 @@ class SliceMemory(Generic[ExtraT]):
         return True
 
     def _release_weights(self, model: ActiveModel) -> bool:
-        """Other models' weights go for its KV. False: there are none that can."""
+        """Release other models' weights for its KV. Return whether there were any that can go."""
         gone = self._weights.make_room(model, self._in_flight.models(), self._now)
         self._actions += gone
         return bool(gone)
 
     def _put_aside(self, victim: Seq) -> bool:
-        """Preempt it. False: what it held is free only when it has been moved."""
+        """Preempt a request. Return whether room is free at once, before its KV has been moved."""
         self.preemptions += 1
         held = len(victim.blocks)
         move = None if self._rotation is None else self._rotation.pause(victim, self._now)
@@ -190,16 +185,11 @@ class SliceMemory(Generic[ExtraT]):
         self._actions.append(move)
         return len(move.blocks) < held
 
-    def _truncate_paused(self) -> None:
-        """End the paused requests that could never come back: the arena is too small for the KV
-        of their next token."""
-        for seq in list(self._seqs.values()):
-            needed = -(-seq.length // BLOCK_TOKENS)
-            if seq.paused and not seq.moves and needed > self._weights.capacity(seq.model):
-                self._truncate(seq)
-
-    def _truncate(self, seq: Seq) -> None:
-        """Not even the whole arena would hold its next token."""
-        self._actions.append(Truncate(seq.request.id))
-        seq.ended = True  # it may still wait for the end of a copy to the host
-        self._leave(seq)
+    def _truncate_if_too_long(self, seq: Seq) -> None:
+        """End a request whose tokens, with the one that a step would read next, have more KV than
+        the whole arena holds. Its length changes on arrival and at the end of a step, so requests
+        that wait, run or are paused always fit."""
+        if blocks_of(seq.length) > self._weights.capacity(seq.model):
+            self._actions.append(Truncate(seq.request.id))
+            seq.ended = True  # it may still wait for the end of a copy to the host
+            self._leave(seq)

@@ -27,9 +27,10 @@ from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
-from c2cserve.policy.headroom import next_turn
+from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.weights.weight_memory import WeightMemory
 
 _MARGIN_S = 0.25
 """How long before the latest start a load begins. Several steps that were decided at once may be
@@ -73,14 +74,14 @@ class _Weights:
         return min(next_s, self.due_s) if self.model.seqs else next_s
 
 
-class WeightSwapping:
+class WeightSwapping(WeightMemory):
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
     def __init__(self, arena: KvArena, slice_: Slice, *, rotates: bool) -> None:
         """`rotates`: models with requests leave for others; else they stay from when there is room
         for them until they are deactivated."""
-        self._arena = arena
+        super().__init__(arena)
         self._rotates = rotates
         outside_bytes = slice_.hbm_bytes - slice_.kv_bytes if slice_.hbm_bytes else 1 << 60
         self._outside_bytes = max(0, outside_bytes)
@@ -89,7 +90,6 @@ class WeightSwapping:
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
         have ended: else the models that wait for that KV would make it leave again at once."""
-        self.wakeup: float | None = None
         self._now = 0.0
 
     @property
@@ -177,7 +177,7 @@ class WeightSwapping:
                     one.state = "absent"
 
     def turn(
-        self, candidates: Sequence[tuple[float, int, str]], now: float, late_ran: bool
+        self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
     ) -> tuple[bool, str] | None:
         """Decide as `headroom.next_turn`, as long as a model might become late."""
         if candidates and min(candidates)[0] >= now + EASE_S:

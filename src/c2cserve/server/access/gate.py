@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from c2cserve.runtime.gateway import Gateway, Refused
+from c2cserve.runtime.gateway import Gateway, ModelFiles, Refused
 from c2cserve.server.access.keyfile import KeysFileError, read_keys
 from c2cserve.server.access.keyring import Denied, Key, Keyring
 from c2cserve.server.access.quota import Exceeded
@@ -72,21 +72,23 @@ class Gate:
             raise self.exceeded(key, exceeded)
         return Lease(self, key, request_id)
 
-    def check_model(self, key: Key, model: str, gateway: Gateway) -> None:
-        """Check that the key may use a model. `model`: an id or an alias; an unknown name passes,
-        and is refused later. Raises ApiError (403)."""
-        if key.quota.limits.models is None or not model:
-            return
+    def find_model(self, key: Key, name: str, gateway: Gateway) -> ModelFiles | None:
+        """Return the model that has this id or alias, None if there is none. Raises ApiError (403)
+        if the key may not use it, else as `Gateway.resolve` does."""
         try:
-            files = gateway.resolve(model)
+            files = gateway.resolve(name)
         except Refused:
-            id_ = model
-        else:
-            if files is None:
-                return
-            id_ = files.id
+            self.check_model(key, name, name)
+            raise
+        if files is not None:
+            self.check_model(key, files.id, name)
+        return files
+
+    def check_model(self, key: Key, id_: str, name: str) -> None:
+        """Check that the key may use the model, which the request calls `name`. Raises ApiError
+        (403)."""
         if not key.quota.limits.allows_model(id_):
-            message = f"The API key {key.name!r} may not use the model {model[:200]!r}"
+            message = f"The API key {key.name!r} may not use the model {name[:200]!r}"
             raise self.forbidden(key, "models", message, "model", "model_not_allowed")
 
     def forbidden(self, key: Key, limit: str, message: str, param: str, code: str) -> ApiError:

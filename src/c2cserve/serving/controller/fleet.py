@@ -14,20 +14,22 @@ from pathlib import Path
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.machine import Slice
 from c2cserve.serving.controller.reserve import Reserve
-from c2cserve.serving.controller.workers import Spawner, Worker, next_config
+from c2cserve.serving.controller.workers import Spawner, Worker, exit_text, next_config
 from c2cserve.serving.ipc.messages import Quit, WorkerConfig
 
 log = logging.getLogger(__name__)
 
 _END_POLL_S = 0.01
 _BACK_OFF_FIRST_S = 2.0
-_SPARE_RETRY_S = 5.0
+_FORKS_RETRY_S = 5.0
 _PAUSE_S = 2.0
 """Workers are checked several times a second. After a longer gap, the server itself did not run."""
 _SOUND_S = 10.0
 """A worker that was up for longer has started successfully."""
 _START_FDS = 8
 """Most file descriptors that are open only while a worker starts."""
+_FORKS_FDS = 2
+"""Descriptors for the fork server, and for the channel of a worker that it was asked for."""
 _WORKER_FDS = 4
 """Descriptors that a worker keeps: its channel, its pidfd, its stat file, the mapping of its
 page."""
@@ -74,6 +76,8 @@ class WorkerSlot:
     seconds."""
     reason: str = ""
     """Why the last incarnation ended."""
+    awaited: bool = False
+    """Its next worker's process was asked for."""
 
     @property
     def backs_off(self) -> bool:
@@ -92,7 +96,7 @@ class WorkerSlot:
     @property
     def state(self) -> str:
         if self.worker is None:
-            return "lost"
+            return "starting" if self.awaited else "lost"
         return "up" if self.worker.up else "starting"
 
 
@@ -105,11 +109,12 @@ class Fleet:
         self._prefix = prefix
         self.settings = settings
         self.slots = {config.slice.id: WorkerSlot(config) for config in configs}
-        self._spawner = Spawner()
+        self._spawner = Spawner(settings.start_timeout_s)
         self._excused: set[str] = set()
         """Slices whose worker died because of a request."""
-        self._spare_due_s = 0.0
-        self._reserve = Reserve(_START_FDS + _WORKER_FDS * len(configs))
+        self._forks_due_s = 0.0
+        self._forks_failing = False
+        self._reserve = Reserve(_START_FDS + _FORKS_FDS + _WORKER_FDS * len(configs))
         self._ever_up = False
         self._reaped_s = self._watching_since_s = 0.0
 
@@ -131,10 +136,15 @@ class Fleet:
         reasons = sorted({f"slice {slot.slice.id}: {slot.reason}" for slot in slots})
         return Outage(f"no slice is up ({'; '.join(reasons)})", max(0.0, min(starts)))
 
+    @property
+    def awaited_fd(self) -> int | None:
+        """A descriptor that becomes readable when `start_due` can go on, if it waits."""
+        return self._spawner.awaited_fd
+
     def start_due(self, now: float) -> None:
         """Start a worker on every slice that has none, if its delay has passed and its last worker
-        is gone. Keep a spare process once all slices are up. Never blocks. Raises `FleetDown` when
-        no worker can be started, and none ever could."""
+        is gone. Never blocks: a worker whose process is not there yet is started by a later call.
+        Raises `FleetDown` when no worker can be started, and none ever could."""
         for slot in self.slots.values():
             if slot.previous is not None and slot.previous.exit_code is not None:
                 slot.previous.close()
@@ -146,30 +156,37 @@ class Fleet:
                     slot.worker = self._start(slot.config)
             except OSError as error:
                 # No descriptors, processes or shared memory now: that is not for ever.
+                slot.awaited = False
                 self._failed(slot, f"cannot be started: {error}", now)
                 continue
-            slot.config = next_config(slot.config)
-            slot.started_s = now
-        if now >= self._spare_due_s and all(slot.state == "up" for slot in self.slots.values()):
-            self._keep_spare(now)
+            slot.awaited = slot.worker is None
+            if slot.worker is not None:
+                slot.config = next_config(slot.config)
+                slot.started_s = now
+        if now >= self._forks_due_s:
+            self._keep_ready(now)
 
-    def _start(self, config: WorkerConfig) -> Worker:
-        """Start one worker. Raises OSError."""
+    def _start(self, config: WorkerConfig) -> Worker | None:
+        """Start one worker if there is a process for it. Raises OSError."""
         spawned = self._spawner.take()
+        if spawned is None:
+            return None
         try:
             return Worker(config, self._prefix, spawned)
         except OSError:
             spawned.end()
             raise
 
-    def _keep_spare(self, now: float) -> None:
+    def _keep_ready(self, now: float) -> None:
+        """Replace a fork server that ended while no slice was waiting for it."""
+        self._forks_due_s = now + _FORKS_RETRY_S
         try:
-            self._spawner.keep_spare()
-            self._spare_due_s = 0.0
+            self._spawner.keep_ready()
+            self._forks_failing = False
         except OSError as error:
-            if not self._spare_due_s:
-                log.error("no spare worker process for now: %s", error)
-            self._spare_due_s = now + _SPARE_RETRY_S
+            if not self._forks_failing:
+                log.error("no fork server for now: %s", error)
+            self._forks_failing = True
 
     def _failed(self, slot: WorkerSlot, reason: str, now: float) -> None:
         """Count a failed incarnation, and delay the next one. Raises `FleetDown`."""
@@ -219,7 +236,7 @@ class Fleet:
 
     def _verdict(self, slot: WorkerSlot, worker: Worker, now: float) -> str | None:
         if (code := worker.exit_code) is not None:
-            return f"killed by signal {-code}" if code < 0 else f"exited with status {code}"
+            return exit_text(code)
         if worker.ending:
             return "killed, and not gone yet"
         if not worker.up and now - slot.started_s > self.settings.start_timeout_s:

@@ -13,6 +13,7 @@ from c2cserve.serving.controller.fleet import WorkerSlot
 from c2cserve.serving.controller.host import ModelHost
 from c2cserve.serving.controller.jobs import JobTable
 from c2cserve.serving.ipc.status_page import Field
+from c2cserve.serving.log_output import lost_lines
 
 _WINDOW_S = 5.0
 """Shares are over this time, or over the time since the worker's start if that is shorter."""
@@ -78,6 +79,7 @@ def take_snapshot(
         **dict.fromkeys(COUNTERS, 0),
         **counters,
         "refused_early": refused_early,
+        "log_lines_lost": lost_lines(),
         "resumed_requests": jobs.resumed,
         "controller_request_failures": jobs.blamed,
         "model_files_changed": host.files_changed,

@@ -1,11 +1,10 @@
 """One worker process: started, listened to, watched, killed."""
 
-import contextlib
+import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import msgspec
 from c2cserve.core.machine import Slice
 from c2cserve.runtime.environment import child_environment
 from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.forks import Child, ForkServer
 from c2cserve.serving.ipc.messages import (
     Attach,
     Detach,
@@ -29,11 +29,12 @@ from c2cserve.serving.ipc.messages import (
 from c2cserve.serving.ipc.status_page import Field, StatusPage
 from c2cserve.serving.logs import LogFormat
 
+log = logging.getLogger(__name__)
+
 # The kernels bring their own thread pool; a library that spins up another one per worker would
 # fight it for the slice's cores.
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-
-
+_FORK_SERVER = (sys.executable, "-m", "c2cserve.cli.main", "worker")
 _EXITING = 0x4
 """PF_EXITING among a process's flags, the seventh field behind its name in /proc/PID/stat."""
 _STAT_BYTES = 4096
@@ -52,14 +53,14 @@ class Spawned:
     more, so a shortage of descriptors cannot look like its death.
     """
 
-    process: "subprocess.Popen[bytes]"
+    process: Child
     channel: Channel
     pidfd: int
     stat_fd: int
     """A descriptor of /proc/PID/stat."""
 
     @classmethod
-    def watch(cls, process: "subprocess.Popen[bytes]", channel: Channel) -> "Spawned":
+    def watch(cls, process: Child, channel: Channel) -> "Spawned":
         """Open what watching the process takes. Raises OSError, and then leaves nothing open."""
         pidfd = os.pidfd_open(process.pid)
         try:
@@ -89,53 +90,95 @@ class Spawned:
         os.close(self.stat_fd)
 
 
-def spawn() -> Spawned:
-    """Start a worker process. Raises OSError, leaving nothing behind."""
-    with contextlib.ExitStack() as undo:
-        mine, its = socket.socketpair()
-        undo.callback(mine.close)
-        with its:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.cli.main", "worker"],
-                stdin=its.fileno(),
-                env=child_environment(**_ONE_THREAD),
-                process_group=0,  # a terminal's ctrl-C is for the server, which drains first
-            )
-        undo.callback(process.wait)
-        undo.callback(process.kill)
-        spawned = Spawned.watch(process, Channel(mine))
-        undo.pop_all()
-    return spawned
-
-
 class Spawner:
-    """Starts worker processes, and keeps one in reserve.
+    """Starts worker processes, as forks of one process that has imported what they need.
 
-    A fresh process spends seconds importing its array library. The spare one has done that and
-    waits for its configuration: a lost worker is replaced within milliseconds.
+    So a lost worker is replaced within milliseconds, also the next one after it.
     """
 
-    def __init__(self) -> None:
-        self._spare: Spawned | None = None
+    def __init__(self, timeout_s: float) -> None:
+        """`timeout_s`: a fork server that takes longer to start a worker is replaced."""
+        self._timeout_s = timeout_s
+        self._forks: ForkServer | None = None
+        self._asked: Channel | None = None
+        """The controller's end of the channel of the worker that was asked for."""
+        self._asked_s = 0.0
 
-    def take(self) -> Spawned:
-        """Return the spare process if it is alive, else a new one. Raises OSError."""
-        self.keep_spare()
-        spare, self._spare = self._spare, None
-        assert spare is not None
-        return spare
+    @property
+    def awaited_fd(self) -> int | None:
+        """The descriptor that becomes readable when `take` has news, if it is awaiting any."""
+        return None if self._asked is None or self._forks is None else self._forks.fileno()
 
-    def keep_spare(self) -> None:
-        """Start a spare process unless there is a live one. Raises OSError."""
-        if self._spare is not None and self._spare.process.poll() is not None:
-            self._spare.end()
-            self._spare = None
-        if self._spare is None:
-            self._spare = spawn()
+    def keep_ready(self) -> None:
+        """Have a fork server, and so no delay when a worker is needed. Raises OSError."""
+        if self._forks is not None and self._forks.exit_code is not None:
+            log.error("the fork server ended: %s", self._drop())
+        if self._forks is None:
+            self._forks = ForkServer(_FORK_SERVER, child_environment(**_ONE_THREAD))
+
+    def take(self) -> Spawned | None:
+        """Return a new worker process. None: it is being started, and a later call returns it.
+
+        Raises OSError, leaving nothing behind."""
+        if self._asked is None:
+            self.keep_ready()
+            self._ask()
+        forks, channel = self._forks, self._asked
+        assert forks is not None
+        assert channel is not None
+        try:
+            child = forks.answer()
+        except EOFError as error:
+            raise OSError(f"the fork server ended: {self._drop()}") from error
+        except OSError:
+            self._give_up_asking()
+            raise
+        if child is None:
+            if time.monotonic() - self._asked_s > self._timeout_s:
+                self._drop()
+                raise TimeoutError(f"the fork server took more than {self._timeout_s:g} s")
+            return None
+        self._asked = None
+        return self._watch(child, channel)
+
+    def _ask(self) -> None:
+        assert self._forks is not None
+        mine, its = socket.socketpair()
+        with its:
+            try:
+                self._forks.ask(its)
+            except OSError:
+                mine.close()
+                raise
+        self._asked, self._asked_s = Channel(mine), time.monotonic()
+
+    def _watch(self, child: Child, channel: Channel) -> Spawned:
+        try:
+            return Spawned.watch(child, channel)
+        except OSError:
+            child.kill()
+            child.wait()
+            channel.close()
+            raise
+
+    def _drop(self) -> str:
+        """End the fork server, and say how it ended."""
+        forks, self._forks = self._forks, None
+        self._give_up_asking()
+        return "" if forks is None else exit_text(forks.close())
+
+    def _give_up_asking(self) -> None:
+        """A worker that comes nevertheless finds its channel closed, and ends."""
+        if self._asked is not None:
+            self._asked.close()
+            self._asked = None
 
     def close(self) -> None:
-        if self._spare is not None:
-            self._spare.end()
+        self._drop()
+
+
+def exit_text(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exited with status {status}"
 
 
 class Worker:
@@ -232,13 +275,13 @@ class Worker:
     def stalled_s(self, now: float) -> float:
         """Return how long the slice has had requests without completing a step. Time spent waiting
         for weights does not count; failed steps do not count as completed."""
-        page = self.page
-        busy = page.stat("running") or page.stat("waiting")
-        return max(0.0, now - page[Field.PROGRESS_S]) if self.up and busy else 0.0
+        if not (self.up and self.page.has_requests):
+            return 0.0
+        return max(0.0, now - self.page[Field.PROGRESS_S])
 
     def kill(self) -> None:
         if self.exit_code is None:
-            self._spawned.process.send_signal(signal.SIGKILL)
+            self._spawned.process.kill()
 
     def close(self) -> None:
         """Reap the process (killing it if need be) and remove its page."""

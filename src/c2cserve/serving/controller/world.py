@@ -141,8 +141,11 @@ class ControllerWorld:
                 poller.register(slot.worker.pidfd, select.POLLIN)
                 if not slot.worker.channel.closed:
                     poller.register(slot.worker.channel, slot.worker.channel.interest)
+        if (awaited := self._fleet.awaited_fd) is not None:
+            poller.register(awaited, select.POLLIN)
         ready = dict(poller.poll(max(1, int(timeout_s * 1000))))
-        if any(slot.worker and slot.worker.pidfd in ready for slot in self._fleet.slots.values()):
+        slots = self._fleet.slots.values()
+        if awaited in ready or any(one.worker and one.worker.pidfd in ready for one in slots):
             self._checked_s = 0.0
 
     def _collect(self, events: list[ClusterEvent]) -> None:
@@ -335,15 +338,13 @@ class ControllerWorld:
     def _carry_out(self, action: Dispatch | Withdraw | Reject | Recall) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
-                live = self._jobs.get(request_id)
-                if live is not None:
+                if (live := self._jobs.get(request_id)) is not None:
                     live.slice_id = slice_id
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))
             case Recall(request_id, slice_id):
-                live = self._jobs.get(request_id)
-                if live is not None:
+                if (live := self._jobs.get(request_id)) is not None:
                     live.recalled = True
                     self._send(slice_id, msg.Recall(request_id))
             case Reject(request_id, 500, reason):

@@ -84,6 +84,10 @@ class StatusPage:
         """Read one value. Raises KeyError if the table has none of this name."""
         return int(self._fields[_INDEX[name]])
 
+    @property
+    def has_requests(self) -> bool:
+        return bool(self.stat("running") or self.stat("waiting"))
+
     def stats(self) -> SliceStats:
         return SliceStats(**{stat.name: self._value(stat) for stat in STATS})
 

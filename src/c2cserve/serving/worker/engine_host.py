@@ -27,6 +27,7 @@ from c2cserve.memory.segment import Segment
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
@@ -45,7 +46,6 @@ class _Backend(Protocol):
 
     executor: Executor
     isa: str
-    host_kv: HostKv
 
     @property
     def device(self) -> torch.device | None:
@@ -62,7 +62,9 @@ class _Backend(Protocol):
         """Note that the step is about to be submitted."""
         ...
 
-    def polled(self) -> None: ...
+    def polled(self, *, computing: bool) -> None:
+        """Note whether a step is under way after the executor was polled."""
+        ...
 
     def make_room(self, kv_end_bytes: int | None) -> None:
         """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
@@ -98,12 +100,12 @@ class _CpuBackend:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
-        self.host_kv = HostKv(0, no_copies)
+        host_kv = HostKv(0, no_copies)
         if slice_.host_kv_bytes:
             copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
-            self.host_kv = HostKv(slice_.host_kv_bytes, copier)
+            host_kv = HostKv(slice_.host_kv_bytes, copier)
         self.executor = Executor(
-            slice_.id, ops, arena, world.emit, world.deliver, time.monotonic, host_kv=self.host_kv
+            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv
         )
 
     def warm(self, config: ModelConfig) -> None:
@@ -118,7 +120,7 @@ class _CpuBackend:
     def begin(self, step: Step) -> None:
         pass
 
-    def polled(self) -> None:
+    def polled(self, *, computing: bool) -> None:
         pass
 
     def make_room(self, kv_end_bytes: int | None) -> None:
@@ -143,16 +145,15 @@ class _GpuBackend:
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
-        self._emit = world.emit
+        self._report = world.report
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
         self.executor = Executor(
-            slice_.id, gpu.ops, gpu.arena, world.emit, world.deliver, time.monotonic,
+            slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
         )  # fmt: skip
-        self.host_kv = gpu.host_kv
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -187,12 +188,12 @@ class _GpuBackend:
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
-    def polled(self) -> None:
+    def polled(self, *, computing: bool) -> None:
         self._refresh_peers()
         if self._gpu.loads is not None:
             for one in self._gpu.loads.poll():
-                self._emit(Fetched(one.model, one.took_s, one.refused))
-        if not self.executor.computing:
+                self._report(Fetched(one.model, one.took_s, one.refused), ())
+        if not computing:
             self._shared.streaming.discard(self._id)
 
     def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
@@ -314,22 +315,14 @@ class WorkerEngine:
             case _:
                 self._executor.submit(action)
 
-    def poll(self) -> None:
-        self._executor.poll()
-        self._backend.polled()
-
-    @property
-    def parked(self) -> bool:
-        return self._executor.parked or self._backend.waiting
-
-    @property
-    def stats(self) -> SliceStats:
-        paused = self._backend.host_kv
-        return replace(
-            self._backend.stats, parts_rebuilt=self._executor.renewals,
-            kv_host_bytes=paused.used_bytes, kv_out_bytes=paused.counts.out_bytes,
-            kv_in_bytes=paused.counts.in_bytes,
+    def poll(self) -> EngineState:
+        state = self._executor.poll()
+        self._backend.polled(computing=state.computing)
+        stats = replace(
+            self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
+            kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
+        return EngineState(state.parked or self._backend.waiting, stats)
 
 
 class SharedGpu:

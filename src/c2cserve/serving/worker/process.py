@@ -1,12 +1,15 @@
-"""`c2cserve worker`: one slice's process, started by `c2cserve serve`."""
+"""`c2cserve worker`: the fork server of `c2cserve serve`, and one slice's process."""
 
 import ctypes
+import errno
 import gc
 import logging
 import os
 import signal
 import socket
+import stat
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -23,11 +26,13 @@ from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.forks import PID
 from c2cserve.serving.ipc.messages import Measured, WorkerConfig
 from c2cserve.serving.ipc.status_page import StatusPage
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.worker.shared_gpu_process import join_shared_process, open_shared_process
 from c2cserve.serving.worker.world import Quitting, WorkerWorld
+from c2cserve.terminal.output import CliError
 
 if TYPE_CHECKING:
     from c2cserve.serving.worker.engine_host import WorkerEngine
@@ -43,20 +48,93 @@ processes use too. With equal priority, each hop of a request between those proc
 a step."""
 _PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
+_ORPHAN_POLL_S = 0.0005
 _NO_ENGINE = 3
 """Exit status when the slice's hardware, or a library that it needs, is missing."""
 
 
 def worker() -> None:
-    """Run one worker. Its standard input is its channel; the first message is its configuration.
-    The process ends with its server."""
-    _die_with(os.getppid())
-    # Before the configuration is read: a spare process has then done the slow part in advance.
+    """Start workers until the server ends: each is a fork of this process, which has imported what
+    they need. The standard input is the other end of a `serving.ipc.forks.ForkServer`. Raises
+    CliError if a person has started it."""
+    if not stat.S_ISSOCK(os.fstat(0).st_mode):
+        raise CliError("a worker is started by `c2cserve serve`, which talks to it", 2)
+    server = os.getppid()
+    _die_with(server)
+    # This is the slow part of a worker's start.
+    from c2cserve.serving.worker import engine_host as engine_host
+
+    gc.collect()
+    gc.freeze()  # a collection writes to objects, and pages that are written to are not shared
+    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    while True:
+        asked, ends, _, _ = socket.recv_fds(control, 1, 1)
+        if not asked:
+            _end(0)
+        answer = _fork()
+        if answer == 0:
+            control.close()
+            os.dup2(ends[0], sys.stdin.fileno())
+            os.close(ends[0])
+            os.setpgid(0, 0)  # a terminal's ctrl-C is for the server, which drains first
+            _die_with(server)
+            _serve_slice()
+        os.close(ends[0])
+        control.send(PID.pack(answer))
+
+
+def _fork() -> int:
+    """Fork, leaving the child to the server. Return the child's process id or minus an errno, and 0
+    in the child."""
+    readable, writable = os.pipe()
+    try:
+        middle = os.fork()
+    except OSError as error:
+        os.close(readable)
+        os.close(writable)
+        return -_errno(error)
+    if middle == 0:
+        return _fork_and_end(writable, readable)
+    os.close(writable)
+    os.waitpid(middle, 0)
+    answer = os.read(readable, PID.size)
+    os.close(readable)
+    return PID.unpack(answer)[0] if answer else -errno.EAGAIN
+
+
+def _fork_and_end(writable: int, readable: int) -> int:
+    """Fork, write the child's process id or minus an errno, and end. Return 0 in the child, once it
+    is an orphan."""
+    middle = os.getpid()
+    try:
+        answer = os.fork()
+    except OSError as error:
+        answer = -_errno(error)
+    if answer != 0:
+        os.write(writable, PID.pack(answer))
+        os._exit(0)
+    os.close(readable)
+    os.close(writable)
+    while os.getppid() == middle:
+        time.sleep(_ORPHAN_POLL_S)
+    return 0
+
+
+def _errno(error: OSError) -> int:
+    return error.errno or errno.EAGAIN
+
+
+def _serve_slice() -> NoReturn:
+    """Serve one slice, and end this process. The standard input is its channel; the first message
+    is its configuration."""
     from c2cserve.serving.worker.engine_host import WorkerEngine
 
     end = socket.fromfd(sys.stdin.fileno(), socket.AF_UNIX, socket.SOCK_STREAM)
     channel = Channel(end)
-    message = channel.next()
+    try:
+        message = channel.next()
+    except EOFError:  # the server has no use for this worker any more
+        _end(0)
     config = msgspec.json.decode(message, type=WorkerConfig)
     setup_logging(f"worker/{config.slice.id}", config.log_level, config.log_format)
     os.sched_setaffinity(0, config.slice.cpus)
@@ -85,7 +163,7 @@ def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket)
 
     name = f"c2cserve.{os.getppid()}.{share.uuid}"
     while True:
-        process = open_shared_process(name, serve, lambda: os._exit(1))
+        process = open_shared_process(name, serve, lambda: _end(1))
         if process is not None:
             serve(message, end)
             process.close()
@@ -108,7 +186,7 @@ def _serve(
         engine = make(world)
     except NoEngine as error:
         log.error("slice %s cannot start: %s", config.slice.id, error)
-        os._exit(_NO_ENGINE)
+        _end(_NO_ENGINE)
     world.start(engine, engine.isa, config.epoch)
     gc.freeze()  # objects that exist now stay: the collector need not visit them again
     failed = False
@@ -122,7 +200,7 @@ def _serve(
     world.stop()
     channel.drain(_LINGER_S)
     if failed:
-        os._exit(1)  # a GPU that failed can keep destructors waiting for ever
+        _end(1)  # a GPU that failed can keep destructors waiting for ever
 
 
 def _end(status: int) -> NoReturn:

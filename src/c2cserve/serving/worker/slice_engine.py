@@ -1,5 +1,6 @@
 """The port between a worker's loop and its engine."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from c2cserve.core.actions import EngineAction
@@ -8,12 +9,21 @@ from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
 
 
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    parked: bool
+    """A step, or a load into the slice's memory, waits for weights that are being loaded into the
+    pool. The end of that is not notified of, so `poll` has to look."""
+    stats: SliceStats
+    """The rows of the table whose source is the engine; the others are 0."""
+
+
 class SliceEngine(Protocol):
     """The port between the slice's loop and the engine; `serving.worker.engine_host` implements it.
 
-    `submit` and `poll` report outcomes of steps through the callbacks `emit` and `deliver`, which
-    the engine got when it was made. An engine that computes on another thread or device calls
-    `notify` when there is something to poll.
+    `submit` and `poll` report outcomes of steps through the callback `report`, which the engine got
+    when it was made. An engine that computes on another thread or device calls `notify` when there
+    is something to poll.
     """
 
     def attach(
@@ -29,15 +39,6 @@ class SliceEngine(Protocol):
 
     def submit(self, action: EngineAction) -> None: ...
 
-    def poll(self) -> None: ...
-
-    @property
-    def parked(self) -> bool:
-        """Whether something waits for weights that are being loaded into the pool: a step, or a
-        load into the slice's memory. The end of that is not notified of, so `poll` has to look."""
-        ...
-
-    @property
-    def stats(self) -> SliceStats:
-        """The rows of the table whose source is the engine; the others are 0."""
+    def poll(self) -> EngineState:
+        """Report what is done, go on with what can, and return how things stand then."""
         ...

@@ -105,26 +105,35 @@ class WorkerWorld:
 
     # ---- what the engine reports ----------------------------------------------------------------
 
-    def emit(self, event: SliceEvent) -> None:
+    def report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
+        """Take what the engine reports together: deltas for clients, which are sent at once, and an
+        event for the policy."""
+        if deltas:
+            self._deliver(deltas)
+        if event is None:
+            return
         self._events.append(event)
         if isinstance(event, StepDone | StepFailed | StepParked):
-            now = time.monotonic()
-            self._in_flight.discard(event.step_id)
-            self._page[Field.STEP_STARTED_S] = now if self._in_flight else 0.0
-            if isinstance(event, StepDone):
-                self._page.add(Field.BUSY_S, event.compute_s)
-                self._page.add_stat("steps", 1)
-                self._page[Field.PROGRESS_S] = now
-            elif isinstance(event, StepFailed):
-                self._page.add_stat("step_failures", 1)
+            self._note_outcome(event)
         elif isinstance(event, Fetched):
             self._channel.send(msg.encode(msg.Ready(event.model, event.took_s)))
+
+    def _note_outcome(self, event: StepDone | StepFailed | StepParked) -> None:
+        now = time.monotonic()
+        self._in_flight.discard(event.step_id)
+        self._page[Field.STEP_STARTED_S] = now if self._in_flight else 0.0
+        if isinstance(event, StepDone):
+            self._page.add(Field.BUSY_S, event.compute_s)
+            self._page.add_stat("steps", 1)
+            self._page[Field.PROGRESS_S] = now
+        elif isinstance(event, StepFailed):
+            self._page.add_stat("step_failures", 1)
 
     def notify(self) -> None:
         """Wake `wait`, because the engine has something to poll. Callable from any thread."""
         os.eventfd_write(self._notifier, 1)
 
-    def deliver(self, deltas: Sequence[Delta]) -> None:
+    def _deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
         self._accepted -= {delta.request_id for delta in deltas if delta.finish is not None}
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
@@ -132,20 +141,21 @@ class WorkerWorld:
     # ---- Source ---------------------------------------------------------------------------------
 
     def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
-        self._report()
+        self._publish()
         page = self._page
         while True:
             self._take_messages()
-            self.engine.poll()
+            state = self.engine.poll()
+            page.write_stats(state.stats, StatSource.ENGINE)
             self._end_reset()
             now = time.monotonic()
-            if self.engine.parked or not (page.stat("running") or page.stat("waiting")):
+            if state.parked or not page.has_requests:
                 page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._channel.wait(_PARKED_POLL_S if self.engine.parked else timeout_s, self._notifier)
+            self._channel.wait(_PARKED_POLL_S if state.parked else timeout_s, self._notifier)
             with contextlib.suppress(BlockingIOError):  # no notification
                 os.eventfd_read(self._notifier)
 
@@ -174,9 +184,9 @@ class WorkerWorld:
                 self._add(job)
             case msg.Withdraw(request_id):
                 self._accepted.discard(request_id)
-                self.emit(Withdrawn(request_id))
+                self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
-                self.emit(RecallAsked(request_id))
+                self._events.append(RecallAsked(request_id))
             case msg.Switch(model, active, keep):
                 self._switch(model, active=active, keep=keep)
             case msg.Attach():
@@ -203,18 +213,18 @@ class WorkerWorld:
             self._refuse(request.id, fault)
         else:
             self._accepted.add(request.id)
-            self.emit(Submitted(request, chained))
+            self._events.append(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
         reason = f"{type(fault).__name__}: {fault}"
-        self.deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+        self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
 
     def _switch(self, model: str, *, active: bool, keep: bool = False) -> None:
         """Activate or deactivate a model. A model that is not attached stays inactive: its requests
         fail one by one."""
         if active and model in self._specs:
             self._active[model] = keep
-            self.emit(Activated(self._specs[model], keep))
+            self._events.append(Activated(self._specs[model], keep))
         elif not active and model in self._active:
             self._deactivate(model)
 
@@ -222,7 +232,7 @@ class WorkerWorld:
         """The weights of a model that was kept go at once, and with them a load under way."""
         if self._active.pop(model):
             self.engine.submit(Release(model))
-        self.emit(Deactivated(model))
+        self._events.append(Deactivated(model))
 
     # ---- beginning anew -------------------------------------------------------------------------
 
@@ -232,7 +242,7 @@ class WorkerWorld:
         log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
         for request_id in sorted(self._accepted):
-            self.emit(Withdrawn(request_id))
+            self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
             self._deactivate(model)
         self._accepted.clear()
@@ -276,9 +286,9 @@ class WorkerWorld:
             # Its memory may stay taken here; the slice has other models.
             log.exception("detach of %s failed", model)
 
-    def _report(self) -> None:
+    def _publish(self) -> None:
+        """Publish what the policy counts, and about once a second what it has measured."""
         self._page.write_stats(self._policy_stats(), StatSource.POLICY)
-        self._page.write_stats(self.engine.stats, StatSource.ENGINE)
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now

@@ -142,7 +142,7 @@ _CASES = (
         "keeping", "Weights: kept while they are used, or streamed", _RATE, "% in time",
         (2.0, 4.0, 8.0, 16.0),
         {
-            "kept, in shifts": lambda x: replace(_MANY, rate=x),
+            "kept, or swapped": lambda x: replace(_MANY, rate=x),
             "streamed": lambda x: replace(_MANY, preset=_STREAMS, rate=x),
         },
         _met,
@@ -151,7 +151,7 @@ _CASES = (
         "link_budget", "Speed of the link", "times the link's speed", "% in time",
         (0.25, 0.5, 1.0, 2.0),
         {
-            "kept, in shifts": lambda x: replace(_FEW, change=_link(x)),
+            "kept, or swapped": lambda x: replace(_FEW, change=_link(x)),
             "streamed, within its budget": lambda x: replace(
                 _FEW, preset=_STREAMS, change=_link(x)
             ),
@@ -173,7 +173,7 @@ _CASES = (
         {
             "patience 1": lambda x: replace(_FEW, prompt=1000, patience=1.0, rate=x),
             "20 (default)": lambda x: replace(_FEW, prompt=1000, patience=20.0, rate=x),
-            "nobody is refused": lambda x: replace(_FEW, prompt=1000, patience=0.0, rate=x),
+            "0: never": lambda x: replace(_FEW, prompt=1000, patience=0.0, rate=x),
         },
         _met,
     ),

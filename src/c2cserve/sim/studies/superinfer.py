@@ -185,14 +185,8 @@ def _sweeps(base: _Run) -> tuple[list[Figure], list[Finding]]:
             "TTFT p99, s": [(value, result.ttft.p99) for value, result in results],
             "TBT p99, 10 ms": [(value, 100 * result.tpot.p99) for value, result in results],
         }
-        if number == "fig18":
-            shown = {
-                kind: [(value, dict(_attained(result))[kind]) for value, result in results]
-                for kind in ("TTFT", "TBT")
-            }
         title = f"{name} (SuperInfer {number[:3]}. {number[3:]}), {base.rate:.0f} requests/s"
-        unit = "% in time" if number == "fig18" else ""
-        figures.append(Figure(f"superinfer_{number}", title, name, unit, shown))
+        figures.append(Figure(f"superinfer_{number}", title, name, "", shown))
         ends = (results[0], results[-1])
         ours = "; ".join(
             f"{value:g}: TTFT {result.ttft_attainment:.0%}, p99 {result.ttft.p99:.1f} s, "

@@ -6,7 +6,7 @@ from math import isfinite
 from random import Random
 
 from c2cserve.core.request import BLOCK_TOKENS
-from c2cserve.sim.workload.catalogue import find_lengths, find_path, find_rows
+from c2cserve.sim.workload.catalogue import check_lengths, find_lengths, find_path, find_rows
 from c2cserve.sim.workload.rates import has_rates, sample_requests
 from c2cserve.sim.workload.rows import Row
 from c2cserve.sim.workload.synthetic import synthetic
@@ -62,6 +62,7 @@ def by_source(settings: WorkloadSettings) -> dict[str, list[SimRequest]]:
 
 
 def _chosen(settings: WorkloadSettings) -> list[Row]:
+    check_lengths(settings.lengths)
     end_s = settings.start_s + settings.duration_s
     rows = [row for row in _rows(settings) if settings.start_s <= row.t_s < end_s]
     return rows[: settings.limit]

@@ -50,14 +50,19 @@ def find_lengths(name: str) -> Lengths:
     """Find lengths by name, or by `PATH` or `PATH:DATASET` (`PATH:MODEL` for quantiles).
 
     Raises OSError, TraceError."""
+    check_lengths(name)
     if name in LENGTHS:
         return LENGTHS[name]()
     path, _, dataset = name.partition(":")
-    if not Path(path).exists():
-        raise TraceError(f"no lengths {name!r}; there are {', '.join(LENGTHS)}, or a file")
     if {"field", "q", "value"} <= columns(Path(path)):
         return quantiles(Path(path), dataset)
     return pairs(Path(path), dataset)
+
+
+def check_lengths(name: str) -> None:
+    """Raise TraceError if there are no lengths of that name, also where none are needed."""
+    if name not in LENGTHS and not Path(name.partition(":")[0]).exists():
+        raise TraceError(f"no lengths {name!r}; there are {', '.join(LENGTHS)}, or a file")
 
 
 def find_path(name: str) -> Path:

@@ -52,7 +52,7 @@ def sample_requests(
                 raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
             rows = _means(lines, column, seed, start_s, end_s, scale)
         case None:
-            raise TraceError(f"{path.name} has columns nobody can read: {', '.join(found)}")
+            raise TraceError(f"{path.name} has columns that no trace has: {', '.join(found)}")
     return sorted(rows, key=lambda row: row.t_s)
 
 

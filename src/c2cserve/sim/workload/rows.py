@@ -114,4 +114,4 @@ def _reader(path: Path, line: Fields, where: Iterable[str]) -> Callable[[Fields]
             return reader
     if {"input_tokens", "output_tokens"} <= line.keys() or {"q", "value"} <= line.keys():
         raise TraceError(f"{path.name} has lengths and no times: use it with --lengths")
-    raise TraceError(f"{path.name} has columns nobody can read: {', '.join(line)}")
+    raise TraceError(f"{path.name} has columns that no trace has: {', '.join(line)}")

@@ -119,11 +119,16 @@ def _packaged(name: str) -> Hardware:
 def find(name: str) -> Hardware:
     """Find a packaged machine by name, or one by the path of its TOML file.
 
-    Raises UnknownHardware, OSError."""
+    Raises UnknownHardware, OSError, and ValueError for a file that describes no machine."""
     if name in names():
         return _packaged(name)
     if name.endswith(".toml"):
-        return parse(Path(name).stem, Path(name).read_text(), Path(name).parent)
+        try:
+            return parse(Path(name).stem, Path(name).read_text(), Path(name).parent)
+        except KeyError as error:
+            raise ValueError(f"{name}: there is no key {error}") from error
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: {error}") from error
     raise UnknownHardware(f"no hardware {name!r}; there are: {', '.join(names())}")
 
 

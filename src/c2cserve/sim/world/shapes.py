@@ -97,6 +97,8 @@ def catalogue(text: str, keep_warm_s: float = 0.0) -> list[SimModel]:
             copies = int(number) if number else 1
         except ValueError as error:
             raise ValueError(f"{term!r} is not SHAPE*COUNT") from error
+        if copies < 1:
+            raise ValueError(f"{term!r}: COUNT is at least 1")
         first = sum(model.shape is shape for model in models)
         models += [_model(shape, first + index, keep_warm_s) for index in range(copies)]
     return models

@@ -1,6 +1,6 @@
 """The simulated machine: `policy.cluster` and one `policy.slice` for each slice, off one clock."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -94,6 +94,10 @@ class Simulation:
             self.timeline, self.loops, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
         )  # fmt: skip
+
+    @property
+    def slice_ids(self) -> Collection[str]:
+        return self._simulated.keys()
 
     def run(self) -> None:
         """Run until every request has ended. Raises Stuck."""

@@ -1,8 +1,8 @@
-"""Ahead-of-time build of the device code: one cubin per variant, in a folder keyed by its sources.
+"""Ahead-of-time build of the device code: one cubin per variant, named by a hash of its sources.
 
 Nothing here needs torch or a GPU. A cubin's key covers its source, every file of ours that it
-includes, the defines and the flags: what was built from anything else is never found. Files appear
-under their final name whole or not at all, so builds may race and be killed.
+includes, the defines and the flags. So a cubin that was built from anything else is never found.
+Files appear under their final names complete or not at all. So builds may race, and be killed.
 """
 
 import hashlib
@@ -37,19 +37,19 @@ _INCLUDE = re.compile(r'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _TIMEOUT_S = 300.0
 _TOOLKIT = Path("/usr/local/cuda")
 _UNFINISHED = ".build-*"
-"""Folders of builds at work, or killed."""
+"""Folders of builds that are under way or were killed."""
 
 State = Literal["built", "stale", "missing"]
-"""stale: what lies there was built from other sources or flags; it is not loaded."""
+"""stale: the cubin there was built from other sources or flags, and is not loaded."""
 
 
 class BuildError(Exception):
-    """A variant could not be built: a line that says which and why, then the compiler's words."""
+    """A variant could not be built. The message says why, and ends with the compiler's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What the assembler said of a kernel. Registers are of a thread."""
+    """What the assembler reports on a kernel. Registers are those of one thread."""
 
     registers: int
     stack_bytes: int
@@ -59,12 +59,13 @@ class Report:
 
     @property
     def fit(self) -> bool:
-        """No local memory: a streaming kernel that spills is slow in ways that are hard to see."""
+        """Whether it uses no local memory. A streaming kernel that spills is slow, and benchmarks
+        hardly show why."""
         return not self.faults
 
     @property
     def faults(self) -> str:
-        """What makes it unfit, in words; empty for nothing."""
+        """Why it is unfit, for messages; empty if it is fit."""
         sizes = {
             "stack": self.stack_bytes,
             "spilled": self.spill_store_bytes,
@@ -75,15 +76,17 @@ class Report:
 
 
 def default_folder() -> Path:
-    """Where cubins are kept: $C2CSERVE_HOME/kernels, else the user's cache."""
+    """Return the folder of cubins: $C2CSERVE_HOME/kernels, else one in the user's cache."""
     home = os.environ.get("C2CSERVE_HOME")
     base = Path(home) if home else Path.home() / ".cache" / "c2cserve"
     return base / "kernels"
 
 
 def _with_includes(source: Path) -> dict[Path, str]:
-    """The texts of a source and of all files of ours it includes, directly or not. Raises
-    `BuildError` for one that is not there."""
+    """Return the texts of a source and of all files of ours that it includes, directly or not.
+
+    Raises `BuildError` for a missing file.
+    """
     texts: dict[Path, str] = {}
     waiting = [source]
     while waiting:
@@ -106,10 +109,10 @@ def _sources_digest(source: Source) -> str:
 
 
 def key(variant: Variant) -> str:
-    """What the variant's cubin is filed under.
+    """Return the key in the name of the variant's cubin.
 
-    The compiler's version is not part of it but of the report beside the cubin: machines that only
-    run kernels have no compiler to ask. After an upgrade, `build` with `force`.
+    The compiler's version is in the report beside the cubin, not in the key: machines that only run
+    kernels have no compiler. After an upgrade of the compiler, `build` with `force`.
     """
     text = json.dumps(
         [variant.name, sorted(variant.defines.items()), _FLAGS, _sources_digest(variant.source)]
@@ -126,21 +129,24 @@ def report_path(folder: Path, variant: Variant) -> Path:
 
 
 def find_nvcc() -> str:
-    """CUDA's compiler: under CUDA_HOME, on PATH, of the `nvidia-cuda-nvcc` wheel, or where the
-    toolkit is usually installed. Raises `BuildError`."""
+    """Return the path of CUDA's compiler. Raises `BuildError` if there is none.
+
+    It is sought under CUDA_HOME, on PATH, in the `nvidia-cuda-nvcc` wheel, and where the toolkit is
+    usually installed.
+    """
     home = os.environ.get("CUDA_HOME")
     named = [f"{home}/bin/nvcc"] if home else []
     for place in (*named, shutil.which("nvcc"), *_wheel_nvcc(), f"{_TOOLKIT}/bin/nvcc"):
         if place and Path(place).is_file():
             return place
     raise BuildError(
-        "no CUDA compiler (nvcc 13): `pip install 'c2cserve[gpu]'`, or install the CUDA toolkit,"
-        " or set CUDA_HOME, and run `c2cserve kernels build` again"
+        "no CUDA compiler (nvcc 13): `pip install '.[gpu]'` in the checkout, or install the CUDA"
+        " toolkit, or set CUDA_HOME, and run `c2cserve kernels build` again"
     )
 
 
 def _wheel_nvcc() -> list[str]:
-    """Wheels of CUDA 13 share the folder nvidia/cu13, wherever packages are installed."""
+    """Return the compilers of installed wheels. Those of CUDA 13 share the folder nvidia/cu13."""
     spec = importlib.util.find_spec("nvidia")
     places = (spec and spec.submodule_search_locations) or ()
     return [str(path) for place in places for path in sorted(Path(place).glob("*/bin/nvcc"))]
@@ -153,13 +159,13 @@ def nvcc_version(nvcc: str) -> str:
 
 
 def compile_variant(variant: Variant, folder: Path, nvcc: str) -> Report:
-    """Build one cubin into `folder`. Raises `BuildError` with the compiler's own words."""
+    """Build one cubin into `folder`. Raises `BuildError` with the compiler's output."""
     folder.mkdir(parents=True, exist_ok=True)
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
     source = SOURCES / f"{variant.source}.cu"
     cubin, report_file = cubin_path(folder, variant), report_path(folder, variant)
     with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED[:-1]) as work:
-        output, words = Path(work) / "cubin", Path(work) / "json"
+        output, written_report = Path(work) / "cubin", Path(work) / "json"
         try:
             done = subprocess.run(
                 [nvcc, *_FLAGS, *defines, str(source), "-o", str(output)],
@@ -170,16 +176,16 @@ def compile_variant(variant: Variant, folder: Path, nvcc: str) -> Report:
         if done.returncode != 0:
             raise BuildError(f"nvcc failed on {variant.name}\n{done.stdout}{done.stderr}")
         report = parse_report(done.stderr)
-        words.write_text(json.dumps({"compiler": nvcc_version(nvcc), **asdict(report)}))
-        # The cubin last: where there is one, there is its report.
-        _install(words, report_file)
+        written_report.write_text(json.dumps({"compiler": nvcc_version(nvcc), **asdict(report)}))
+        # The cubin comes last, so that every cubin has its report.
+        _install(written_report, report_file)
         _install(output, cubin)
     return report
 
 
 def parse_report(text: str) -> Report:
-    """Read `ptxas -v`'s words on one kernel and on functions it calls. Raises `BuildError` if they
-    are not there."""
+    """Read what `ptxas -v` printed on one kernel and the functions it calls. Raises `BuildError` if
+    it printed nothing on them."""
     frames = re.findall(
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text
     )
@@ -192,14 +198,14 @@ def parse_report(text: str) -> Report:
 
 
 def _install(file: Path, path: Path) -> None:
-    """Whole under its final name, or not there. Others may read it: it has the umask's mode."""
+    """Give a file its final name. It is complete there, or absent. Its mode is the umask's."""
     with file.open("rb") as written:
         os.fsync(written.fileno())
     file.replace(path)
 
 
 def read_report(folder: Path, variant: Variant) -> Report | None:
-    """The report of a built variant; None if it is not built, or nothing tells how."""
+    """Return the report of a built variant; None if it is not built, or its report is damaged."""
     if not cubin_path(folder, variant).exists():
         return None
     try:
@@ -213,7 +219,7 @@ def read_report(folder: Path, variant: Variant) -> Report | None:
 
 
 def state(folder: Path, variant: Variant) -> State:
-    """Whether `folder` has the variant's cubin, one of other sources, or neither."""
+    """Return whether `folder` has the variant's cubin, one of other sources, or neither."""
     if read_report(folder, variant) is not None:
         return "built"
     return "stale" if any(folder.glob(f"{variant.name}.*.cubin")) else "missing"
@@ -228,8 +234,8 @@ def build(
 ) -> list[Variant]:
     """Compile what `folder` lacks (all, with `force`), as many at a time as there are cores.
 
-    Returns what was compiled; `built` hears of each as it is done, in this thread. Raises
-    `BuildError` for the first that fails; those that were done stay.
+    Return what was compiled. `built` is called in this thread after each one. Raises `BuildError`
+    for the first that fails; those that were done stay.
     """
     lacking = [v for v in variants if force or read_report(folder, v) is None]
     if not lacking:
@@ -243,15 +249,14 @@ def build(
                 if built is not None:
                     built(jobs[job], report)
         except BaseException:
-            # An interrupt does not wait for what has not begun.
+            # An interrupt does not wait for compilations that have not begun.
             executor.shutdown(wait=False, cancel_futures=True)
             raise
     return lacking
 
 
 def check(variants: Iterable[Variant], folder: Path) -> list[str]:
-    """What is wrong with a folder of cubins: variants that are missing, stale or use local memory.
-    A line each."""
+    """Return a line for each variant that is missing, stale or uses local memory."""
     problems: list[str] = []
     for variant in variants:
         report = read_report(folder, variant)
@@ -265,8 +270,10 @@ def check(variants: Iterable[Variant], folder: Path) -> list[str]:
 
 
 def clean(variants: Iterable[Variant], folder: Path) -> int:
-    """Remove cubins that no variant's present sources would give, and what killed builds left.
-    Returns how many files (and folders of killed builds) went."""
+    """Remove cubins that no variant's present sources produce, and what killed builds left.
+
+    Return the number of files and folders that were removed.
+    """
     keep = {path for v in variants for path in (cubin_path(folder, v), report_path(folder, v))}
     stale = [p for p in folder.glob("*") if p.suffix in {".cubin", ".json"} and p not in keep]
     for path in stale:

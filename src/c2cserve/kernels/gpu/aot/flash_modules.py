@@ -1,10 +1,11 @@
 """FlashInfer's attention, built ahead into the folder of our own kernels.
 
-FlashInfer compiles a module per dtype, head size and kind of mask when it first meets one. Serving
-must not: `build` has it compile the usual ones, in a process of its own with a workspace of its
-own, and keeps the results under FlashInfer's version, laid out as FlashInfer looks for modules
-that came with it (<folder>/flashinfer-<version>/<module>/<module>.so). Nothing here needs torch,
-a GPU, or FlashInfer itself but `build`.
+    <folder>/flashinfer-<version>/<module>/<module>.so
+
+FlashInfer compiles a module for each dtype, head size and kind of mask when it first needs one. A
+server must not compile. So `build` has FlashInfer compile the usual modules, in a process and a
+workspace of their own. The results lie as FlashInfer expects modules that were shipped with it.
+Only `build` needs FlashInfer, and nothing here needs torch or a GPU.
 """
 
 import importlib.util
@@ -26,15 +27,15 @@ from c2cserve.kernels.gpu.aot.compiler import BuildError, State, find_nvcc, nvcc
 _PACKAGE = "flashinfer-python"
 _FOLDER = "flashinfer-"
 _ARCH = "9.0a"
-_WORDS = 8000
-"""Of a compiler that failed, the last: the commands before them fill pages."""
+_OUTPUT_MAX = 8000
+"""How much of a failed compiler's output is shown, from its end. Its first lines are commands."""
 _TIMEOUT_S = 3600.0
-"""The limit of one module: ten files of CUTLASS templates, each of them minutes."""
+"""The limit for one module. It has ten files of CUTLASS templates, and each takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlashKind:
-    """What FlashInfer has a module of its own for."""
+    """What a module of FlashInfer is compiled for."""
 
     dtype: HalfDtype
     head_dim: int
@@ -48,13 +49,13 @@ class FlashKind:
 MODULES = (
     FlashKind("bfloat16", 128), FlashKind("float16", 128), FlashKind("bfloat16", 64),
 )  # fmt: skip
-"""Built ahead, what most models have first; each takes two cores some ten minutes. Others are
-found where FlashInfer's own packages of modules are installed, and left to our kernel where they
-are not."""
+"""The modules that are built ahead, the most common kind first. Each takes two cores some ten
+minutes. FlashInfer's own packages of modules have other kinds. Without those packages, our kernel
+computes them."""
 
 
 def installed() -> str | None:
-    """FlashInfer's version."""
+    """Return FlashInfer's version; None if it is not installed."""
     try:
         return version(_PACKAGE)
     except PackageNotFoundError:
@@ -62,12 +63,12 @@ def installed() -> str | None:
 
 
 def modules_folder(folder: Path, flashinfer: str) -> Path:
-    """The key of the modules that this version of FlashInfer built, in a folder of kernels."""
+    """Return where the modules of this version of FlashInfer lie in a folder of kernels."""
     return folder / f"{_FOLDER}{flashinfer}"
 
 
 def _record(folder: Path, kind: FlashKind, flashinfer: str) -> Path:
-    """A file that names the kind's module; written last."""
+    """Return the path of the file that names the kind's module. It is written last."""
     return modules_folder(folder, flashinfer) / f"{kind.name}.json"
 
 
@@ -82,14 +83,14 @@ def built(folder: Path, kind: FlashKind, flashinfer: str) -> bool:
 
 
 def state(folder: Path, kind: FlashKind, flashinfer: str) -> State:
-    """stale: another version of FlashInfer built it."""
+    """Return whether the module is built. It is stale if another version of FlashInfer built it."""
     if built(folder, kind, flashinfer):
         return "built"
     return "stale" if any(folder.glob(f"{_FOLDER}*/{kind.name}.json")) else "missing"
 
 
 def check(folder: Path, flashinfer: str) -> list[str]:
-    """The modules that are not built, a line each."""
+    """Return a line for each module that is not built."""
     states = {kind: state(folder, kind, flashinfer) for kind in MODULES}
     said = {
         "missing": "is not built",
@@ -99,8 +100,10 @@ def check(folder: Path, flashinfer: str) -> list[str]:
 
 
 def clean(folder: Path, flashinfer: str | None) -> int:
-    """Remove what other versions built (all, where FlashInfer is not installed). Returns how many
-    modules went."""
+    """Remove the modules of other versions; all of them, if FlashInfer is not installed.
+
+    Return the number of modules removed.
+    """
     keep = None if flashinfer is None else modules_folder(folder, flashinfer)
     old = [path for path in folder.glob(f"{_FOLDER}*") if path != keep]
     removed = sum(len(list(path.glob("*.json"))) for path in old)
@@ -117,9 +120,12 @@ def build(
     force: bool = False,
     done: Callable[[FlashKind], None] | None = None,
 ) -> list[FlashKind]:
-    """Compile what `folder` lacks (all, with `force`), one module after another: each keeps all
-    cores at work. Returns what was compiled; `done` hears of each. Raises `BuildError` for the
-    first that fails."""
+    """Compile what `folder` lacks (all, with `force`), one module after another, as each keeps all
+    cores busy.
+
+    Return what was compiled. `done` is called after each one. Raises `BuildError` for the first
+    that fails.
+    """
     lacking = [kind for kind in kinds if force or not built(folder, kind, flashinfer)]
     if not lacking:
         return []
@@ -135,7 +141,7 @@ def _compile(folder: Path, kind: FlashKind, flashinfer: str, nvcc: str) -> None:
     target = modules_folder(folder, flashinfer)
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".build-") as work:
-        # Read by FlashInfer when it is imported: hence a process of its own.
+        # FlashInfer reads these variables when it is imported, hence a process of its own.
         environment = os.environ | {
             "CUDA_HOME": str(_toolkit(nvcc, Path(work) / "cuda")),
             "FLASHINFER_NVCC": nvcc,
@@ -158,9 +164,12 @@ def _compile(folder: Path, kind: FlashKind, flashinfer: str, nvcc: str) -> None:
 
 
 def _toolkit(nvcc: str, home: Path) -> Path:
-    """A CUDA_HOME made of links, whether nvcc is a toolkit's or a wheel's. FlashInfer links with
-    the runtime and the driver, and wheels have the one under another name and not the other; what
-    it takes of the driver is there where there is a GPU, so an empty library does."""
+    """Make a CUDA_HOME of links at `home`, for an nvcc of a toolkit or of a wheel. Return `home`.
+
+    FlashInfer links with CUDA's runtime and driver. Wheels have the runtime under another name, and
+    no driver. An empty library takes the driver's place: its symbols are resolved on the machine
+    that has a GPU.
+    """
     asked = _run([nvcc, "--dryrun", "-x", "cu", "-c", os.devnull], "nvcc", dict(os.environ))
     tops = [line.partition("TOP=")[2].strip() for line in asked.splitlines() if "TOP=" in line]
     top = Path(tops[0] if tops else Path(nvcc).parent.parent).resolve()
@@ -181,14 +190,15 @@ def _toolkit(nvcc: str, home: Path) -> Path:
 
 
 def _headers() -> list[Path]:
-    """Folders of wheels: torch's bring headers (cuRAND's) that small toolkits lack."""
+    """Return the include folders of wheels. torch's wheels have headers (cuRAND's) that small
+    toolkits lack."""
     spec = importlib.util.find_spec("nvidia")
     places = (spec and spec.submodule_search_locations) or ()
     return [path for place in places for path in sorted(Path(place).glob("*/include"))]
 
 
 def _run(command: list[str], what: str, environment: dict[str, str]) -> str:
-    """What it said. Raises `BuildError`."""
+    """Run a command and return its output. Raises `BuildError`."""
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False,
@@ -199,6 +209,6 @@ def _run(command: list[str], what: str, environment: dict[str, str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise BuildError(f"{what} took over {_TIMEOUT_S:.0f} s") from error
     if done.returncode != 0:
-        words = f"{done.stdout}{done.stderr}"[-_WORDS:]
-        raise BuildError(f"{what} failed\n{words}")
+        output = f"{done.stdout}{done.stderr}"[-_OUTPUT_MAX:]
+        raise BuildError(f"{what} failed\n{output}")
     return done.stdout + done.stderr

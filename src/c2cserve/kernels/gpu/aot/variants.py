@@ -1,7 +1,7 @@
-"""Every kernel that is built, as data: what source, compiled with which numbers.
+"""Every kernel that is built, as data: its source, and the constants it is compiled with.
 
 A variant is compiled once, ahead of serving (`c2cserve kernels build`), and found by its name. The
-sizes of its shared memory are worked out here and held against the device code when it compiles.
+sizes of its shared memory are computed here, and the device code asserts them when it is compiled.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from c2cserve.core.tensors import HalfDtype
 Source = Literal["direct", "split", "grouped", "ring", "hybrid"]
 
 SHARED_BYTES = 232_448
-"""Dynamic shared memory of a CTA: all that sm_90 gives one, for every variant."""
+"""Dynamic shared memory of a CTA: the maximum of sm_90, for every variant."""
 THREADS = 384
 """One producer and two consumer warpgroups."""
 
@@ -24,20 +24,23 @@ _BARRIER_BYTES = 512
 _EXPERT_TABLE_BYTES = 2 * (512 + 1) * 4 + 64
 
 BX_ALONE = (16, 32, 64, 128, 192, 256)
-"""Rows of X in a CTA's tile where a CTA streams for itself."""
+"""Rows of X in a CTA's tile, if each CTA streams W for itself."""
 BX_SHARED = (192, 256)
-"""And where a cluster shares what it streams: fewer rows need no cluster."""
+"""Rows of X in a CTA's tile, if a cluster shares what it streams. Fewer rows need no cluster."""
 CLUSTERS = (2, 4, 8)
 BX_SPLIT = (16, 32, 64)
-"""And of few rows, where a cluster shares K, or W is a gate and what it gates."""
+"""Rows of X in a CTA's tile, if a cluster shares K, or W holds gate and up."""
 CLUSTERS_SPLIT = (2, 3, 4, 8)
-"""Clusters that share K. Three: of 32 tiles, more CTAs than two, and all of them run at once, which
-32 clusters of four do not on a chip some of whose groups of SMs are smaller."""
+"""Sizes of clusters that share K.
+
+Three is for 32 tiles: it has more CTAs than two, and all clusters run at once. 32 clusters of four
+do not, on a chip that has groups of SMs of unequal size.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compiled kernel. `cluster` is along M (`split`: along K); the rest as in the source."""
+    """One compiled kernel. `cluster` lies along M (`split`: along K); the rest as in the source."""
 
     source: Source
     dtype: HalfDtype
@@ -50,7 +53,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Unique, and readable in profilers' and `kernels list`'s output."""
+        """A unique name, for profilers and `c2cserve kernels list`."""
         parts = [self.source, self.dtype, f"x{self.bx}"]
         if self.cluster > 1:
             parts.append(f"c{self.cluster}")
@@ -64,7 +67,7 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """How many tiles of W and X are on their way at once: as many as shared memory holds."""
+        """The number of tiles of W and X in flight at once: as many as shared memory holds."""
         stage = (_BW + self.bx) * _BK * _ITEM_BYTES
         staging = 2 * min(self.bx, 64) * 64 * _ITEM_BYTES
         room = SHARED_BYTES - staging - _BARRIER_BYTES - self._extra_bytes
@@ -82,7 +85,7 @@ class Variant:
 
     @property
     def defines(self) -> dict[str, str]:
-        """What the source is compiled with."""
+        """The macros that the source is compiled with."""
         defines: dict[str, str | int] = {
             "TYPE": _TYPE[self.dtype],
             "BX": self.bx,

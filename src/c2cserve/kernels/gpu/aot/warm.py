@@ -1,8 +1,9 @@
 """Every Triton kernel, run once with a model's sizes, so that serving compiles nothing.
 
-Triton keeps what it compiled on disk, under the hash of all that went into it; a second start finds
-it there. Sizes that change from step to step (tokens, sequences, contexts, layers) make no new
-variant, and models whose sizes are alike (all are multiples of 16) share theirs.
+Triton keeps compiled kernels on disk, under a hash of their inputs, and a second start finds them
+there. A kernel depends on no size that changes between steps (tokens, sequences, contexts, layers).
+Models whose sizes are multiples of 16 share kernels if dtype, head size and the norms' width are
+equal. (The width is rounded up to a power of two.)
 """
 
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from c2cserve.kernels.ops import RowSampling
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What kernels are specialised on."""
+    """The sizes of a model that kernels are specialised on."""
 
     hidden: int
     inner: int
@@ -42,11 +43,11 @@ COMMON = [
     for hidden in (1024, 2048, 4096, 8192)
     for head_dim, norm in ((64, False), (128, False), (128, True))
 ]
-"""Sizes of most models; the rest of what a model needs is compiled when it is attached."""
+"""The sizes of most models. Kernels of other sizes are compiled when a model is attached."""
 
 
 def warm(sizes: Sizes, device: torch.device) -> None:
-    """Compile, or load, and run all kernels such a model needs."""
+    """Compile or load all kernels that a model of these sizes needs, and run each once."""
     dtype = TORCH_DTYPES[sizes.dtype]
 
     def zeros(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
@@ -75,7 +76,7 @@ def warm(sizes: Sizes, device: torch.device) -> None:
 
 
 def _warm_attention(sizes: Sizes, device: torch.device) -> None:
-    """One sequence of two new tokens and one of one: all of its kernels."""
+    """Run all kernels of attention: on one sequence of two new tokens and one of one."""
     dtype, dim = TORCH_DTYPES[sizes.dtype], sizes.head_dim
     kv = KvLayout(1, sizes.kv_heads, dim, sizes.dtype)
 

@@ -82,7 +82,7 @@ class FlashInfer:
             except self._missing:
                 return False
             except OSError as error:  # it writes sources into its workspace, needed or not
-                log.warning("FlashInfer can not use its workspace: %s", error)
+                log.warning("FlashInfer cannot use its workspace: %s", error)
                 return False
             finally:
                 self._env.FLASHINFER_AOT_DIR = usual
@@ -96,7 +96,7 @@ def _imported() -> tuple[Any, str]:
         return import_module("flashinfer"), ""
     except ModuleNotFoundError as error:
         if error.name == "flashinfer":
-            return None, "FlashInfer is not installed (pip install 'c2cserve[flash]')"
+            return None, "FlashInfer is not installed (pip install '.[flash]' in the checkout)"
         return None, f"FlashInfer does not load: {error}"
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
         return None, f"FlashInfer does not load: {error}"

@@ -1,8 +1,13 @@
-"""A step's long sequences as FlashInfer numbers them: pages of equal distance over the arena.
+"""The blocks of a step's long sequences as FlashInfer numbers them: pages at equal distances.
 
-Blocks lie wherever the policy put them, those of one model between those of others. All begin at
-multiples of some number of bytes, so the arena is read as pages that far apart, as long as a block:
-they overlap, those in use do not, and nothing is copied. Everything here is on the host.
+    byte      0    u    2u   3u   4u   5u   6u      u: divides all offsets and the block's length
+    arena     | -- | block A | -- | block B |
+    page 1         | ------- |
+    page 4                        | ------- |
+
+The blocks of one model lie among those of others, wherever the policy put them. Page p begins at
+p u and is as long as a block. So pages overlap, but the pages in use do not, and nothing is copied.
+All of this is computed on the host.
 """
 
 from dataclasses import dataclass
@@ -14,40 +19,44 @@ from torch import Tensor
 from c2cserve.kernels.layer import BLOCK_TOKENS, KvLayout, TokenRows
 
 _ALIGNMENT = 16
-"""Bytes, of what the kernel loads at once."""
-_NUMBERS = 1 << 31
-"""Pages that int32 tells apart."""
+"""The size of the kernel's loads, in bytes."""
+_PAGES_MAX = 1 << 31
+"""The number of pages that an int32 can distinguish."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """Sequences from the first to the last that has several new tokens; arrays are int32.
+    """N sequences: from the first to the last one that has several new tokens. Arrays are int32.
 
-    A step has decodes first, so those between them are at most prompts' last chunks of one token.
-    They are computed too, for nothing: they are not rotated nor stored yet when this runs, and
-    their rows are written once more by the kernel for single tokens.
+    Sequences of one new token may lie among them: last chunks of prompts. (Decodes come first in a
+    step.) FlashInfer computes these rows in vain. Their queries are not rotated and their keys are
+    not stored yet, and the kernel for single tokens overwrites the rows.
     """
 
     begin: int
-    """Row of the first one's first token,"""
+    """The row of the first sequence's first token."""
     end: int
-    """and behind the last one's last."""
+    """The row behind the last sequence's last token."""
     unit: int
-    """Bytes between the begins of two pages."""
+    """Bytes between the beginnings of two pages."""
     q_starts: NDArray[np.int32]
-    """[N + 1]: rows, from `begin` on."""
+    """[N + 1]: where each sequence's rows begin, counted from `begin`."""
     page_starts: NDArray[np.int32]
-    """[N + 1]: where a sequence's pages begin in `numbers`."""
+    """[N + 1]: where each sequence's pages begin in `numbers`."""
     numbers: NDArray[np.int32]
+    """The page numbers of all sequences, one after another."""
     lengths: NDArray[np.int32]
     """[N]: tokens in the cache."""
     last_tokens: NDArray[np.int32]
-    """[N]: of them in the last page."""
+    """[N]: tokens in the last page."""
 
 
 def pages_of(rows: TokenRows, block_bytes: int) -> Pages:
-    """`rows` are on the host, with a sequence of several new tokens among them. Raises ValueError
-    for blocks that lie too oddly to be numbered; the policy's spans of slabs do not."""
+    """Return the pages of `rows`, which are on the host and have a sequence of several new tokens.
+
+    Raises `ValueError` if the blocks' offsets have no common divisor that is large enough. Those of
+    the policy's slabs have one.
+    """
     starts = rows.q_start.numpy()
     several = np.flatnonzero(np.diff(starts) > 1)
     first, stop = int(several[0]), int(several[-1]) + 1
@@ -56,8 +65,8 @@ def pages_of(rows: TokenRows, block_bytes: int) -> Pages:
     table = rows.block_table.numpy()[first:stop]
     offsets = table[np.arange(table.shape[1]) < counts[:, None]]
     unit = int(np.gcd.reduce(offsets, initial=block_bytes))
-    if unit % _ALIGNMENT or int(offsets.max()) // unit >= _NUMBERS:
-        raise ValueError(f"blocks can not be numbered by {unit} bytes")
+    if unit % _ALIGNMENT or int(offsets.max()) // unit >= _PAGES_MAX:
+        raise ValueError(f"blocks cannot be numbered by {unit} bytes")
     page_starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=page_starts[1:])
     begin, end = int(starts[first]), int(starts[stop])
@@ -72,8 +81,10 @@ def pages_of(rows: TokenRows, block_bytes: int) -> Pages:
 
 
 def paged(numbers: Tensor, kv: KvLayout, layer: int, unit: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a layer, each [pages, kv_heads, 16, head_dim]: page p is the block at byte
-    p * unit of the arena `numbers` [N], which is of the cache's 16-bit dtype."""
+    """Return views of a layer's keys and values in the arena, each [pages, kv_heads, 16, head_dim].
+
+    Page p is the block at byte p * unit. `numbers` [N]: the arena in the cache's 16-bit dtype.
+    """
     head = BLOCK_TOKENS * kv.head_dim
     count = (numbers.nbytes - kv.block_bytes) // unit + 1
     shape = (count, kv.kv_heads, BLOCK_TOKENS, kv.head_dim)

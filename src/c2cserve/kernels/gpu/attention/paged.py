@@ -1,14 +1,15 @@
-"""Causal attention of new tokens over a paged cache, in Triton.
+"""Causal attention of new tokens over a paged cache, in Triton. One call takes any lengths.
 
-Sequences of any lengths in one call. A sequence with several new tokens is cut into tiles of rows;
-a row is a query head of a token, and the heads that share a key head lie side by side, so that
-grouped queries fill a tile. One with a single new token is cut along its context instead, into
-pieces of fixed length: few sequences fill the GPU, and a row's result does not depend on what else
-is in the batch. A program turns its own heads' queries; that of the last piece turns and stores the
-new key; and whichever is the last to end puts the pieces together, in their order. So a decode step
-launches one kernel between two GEMMs.
+    several new tokens   `_many_kernel`     a program: a tile of rows
+    one new token        `_single_kernel`   a program: a piece of the context
 
-A block holds [layer, k | v, kv_head, 16, head_dim]; a block table has the byte offsets of blocks.
+A row is a query head of a token. The heads that share a key head lie side by side, so that grouped
+queries fill a tile. Pieces have a fixed length, so a row's result does not depend on the batch, and
+few sequences fill the GPU. A program of `_single_kernel` rotates its own heads' queries. The
+program of the last piece rotates and stores the new key. The last program to end merges the pieces,
+in their order. So a decode step launches one kernel between two GEMMs.
+
+A block holds [layer, k | v, kv_head, 16, head_dim]. A block table has the byte offsets of blocks.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -30,11 +31,12 @@ from c2cserve.kernels.gpu.programmatic_launch import after_others
 from c2cserve.kernels.layer import BLOCK_TOKENS, Layer, TokenRows
 
 PIECE_TOKENS = 256
-"""Of context, for one program of a single new token. Never to depend on a batch."""
+"""The part of a context that one program of a single new token reads. It must not depend on the
+batch."""
 _ROWS = 16
-"""Heads of a program: the least that tensor cores take."""
+"""Heads of a program: the fewest rows that tensor cores take."""
 _ARRIVALS = 1 << 14
-"""Counters to begin with: more than the 64 sequences of a graph need."""
+"""The initial number of counters: more than the 64 sequences of a graph need."""
 _LOG2_E = math.log2(math.e)
 
 
@@ -47,22 +49,22 @@ def _visit(
     scale_log2, DIM: tl.constexpr, PAD: tl.constexpr, KEYS: tl.constexpr, TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys [first, stop). A row sees [seen_from, seen_to]."""
+    """Continue an online softmax over keys [first, stop). A row sees [seen_from, seen_to]."""
     at = tl.arange(0, PAD)
     for start in range(first, stop, KEYS):
         key = start + tl.arange(0, KEYS)
-        known = key < length
+        valid = key < length
         if MASKED:
-            block = tl.load(table + key // TOKENS, known, 0)
+            block = tl.load(table + key // TOKENS, valid, 0)
         else:
             block = tl.load(table + key // TOKENS)
         row = tl.multiple_of(block // 2, 8) + (key % TOKENS) * DIM
         k_at = keys_at + row[None, :] + at[:, None]
         v_at = values_at + row[:, None] + at[None, :]
         if MASKED:
-            # What lies behind the last token is anything, NaN too, and 0 times NaN is NaN.
-            k = tl.load(k_at, known[None, :] & (at < DIM)[:, None], 0.0)
-            v = tl.load(v_at, known[:, None] & (at < DIM)[None, :], 0.0)
+            # Memory behind the last token may hold NaN, and 0 times NaN is NaN.
+            k = tl.load(k_at, valid[None, :] & (at < DIM)[:, None], 0.0)
+            v = tl.load(v_at, valid[:, None] & (at < DIM)[None, :], 0.0)
         elif PAD == DIM:
             k = tl.load(k_at)
             v = tl.load(v_at)
@@ -76,7 +78,7 @@ def _visit(
         tops_new = tl.maximum(tops, tl.max(scores, 1) * scale_log2)
         # A row that has seen nothing yet has no top: without this it would be inf - inf.
         base = tl.where(tops_new == float("-inf"), 0.0, tops_new)
-        # One rounding, masked or not: which it is depends on the other rows of a tile.
+        # Masked or not depends on the other rows of a tile, so both round once, and alike.
         weights = tl.exp2(tl.fma(scores, scale_log2, -base[:, None]))
         shrunk = tl.exp2(tops - base)
         totals = totals * shrunk + tl.sum(weights, 1)
@@ -91,13 +93,15 @@ def _many_kernel(
     table_width, window, DIM: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of several new tokens; a program has ROWS rows of one of them, for one key head."""
+    """Attention of sequences of several new tokens. A program computes ROWS rows of one sequence,
+    for one key head."""
     after_others(PDL)
-    # Late tiles see most: they go first.
+    # Late tiles see most keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     group = heads // kv_heads
-    # The sequence: the last whose first tile, rounded down and set apart by one each, is not later.
+    # Find the last sequence whose first tile is not later. First tiles are rounded down, and each
+    # sequence has one tile more, so that no two share a tile.
     seq, past = seqs * 0, seqs
     while past - seq > 1:
         middle = (seq + past) // 2
@@ -127,7 +131,7 @@ def _many_kernel(
     values_at = keys_at + kv_heads * TOKENS * DIM
     table = tables + seq.to(tl.int64) * table_width
     first = tl.where(window > 0, tl.maximum(0, lowest - window + 1) // KEYS * KEYS, 0)
-    # All rows see all keys up to here.
+    # All rows see all keys before this one.
     common = tl.where(window > 0, first, (lowest + 1) // KEYS * KEYS)
     sums = tl.zeros((ROWS, PAD), tl.float32)
     tops = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -149,22 +153,24 @@ def _store_new(
     k_at, kept, kv_heads, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr,
     TOKENS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """A new key at `k_at` in qkv, rotated, and its value into the cache, for this program to read.
-    (Heads that share a key may be those of several programs: all of them store the same.)"""
+    """Store the new key, which is at `k_at` in qkv, rotated, and its value into the cache.
+
+    This program reads them there. If several programs share a key head, all store the same.
+    """
     at = tl.arange(0, PAD)[None, :]
     inside = at < DIM
     k = rotated(k_at, inside, cos, sin, norm, eps, DIM, PAD, NORM).to(kept.dtype.element_ty)
     v = tl.load(k_at + kv_heads * DIM + at, inside, 0.0)
     tl.store(kept + at, k, inside)
     tl.store(kept + kv_heads * TOKENS * DIM + at, v, inside)
-    tl.debug_barrier()  # other threads than those that store will read
+    tl.debug_barrier()  # other threads read what these store
 
 
 @triton.jit
 def _is_last(arrived, count):
-    """Whether this is the last of `count` programs to come here. What they have stored before, it
-    can read. `arrived` is 0 again when all were here."""
-    tl.debug_barrier()  # stores of all threads come before the one that arrives for them
+    """Return whether this is the last of `count` programs to arrive. It can read what the others
+    stored before. `arrived` is 0 again once all have arrived."""
+    tl.debug_barrier()  # the stores of all threads come before the program's arrival
     last = tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == count - 1
     if last:
         tl.store(arrived, 0)
@@ -176,7 +182,7 @@ def _merged(
     partial_sums, partial_tops, kept, real, first, stop, DIM: tl.constexpr, PAD: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [ROWS, PAD] of attention out of their pieces [first, stop), one after another."""
+    """Return rows [ROWS, PAD] of attention, merged from their pieces [first, stop) in order."""
     at = tl.arange(0, PAD)[None, :]
     inside = real[:, None] & (at < DIM)
     sums = tl.zeros((ROWS, PAD), tl.float32)
@@ -202,8 +208,8 @@ def _single_kernel(
     KEYS: tl.constexpr, PIECE: tl.constexpr, TOKENS: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Sequences of one new token; a program has one piece of the context, for up to ROWS of the
-    heads that share a key head."""
+    """Attention of sequences of one new token. A program reads one piece of the context, for up to
+    ROWS of the heads that share a key head."""
     after_others(PDL)
     seq, piece = tl.program_id(0), tl.program_id(2)
     group = heads // kv_heads
@@ -259,7 +265,8 @@ def _single_kernel(
         result = _merged(
             partial_sums, partial_tops, kept, row < group, first_piece, pieces, DIM, PAD, ROWS
         )
-        token = tl.load(q_start + seq).to(tl.int64)  # anew: a register less in the loops
+        # Loaded again rather than kept: the loops need one register less.
+        token = tl.load(q_start + seq).to(tl.int64)
         out_at = out + ((token * heads + head) * DIM)[:, None] + at
         tl.store(out_at, result.to(out.dtype.element_ty), inside)
 
@@ -269,13 +276,13 @@ def _single_kernel(
 
 class Arrivals:
     """Counters of the programs that share a sequence's heads. All are 0 between two launches, so
-    that graphs can be replayed; launches that share them run one after another."""
+    that graphs can be replayed. Launches that share them run one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self._counts = [torch.zeros(_ARRIVALS, dtype=torch.int32, device=device)]
 
     def hold(self, count: int) -> Tensor:
-        """At least so many. They stay where they are: graphs know their address."""
+        """Return at least `count` counters. Earlier ones keep their address, which graphs hold."""
         last = self._counts[-1]
         if last.numel() < count:
             last = last.new_zeros(2 * count)
@@ -292,8 +299,11 @@ def attend(
     arrivals: Arrivals,
     flash: Flash | None = None,
 ) -> Tensor:
-    """`Ops.attend`: qkv [T, (Hq + 2 Hkv) D], 16-bit, of the cache's dtype -> [T, Hq D]. What it
-    leaves in qkv is nobody's. `flash`: asked first for sequences of several new tokens."""
+    """`Ops.attend`: qkv [T, (Hq + 2 Hkv) D] of the cache's 16-bit dtype -> [T, Hq D].
+
+    The contents of `qkv` are undefined afterwards. `flash` is tried first for sequences of several
+    new tokens.
+    """
     tokens, seqs = len(qkv), len(rows.context_len)
     dim, kv_heads = layer.shape.kv.head_dim, layer.shape.kv.kv_heads
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -324,7 +334,7 @@ def _attend_many(
 
 
 def _tile(head_dim: int) -> int:
-    """Rows of a tile, and keys."""
+    """Return the number of rows in a tile, and of keys."""
     return 128 if head_dim <= 128 else 64
 
 

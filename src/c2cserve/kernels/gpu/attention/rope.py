@@ -1,8 +1,8 @@
-"""Norms of heads, rotation, and keys and values on their way into the cache, in Triton.
+"""Norms of heads, rotary embedding, and storing keys and values into the cache, in Triton.
 
-Tokens that come in numbers are rotated where they lie, by a kernel of their own. A sequence's only
-new token is rotated by the attention that reads it (`kernels.gpu.attention.paged`), with the same
-bits: products are fused and squares summed as it is written here, whatever the shape of a tile.
+If a sequence has several new tokens, this kernel rotates them in place. A sequence's only new token
+is rotated by the attention that reads it (`kernels.gpu.attention.paged`). Both give the same bits:
+products are fused and squares are summed in one way, for every shape of a tile.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -29,15 +29,18 @@ _HEADS = 8
 
 @triton.jit
 def squares(x):
-    """Sums over the rows of x [R, N]. In float64, so that the order of a sum, which is another in
-    every shape of tile, is lost when it is rounded to float32."""
+    """Return the sum of squares of each row of x [R, N], in float64.
+
+    The order of a sum depends on the shape of a tile. Rounding from float64 to float32 removes the
+    difference.
+    """
     wide = x.to(tl.float64)
     return tl.sum(wide * wide, 1)
 
 
 @triton.jit
 def inverse_rms(sums, eps, DIM: tl.constexpr):
-    """The scale of heads of DIM elements, from their `squares`."""
+    """Return the scale of heads of DIM elements, from their `squares`."""
     return tl.rsqrt(sums.to(tl.float32) / DIM + eps)[:, None]
 
 
@@ -45,8 +48,10 @@ def inverse_rms(sums, eps, DIM: tl.constexpr):
 def rotated(
     heads, inside, cos, sin, norm, eps, DIM: tl.constexpr, PAD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads at addresses [R, 1], normed and rotated: float32 [R, PAD]. cos and sin [1, PAD], alike
-    for both halves of a head."""
+    """Return the heads at addresses [R, 1], normed and rotated, as float32 [R, PAD].
+
+    cos and sin are [1, PAD], the same for both halves of a head.
+    """
     at = tl.arange(0, PAD)[None, :]
     other = (at + DIM // 2) % DIM
     mine = tl.load(heads + at, inside, 0.0).to(tl.float32)
@@ -60,7 +65,8 @@ def rotated(
 
 @triton.jit
 def _comes_alone(q_start, seqs, token):
-    """Whether a token is the only new one of its sequence, the last that does not begin later."""
+    """Return whether a token is the only new one of its sequence. Its sequence is the last one that
+    does not begin after it."""
     seq, past = seqs * 0, seqs
     while past - seq > 1:
         middle = (seq + past) // 2
@@ -119,9 +125,11 @@ def _rope_store_kernel(
 def rope_store(
     qkv: Tensor, layer: Layer, rows: TokenRows, rope: tuple[Tensor, Tensor], arena: Tensor
 ) -> None:
-    """Norm (if the layer does) and rotate q and k of qkv [T, (Hq + 2 Hkv) D] in place, and write k
-    and v into the arena: of all tokens but those that are their sequence's only new one. In a
-    block, keys and values lie alike: [16, head_dim]."""
+    """Rotate q and k of qkv [T, (Hq + 2 Hkv) D] in place, and write k and v into the arena.
+
+    If the layer has norms of heads, they come first. Tokens that are the only new one of their
+    sequence are left out. In a block, keys and values have the same layout: [16, head_dim].
+    """
     kv, norms = layer.shape.kv, layer.weights.qk_norms
     dim, tokens = kv.head_dim, len(qkv)
     heads = qkv.shape[1] // dim - 2 * kv.kv_heads

@@ -1,10 +1,10 @@
-// W of a gate and of what it gates, in one tile: O = silu(X gate^T) * (X up^T).
+// Gate and up in one tile of W: O = silu(X gate^T) * (X up^T).
 //
-// W [2 N, K] has the gate's N rows, then up's. The copy engine sees two matrices, and a box has 64
-// rows of each: a stage is what it is for any W, the first warpgroup's rows are gate's and the
-// second's are up's, of the same 64 columns of O. Sums are rounded to 16 bits before they meet, and
-// meet by the instructions of `_silu_mul_kernel` (elementwise.py): the bits are those of a GEMM and
-// that kernel after it.
+// W [2 N, K] has the gate's N rows, then up's. The tensor map describes two matrices, and a box has
+// 64 rows of each, so stages are the same as for any W. The first warpgroup sums the gate's rows
+// and the second sums up's rows, for the same 64 columns of O. Sums are rounded to 16 bits, then
+// combined with the instructions of `_silu_mul_kernel` (elementwise.py). So the bits are those of a
+// GEMM with that kernel after it.
 #pragma once
 
 #include "pipeline.cuh"
@@ -20,8 +20,8 @@ __device__ __forceinline__ float silu_mul(T type, uint16_t gate, uint16_t up) {
   return ptx::divide(value, 1.0f + ptx::exp2(-value * kLog2E)) * widen(type, up);
 }
 
-// Writes a tile of at most 64 rows of X, which are staged at once: both warpgroups bring their sums
-// to shared memory, and share the pieces of O.
+// Writes a tile of at most 64 rows of X, which are staged at once. Both warpgroups write their sums
+// to shared memory, and each stores a part of the pieces of O.
 template <class T, int kBX, int kCluster, int kStages, int kReleases>
 __device__ __forceinline__ void store(const Pipeline<T, kBX, kCluster, kStages, kReleases>& stream,
                                       const float (&d)[kBX / 2], int group, const Work& work,

@@ -132,8 +132,9 @@ __device__ void produce_asym(const HybridParams& p, Asym asym) {
   }
 }
 
-// Partial sums of 64 rows of X by this warpgroup's 64 columns, as the boxes of the map want them:
-// rows of 128 bytes in the 128-byte swizzle. float32: two boxes of 32 columns; 16-bit: one of 64.
+// Writes partial sums of 64 rows of X by this warpgroup's 64 columns, in the layout of the map's
+// boxes. A box's rows have 128 bytes, in the 128-byte swizzle. float32 takes two boxes of 32
+// columns, and 16-bit one of 64.
 __device__ __forceinline__ void stage_partial(const float (&d)[BX / 2], int chunk, uint8_t* target) {
   const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;
 #if PARTIAL == 4

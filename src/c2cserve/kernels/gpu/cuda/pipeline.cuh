@@ -3,10 +3,10 @@
 //   O[m, n] = sum over k of X[m, k] W[n, k]      X [M, K], W [N, K], O [M, N], 16-bit, float32 sums
 //
 // A CTA owns 128 rows of W (columns of O) and kBX rows of X. Operands are swapped: W is the
-// instruction's 64-row side, so a few rows of X waste nothing. Two consumer warpgroups hold 64 rows
-// of W each; one producer thread keeps kStages stages of [128 x 64] of W and [kBX x 64] of X coming.
-// The kCluster CTAs of a cluster lie along M and need the same W: each fetches 128 / kCluster of its
-// rows and multicasts them, so W crosses the link once a cluster.
+// instruction's 64-row side, so a few rows of X waste nothing. Two consumer warpgroups have 64 rows
+// of W each. One producer thread fills kStages stages, each of [128 x 64] of W and [kBX x 64] of X.
+// The kCluster CTAs of a cluster lie along M and need the same W. Each fetches 128 / kCluster of
+// its rows and multicasts them, so W crosses the link once for a cluster.
 #pragma once
 
 #include "wgmma.cuh"
@@ -89,15 +89,15 @@ struct Output {
   }
 };
 
-// How W is fed to a launch. Both may be null; what they point to is written before the launch, so one
-// that is replayed can be given another weight and another share of the link.
+// Where a launch reads W, and at what rate. Both pointers may be null. Their targets are written
+// before the launch, so a replay can have another weight and another share of the link.
 struct Feed {
   const CUtensorMap* map;    // W's; null: it is among the parameters
-  const float* ns_per_byte;  // of this lane's share of the link; null or 0: as fast as W comes
+  const float* ns_per_byte;  // of this slice's share of the link; null or 0: no limit
 };
 
-// Holds a producer to a rate, so that slices which share a link get what they are due and not what
-// the chip's arbiters give them. Who was held up may catch up by a few stages.
+// Limits a producer's rate, so that slices that share a link get equal shares. (The chip's arbiters
+// do not divide it equally.) A producer that was delayed may catch up by a few stages.
 struct Pace {
   static constexpr int kCatchUp = 4;
   uint32_t stage_ns = 0;
@@ -220,11 +220,11 @@ struct Pipeline {
     }
   }
 
-  // The producer's last act: waits until every stage it filled is empty, in its own barriers. So
-  // all arrivals that other CTAs of the cluster owe this one have landed before it can leave: an
-  // arrival at a CTA that has left is a launch failure, or lands in the barriers of the CTA that has
-  // its place by then. (A cluster's barrier does not do: it orders threads, and an arrival at
-  // another CTA may still be on its way when the thread that sent it is through.)
+  // Called by the producer at the end. Waits, at its own barriers, until every stage it filled is
+  // empty. So all arrivals from other CTAs of the cluster have landed before this CTA leaves. An
+  // arrival at a CTA that has left is a launch failure, or lands in the barriers of the next CTA in
+  // its place. (A cluster's barrier is not enough, as it orders threads only. An arrival at another
+  // CTA may still be on its way when the thread that sent it has passed the barrier.)
   __device__ __forceinline__ void drain() {
     if constexpr (kCluster > 1) {
       for (int i = 0; i < kStages; ++i) {
@@ -307,8 +307,8 @@ struct Pipeline {
     }
   }
 
-  // 16-bit values of `kChunk` rows, transposed to [row of X][64 rows of W], pieces of 16 bytes
-  // swizzled by the row so that neither writing nor reading meets a bank conflict.
+  // Writes 16-bit values of `kChunk` rows, transposed to [row of X][64 rows of W]. Pieces of 16
+  // bytes are swizzled by the row, so that neither writing nor reading has bank conflicts.
   __device__ __forceinline__ void stage_chunk(const float (&d)[kBX / 2], int chunk, int group,
                                               const float (&bias)[2]) const {
     const int thread = threadIdx.x % kWarpgroup, lane = thread % 32, warp = thread / 32;

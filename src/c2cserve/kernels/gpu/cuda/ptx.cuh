@@ -100,9 +100,9 @@ __device__ __forceinline__ void arrive_expect(uint64_t* barrier, uint32_t bytes)
                : "memory");
 }
 
-// At the same barrier of another CTA of the cluster. It orders nothing but what the tensor cores and
-// the copy engine do (reads of a stage that have ended, boxes that arrive), which is all that a
-// pipeline of stages needs: a release at cluster scope is a fence of the whole GPU's memory, and costs
+// Arrives at the same barrier of another CTA of the cluster. It orders only what tensor cores and
+// TMA do: reads of a stage that have ended, and boxes that arrive. A pipeline of stages needs no
+// more. A release at cluster scope would be a fence of the whole GPU's memory, and cost
 // microseconds a stage.
 __device__ __forceinline__ void arrive_at(uint64_t* barrier, uint32_t rank) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapa(smem(barrier), rank))

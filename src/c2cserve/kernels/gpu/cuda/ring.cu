@@ -109,9 +109,10 @@ __device__ void fetch_chunks(const RingParams& p, uint8_t* shared, int copier, i
   }
 }
 
-// Another: shared memory -> ring. A panel is published once all this copier's chunks of it are written;
-// it looks while later chunks are under way, so that the stores never run dry. (A panel is fetched
-// when the panel `slots` before it is drained: with two slots or more nobody waits in a circle.)
+// Another: shared memory -> ring. A panel is published once all this copier's chunks of it are
+// written. That is checked while later chunks are under way, so that stores never pause. (A panel
+// is fetched when the panel `slots` before it is drained. With two slots or more this cannot
+// deadlock.)
 __device__ void keep_chunks(const RingParams& p, uint8_t* shared, int copier, int copiers) {
   constexpr int kLater = 2;  // stores under way when the ones before are looked at
   const Panels panels(p);

@@ -1,7 +1,7 @@
-// split: few rows of X and few tiles of O. The cluster lies along K: each CTA sums its share of K for
-// the same tile, and the shares are added in rank order out of each other's shared memory. More CTAs
-// then read W at once, and results are the same from run to run. With GATED, W is a gate and what it
-// gates, and so is a tile of it (gated.cuh).
+// split: few rows of X and few tiles of O. The cluster lies along K: each CTA sums its part of K
+// for the same tile. Then the CTAs add the sums in rank order, from each other's shared memory. So
+// more CTAs read W at once, and results are the same from run to run. With GATED, W and its tiles
+// hold gate and up (gated.cuh).
 //
 // Built with -D: TYPE, BX (at most 64), CLUSTER (shares of K), STAGES, GATED, SHARED_BYTES.
 #include "gated.cuh"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void publish(const float (&d)[BX / 2], float* partial
   }
 }
 
-// Everybody's sums of one row of W for one of X, added in rank order to 16 bits. `at`: in a tile.
+// All CTAs' sums of one row of W for one of X, added in rank order to 16 bits. `at`: in a tile.
 struct Shares {
   uint32_t sources[CLUSTER];
 

@@ -1,9 +1,11 @@
 // wgmma: D[64, N] += A[64, 16] B[N, 16]^T, A and B in shared memory, D in float32 registers.
 //
-// A and B tiles are rows of 64 16-bit elements (128 bytes) in the 128-byte swizzle, as the copy
-// engine writes them; tiles start at multiples of 1024 bytes. Thread t of the warpgroup holds, for
-// each 8 columns c of D, d[c/2 + 0..3] = D[r][2i], D[r][2i + 1], D[r + 8][2i], D[r + 8][2i + 1] with
-// r = 16 (t / 32) + (t % 32) / 4 and i = t % 4 (PTX ISA, "wgmma.mma_async", matrix fragments).
+// A and B tiles are rows of 64 16-bit elements (128 bytes) in the 128-byte swizzle, as TMA writes
+// them. Tiles start at multiples of 1024 bytes. For each 8 columns c of D, thread t of the
+// warpgroup holds
+//   d[c/2 + 0..3] = D[r][2i], D[r][2i + 1], D[r + 8][2i], D[r + 8][2i + 1]
+// with r = 16 (t / 32) + (t % 32) / 4 and i = t % 4.
+// Source: PTX ISA, "wgmma.mma_async", matrix fragments.
 #pragma once
 
 #include <stdint.h>

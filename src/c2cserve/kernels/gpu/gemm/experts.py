@@ -1,7 +1,7 @@
-"""A mixture of experts around its grouped GEMMs: choosing, sorting rows by expert, adding up.
+"""A mixture of experts around its grouped GEMMs: choosing experts, sorting rows, adding up.
 
-Shapes depend on how many tokens there are, never on what the router chose, and nothing is read
-back: all of it can be captured in a CUDA graph. T tokens, E experts, k = top_k, H hidden.
+T tokens, E experts, k = top_k, H hidden. Shapes depend on the number of tokens, not on the router's
+choice, and the host reads nothing. So all of it can be captured in a CUDA graph.
 """
 
 from dataclasses import dataclass
@@ -12,8 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Where each of the T k (token, expert) pairs went. Pairs are sorted by expert and, within an
-    expert, by token."""
+    """The order of the T k (token, expert) pairs. They are sorted by expert, and then by token."""
 
     tokens: Tensor
     """int64 [T k]: the token of each sorted row."""
@@ -22,7 +21,7 @@ class Routing:
     offsets: Tensor
     """int32 [E + 1]: where each expert's rows begin; the last is T k."""
     weights: Tensor
-    """float32 [T, k]: how much of each choice goes into the sum."""
+    """float32 [T, k]: the factor of each choice in the sum."""
 
     @property
     def top_k(self) -> int:
@@ -30,9 +29,11 @@ class Routing:
 
 
 def choose(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The k likeliest experts of each token, ids int64 [T, k] and weights float32 [T, k], of logits
-    [T, E] of any float type: softmax over all E in float32, then the k largest, made to sum to 1
-    if `renormalize` (Mixtral, Qwen3-MoE)."""
+    """Choose the k likeliest experts of each token, by logits [T, E] of any float type.
+
+    Return ids int64 [T, k] and weights float32 [T, k]: the k largest of a softmax over all E. With
+    `renormalize` (Mixtral, Qwen3-MoE) the k weights sum to 1.
+    """
     weights, ids = torch.softmax(logits.float(), dim=-1).topk(top_k, dim=-1)
     if renormalize:
         weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -40,8 +41,8 @@ def choose(logits: Tensor, top_k: int, *, renormalize: bool) -> tuple[Tensor, Te
 
 
 def by_expert(ids: Tensor, weights: Tensor, experts: int) -> Routing:
-    """Sort what `choose` found."""
-    # Stable, so that an expert meets its tokens in their order: sums do not depend on the batch.
+    """Sort the pairs that `choose` returned."""
+    # A stable sort keeps an expert's tokens in their order, so sums do not depend on the batch.
     chosen, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(experts + 1, device=ids.device, dtype=chosen.dtype)
     offsets = torch.searchsorted(chosen, bounds, out_int32=True)
@@ -56,12 +57,12 @@ def route(logits: Tensor, top_k: int, *, renormalize: bool) -> Routing:
 
 
 def gather(x: Tensor, routing: Routing) -> Tensor:
-    """x [T, H] -> [T k, H], sorted by expert."""
+    """Return the rows of x [T, H] for each pair [T k, H], sorted by expert."""
     return x.index_select(0, routing.tokens)
 
 
 def combine(y: Tensor, routing: Routing) -> Tensor:
-    """y [T k, H], sorted by expert -> [T, H]: each token's choices, weighed and summed in float32
-    in the order of its choices."""
+    """Return each token's weighted sum [T, H] of y [T k, H], which is sorted by expert. The sum is
+    float32, in the order of the token's choices."""
     chosen = y[routing.places]
     return torch.einsum("tkh,tk->th", chosen.float(), routing.weights).to(y.dtype)

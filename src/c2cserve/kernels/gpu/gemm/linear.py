@@ -1,15 +1,18 @@
-"""The linear layer of a context: which dataflow, and its launch.
+"""The linear layer of a launch context: the choice of the dataflow, and its launch.
 
-An answer must not depend on where a weight happens to be: a model that is in HBM by now has to say
-what it said while it streamed. So where a weight is decides how its bytes come, and only its shape
-and the number of rows what multiplies them:
+    rows of x     multiplied by                  W is read
+    up to 64      our kernels, direct or split   at its home, or in HBM
+    more          cuBLAS                         in HBM, where a copy engine brings it
 
-- up to 64 rows our own kernels, which read W at its home or in HBM alike. Which of them, and how
-  they share K, was measured for the shape (weights in HBM, where it matters most); sums are the
-  same for any number of rows, so decoding does not depend on its batch either;
-- more rows cuBLAS, out of HBM: W is there, or is brought by a copy engine, the next one's copy
-  beside this one's multiplication. From host and peer that is within a few percent of the best
-  dataflow there is (docs/kernels.md).
+A model's answer must not change when its weights arrive in HBM. So a weight's place decides how its
+bytes come, and only its shape and the number of rows decide what multiplies them.
+
+Up to 64 rows, measurements choose the kernel and how it divides K, for each shape. They are those
+of weights in HBM, where the choice matters most. The sums of a row do not depend on the number of
+rows, so decoding does not depend on its batch.
+
+With more rows, the next weight is copied while this one is multiplied. From host and peer this
+comes within a few percent of the best dataflow (docs/kernels.md).
 """
 
 from collections import Counter
@@ -46,7 +49,7 @@ class WeightCache(Protocol):
 
 
 class Linear:
-    """out = x W^T (+ bias), W wherever it is. One per context."""
+    """out = x W^T (+ bias), for W at any home. There is one for each launch context."""
 
     def __init__(
         self, context: LaunchContext, chooser: Chooser, cache: WeightCache | None = None
@@ -62,11 +65,14 @@ class Linear:
     def __call__(
         self, x: Tensor, w: WeightHandle, bias: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """x [M, K], rows possibly strided -> out [M, N] of x's dtype. With no rows nothing is
-        launched. Raises `OperandError`, `KernelMissingError`, `CudaError`, `ProfileMismatch`."""
+        """Multiply x [M, K], rows possibly strided -> out [M, N] of x's dtype.
+
+        Without rows nothing is launched. Raises `OperandError`, `KernelMissingError`, `CudaError`,
+        `ProfileMismatch`.
+        """
         rows = x.shape[0]
         if rows > ROWS_STREAMED and w.transposed is not None and out is None:
-            # What most layers of most long steps are: nothing is looked up, and torch allocates.
+            # The usual case in long steps. It is kept short: no look-ups, and torch allocates.
             self.launched["resident"] += 1
             return _multiplied(x, w.transposed, bias)
         if out is None:
@@ -88,8 +94,11 @@ class Linear:
         return out
 
     def gated(self, x: Tensor, w: WeightHandle, bias: Tensor | None = None) -> Tensor:
-        """`silu_mul(self(x, w, bias))`, bit for bit: W's first half of rows is the gate; x [M, K]
-        -> [M, N / 2]. Up to 64 rows it is one launch, that of the GEMM. Raises as `__call__`."""
+        """Return `silu_mul(self(x, w, bias))`, bit for bit: x [M, K] -> [M, N / 2].
+
+        The first half of W's rows is the gate. Up to 64 rows, this is a single launch. Raises as
+        `__call__`.
+        """
         rows = x.shape[0]
         out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
         if rows == 0:
@@ -105,11 +114,14 @@ class Linear:
         return out
 
     def experts(self, x: Tensor, w: WeightHandle, offsets: Tensor, top_k: int) -> Tensor:
-        """x [M top_k, K] sorted by expert, `offsets` int32 [experts + 1] on the GPU
-        -> [M top_k, N]. Raises as `__call__`."""
+        """Multiply each row by its expert's W: x [M top_k, K], sorted by expert -> [M top_k, N].
+
+        `offsets` int32 [experts + 1], on the GPU, are where experts' rows begin. Raises as
+        `__call__`.
+        """
         out = torch.empty(x.shape[0], w.n, dtype=x.dtype, device=x.device)
         if x.shape[0]:
-            # Few rows choose few experts: to keep all of them would cost more than it saves.
+            # Few rows choose few experts. To copy all experts to HBM would cost more than it saves.
             most = x.shape[0] >= w.experts
             w = self._nearest(w) if most else self._find(w)
             self._share_link(w)
@@ -130,13 +142,14 @@ class Linear:
         launch(self.context, dataflow, tiles, x, w, bias, out)
 
     def _find(self, w: WeightHandle) -> WeightHandle:
-        """Where W is to be read."""
+        """Return where to read W."""
         if self._cache is None or w.home == "hbm" or w.map_pointer:
             return w
         return self._cache.find(w) or self._cache.source(w)
 
     def _nearest(self, w: WeightHandle) -> WeightHandle:
-        """The same; what is to stay is brought first: by copy engine, as fast as any."""
+        """Return where to read W. If W is to be cached, a copy engine brings it to HBM first: no
+        other way is faster."""
         found = self._find(w)
         if self._cache is None or found.home == "hbm" or w.map_pointer:
             return found
@@ -157,8 +170,8 @@ def launch(
     context: LaunchContext, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,
     bias: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """One dataflow by name. Raises as its launcher, and `OperandError` for `grouped`, whose rows
-    need offsets."""
+    """Launch a dataflow by name. Raises as its launcher, and `OperandError` for `grouped`, whose
+    rows need offsets."""
     launcher = DATAFLOWS[dataflow].launcher
     if launcher is None:
         raise OperandError("experts' rows come with offsets: Linear.experts")
@@ -166,5 +179,5 @@ def launch(
 
 
 def _multiplied(x: Tensor, transposed: Tensor, bias: Tensor | None) -> Tensor:
-    """`resident` into new memory."""
+    """Multiply into new memory, as `resident` does into given memory."""
     return torch.mm(x, transposed) if bias is None else torch.addmm(bias, x, transposed)

@@ -1,8 +1,10 @@
-"""Timing of GEMMs whose weights are far away, so that runs compare.
+"""Timing of GEMMs whose weights are at any home, in a way that makes runs comparable.
 
-A measurement is a chain: the same GEMM over several different weights, one after another in one
-CUDA graph, replayed; its time is the chain's over its length. So it is in a model, launches cost
-what they cost there, and no weight is in a cache because it was just read.
+    graph    GEMM with W0 | GEMM with W1 | ... | GEMM with W15       time of one: the total over 16
+
+A measurement replays a chain in a CUDA graph: the same GEMM with different weights, one after
+another. This is as in a model. Launches cost the same, and no weight is in a cache because it was
+just read.
 """
 
 import gc
@@ -19,7 +21,7 @@ from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, TORCH_DTYPES, WeightHan
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 Step = Callable[[], object]
-"""A launch, or several."""
+"""One launch or several."""
 
 _CHAIN_MAX = 16
 _REPLAYS_MIN = 5
@@ -27,7 +29,7 @@ _ALIGNMENT = 1 << 20
 
 
 class WeightStore:
-    """A buffer at a home, full of random 16-bit numbers; any weight is a piece of it."""
+    """A buffer of random 16-bit numbers at a home. Every weight is a part of it."""
 
     def __init__(self, home: Home, size: int, dtype: HalfDtype, device: int, peer: int = 1) -> None:
         self.home: Home = home
@@ -46,7 +48,8 @@ class WeightStore:
         torch.cuda.synchronize(device)
 
     def weights(self, shape: tuple[int, ...]) -> list[WeightHandle]:
-        """Different weights of a shape: as many as a chain has, or as there is room for."""
+        """Return different weights of a shape: as many as a chain has, or as fit. Raises
+        `ValueError` if none does."""
         size = ITEM_BYTES
         for extent in shape:
             size *= extent
@@ -61,7 +64,7 @@ class WeightStore:
         ]
 
     def tensors(self, shape: tuple[int, ...]) -> list[Tensor]:
-        """The same weights as tensors, for torch."""
+        """Return the same weights as tensors, for torch."""
         numbers = 1
         for extent in shape:
             numbers *= extent
@@ -75,8 +78,11 @@ class WeightStore:
 def capture(
     context: LaunchContext, stream: torch.cuda.Stream, steps: Sequence[Step], *, warm: int = 3
 ) -> torch.cuda.CUDAGraph:
-    """Steps in a row as a graph, on the SMs of `stream`. The first `warm` run before: memory for
-    slots is taken, cuBLAS chooses. The graph knows addresses: operands must live as long as it."""
+    """Capture steps, one after another, as a graph on the SMs of `stream`.
+
+    The first `warm` steps run before, so that slots are allocated and cuBLAS has chosen its
+    kernels. The graph holds addresses: operands must live as long as it does.
+    """
     with torch.cuda.stream(stream):
         for step in steps[:warm]:
             step()
@@ -92,7 +98,7 @@ def capture(
 
 @contextmanager
 def no_collection() -> Generator[None]:
-    """An old graph that is collected during a capture makes it invalid."""
+    """Stop garbage collection. If an old graph is collected during a capture, the capture fails."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -103,7 +109,7 @@ def no_collection() -> Generator[None]:
 
 
 def chain_s(context: LaunchContext, steps: Sequence[Step], *, at_least_s: float = 0.02) -> float:
-    """Seconds of one step, when all run after another: the median over replays of their graph."""
+    """Return the seconds of one step of a chain: the median over replays of its graph."""
     current = torch.cuda.current_stream(context.device)
     stream = torch.cuda.Stream(context.device) if current.cuda_stream == 0 else current
     stream.wait_stream(current)
@@ -126,7 +132,7 @@ def _replay_s(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> float:
 
 
 def copy_bytes_per_s(target: Tensor, source: Tensor, *, repeats: int = 5) -> float:
-    """What a copy engine moves between two buffers of one size."""
+    """Return the rate of a copy engine between two buffers of one size."""
     stream = torch.cuda.current_stream()
     times: list[float] = []
     for _ in range(repeats + 1):

@@ -1,4 +1,4 @@
-"""What launchers check before they launch, and the parameter structs of the device code."""
+"""Checks of operands before a launch, and the parameter structs of the device code."""
 
 import ctypes
 from functools import cache
@@ -33,9 +33,13 @@ def check(
     x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor, *, grouped: bool = False,
     gated: bool = False,
 ) -> None:  # fmt: skip
-    """What every dataflow needs: x [M, K], out [M, N] ([M, N / 2] if `gated`), rows possibly
-    strided, bias [N], all of W's dtype and on one GPU; W [experts, N, K] if and only if `grouped`.
-    Raises `OperandError`."""
+    """Raise `OperandError` unless the operands fit every dataflow.
+
+        x [M, K]    out [M, N], or [M, N / 2] if `gated`    bias [N]
+        W [N, K], or [experts, N, K] if `grouped`
+
+    All have W's dtype, and all but W are on one GPU. Rows of x and out may be strided.
+    """
     dtype, n = TORCH_DTYPES[w.dtype], w.n
     columns = n // 2 if gated else n
     if gated and n % 2:
@@ -67,8 +71,7 @@ def check(
 
 
 def check_boxes(x: Tensor, w: WeightHandle) -> None:
-    """What the tensor copy engine needs besides: rows that begin at multiples of 16 bytes.
-    Raises `OperandError`."""
+    """Raise `OperandError` unless rows of x and W begin at multiples of 16 bytes, as TMA needs."""
     if w.k % 8:
         raise OperandError(f"K = {w.k} is not a multiple of 8: use `prefetch` or `resident`")
     if w.pointer % _ALIGNMENT or x.data_ptr() % _ALIGNMENT:
@@ -84,8 +87,12 @@ def output(out: Tensor, bias: Tensor | None) -> OutputParams:
 
 
 def parameters(**fields: bytes | int | OutputParams | FeedParams) -> ctypes.Structure:
-    """A kernel's parameter struct: tensor maps (128 bytes), `Output`, `Feed`, pointers (names that
-    end in `_ptr`, 8 bytes) and ints (4 bytes), laid out as C++ does."""
+    """Return a kernel's parameter struct, laid out as in C++.
+
+    bytes           a tensor map, 128 bytes
+    int, `*_ptr`    a pointer, 8 bytes
+    another int     4 bytes
+    """
     layout = tuple((name, _c_type(name, value)) for name, value in fields.items())
     values = {
         name: layout_type.from_buffer_copy(value) if isinstance(value, bytes) else value
@@ -104,6 +111,6 @@ def _c_type(name: str, value: bytes | int | OutputParams | FeedParams) -> Any:
 
 @cache
 def _struct(layout: tuple[tuple[str, Any], ...]) -> type[ctypes.Structure]:
-    # Tensor maps align the C++ struct to 64 bytes, so the driver reads up to 64 more.
+    # Tensor maps align the C++ struct to 64 bytes, so the driver may read up to 64 bytes more.
     padded = (*layout, ("padding", ctypes.c_byte * 64))
     return type("Parameters", (ctypes.Structure,), {"_fields_": padded})

@@ -1,10 +1,10 @@
 """Every GEMM dataflow in plain torch, tile by tile: what the kernels compute, in their order.
 
 O[M, N] = X[M, K] W[N, K]^T + bias[N], bf16 or fp16 operands, float32 accumulation. Memory is read
-and written through `Memory`, which counts every byte; tiles are slices, so tails clip at a tensor's
+and written through `Memory`, which counts every byte. Tiles are slices, so tails clip at a tensor's
 end as TMA clips them. Outputs, slots and scratch start as NaN, and each element of O must be stored
-exactly once. Loops stand in the kernel's order, which is not needed for the result (no two tiles
-share an output) but makes them readable side by side.
+exactly once. The result does not depend on the order of loops, as no two tiles share an output.
+They have the kernel's order, so that both can be read side by side.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Result:
 
 
 class Memory:
-    """O, and a count of what one GEMM moves over the link and in and out of HBM."""
+    """O, and a count of the bytes that one GEMM moves over the link and in and out of HBM."""
 
     def __init__(self, x: Tensor, n: int, bias: Tensor | None) -> None:
         self.out = x.new_full((len(x), n), torch.nan)
@@ -35,31 +35,31 @@ class Memory:
         self._traffic = Traffic()
 
     def fetch(self, tile: Tensor) -> Tensor:
-        """Bytes of W over the link."""
+        """Read a tile of W over the link."""
         self._traffic += Traffic(link_bytes=tile.nbytes)
         return tile
 
     def load(self, tile: Tensor) -> Tensor:
-        """Bytes out of HBM."""
+        """Read a tile from HBM."""
         self._traffic += Traffic(hbm_read_bytes=tile.nbytes)
         return tile
 
     def fill(self, target: Tensor, value: Tensor) -> None:
-        """Bytes into a slot or scratch in HBM."""
+        """Write a slot or scratch in HBM."""
         target.copy_(value)
         self._traffic += Traffic(hbm_write_bytes=target.nbytes)
 
     def reduce(self, target: Tensor, partial: Tensor) -> None:
-        """TMA reduction: a partial sum in the target's type is added where the target lies.
+        """Add a partial sum, in the target's type, to the target in memory, as TMA reduction does.
 
-        Rounding a sum of two 16-bit floats to float32 first does not change where it ends up: 24
-        bits are at least twice 11 and two more.
+        Here a sum of two 16-bit floats is rounded to float32 first. This does not change the
+        result: float32 has 24 bits, which is at least 2 x 11 + 2.
         """
         target.copy_(target.float() + partial.to(target.dtype).float())
         self._traffic += Traffic(0, target.nbytes, target.nbytes)
 
     def store(self, row: int, column: int, acc: Tensor) -> None:
-        """One tile of O: float32 sums plus bias, rounded once."""
+        """Store one tile of O: float32 sums plus bias, rounded once."""
         here = (slice(row, row + acc.shape[0]), slice(column, column + acc.shape[1]))
         self.out[here] = (acc + self._bias[here[1]].float()).to(self.out.dtype)
         self._stores[here] += 1
@@ -71,7 +71,7 @@ class Memory:
 
 
 def accumulate(x: Tensor, w: Tensor) -> Tensor:
-    """Float32 sums [rows of x, rows of w] over all columns, k steps of 64 in order."""
+    """Return float32 sums [rows of x, rows of w] over all columns, in k steps of 64, in order."""
     x, w = x.float(), w.float()
     acc = x.new_zeros(len(x), len(w))
     for k in range(0, x.shape[1], BK):
@@ -80,10 +80,10 @@ def accumulate(x: Tensor, w: Tensor) -> Tensor:
 
 
 def check(x: Tensor, w: Tensor, bias: Tensor | None, *, tma: bool) -> None:
-    """Raise ValueError unless the operands are what the launchers take.
+    """Raise `ValueError` unless the operands are what the launchers take.
 
     `w` is [N, K], or [E, N, K] grouped. `tma`: the dataflow reads X and W by tensor map, which
-    needs rows that begin on 16 bytes.
+    needs rows that begin at multiples of 16 bytes.
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or w.dtype != x.dtype:
         raise ValueError(f"x and w must both be bfloat16 or both float16, not {x.dtype}, {w.dtype}")
@@ -98,7 +98,7 @@ def check(x: Tensor, w: Tensor, bias: Tensor | None, *, tma: bool) -> None:
 
 
 def resident(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """cuBLAS with W in HBM."""
+    """Multiply with cuBLAS, W in HBM."""
     check(x, w, bias, tma=False)
     memory = Memory(x, len(w), bias)
     library_gemm(memory, x, w, 0, 0)
@@ -106,7 +106,7 @@ def resident(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
 
 
 def prefetch(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """Copy engine brings W in growing panels into a slot; cuBLAS on each as it arrives."""
+    """Copy W into a slot in growing panels. Multiply each with cuBLAS as it arrives."""
     check(x, w, bias, tma=False)
     memory = Memory(x, len(w), bias)
     slot = torch.full_like(w, torch.nan)
@@ -117,7 +117,7 @@ def prefetch(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
 
 
 def direct(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """Each W tile is fetched once a cluster and meets the bx rows of X of each of its CTAs."""
+    """Fetch each W tile once for a cluster. Each of its CTAs multiplies bx rows of X by it."""
     check(x, w, bias, tma=True)
     memory = Memory(x, len(w), bias)
     for row in range(0, len(x), tiles.block_rows):
@@ -128,7 +128,8 @@ def direct(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
 
 
 def split(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """The cluster along K: rank r sums its share of the k steps; sums meet in rank order."""
+    """Divide K among a cluster. Rank r sums its share of the k steps, and sums are added in rank
+    order."""
     check(x, w, bias, tma=True)
     memory = Memory(x, len(w), bias)
     steps = -(-x.shape[1] // BK)
@@ -145,7 +146,8 @@ def split(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
 
 
 def tee(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """`direct` on the first cluster's rows keeps each W tile in a slot; cuBLAS does the rest."""
+    """Do `direct` on the first cluster's rows, and store each W tile in a slot. Multiply all other
+    rows with cuBLAS from there."""
     check(x, w, bias, tma=True)
     memory = Memory(x, len(w), bias)
     slot = torch.full_like(w, torch.nan)
@@ -160,7 +162,7 @@ def tee(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
 
 
 def ring(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """Copies fill a ring of slots with W panels; clusters consume them panel by panel."""
+    """Copy W panels into a ring of slots. Clusters read them panel by panel."""
     check(x, w, bias, tma=True)
     memory = Memory(x, len(w), bias)
     slots = w.new_full((tiles.slots, tiles.panel_rows, w.shape[1]), torch.nan)
@@ -185,10 +187,10 @@ def hybrid(
     tiles: Tiles,
     k_order: Sequence[int] | None = None,
 ) -> Result:
-    """The paper's Algorithm 1: the first share `alpha` of O's columns `sym`, the others `asym`.
+    """Compute the first share `alpha` of O's columns with `sym`, and the others with `asym`.
 
-    `k_order` is the order in which k panels of `tiles.kp` columns are reduced (default: rising);
-    ValueError unless it names each once. Source: C2CServe, section 5.
+    `k_order` is the order in which k panels of `tiles.kp` columns are reduced (default: rising).
+    Raises `ValueError` unless it has each panel once. Source: C2CServe, Algorithm 1 (section 5).
     """
     check(x, w, bias, tma=True)
     memory = Memory(x, len(w), bias)
@@ -208,7 +210,7 @@ def hybrid(
 
 
 def sym(x: Tensor, w: Tensor, bias: Tensor | None, tiles: Tiles) -> Result:
-    """Output-stationary without multicast: `hybrid` at alpha 1."""
+    """Compute O output-stationary, without multicast: `hybrid` at alpha 1."""
     return hybrid(x, w, bias, replace(tiles, alpha=1.0))
 
 
@@ -219,22 +221,22 @@ def asym(
     tiles: Tiles,
     k_order: Sequence[int] | None = None,
 ) -> Result:
-    """Weight-stationary, partial sums reduced in HBM: `hybrid` at alpha 0."""
+    """Compute O weight-stationary, with partial sums reduced in HBM: `hybrid` at alpha 0."""
     return hybrid(x, w, bias, replace(tiles, alpha=0.0), k_order)
 
 
 def library_gemm(memory: Memory, x: Tensor, w: Tensor, row: int, column: int) -> None:
-    """One cuBLAS call: how it tiles is its own affair, so each operand counts once."""
+    """Do one cuBLAS call. Its tiles are not known, so each operand counts once."""
     memory.store(row, column, accumulate(memory.load(x), memory.load(w)))
 
 
 def cluster_tile(
     memory: Memory, x: Tensor, tile: Tensor, rows: tuple[int, int], column: int, tiles: Tiles
 ) -> None:
-    """One cluster's output: every CTA's bx rows of X, from rows[0] on, against a W tile [128, K].
+    """Compute one cluster's output: each CTA's bx rows of X, from rows[0] on, by a W tile [128, K].
 
-    A CTA that begins at rows[1] or later does nothing. The X tile may reach past rows[1] (in
-    grouped GEMMs, into the next expert's rows): it is read and multiplied, and not stored.
+    A CTA that begins at rows[1] or later does nothing. The X tile may reach past rows[1]; in
+    grouped GEMMs, into the next expert's rows. That part is read and multiplied, but not stored.
     """
     begin, end = rows
     for row in range(begin, min(begin + tiles.block_rows, end), tiles.bx):
@@ -245,7 +247,8 @@ def cluster_tile(
 def _weight_stationary(
     memory: Memory, x: Tensor, w: Tensor, n_sym: int, tiles: Tiles, k_order: Sequence[int]
 ) -> None:
-    """Columns from n_sym on: W tile [128, kp] pinned, loop over M, a reduction per output tile."""
+    """Compute the columns from n_sym on. A W tile [128, kp] stays in shared memory, while a loop
+    over M reduces each output tile."""
     cleared = x.new_zeros((len(x), len(w) - n_sym), dtype=torch.float32)
     if tiles.partial_bytes == 4:
         sums = torch.full_like(cleared, torch.nan)

@@ -1,10 +1,14 @@
-"""Bytes each dataflow moves, in closed form: what cost models and benchmarks divide by bandwidths.
+"""The bytes that each dataflow moves, in closed form. Cost models and benchmarks divide them by
+bandwidths.
 
 O[M, N] = X[M, K] W[N, K]^T. A tile is counted as TMA fetches it: only what lies inside the tensor.
-HBM bytes are those the kernels ask for. L2 serves part of them (X, above all, which every tile of
-128 W rows reads anew), so they bound what reaches DRAM from above; remote lines are not cached, so
-link bytes are exact. cuBLAS does not show its tiles: its operands count once a call. Not counted:
-bias and flags (a millionth), and what stays on chip (multicast, distributed shared memory).
+
+    HBM bytes    what kernels ask for; an upper bound of what reaches DRAM, as L2 serves a part
+    link bytes   exact, as remote lines are not cached
+    cuBLAS       each operand once for each call, as its tiles are not known
+    not counted  bias and flags (a millionth), multicast and distributed shared memory (on chip)
+
+L2 serves X above all, which every tile of 128 W rows reads anew.
 """
 
 from collections.abc import Sequence
@@ -20,7 +24,7 @@ BK = 64
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a launch cuts its GEMM; a dataflow reads its record's `tile_fields`."""
+    """The tiles of a launch. A dataflow reads the fields in its record's `tile_fields`."""
 
     bx: int = 128
     """Rows of X in one CTA's tile."""
@@ -31,13 +35,13 @@ class Tiles:
     panel_rows: int = 512
     """Rows of W in a panel of `ring`, and in the first panel of `prefetch`."""
     panel_growth: int = 2
-    """`prefetch`: rows of each panel over those of the one before it."""
+    """`prefetch`: rows of each panel over those of the panel before it."""
     slots: int = 3
-    """Panels the ring holds."""
+    """The number of panels in the ring."""
     alpha: float = 0.5
-    """`hybrid`: share of O's columns done output-stationary."""
+    """`hybrid`: the share of O's columns that is computed output-stationary."""
     partial_bytes: Literal[2, 4] = 4
-    """`asym`: width of the partial sums in memory: float32 scratch, or O itself in its own type."""
+    """`asym`: bytes of a partial sum. 4: in a float32 scratch; 2: in O itself, in its own type."""
 
     def __post_init__(self) -> None:
         if not (8 <= self.bx <= 256 and self.bx % 8 == 0):
@@ -61,7 +65,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one GEMM: W over the link, and HBM read and written."""
+    """The bytes of one GEMM: W over the link, and HBM read and written."""
 
     link_bytes: int = 0
     hbm_read_bytes: int = 0
@@ -76,7 +80,8 @@ class Traffic:
 
 
 def panels(n: int, first_rows: int, growth: int = 1) -> list[tuple[int, int]]:
-    """[start, stop) of every panel of W's n rows, each `growth` times as long as the last."""
+    """Return [start, stop) of every panel of W's n rows. Each is `growth` times as long as the one
+    before."""
     bounds: list[tuple[int, int]] = []
     start, rows = 0, first_rows
     while start < n:
@@ -86,9 +91,10 @@ def panels(n: int, first_rows: int, growth: int = 1) -> list[tuple[int, int]]:
 
 
 def sym_columns(n: int, alpha: float) -> int:
-    """Columns of O that `hybrid` does output-stationary: whole tiles, the nearest to alpha * n.
+    """Return the number of O's columns that `hybrid` computes output-stationary.
 
-    At alpha 1 they are all n, a tail shorter than half a tile included.
+    It is the number of whole tiles that is nearest to alpha * n. At alpha 1 it is n, and includes a
+    tail of any length.
     """
     return n if alpha == 1 else min(n, int(alpha * n / BW + 0.5) * BW)
 
@@ -96,11 +102,11 @@ def sym_columns(n: int, alpha: float) -> int:
 def grouped_traffic(
     offsets: Sequence[int], n: int, k: int, item_bytes: int, tiles: Tiles
 ) -> Traffic:
-    """Bytes of the grouped `direct` GEMM: rows offsets[e] up to offsets[e + 1] meet W[e].
+    """Return the bytes of a grouped GEMM: W[e] multiplies rows offsets[e] up to offsets[e + 1].
 
-    An expert without rows costs nothing. Its last X tile reads on into the next expert's rows,
-    for the tensor map knows of one X, and stores only its own. Raises ValueError when offsets are
-    not those of a partition.
+    An expert without rows costs nothing. An expert's last X tile also reads rows of the next
+    expert, as one tensor map covers all of X, but stores only its own. Raises `ValueError` if
+    offsets are not those of a partition.
     """
     check_offsets(offsets)
     w, rows = n * k * item_bytes, offsets[-1]
@@ -113,7 +119,7 @@ def grouped_traffic(
 
 
 def check_offsets(offsets: Sequence[int]) -> None:
-    """Raise ValueError unless offsets start at 0 and never fall."""
+    """Raise `ValueError` unless offsets start at 0 and never fall."""
     if not offsets or offsets[0] != 0 or any(b < a for a, b in pairwise(offsets)):
         raise ValueError("offsets must start at 0 and never fall")
 

@@ -1,4 +1,4 @@
-"""A weight as kernels take it: where it is, its shape, and what reading it crosses."""
+"""A weight as kernels take it: its address, its shape, and its home."""
 
 from dataclasses import dataclass, field, replace
 
@@ -13,15 +13,15 @@ ITEM_BYTES = 2
 
 
 class OperandError(ValueError):
-    """A tensor a kernel cannot take: says which, what it is and what would do."""
+    """A kernel cannot take a tensor. The message says which, what it is, and what is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightHandle:
     """W [N, K], or [experts, N, K], contiguous, rows of K 16-bit elements.
 
-    `pointer` is an address the GPU that multiplies can read: HBM, a peer's HBM (peer access is
-    enabled once, by `driver.enable_peer`), or host memory registered in this process
+    `pointer` is an address that the multiplying GPU can read. It is in its HBM, in a peer's HBM
+    (`driver.enable_peer` must have run), or in host memory registered in this process
     (`memory.pinning`). `owner` keeps the memory alive as long as the handle lives.
     """
 
@@ -31,10 +31,12 @@ class WeightHandle:
     home: Home
     owner: object = field(default=None, compare=False, repr=False)
     map_pointer: int = 0
-    """Where in GPU memory the weight's tensor map is (`launchers.direct.weight_map`), for launches
-    that are replayed with another weight in its place: they go by the map alone. 0: nowhere."""
+    """The address of the weight's tensor map in GPU memory (`launchers.direct.weight_map`), or 0.
+
+    Graphs are replayed with other weights: their launches read this map, and no other pointer.
+    """
     transposed: Tensor | None = field(default=None, compare=False, repr=False)
-    """W^T [K, N] as a tensor, for libraries, where `for_libraries` made it once for many steps."""
+    """W^T [K, N] as a tensor for libraries. `for_libraries` makes it once for many steps."""
 
     def __post_init__(self) -> None:
         if len(self.shape) not in (2, 3) or min(self.shape) < 1:
@@ -50,12 +52,12 @@ class WeightHandle:
 
     @property
     def experts(self) -> int:
-        """0: not a mixture of experts."""
+        """The number of experts; 0 for a dense weight."""
         return self.shape[0] if len(self.shape) == 3 else 0
 
     @property
     def rows(self) -> int:
-        """Rows of the matrix [experts x N, K]."""
+        """The number of rows of the matrix [experts x N, K]."""
         return max(1, self.experts) * self.n
 
     @property
@@ -64,9 +66,9 @@ class WeightHandle:
 
 
 def weight_of(tensor: Tensor, home: Home) -> WeightHandle:
-    """The handle of a tensor: on the GPU (`hbm`, `peer`), or pinned on the host.
+    """Return the handle of a tensor that is on a GPU (`hbm`, `peer`) or pinned on the host.
 
-    Raises `OperandError` for one that is not contiguous, not 16-bit, or not where `home` says.
+    Raises `OperandError` if it is not contiguous, not 16-bit, or not at `home`.
     """
     if tensor.dtype not in DTYPES:
         raise OperandError(f"weights are bfloat16 or float16, not {tensor.dtype}")
@@ -82,8 +84,8 @@ def weight_of(tensor: Tensor, home: Home) -> WeightHandle:
 
 
 def local_weight(w: WeightHandle) -> Tensor:
-    """W in this GPU's memory as a tensor, for libraries. Raises `OperandError` if it is not one:
-    a handle made by `weight_of` from a tensor on the GPU is."""
+    """Return W as a tensor in this GPU's memory, for libraries. Raises `OperandError` unless
+    `weight_of` made the handle from such a tensor."""
     if w.home != "hbm" or not isinstance(w.owner, Tensor):
         raise OperandError(f"W at home {w.home!r} is not a tensor in this GPU's memory")
     base = w.owner.data_ptr()

@@ -1,4 +1,4 @@
-"""The likeliest token of each row, on the GPU: all that greedy decoding reads of its logits."""
+"""The likeliest token of each row, on the GPU. Greedy decoding reads nothing else of the logits."""
 
 # Device code is Triton's language, with its own types and its constants in capitals.
 # pyright: basic, reportCallIssue=false
@@ -12,9 +12,10 @@ from torch import Tensor
 from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
 
 _COLUMNS = 4096
-"""A program's part of a row: one program alone would take longer than a layer's GEMMs."""
+"""The part of a row that one program reads. A whole row would take it longer than a layer's GEMMs.
+"""
 _MERGED = 64
-"""Parts put together at once."""
+"""The number of parts that are merged at once."""
 
 
 @triton.jit
@@ -29,10 +30,10 @@ def _part_kernel(
     strange = tl.sum((value - value != 0.0).to(tl.int32), 0)
     value = tl.where(inside, value, float("-inf"))
     top, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-    kept = row * tl.num_programs(1) + part
-    tl.store(tops + kept, top)
-    tl.store(totals + kept, tl.sum(tl.exp(value - top), 0))
-    tl.store(bests + kept, tl.where(strange > 0, -1, part * BLOCK + place))
+    out = row * tl.num_programs(1) + part
+    tl.store(tops + out, top)
+    tl.store(totals + out, tl.sum(tl.exp(value - top), 0))
+    tl.store(bests + out, tl.where(strange > 0, -1, part * BLOCK + place))
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -63,9 +64,14 @@ def _whole_kernel(
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """int32 [2, R] of logits [R, V] (contiguous, any float type), to be read back in one copy: the
-    id of each row's largest value (the lowest of equal ones; -1 where the row holds a NaN or an
-    infinity), and the bits of its log-probability, a float32 (`greedy_of`)."""
+    """Find the likeliest token of each row of logits [R, V], contiguous and of any float type.
+
+        [0]  the id of the row's largest value, the lowest id of equal ones
+        [1]  its log-probability: the bits of a float32
+
+    The result is int32 [2, R], for one copy to the host, where `greedy_of` reads it. The id is -1
+    if the row holds a NaN or an infinity.
+    """
     (rows, vocab), device = logits.shape, logits.device
     found = torch.empty((2, rows), dtype=torch.int32, device=device)
     if rows:
@@ -89,5 +95,5 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def greedy_of(found: Tensor) -> tuple[list[int], list[float]]:
-    """Ids and log-probabilities out of what `greedy` found, once it is on the host."""
+    """Return ids and log-probabilities from the result of `greedy`, once it is on the host."""
     return found[0].tolist(), found[1].view(torch.float32).tolist()

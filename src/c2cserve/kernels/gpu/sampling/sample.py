@@ -1,9 +1,14 @@
-"""Tokens drawn on the GPU: temperature, min-p, top-k and top-p, from the CPU sampler's own stream.
+"""Random sampling on the GPU: temperature, min-p, top-k and top-p, with the CPU's random stream.
 
-All filters keep a prefix of the tokens in order of (logit, lowest id first), so what is kept is
-told by a border: every logit above it and the first few that equal it. Logits are few bits: the
-border is found by bisection over their ordered bit patterns, one pass over the row a bit. What is
-kept is then drawn from by its running mass in order of ids, as in `kernels/cpu/sample.h`.
+    logits, falling    9.1  8.7 | 8.2  8.2  8.2 | 7.9  ...
+    border 8.2                    ties: 2 of 3
+    kept               9.1  8.7   8.2  8.2
+
+Every filter keeps the first tokens in the order of falling logits, and of rising ids among equal
+ones. So a border describes what is kept: all logits above it, and the first few that equal it.
+Bisection over the ordered bit patterns of logits finds the border, in one pass over the row for
+each bit. Then a token is sampled by the running sum of the kept weights, in the order of ids, as in
+`kernels/cpu/sample.h`.
 """
 
 # Device code is Triton's language, with its own types and its constants in capitals.
@@ -24,7 +29,7 @@ _COLUMNS = 8192
 _U64 = (1 << 64) - 1
 _FLOAT_MAX = float(np.finfo(np.float32).max)
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""Low bits of a float32 that say nothing of such a number."""
+"""The low bits of a float32 that are 0 for every number of this type."""
 
 
 # ---- device code --------------------------------------------------------------------------------
@@ -32,8 +37,10 @@ _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 @triton.jit
 def _share(seed, position):
-    """Philox 4x32-10 (Salmon et al., SC 2011) of (seed, position), as in `kernels/cpu/sample.h`:
-    53 random bits as a number in [0, 1), float64."""
+    """Return a random number in [0, 1), float64 of 53 random bits.
+
+    It is Philox 4x32-10 (Salmon et al., SC 2011) of (seed, position), as in `kernels/cpu/sample.h`.
+    """
     zero = (position * 0).to(tl.uint32)
     low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
     first, second, _, _ = tl.philox(seed.to(tl.uint64), low, high, zero, zero)
@@ -43,14 +50,14 @@ def _share(seed, position):
 
 @triton.jit
 def _ordered(value, SHIFT: tl.constexpr):
-    """int64 that are ordered as the float32 numbers are."""
+    """Return int64 numbers in the order of the float32 numbers."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return (tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT).to(tl.int64)
 
 
 @triton.jit
 def _number(order, SHIFT: tl.constexpr):
-    """The float32 whose `_ordered` it is."""
+    """Return the float32 for which `_ordered` gives `order`."""
     bits = (order << SHIFT).to(tl.int32)
     bits = tl.where(order < 0, (bits + (2**SHIFT - 1)) ^ 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -58,7 +65,7 @@ def _number(order, SHIFT: tl.constexpr):
 
 @triton.jit
 def _weight(value, peak, scale, min_p):
-    """e^((logit - peak) / temperature), zero for what is out by min-p."""
+    """Return e^((logit - peak) / temperature), or 0 for what min-p leaves out."""
     weight = tl.exp((value - peak) * scale)
     return tl.where(weight < min_p, 0.0, weight)
 
@@ -68,7 +75,8 @@ def _held(
     logits, vocab, least, peak, scale, min_p, nothing,
     COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Tokens, or their weight, of which `_ordered` is at least `least`, as float64."""
+    """Return the weight, or with COUNT the number, of tokens with `_ordered` of at least `least`.
+    It is a float64."""
     total = nothing
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -86,8 +94,8 @@ def _border(
     logits, vocab, limit, lowest, peak, scale, min_p, nothing,
     COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The greatest order, not below `lowest`, from which on there are tokens for `limit`, and what
-    those above it bring."""
+    """Return the greatest order such that the tokens from it on reach `limit`, and what the tokens
+    above it reach. The order is at least `lowest`."""
     low, high = lowest, _ordered(peak, SHIFT)
     above = nothing
     while low < high:
@@ -106,7 +114,7 @@ def _pick(
     logits, vocab, target, border, ties, peak, scale, min_p, nothing,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token at `target` of the kept mass, tokens in order of their ids."""
+    """Return the token at which the sum of kept weights, added in order of ids, passes `target`."""
     chosen, last, seen = -1, 0, 0
     mass = nothing
     start = 0
@@ -126,7 +134,7 @@ def _pick(
         seen += tl.sum(equal, 0)
         mass += tl.sum(weight, 0).to(tl.float64)
         start += BLOCK
-    # Rounding may leave a little of the target: then it is the last one.
+    # Rounding may leave a little of the target. Then the last token with a weight is taken.
     return tl.where(chosen < 0, last, chosen)
 
 
@@ -171,7 +179,7 @@ def _sample_kernel(
             one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
             mass = _held(logits, vocab, border + 1, top, scale, min_p, nothing, False, SHIFT, BLOCK)
             there = _held(logits, vocab, border, top, scale, min_p, nothing, True, SHIFT, BLOCK)
-            # Where fewer have any weight, the border is the number of no logit, and `one` is NaN.
+            # If fewer than top-k tokens have a weight, no logit is at the border, and `one` is NaN.
             mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
         if top_p < 1.0:
             limit = top_p * mass
@@ -195,9 +203,14 @@ def _sample_kernel(
 
 
 def sample(logits: Tensor, asked: Tensor) -> Tensor:
-    """int32 [2, R] of logits [R, V] (contiguous, any float type), as `greedy.greedy` gives them:
-    the id drawn for each row (-1 where the row holds a NaN or an infinity), and the bits of its
-    log-probability by the logits as they are. `asked`: `asked_of`'s, on the GPU."""
+    """Sample a token for each row of logits [R, V], contiguous and of any float type.
+
+        [0]  the sampled id
+        [1]  its log-probability by the unfiltered logits: the bits of a float32
+
+    The result is int32 [2, R], as that of `greedy.greedy`. The id is -1 if the row holds a NaN or
+    an infinity. `asked`: the result of `asked_of`, on the GPU.
+    """
     rows, vocab = logits.shape
     found = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
     shift = _SHIFT[logits.dtype]
@@ -210,8 +223,11 @@ def sample(logits: Tensor, asked: Tensor) -> Tensor:
 
 
 def asked_of(rows: Sequence[RowSampling]) -> Tensor:
-    """int64 [6, R], on the host: seed, position, and the bits of float64: 1 / temperature (0: the
-    likeliest), top-p, min-p, top-k (0: all)."""
+    """Return the rows' parameters as int64 [6, R] on the host.
+
+    [0, 1]  seed, position
+    [2..5]  1 / temperature (0: the likeliest), top-p, min-p, top-k (0: all): bits of float64
+    """
     asked = np.empty((6, len(rows)), np.int64)
     asked[0] = np.array([row.seed & _U64 for row in rows], np.uint64).view(np.int64)
     asked[1] = [row.position for row in rows]

@@ -7,14 +7,13 @@ often. Algorithm 2, once per control interval, with smoothed values:
     alpha <- clip(alpha - eta * sign(delta), 0, 1)     eta: fast if L > L_budget, else slow
 
 A fixed eta steps back and forth over a balance that is narrower than eta, and smoothed values lag
-behind what the last step did. So (ours) a step is halved each time the direction turns. It is
-doubled again, up to eta, from the third step in one direction on: a balance between the last two
-alphas is found in two. After a step nothing is decided until the smoothed values have forgotten
-what was before it. Then alpha converges for every plant whose delta grows with alpha, however
-steep. At the balance a GEMM takes at most 1 / (1 - tau) of the least time any alpha could give
-it."""
+behind the last step. So (ours) a step is halved each time the direction turns. From the third step
+in one direction on it is doubled again, up to eta. (A balance between the last two alphas would
+have been found in two steps.) After a step nothing is decided until the values before it have
+almost no weight. Then alpha converges for every plant whose delta grows with alpha, however steep.
+At the balance a GEMM takes at most 1 / (1 - tau) of the least time that any alpha could give it.
+"""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, log
 
@@ -22,7 +21,8 @@ from c2cserve.core.actions import SetAlpha
 from c2cserve.core.events import GemmsMeasured
 
 VARIANTS = 32
-"""Alpha takes effect in steps of 1 / VARIANTS: kernels are prebuilt, and less is not worth it."""
+"""Alpha takes effect in steps of 1 / VARIANTS: kernels are prebuilt, and smaller steps gain little.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class AlphaSettings:
     tau: float = 0.1
     """Dead band of the difference of two utilizations."""
     fast: float = 0.125
-    """Step while the GEMM misses its budget, the largest there is."""
+    """The largest step while the GEMM misses its budget."""
     slow: float = 0.03125
     weight: float = 0.5
     """The weight of the newest sample in the exponential averages, 0..1."""
 
     @property
     def settling(self) -> int:
-        """Samples until what was before a step weighs less than a tenth of the dead band."""
+        """Samples until those before a step weigh less than a tenth of the dead band."""
         if self.weight >= 1.0:
             return 1
         return ceil(log(0.1 * self.tau) / log(1.0 - self.weight))
@@ -45,27 +45,22 @@ class AlphaSettings:
 
 @dataclass(frozen=True, slots=True)
 class GemmSample:
-    """What was measured of a GEMM (or a layer's GEMMs) since the last sample. Utilizations are
-    shares of what the slice has of its HBM's and its link's bandwidth, 0..1 (section 7.2)."""
+    """Measurements of a GEMM (or a layer's GEMMs) since the last sample.
+
+    Utilizations are shares of the slice's bandwidth of HBM and link, 0..1 (section 7.2).
+    """
 
     latency_s: float
     hbm_utilization: float
     link_utilization: float
 
 
-def latency_budgets(profiled_s: Mapping[str, float], target_s: float) -> dict[str, float]:
-    """A step's target (TTFT share or TPOT) dealt out to its GEMMs in proportion to the time each
-    takes in the profile (section 7.2). ValueError if no GEMM takes any time."""
-    whole_s = sum(profiled_s.values())
-    if whole_s <= 0.0:
-        raise ValueError("the profile says that no GEMM takes any time")
-    return {gemm: target_s * took_s / whole_s for gemm, took_s in profiled_s.items()}
-
-
 class AlphaControl:
-    """Alpha of one model's GEMMs on one slice. It begins at 0, the dataflow that is frugal with the
-    link others share (section 6.4). `sample` is to be called between layers or requests, never
-    inside a kernel: what it returns is for the next one."""
+    """Alpha of one model's GEMMs on one slice.
+
+    It begins at 0, the dataflow that reads least over the shared link (section 6.4). `sample` is
+    called between layers or requests, never inside a kernel. Its result is for the next one.
+    """
 
     __slots__ = ("_average", "_direction", "_run", "_settings", "_step", "_unsettled", "alpha")
 
@@ -83,7 +78,7 @@ class AlphaControl:
         return round(self.alpha * VARIANTS) / VARIANTS
 
     def sample(self, new: GemmSample, budget_s: float) -> float:
-        """One control interval: alpha from now on (Algorithm 2)."""
+        """Do one control interval. Return alpha from now on (Algorithm 2)."""
         old, weight = self._average or new, self._settings.weight
         self._average = average = GemmSample(
             old.latency_s + weight * (new.latency_s - old.latency_s),
@@ -114,14 +109,14 @@ class AlphaControl:
 
 class AlphaBank:
     """The controls of all models of a slice. A step's budget is that of all its GEMMs together, so
-    one control stands for all of a model's."""
+    a model has one control."""
 
     def __init__(self, settings: AlphaSettings | None = None) -> None:
         self._settings = settings
         self._controls: dict[str, AlphaControl] = {}
 
     def sample(self, event: GemmsMeasured, budget_s: float) -> list[SetAlpha]:
-        """What to set from now on, if anything, after a step that should take `budget_s`."""
+        """Return what to set from now on, if anything, after a step that should take `budget_s`."""
         control = self._controls.setdefault(event.model, AlphaControl(self._settings))
         before = control.variant
         use = GemmSample(event.latency_s, event.hbm_utilization, event.link_utilization)

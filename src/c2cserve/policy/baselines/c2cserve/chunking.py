@@ -16,23 +16,6 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Gemm:
-    """O[M, n] = X[M, k] @ W[k, n], `count` times per step. `gamma_x`, `gamma_o`: how often X is
-    read and O read or written in HBM under the dataflow used, calibrated by a profile."""
-
-    n: int
-    k: int
-    count: int
-    gamma_x: float
-    gamma_o: float
-
-    def hbm_bytes(self, tokens: int, element_bytes: int = 2) -> float:
-        """gamma_X * S_X + gamma_O * S_O of a step with a chunk of `tokens`."""
-        moved = self.gamma_x * self.k + self.gamma_o * self.n
-        return self.count * tokens * element_bytes * moved
-
-
-@dataclass(frozen=True, slots=True)
 class ChunkCost:
     """One line of the profile of a model on one size of slice: a step of `tokens` prompt tokens,
     alone. It takes `step_s`, with so much of HBM and of compute."""

@@ -1,4 +1,4 @@
-"""Picks a dataflow by measurement, with a printable cost model between the measured points."""
+"""The choice of a dataflow by measurements, with a cost model between the measured points."""
 
 import math
 from collections.abc import Iterable
@@ -17,23 +17,27 @@ from c2cserve.kernels.gpu.gemm.dataflows.table import DATAFLOWS, DataflowName, m
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 
 _NEAREST = 8
-"""Points a correction is made of. The next one's distance is where their weights reach 0, so a
-prediction does not jump when one point takes another's place."""
+"""The number of points that make up a correction. Their weights reach 0 at the distance of the next
+point, so a prediction does not jump when one point takes another's place."""
 _CACHED = 4096
-"""Questions whose answer is kept: the linears of many models times the row counts of their steps.
-"""
+"""The number of cached answers: the linears of many models times the row counts of their steps."""
 
 _NEAR = 1.03
-"""Predictions this close are the same for all we know: the first of `candidates` is taken then."""
+"""Predictions within this factor count as equal. Of equal ones, the first of `candidates` is taken.
+"""
 
 Basis = Literal["measured", "interpolated", "modelled"]
-"""This very question was measured; points of this dataflow and these tiles on such a slice were;
-neither, and the model is corrected by what is nearest or not at all."""
+"""What a prediction rests on.
+
+    measured      this question was measured
+    interpolated  points of this dataflow and these tiles were measured on such a slice
+    modelled      neither: the model, corrected by the nearest points if there are any
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one dataflow with certain tiles is believed to take."""
+    """The predicted time of one dataflow with certain tiles."""
 
     dataflow: DataflowName
     tiles: Tiles
@@ -41,11 +45,11 @@ class Estimate:
     terms: Terms
     basis: Basis
     tried: bool
-    """The profile has measured this dataflow from this home."""
+    """Whether the profile has measured this dataflow from this home."""
 
     @property
     def factor(self) -> float:
-        """What measured points make of the model."""
+        """The factor by which measured points correct the model."""
         return self.predicted_s / self.terms.seconds
 
 
@@ -64,7 +68,7 @@ class Choice:
 
     @property
     def why(self) -> str:
-        """One sentence."""
+        """The reason for the choice, in one sentence."""
         ratio = self.predicted_s / self.floor_s
         said = (
             f"{describe(self.dataflow, self.tiles)} is {self.basis} at {_shown(self.predicted_s)}, "
@@ -80,18 +84,20 @@ class Choice:
 
 
 ROWS_STREAMED = max(BX_SPLIT)
-"""Up to so many rows a slice multiplies with kernels that stream W themselves."""
+"""Up to this number of rows, a slice multiplies with kernels that stream W themselves."""
 _ROWS_ASKED = 16
 _WHOLE = Tiles(panel_rows=WHOLE_ROWS, panel_growth=1)
 
 
 class NothingFits(ValueError):
-    """No dataflow can compute this; the message says why."""
+    """No dataflow can compute this. The message says why."""
 
 
 class Chooser:
-    """One profile's answers. Not bound to a GPU: pure arithmetic, a fraction of a millisecond for
-    a new question, a dictionary look-up for one that was asked before."""
+    """Chooses dataflows by one profile. It needs no GPU.
+
+    A new question takes a fraction of a millisecond, and a repeated one a dictionary look-up.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self._rates = Rates(profile)
@@ -99,16 +105,20 @@ class Chooser:
         self._cached_pick = lru_cache(_CACHED)(self._pick)
 
     def pick(self, question: Question) -> Choice:
-        """The fastest of what this machine has measured. Raises `NothingFits`, and
-        `ProfileMismatch` for a home the profile does not know."""
+        """Return the fastest of the dataflows that were measured on this machine.
+
+        Raises `NothingFits`, and `ProfileMismatch` for a home that the profile does not have.
+        """
         return self._cached_pick(question)
 
     def serving(self, question: Question) -> tuple[DataflowName, Tiles]:
-        """What a slice launches: the fastest of those whose answers do not depend on where W is.
+        """Return what a slice launches: the fastest of what gives the same bits for W at any home.
 
-        Up to `ROWS_STREAMED` rows what streams W itself, as picked for few rows and W in HBM, so
-        that a row's sums do not depend on the other rows either; else cuBLAS, out of HBM or behind
-        a copy engine. Raises as `pick`.
+            up to `ROWS_STREAMED` rows    a kernel that streams W itself
+            more rows                     cuBLAS, with W in HBM or brought there by a copy engine
+
+        The kernel is picked for few rows and W in HBM, whatever the question's are. So a row's sums
+        do not depend on the other rows either. Raises as `pick`.
         """
         q = question
         if q.experts:
@@ -121,7 +131,7 @@ class Chooser:
         return choice.dataflow, Tiles(bx=bx, cluster=choice.tiles.cluster)
 
     def estimates(self, question: Question) -> list[Estimate]:
-        """Every candidate, fastest first; among equals the simplest first."""
+        """Return every candidate, the fastest first, and equals in the order of `candidates`."""
         found = [
             self._corrections.estimate(question, dataflow, tiles)
             for dataflow, tiles in candidates(question)
@@ -142,7 +152,7 @@ class Chooser:
         found = self.estimates(question)
         if not found:
             raise NothingFits(f"K = {question.k} is not a multiple of 8, which streaming needs")
-        # What was never run here is compared, not trusted: its model has nothing to correct it.
+        # Untried dataflows are only a last resort: no measurement corrects their model.
         trusted = [estimate for estimate in found if estimate.tried] or found
         near = [one for one in trusted if one.predicted_s <= _NEAR * trusted[0].predicted_s]
         order = {candidate: i for i, candidate in enumerate(candidates(question))}
@@ -161,7 +171,8 @@ class Chooser:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What is not the size of the GEMM: a correction is first sought under the same."""
+    """All of a question but the GEMM's size. A correction is made of points of the same or the
+    nearest context."""
 
     sms: int
     neighbours: int
@@ -184,18 +195,18 @@ _Place = tuple[float, float, float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """Measured points of one kind: where, and log2 of measured over modelled there."""
+class _MeasuredPoints:
+    """The measured points of one context: their places, and log2 of measured over modelled time."""
 
     places: list[_Place] = field(default_factory=list[_Place])
     corrections: list[float] = field(default_factory=list[float])
 
 
-_Series = dict[_Context, _Known]
+_Series = dict[_Context, _MeasuredPoints]
 
 
 class _Corrections:
-    """What measured points say of the model, by dataflow, home, tiles and context."""
+    """The model's corrections by measured points, for each dataflow, home, tiles and context."""
 
     def __init__(self, rates: Rates, points: Iterable[Point]) -> None:
         self._rates = rates
@@ -207,9 +218,9 @@ class _Corrections:
             self._measured_s[question, point.dataflow, values] = point.seconds
             by_tiles = self._series.setdefault((point.dataflow, point.home), {})
             series = by_tiles.setdefault(values, {})
-            known = series.setdefault(_context(question), _Known())
-            known.places.append(_place(question))
-            known.corrections.append(math.log2(point.seconds / modelled_s))
+            measured = series.setdefault(_context(question), _MeasuredPoints())
+            measured.places.append(_place(question))
+            measured.corrections.append(math.log2(point.seconds / modelled_s))
 
     def estimate(self, question: Question, dataflow: DataflowName, tiles: Tiles) -> Estimate:
         question = replace(question, by_map=False)  # the same kernels take the same time
@@ -225,19 +236,22 @@ class _Corrections:
         series = by_tiles.get(values)
         basis: Basis = "interpolated" if series and context in series else "modelled"
         if series is None:
-            # Tiles that were never run are believed to err as those most like them do.
+            # For tiles that were never run, the model's error is taken from the most similar ones.
             series = by_tiles[min(by_tiles, key=lambda other: _apart(values, other))]
-        known = series.get(context) or series[min(series, key=context.apart)]
-        predicted_s = terms.seconds * 2.0 ** _interpolated(known, _place(question))
+        measured = series.get(context) or series[min(series, key=context.apart)]
+        predicted_s = terms.seconds * 2.0 ** _interpolated(measured, _place(question))
         return Estimate(dataflow, tiles, predicted_s, terms, basis, tried=True)
 
 
-def _interpolated(known: _Known, place: _Place) -> float:
-    """Log2 of the correction at `place`: inverse squared distance over the nearest points, with
-    weights that fall to 0 at the first point left out (Franke and Little)."""
-    apart = [math.dist(where, place) for where in known.places]
+def _interpolated(measured: _MeasuredPoints, place: _Place) -> float:
+    """Return log2 of the correction at `place`, from the nearest points.
+
+    Points weigh by inverse squared distance. The weights fall to 0 at the distance of the first
+    point that is left out (Franke and Little).
+    """
+    apart = [math.dist(where, place) for where in measured.places]
     reach = sorted(apart)[: _NEAREST + 1][-1]
-    pairs = zip(apart, known.corrections, strict=True)
+    pairs = zip(apart, measured.corrections, strict=True)
     nearest = sorted(pair for pair in pairs if pair[0] <= reach)[: _NEAREST + 1]
     if nearest[0][0] == 0.0:
         return nearest[0][1]
@@ -271,13 +285,13 @@ def _apart(values: TileValues, others: TileValues) -> float:
 
 
 def describe(dataflow: DataflowName, tiles: Tiles) -> str:
-    """`direct (bx 256, cluster 8)`."""
+    """Return the dataflow and its tiles as in `direct (bx 256, cluster 8)`."""
     said = describe_tiles(dataflow, tiles)
     return f"{dataflow} ({said})" if said else dataflow
 
 
 def describe_tiles(dataflow: DataflowName, tiles: Tiles) -> str:
-    """The tiles this dataflow reads: `bx 256, cluster 8`; empty for none."""
+    """Return the tiles that this dataflow reads, as in `bx 256, cluster 8`; empty for none."""
     if dataflow == "prefetch" and tiles.panel_rows >= WHOLE_ROWS:
         return "whole"
     names = (name.replace("_", " ") for name in DATAFLOWS[dataflow].tile_fields)

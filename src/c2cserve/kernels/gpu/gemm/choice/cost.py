@@ -2,9 +2,9 @@
 
     T = overhead + max(link bytes / link rate, flops / matmul rate, HBM bytes / HBM rate)
 
-for one kernel, which overlaps all three; tiles that leave SMs idle lower the matmul rate. A
-dataflow's record has its model: a `KernelModel`, or a function where it is more than one kernel.
-Models fill the gaps between measurements: `choose` corrects them by measured points nearby.
+This is for one kernel, which overlaps all three. Tiles that leave SMs idle lower the matmul rate. A
+dataflow's record has its model: a `KernelModel`, or a function if it is more than one kernel.
+Models fill the gaps between measurements. `choose` corrects them by measured points nearby.
 """
 
 import math
@@ -17,7 +17,7 @@ from c2cserve.kernels.gpu.gemm.traffic import BW, Tiles, Traffic, ceil_div
 
 
 class Speeds(Protocol):
-    """A machine's speeds as models ask for them; `rates.Rates` reads them off a profile."""
+    """A machine's speeds, as models need them. `rates.Rates` takes them from a profile."""
 
     def read_bytes_per_s(self, home: Home, ctas: int, slices: int) -> float: ...
 
@@ -34,8 +34,10 @@ class Speeds(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """O[m, n] = X[m, k] W[n, k]^T on a slice of `sms` SMs, W at `home`. With `experts`, X has
-    `m` tokens, each sent to `top_k` of the `experts` W."""
+    """O[m, n] = X[m, k] W[n, k]^T on a slice of `sms` SMs, with W at `home`.
+
+    With `experts`, X has `m` tokens, and each goes to `top_k` of the `experts` W.
+    """
 
     m: int
     n: int
@@ -48,8 +50,8 @@ class Question:
     neighbours: int = 0
     """Other slices that stream over the same link."""
     by_map: bool = False
-    """The launch is to be replayed with other weights in this one's place, wherever they are
-    (`WeightHandle.map_pointer`): only kernels that go by a map in memory will do."""
+    """Whether a graph replays the launch with other weights, at any home. Only kernels that read a
+    tensor map in memory (`WeightHandle.map_pointer`) can."""
 
     def __post_init__(self) -> None:
         for name in ("m", "n", "k", "sms"):
@@ -62,7 +64,7 @@ class Question:
         if self.home not in get_args(Home):
             raise ValueError(f"home must be one of {', '.join(get_args(Home))}, not {self.home}")
         if self.neighbours < 0 or self.experts < 0:
-            raise ValueError("neighbours and experts can not be negative")
+            raise ValueError("neighbours and experts cannot be negative")
         if not min(1, self.experts) <= self.top_k <= self.experts:
             raise ValueError(f"top_k must be within 1 and experts, not {self.top_k}")
 
@@ -80,13 +82,13 @@ class Question:
 
     @property
     def rows(self) -> int:
-        """Rows of X that meet one W; with experts, those of an active expert, rounded up."""
+        """Rows of X that one W multiplies; with experts, those of an active expert, rounded up."""
         if not self.experts:
             return self.m
         return max(1, -int(-self.m * self.top_k // self.active_experts))
 
     def blocks(self, block_rows: int) -> float:
-        """Count the blocks of `block_rows` rows of X that meet a W, over all experts.
+        """Count the blocks of `block_rows` rows of X, over all experts.
 
         A kernel reads W once for each block. An expert's rows are binomial (normal beyond the
         first block), so at the mean's own size every other expert needs a second block.
@@ -109,7 +111,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Where the modelled time goes. The parts overlap; `seconds` is the time of the whole."""
+    """The parts of the modelled time. They overlap; `seconds` is the time of the whole."""
 
     link_s: float
     compute_s: float
@@ -120,7 +122,7 @@ class Terms:
 
     @property
     def bound(self) -> str:
-        """The largest part, by name."""
+        """The name of the largest part."""
         parts = {"link": self.link_s, "compute": self.compute_s, "HBM": self.hbm_s}
         part = max(parts, key=lambda name: parts[name])
         return part if parts[part] >= self.overhead_s else "fixed overhead"
@@ -129,8 +131,9 @@ class Terms:
 def floor_s(speeds: Speeds, question: Question) -> float:
     """Return the time that no dataflow can beat.
 
-    It is the larger of cuBLAS as if W were in HBM, and of W (every active expert's) once over the
-    link by the faster of copy engine and SMs. W in HBM is read out of HBM instead.
+    It is the larger of two times. One is that of cuBLAS, as if W were in HBM. The other is that of
+    W once over the link, by copy engine or SMs, whichever is faster. With experts, W is every
+    active expert's. W in HBM is read from HBM instead.
     """
     q = question
     weights = q.active_experts * q.n * q.k * q.item_bytes
@@ -144,7 +147,7 @@ def floor_s(speeds: Speeds, question: Question) -> float:
     return max(compute_s, speeds.hbm_s(x_bytes, o_bytes, q.sms), link_s)
 
 
-# Parts that models are made of: functions of a question and tiles.
+# The parts of models: functions of a question and tiles.
 
 
 def cublas_s(speeds: Speeds, q: Question) -> float:
@@ -193,7 +196,7 @@ class KernelModel:
     """The model of one kernel that overlaps link, multiplication and HBM."""
 
     traffic: Callable[[int, int, int, int, Tiles], Traffic]
-    """The bytes the kernel asks for, of (m, n, k, bytes of an element, tiles)."""
+    """(m, n, k, bytes of an element, tiles) -> the bytes that the kernel asks for."""
     overhead_s: float
     """Launches and pipeline fill."""
     compute_s: Callable[[Speeds, Question, Tiles], float]
@@ -202,10 +205,10 @@ class KernelModel:
     from_l2: Callable[[Question, Tiles], int] = x_from_l2
     """Bytes of HBM reads that L2 serves."""
     link_bytes: Callable[[Question, Tiles], float] | None = None
-    """Bytes over the link for each active expert, where `traffic` does not say."""
+    """Bytes over the link for each active expert, if not those of `traffic`."""
 
     def __call__(self, speeds: Speeds, q: Question, tiles: Tiles) -> Terms:
-        """Return the model's answer. Raises `ProfileMismatch` for a home without known speeds."""
+        """Return the modelled time. Raises `ProfileMismatch` for a home that was not profiled."""
         counted = self.counted(q, tiles)
         link_s = 0.0
         if counted.link_bytes:

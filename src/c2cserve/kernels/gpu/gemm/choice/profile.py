@@ -230,7 +230,7 @@ def load_profile(path: Path | None = None, *, gpu: str | None = None) -> Profile
     except FileNotFoundError as error:
         raise ProfileMissing(f"{path}: this machine has no profile: {_PROFILE_IT}") from error
     except OSError as error:
-        raise ProfileMissing(f"{path}: can not be read: {error.strerror}") from error
+        raise ProfileMissing(f"{path}: cannot be read: {error.strerror}") from error
     except ProfileError as error:
         raise type(error)(f"{path}: {error}") from error
     if gpu is not None and profile.machine.gpu != gpu:

@@ -1,4 +1,4 @@
-"""What a profile says about speeds between the points where they were measured."""
+"""Speeds between the points that a profile measured."""
 
 import math
 from bisect import bisect_left
@@ -16,7 +16,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import (
 )
 
 Curve = Sequence[tuple[float, float]]
-"""(x, y) with x rising."""
+"""Points (x, y) with rising x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +25,14 @@ class _Link:
     alone: Curve
     """CTAs -> bytes/s that one slice reads."""
     total: Curve
-    """Slices at once -> bytes/s of all of them together."""
+    """Slices that read at once -> bytes/s of all of them together."""
 
 
 class Rates:
-    """Bytes per second of links and HBM, seconds of a GEMM, each by who shares and how many SMs."""
+    """Bytes per second of links and HBM, and seconds of a GEMM.
+
+    They depend on the number of SMs, and on the slices that share a link.
+    """
 
     def __init__(self, profile: Profile) -> None:
         self._links = {home: _link(rates) for home, rates in profile.links.items()}
@@ -38,20 +41,24 @@ class Rates:
         self._row_s = _row_curves(profile.matmul_flops)
 
     def read_bytes_per_s(self, home: Home, ctas: int, slices: int) -> float:
-        """What `ctas` CTAs of one slice read over the link while `slices` slices (it included)
-        do. Compute is split, the link is shared: each gets what it asks for up to its share."""
+        """Return the rate at which `ctas` CTAs of one slice read a link that `slices` slices share.
+
+        `slices` includes this one. Each gets what its CTAs ask for, up to an equal share.
+        """
         link = self._link(home)
         return min(_by_count(link.alone, ctas), _total(link, slices) / slices)
 
     def engine_bytes_per_s(self, home: Home, slices: int) -> float:
-        """What the copy engine brings to one slice while others read: its share of a link that
-        loses by being shared what it loses for SM reads."""
+        """Return the copy engine's rate for one of `slices` slices that share a link.
+
+        Sharing makes a link slower in total, by the factor that was measured for reads by SMs.
+        """
         link = self._link(home)
-        kept = min(1.0, _total(link, slices) / _total(link, 1))
-        return link.engine_bytes_per_s * kept / slices
+        factor = min(1.0, _total(link, slices) / _total(link, 1))
+        return link.engine_bytes_per_s * factor / slices
 
     def fastest_bytes_per_s(self, home: Home, sms: int, slices: int) -> float:
-        """The copy engine's rate, or that of as many of the CTAs as read best."""
+        """Return the larger of the copy engine's rate and that of the best number of CTAs."""
         measured = [int(ctas) for ctas, _ in self._link(home).alone if ctas < sms]
         reads = (self.read_bytes_per_s(home, ctas, slices) for ctas in [*measured, sms])
         return max(self.engine_bytes_per_s(home, slices), *reads)
@@ -61,10 +68,13 @@ class Rates:
         return reading_s + write_bytes / _by_count(self._hbm_write, sms)
 
     def matmul_s(self, m: int, n: int, k: int, sms: int) -> float:
-        """cuBLAS with W in HBM. Never less for more rows: the noise of measured rates is evened
-        out upwards, and fewer rows than were measured take what the fewest measured did."""
+        """Return the seconds of cuBLAS with W in HBM.
+
+        More rows never take less time: where measurements say so by noise, the longer time holds.
+        Fewer rows than were measured take as long as the fewest measured.
+        """
         x = math.log2(m)
-        # Rates add up over SMs where times do not: 16 and 32 SMs make 24 by their mean rate.
+        # Rates, not times, are linear in SMs: 24 SMs have the mean of the rates of 16 and 32.
         rates = [(count, 2.0 ** -_on_curve(curve, x)) for count, curve in self._row_s]
         return 2.0 * n * k / _by_count(rates, sms)
 
@@ -100,7 +110,10 @@ def _total(link: _Link, slices: int) -> float:
 
 
 def _row_curves(rates: Iterable[MatmulRate]) -> list[tuple[float, Curve]]:
-    """Per SM count: log2 of rows -> log2 of their seconds over 2 n k, which is rows over rate."""
+    """Return for each number of SMs a curve: log2 of rows -> log2 of their seconds over 2 n k.
+
+    That quotient is rows over rate.
+    """
     curves: list[tuple[float, Curve]] = []
     ordered = sorted(rates, key=lambda rate: (rate.sms, rate.m))
     for sms, group in groupby(ordered, key=lambda rate: rate.sms):
@@ -113,8 +126,8 @@ def _row_curves(rates: Iterable[MatmulRate]) -> list[tuple[float, Curve]]:
 
 
 def _on_curve(curve: Curve, x: float) -> float:
-    """Straight between points, level before the first, and of slope 1 (in proportion) after the
-    last."""
+    """Return the curve's value at x: linear between points, constant before the first, and of slope
+    1 (time in proportion to rows) after the last."""
     if x >= curve[-1][0]:
         return curve[-1][1] + x - curve[-1][0]
     if x <= curve[0][0]:
@@ -125,7 +138,7 @@ def _on_curve(curve: Curve, x: float) -> float:
 def _by_count(curve: Curve, count: float) -> float:
     """Return the value at so many SMs, CTAs or slices.
 
-    It is in proportion up to the first point, straight between points, level after the last.
+    It is in proportion up to the first point, linear between points, constant after the last.
     """
     if count >= curve[-1][0]:
         return curve[-1][1]

@@ -1,1 +1,1 @@
-"""Launches of the dataflows: operands checked, parameters packed, kernels and copies started."""
+"""Launches of the dataflows: they check operands, pack parameters, and start kernels and copies."""

@@ -1,4 +1,4 @@
-"""direct, split and grouped: W from its home straight into the multiply."""
+"""direct, split and grouped: the multiplying CTAs read W from its home into shared memory."""
 
 from torch import Tensor
 
@@ -16,12 +16,12 @@ def direct(
     context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
     tiles: Tiles, *, gated: bool = False,
 ) -> None:  # fmt: skip
-    """W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
+    """Launch `direct`. W crosses the link once for each `tiles.cluster` x `tiles.bx` rows of x.
 
-    With `gated` W's first half of rows is a gate: out [M, N / 2] is silu of what the first half
-    gives times what the second does, both rounded before. No clusters then.
+        gated:   out [M, N / 2] = silu(x W0^T) * (x W1^T)    W0, W1: the halves of W's rows
 
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    With `gated` both products are rounded first, and clusters are not allowed. Raises
+    `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out, gated=gated)
     launch_direct(context, x, w, bias, out, tiles, slot=None, gated=gated)
@@ -31,18 +31,18 @@ def launch_direct(
     context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
     tiles: Tiles, slot: Tensor | None, gated: bool = False,
 ) -> None:  # fmt: skip
-    """`direct`; with a `slot` (of W's bytes) every tile of W that passes by is kept in it."""
+    """Launch `direct`. With a `slot` of W's size, also store every tile of W in it."""
     check_boxes(x, w)
     variant = Variant("direct", w.dtype, tiles.bx, tiles.cluster, tee=slot is not None, gated=gated)
     m, share = x.shape[0], BW // tiles.cluster
     map_w = _weight_map(w, share, gated=gated)
-    kept = map_w if slot is None else _slot_map(slot, w, share)
+    map_slot = map_w if slot is None else _slot_map(slot, w, share)
     work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
     context.launch(
         variant,
         min(work, context.clusters(variant)),
         parameters(
-            x=_rows_map(x, tiles.bx, w), w=map_w, slot=kept,
+            x=_rows_map(x, tiles.bx, w), w=map_w, slot=map_slot,
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
         pdl=_overlaps_previous(w),
@@ -53,10 +53,10 @@ def split(
     context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
     tiles: Tiles, *, gated: bool = False,
 ) -> None:  # fmt: skip
-    """Few rows of x: `tiles.cluster` CTAs share each tile's K, so that more of them read W.
-    `gated` as in `direct`.
+    """Launch `split`, for few rows of x. `gated` as in `direct`.
 
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    `tiles.cluster` CTAs divide each tile's K among them, so that more CTAs read W. Raises
+    `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out, gated=gated)
     check_boxes(x, w)
@@ -77,10 +77,10 @@ def split(
 def grouped(
     context: LaunchContext, x: Tensor, w: WeightHandle, offsets: Tensor, out: Tensor, tiles: Tiles
 ) -> None:
-    """Rows offsets[e] up to offsets[e + 1] of x [M, K] meet W[e]; `offsets` int32 [experts + 1] on
-    the GPU, offsets[-1] = M. Experts without rows are not read. The host waits for nothing.
+    """Launch `grouped`: W[e] multiplies rows offsets[e] up to offsets[e + 1] of x [M, K].
 
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    `offsets`: int32 [experts + 1] on the GPU, with offsets[-1] = M. Experts without rows are not
+    read. The host does not wait. Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, None, out, grouped=True)
     check_boxes(x, w)
@@ -94,7 +94,7 @@ def grouped(
         raise OperandError("offsets must be contiguous and on x's GPU")
     variant = Variant("grouped", w.dtype, tiles.bx, tiles.cluster)
     map_w = _weight_map(w, BW // tiles.cluster)
-    # How many tiles there are is only known on the GPU.
+    # Only the GPU knows the number of tiles.
     most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
     context.launch(
         variant,
@@ -107,13 +107,15 @@ def grouped(
 
 
 def weight_map(w: WeightHandle) -> bytes:
-    """What is to lie at `map_pointer` for `w` to be read, whole boxes of 128 rows: `split`, and
-    `direct` and `grouped` without clusters, go by it. Raises `CudaError`."""
+    """Return the tensor map that belongs at `w.map_pointer`, with boxes of 128 rows.
+
+    `split` can read it, and so can `direct` and `grouped` without clusters. Raises `CudaError`.
+    """
     return stack_map(w.pointer, max(1, w.experts), w.n, w.k, BW, w.dtype)
 
 
 def gated_map(w: WeightHandle) -> bytes:
-    """The same for launches that are `gated`: a box has 64 rows of each half."""
+    """Return the same for `gated` launches: a box has 64 rows of each half."""
     return pair_map(w.pointer, w.n // 2, w.k, BW // 2, w.dtype)
 
 
@@ -136,8 +138,8 @@ def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
 
 
 def _overlaps_previous(w: WeightHandle) -> bool:
-    """Whether W is sure to be there before earlier kernels have ended: not if they compute it.
-    Weights that have a map in memory are never computed."""
+    """Return whether W can be read before earlier kernels have ended. It cannot if they write it.
+    No kernel writes weights at another home, or weights that have a map in memory."""
     return w.home != "hbm" or w.map_pointer != 0
 
 

@@ -1,4 +1,4 @@
-"""sym, asym and hybrid: the dataflows of C2CServe (Algorithm 1), to be compared with."""
+"""sym, asym and hybrid: the dataflows of C2CServe (Algorithm 1), for comparison."""
 
 import torch
 from torch import Tensor
@@ -19,10 +19,15 @@ def hybrid(
     out: Tensor,
     tiles: Tiles,
 ) -> None:
-    """One launch: `tiles.alpha` of the columns output-stationary, the others weight-stationary, on
-    SMs shared out alike. alpha may change from launch to launch. Partial sums are float32 in a
-    scratch, then rounded once; with `tiles.partial_bytes` 2 they are rounded and added to `out`
-    as they come, with an error that grows with K / kp.
+    """Launch one kernel that computes columns of `out` in two ways, on disjoint SMs.
+
+        share of columns    way                           SMs
+        alpha               sym: output-stationary        in proportion
+        1 - alpha           asym: weight-stationary       the others
+
+    `tiles.alpha` may change from launch to launch. With `tiles.partial_bytes` 4, asym adds partial
+    sums in a float32 scratch, which is rounded once. With 2, each partial sum is rounded and added
+    to `out`, and the error grows with K / kp.
 
     Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
@@ -61,7 +66,8 @@ def hybrid(
 
 
 def _ctas_sym(sms: int, n_sym: int, n_asym: int) -> int:
-    """SMs in proportion to columns; each path that has columns gets one at least."""
+    """Return the number of SMs for sym, in proportion to its columns. Each way that has columns
+    gets at least one SM."""
     if n_asym == 0:
         return sms
     return min(sms - 1, max(1 if n_sym else 0, round(sms * n_sym / (n_sym + n_asym))))
@@ -70,8 +76,8 @@ def _ctas_sym(sms: int, n_sym: int, n_asym: int) -> int:
 def _partial_sums(
     context: LaunchContext, bias: Tensor | None, out: Tensor, n_sym: int, partial_bytes: int
 ) -> Tensor:
-    """Where asym adds, cleared: a float32 scratch [M, N_asym] (rows of whole 16 bytes), or `out`
-    itself with the bias in it."""
+    """Return the memory in which asym adds: a cleared float32 scratch [M, N_asym], or `out` itself,
+    which begins as the bias. Rows of the scratch begin at multiples of 16 bytes."""
     m, n_asym = out.shape[0], out.shape[1] - n_sym
     if partial_bytes == 2:
         if n_asym:

@@ -1,4 +1,4 @@
-"""resident, prefetch, tee and ring: W is, or comes to lie, in local memory."""
+"""resident, prefetch, tee and ring: W is in local memory, or is copied there."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 
 def resident(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """cuBLASLt, W [N, K] in HBM."""
+    """Multiply with cuBLAS, W [N, K] in HBM."""
     if bias is None:
         torch.mm(x, w.t(), out=out)
     else:
@@ -36,7 +36,7 @@ def resident_weight(
     out: Tensor,
     tiles: Tiles,
 ) -> None:
-    """`resident` of a handle. Raises `OperandError` if W is not in this GPU's memory."""
+    """Do `resident` with a handle. Raises `OperandError` if W is not in this GPU's memory."""
     resident(x, local_weight(w), bias, out)
 
 
@@ -44,17 +44,17 @@ def prefetch(
     context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
     tiles: Tiles, place: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Copy engines bring W into one of two slots in HBM (or into `place` [N, K], to stay there), in
-    panels of `tiles.panel_rows` rows that grow by `tiles.panel_growth`; cuBLAS multiplies each as
-    it arrives. The next weight's copy runs while this one is multiplied.
+    """Copy W to HBM in panels by copy engine, and multiply each with cuBLAS as it arrives.
 
-    Raises `OperandError`, `CudaError`.
+    W goes into one of two slots, or into `place` [N, K], where it stays. The first panel has
+    `tiles.panel_rows` rows, and each is `tiles.panel_growth` times as long as the one before. The
+    next weight is copied while this one is multiplied. Raises `OperandError`, `CudaError`.
     """
     check(x, w, bias, out)
     compute = torch.cuda.current_stream(context.device)
     slot = context.next_slot() if place is None else None
     if slot is None:
-        # Its memory was free in the order of the compute stream.
+        # The memory of `place` became free in the order of the compute stream.
         context.copies.wait_stream(compute)
     else:
         place = slot.hold(w.bytes).view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
@@ -73,7 +73,7 @@ def prefetch(
 
 
 def bring(context: LaunchContext, w: WeightHandle, place: Tensor) -> None:
-    """W into `place` (of its shape, in HBM) by a copy engine, for what is launched after it."""
+    """Copy W into `place` (of its shape, in HBM) by a copy engine. Later launches can read it."""
     compute = torch.cuda.current_stream(context.device)
     context.copies.wait_stream(compute)
     driver.copy_async(place.data_ptr(), w.pointer, w.bytes, context.copies.cuda_stream)
@@ -88,10 +88,11 @@ def tee(
     out: Tensor,
     tiles: Tiles,
 ) -> None:
-    """The first rows of x, as many as one pass over W serves, as `direct`, which keeps W in a slot
-    as it passes by; all other rows by cuBLAS from there.
+    """Compute the first rows of x with `direct`, which also stores W in a slot of HBM. Multiply all
+    other rows with cuBLAS from there.
 
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    The first rows are as many as one pass over W serves. Raises `OperandError`,
+    `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out)
     slot, compute = context.next_slot(), torch.cuda.current_stream(context.device)
@@ -100,8 +101,8 @@ def tee(
     head = min(x.shape[0], tiles.block_rows)
     launch_direct(context, x[:head], w, bias, out[:head], tiles, slot=here)
     if head < x.shape[0]:
-        kept = here.view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
-        resident(x[head:], kept, bias, out[head:])
+        local = here.view(TORCH_DTYPES[w.dtype]).view(w.n, w.k)
+        resident(x[head:], local, bias, out[head:])
     slot.free.record(compute)
 
 
@@ -109,10 +110,10 @@ def ring(
     context: LaunchContext, x: Tensor, w: WeightHandle, bias: Tensor | None, out: Tensor,
     tiles: Tiles, *, engines: bool = False,
 ) -> None:  # fmt: skip
-    """W in panels of `tiles.panel_rows` rows through `tiles.slots` places in local memory; CTAs of
-    the same launch bring them, or, with `engines`, the copy engines do.
+    """Stream W through a ring of `tiles.slots` panels in local memory, and multiply from there.
 
-    Raises `OperandError`, `KernelMissingError`, `CudaError`.
+    A panel has `tiles.panel_rows` rows. CTAs of the same launch copy them; with `engines`, copy
+    engines do. Raises `OperandError`, `KernelMissingError`, `CudaError`.
     """
     check(x, w, bias, out)
     check_boxes(x, w)
@@ -158,7 +159,7 @@ def _fill_ring(
     drained: int,
     uses: int,
 ) -> None:
-    """Copies by the engines, each held back until its place is free. `uses`: blocks of x's rows."""
+    """Copy the panels by copy engine, each once its place is free. `uses`: blocks of x's rows."""
     stream, row_bytes = context.copies.cuda_stream, w.k * ITEM_BYTES
     bounds = panels(w.n, tiles.panel_rows)
     for panel, (start, stop) in enumerate(bounds):

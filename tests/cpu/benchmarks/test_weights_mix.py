@@ -1,0 +1,296 @@
+"""The weights mix without a GPU: its cells, requests and figures, and the simulated half of it."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mix_checkpoints
+import mix_times
+import pytest
+import weights_mix
+from documents.commands import check
+from mix_checkpoints import Checkpoints
+from mix_load import FULL, SLO, TINY, Answer, Arena, figures, parse_cells, popularity, requests
+from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
+from mix_times import measure_times, read_times
+
+from c2cserve.bench.loadgen_reply import Record
+from c2cserve.bench.plan import Shape
+from c2cserve.catalog.file import load_catalog
+
+H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
+NAMES = [entry.id for entry in FULL.pick().entries]
+
+
+def run(tmp_path: Path, *arguments: str) -> Any:
+    out = tmp_path / "mix.json"
+    weights_mix.main([*arguments, "--pool-dir", str(tmp_path), "--out", str(out)])
+    return json.loads(out.read_text())
+
+
+# ---- the load -----------------------------------------------------------------------------------
+
+
+def test_cells_are_parsed() -> None:
+    cells = parse_cells("all:2,30+90:0.5,0.05:4")
+    assert [cell.text for cell in cells] == ["all:2", "30+90:0.5", "0.05:4"]
+    assert [(cell.arena.bytes, cell.arena.lent_bytes) for cell in cells] == [
+        (None, 0), (30 * 10**9, 90 * 10**9), (50 * 10**6, 0),
+    ]  # fmt: skip
+    assert [cell.rate for cell in cells] == [2.0, 0.5, 4.0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["30", "30:", "x:2", "30:0", "30:2,", "0:2", "30+-1:2", "1:2:3", "inf:2", "30:nan", "1+all:2"],
+)
+def test_what_is_no_cell_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a cell"):
+        parse_cells(text)
+
+
+def test_default_cells_are_cells() -> None:
+    for mix in (FULL, TINY):
+        assert parse_cells(mix.cells)
+
+
+def test_requests_depend_on_the_seed_and_only_their_times_on_the_rate() -> None:
+    slow, fast = (requests(FULL, NAMES, rate, 400, seed=1) for rate in (2.0, 8.0))
+    assert [(r.model, r.input_tokens, r.output_tokens) for r in slow] == [
+        (r.model, r.input_tokens, r.output_tokens) for r in fast
+    ]
+    assert slow[-1].due_s == pytest.approx(4 * fast[-1].due_s)
+    assert 120 < slow[-1].due_s < 280
+    assert requests(FULL, NAMES, 2.0, 400, seed=2) != slow
+    assert all(16 <= r.input_tokens <= 4096 and 8 <= r.output_tokens <= 400 for r in slow)
+    assert 400 < sorted(r.input_tokens for r in slow)[200] < 650
+    assert 50 < sum(r.output_tokens for r in slow) / 400 < 80
+    asked = Counter(r.model for r in slow)
+    assert max(asked, key=lambda name: asked[name]) == NAMES[0]
+    assert popularity(4) == [1.0, 1 / 2, 1 / 3, 1 / 4]
+
+
+def test_the_catalogue_has_five_and_three_models() -> None:
+    made = FULL.pick()
+    assert Counter(entry.shape for entry in made.entries) == {"llama-3b": 5, "llama-8b": 3}
+    assert made.scale == 1
+    assert 78e9 < made.bytes < 82e9
+
+
+def test_an_answer_that_is_not_whole_and_in_time_is_missed() -> None:
+    answers = [
+        Answer("a", "answered", 0.9, 0.09), Answer("a", "answered", 0.5), Answer("a", "refused"),
+        Answer("b", "answered", 1.1, 0.01), Answer("b", "answered", 0.1, 0.11),
+        Answer("b", "unanswered", 0.1), Answer("b", "unanswered"),
+        Answer("b", "failed", why="protocol: broken"),
+    ]  # fmt: skip
+    found = figures(answers)
+    assert found["in_time"] == 2 / 8
+    kinds = ("answered", "refused", "unanswered", "failed")
+    assert [found[kind] for kind in kinds] == [4, 1, 2, 1]
+    assert found["ttft_p50_s"] == 0.5
+    assert found["tpot_p50_s"] == 0.09
+    assert found["errors"] == ["protocol: broken"]
+    assert found["models"]["a"]["in_time"] == pytest.approx(2 / 3)
+    assert found["models"]["b"]["requests"] == 5
+    assert figures([Answer("a", "refused")])["ttft_p50_s"] is None
+
+
+# ---- the machine --------------------------------------------------------------------------------
+
+
+def test_lent_memory_serves_the_popular_models_first() -> None:
+    speeds = imagined_machine(H200, None).speeds
+    models = [(10**9, 1.0), (10**9, 0.5)]
+    host, peer = speeds.h2d_bytes_per_s, speeds.peer_bytes_per_s
+    assert weights_bytes_per_s(speeds, 0, models) == pytest.approx(host)
+    assert weights_bytes_per_s(speeds, 2 * 10**9, models) == pytest.approx(peer)
+    half = weights_bytes_per_s(speeds, 10**9, models)
+    assert half == pytest.approx(1.5 / (1.0 / peer + 0.5 / host))
+
+
+@pytest.mark.parametrize(
+    ("arena", "slice_id"),
+    [(Arena("all", None), "gpu0"), (Arena("30+90", 30 * 10**9, 90 * 10**9), "gpu0")],
+)
+def test_the_server_is_told_what_was_planned(arena: Arena, slice_id: str) -> None:
+    host = imagined_machine(H200, None)
+    slice_ = host.plan(arena, 10**9)
+    assert slice_.id == slice_id
+    assert slice_.host_kv_bytes == 10**9
+    assert slice_.gpu is not None
+    assert slice_.gpu.lent_bytes == arena.lent_bytes
+    arguments = host.serve_arguments(arena, 10**9)
+    check(["c2cserve", "serve", "--catalog", "catalog.toml", *arguments])
+    assert ("--gpu-kv-bytes" in arguments) == (arena.bytes is not None)
+
+
+def test_a_cpu_slice_is_told_its_arena() -> None:
+    arguments = this_machine(None, tiny=True).serve_arguments(Arena("1", 10**9), 0)
+    check(["c2cserve", "serve", "--catalog", "catalog.toml", *arguments])
+    assert arguments[arguments.index("--kv-bytes") + 1] == "1000000000"
+    assert arguments[arguments.index("--gpu-slices") + 1] == "none"
+
+
+def one_gpu() -> Host:
+    host = imagined_machine(H100, None)
+    return replace(host, machine=replace(host.machine, gpus=host.gpus[:1]))
+
+
+@pytest.mark.parametrize(
+    ("arena", "says"),
+    [
+        (Arena("90", 90 * 10**9), "KV arenas of 8"),
+        (Arena("30+9", 30 * 10**9, 9 * 10**9), "no GPU can lend memory"),
+    ],
+)
+def test_what_a_machine_cannot_do_is_refused_in_one_line(arena: Arena, says: str) -> None:
+    with pytest.raises(Refused, match=says) as found:
+        one_gpu().plan(arena, 0)
+    assert "\n" not in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--cells", "1+1:2", "--tiny"), "GPUs lend memory to GPU slices: there are none"),
+        (("--cells", "500:2", "--simulate-only"), "500: GPU 0: 1 KV arenas of"),
+        (("--profile", "gone.json", "--simulate-only"), "gone.json"),
+    ],
+)
+def test_a_refused_run_ends_with_one_line(
+    arguments: Sequence[str], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=says) as found:
+        run(tmp_path, *arguments)
+    assert "\n" not in str(found.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mix_checkpoints, "memory_bytes", lambda: {"MemAvailable": 10**6})
+    with pytest.raises(SystemExit, match=r"host memory: 0\.2 GB are needed for .*, 0\.0 GB"):
+        run(tmp_path, "--tiny", "--cells", "0.05:4")
+    assert not list(tmp_path.iterdir())
+
+
+# ---- step times ---------------------------------------------------------------------------------
+
+
+def answered(shape: Shape, ttft_s: float, tpot_s: float) -> Record:
+    gaps = [tpot_s] * (shape.output_tokens - 1)
+    record = Record(0, shape.model, 0.0, output_tokens=shape.output_tokens, gaps_s=gaps)
+    record.first_s = ttft_s
+    return record
+
+
+def test_step_times_are_those_of_requests_less_what_is_outside() -> None:
+    """A server whose step takes 1 ms and 0.1 ms a token, and whose requests take 5 ms beside."""
+
+    def send(asked: Sequence[Shape], together: int) -> list[Record]:
+        step_s = 1e-3 + 1e-4 * together
+        return [answered(one, 6e-3 + 1e-4 * one.input_tokens, step_s) for one in asked]
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+    assert times.request_s == pytest.approx(6.4e-3 - 1.1e-3)
+    assert dict(times.prefill["tiny-llama"]) == pytest.approx(
+        {4: 1.1e-3, 16: 2.3e-3, 48: 5.5e-3, 96: 10.3e-3}
+    )
+    assert dict(times.decode["tiny-llama"]["24"]) == pytest.approx(
+        {1: 1.1e-3, 2: 1.2e-3, 4: 1.4e-3}
+    )
+    table = times.tables().get("tiny-llama", mix_times.DEVICE)
+    assert table is not None
+    assert table.decode_s(2, 24) == pytest.approx(1.2e-3)
+    assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
+
+
+def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
+    def send(asked: Sequence[Shape], together: int) -> list[Record]:
+        records = [answered(one, 0.01, 1e-3) for one in asked]
+        if together == 4:
+            records[0].error = "http 429"
+        return records
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+    assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]
+
+
+def test_tokens_in_few_pieces_are_spread_evenly() -> None:
+    record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
+    assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="in one piece"):
+        mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
+
+
+# ---- simulated ----------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)  # six simulations
+def test_simulated_cells_are_reported_and_simulated_again(tmp_path: Path) -> None:
+    arguments = "--cells", "all:8,30:4,30+90:4", "--requests", "24", "--seeds", "3,4"
+    whole = run(tmp_path, "--simulate-only", "--gpu", H200, *arguments)
+    assert whole["machine"]["cpu"]
+    assert whole["date"]
+    assert "commit" in whole
+    rows = {row["cell"]: row for row in whole["results"]["rows"]}
+    assert list(rows) == ["all:8", "30:4", "30+90:4"]
+    assert all(row["simulated"]["requests"] == 24 for row in rows.values())
+    assert rows["all:8"]["simulated"]["in_time"] == 1.0
+    first = [rows[cell]["simulated"]["ttft_p50_s"] for cell in ("all:8", "30+90:4", "30:4")]
+    assert first == sorted(first), "a slower way for weights gives later first tokens"
+    assert 135e9 < rows["all:8"]["arena_bytes"] < 145e9
+    assert rows["30+90:4"]["lent_bytes"] == 90e9
+    earlier = tmp_path / "earlier.json"
+    (tmp_path / "mix.json").rename(earlier)
+    again = run(tmp_path, "--again", str(earlier))
+    assert again["results"]["rows"] == whole["results"]["rows"]
+
+
+@pytest.mark.timeout(300)  # matplotlib, when it is first imported
+def test_rows_are_drawn_and_of_one_cell_the_last_counts(tmp_path: Path) -> None:
+    figures_ = {"in_time": 0.9, "ttft_p50_s": 0.1, "tpot_p50_s": None}
+    row = {"cell": "30:2", "arena_bytes": 3e10, "lent_bytes": 0, "rate": 2.0, "live": figures_}
+    catalogue = {"models": ["a"], "bytes": 1e9}
+    results = {
+        "rows": [row], "host": {"gpus": [H200]}, "catalogue": catalogue,
+        "slo": {"ttft_s": 1.0, "tpot_s": 0.1},
+    }  # fmt: skip
+    first = {"date": "2026-11-22", "commit": "abc", "results": results}
+    second = {**first, "results": {**results, "rows": [{**row, "simulated": figures_}]}}
+    paths = [tmp_path / "first.json", tmp_path / "second.json"]
+    for path, whole in zip(paths, (first, second), strict=True):
+        path.write_text(json.dumps(whole))
+    weights_mix.main(["--plot", *map(str, paths), "--images", str(tmp_path)])
+    assert (tmp_path / "weights_mix.png").stat().st_size > 10_000
+
+
+def test_what_ends_too_late_is_unanswered(tmp_path: Path) -> None:
+    cells = "--cells", "30:4", "--requests", "20", "--seeds", "1", "--answer-s", "0.2"
+    found = run(tmp_path, "--simulate-only", "--gpu", H200, *cells)
+    simulated = found["results"]["rows"][0]["simulated"]
+    assert simulated["unanswered"] > 0
+    assert simulated["answered"] + simulated["unanswered"] + simulated["refused"] == 20
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def test_checkpoints_are_written_whole_and_used_again(tmp_path: Path) -> None:
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "tiny-llama").write_text("what an interrupted run has left")
+    made = replace(TINY.pick(), entries=TINY.pick().entries[:1])
+    checkpoints = Checkpoints(folder, tmp_path, made, 0)
+    checkpoints.check_room(None)
+    catalog = load_catalog(checkpoints.written())
+    [entry] = list(catalog)
+    assert (entry.id, entry.slo) == (made.entries[0].id, SLO)
+    (folder / "kept").touch()
+    checkpoints.written()
+    assert (folder / "kept").exists(), "nothing is written a second time"
