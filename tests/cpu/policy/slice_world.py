@@ -144,7 +144,7 @@ class SliceTestWorld:
                 if isinstance(event, MoveDone):
                     ended = bool(self.jobs[event.request_id].ended)
                     self.kv.end_move(event.request_id, ended=ended)
-                if event is not None:
+                if event is not None and self._told(event):
                     events.append(self._done(event) if isinstance(event, StepDone) else event)
             self.told += events
             for event in events:
@@ -157,9 +157,13 @@ class SliceTestWorld:
             wakeup = self.policy.wakeup
             if wakeup is not None:
                 assert wakeup > self.now, "asks to be asked without end"
-                if self._heap and wakeup < self._heap[0][0]:
+                if not self._heap or wakeup < self._heap[0][0]:
                     self.at(wakeup, None)
         raise AssertionError("the world does not come to an end")
+
+    def _told(self, event: SliceEvent) -> bool:
+        """Whether the policy is told of an event that was to come."""
+        return True
 
     # ---- executor -------------------------------------------------------------------------------
 

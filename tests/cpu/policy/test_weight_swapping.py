@@ -9,10 +9,10 @@ from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.simulated.weight_swapping import EASE_S, WeightSwapping
 from c2cserve.policy.slice.batching import BY_HEADROOM, ActiveModel
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
 
 LINK = 10.0
 """Bytes per second; a slab is one byte, and so is a block."""

@@ -4,6 +4,7 @@ Everything that can fail or take long is done here, before the slice reports tha
 """
 
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +19,11 @@ from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
 from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.load_stream import CopyEngineStream
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
@@ -60,6 +63,8 @@ class GpuParts:
     arena: Tensor
     to_device: Staging
     cache: HbmCache | None
+    loads: WeightLoads[torch.cuda.Event] | None
+    """The loads of whole models, on a slice that swaps weights."""
     peers: Borrower | None
     """The slice's view of weights copied to other GPUs."""
     host_kv: HostKv
@@ -82,19 +87,13 @@ class GpuParts:
         CUDA's errors stick, and a slice without memory is rebuilt with all of it. Triton and cuBLAS
         raise a plain `RuntimeError`: then the state of the stream shows whether the error stuck.
         """
-        if isinstance(fault, _FATAL):
-            return True
-        try:
-            self.stream.query()
-        except torch.AcceleratorError:
-            return True
-        return False
+        return _fatal(fault, self.stream)
 
     def renew(self) -> None:
         """Build anew what a failed step may have left half done. Raises CUDA's errors.
 
         That is all of the slice's state on the GPU but KV: graphs, work memory, plans, and weights
-        on their way into the cache. Models and kernels stay.
+        on their way into the cache. Models and kernels stay, and whole models in the cache.
         """
         self.finish()
         self.context.renew()
@@ -103,11 +102,15 @@ class GpuParts:
         self.flashinfer.flash.renew()
         if self.cache is not None:
             self.cache.clear()
+        if self.loads is not None:
+            self.loads.drop()
 
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()
         self.context.copies.synchronize()
+        if self.loads is not None:
+            self.loads.synchronize()
 
 
 def open_gpu(
@@ -120,6 +123,7 @@ def open_gpu(
     kernels: Path | None = None,
     notify: Callable[[], None] | None = None,
     cache_policy: CachePolicy | None = None,
+    swaps_weights: bool = False,
     peers: PeerPool | None = None,
     host_kv_bytes: int = 0,
 ) -> GpuParts:
@@ -128,10 +132,11 @@ def open_gpu(
     The thread's work goes to the slice's own stream from now on. The stream runs on `partition`'s
     SMs, or on all of the GPU `device`.
 
-    `notify` is called from another thread when a step is over. `cache_policy` decides which weights
-    stay in the part of the arena that KV leaves; without one no weight does. `peers` knows which
-    other weights can be read on another GPU. `host_kv_bytes` is the size of the host memory,
-    registered here, that KV may rotate through.
+    `notify` is called from another thread when a step or a load is over. With `swaps_weights` whole
+    models are loaded into the part of the arena that KV leaves. Else `cache_policy` decides which
+    weights stay there as they stream by; without one no weight does. `peers` knows which other
+    weights can be read on another GPU. `host_kv_bytes` is the size of the host memory, registered
+    here, that KV may rotate through.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `PinningError` and `CudaError`.
@@ -148,45 +153,56 @@ def open_gpu(
     torch_device = torch.device("cuda", device)
     arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
+    wake = notify or _nothing
+    load_stream = CopyEngineStream(torch_device, stream, wake) if swaps_weights else None
     borrower = None
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
-        borrower = Borrower(peers, lambda: _mark(stream))
-    cache = None if cache_policy is None else HbmCache(arena, cache_policy, borrower)
+        borrower = Borrower(peers, lambda: _mark(stream, load_stream))
+    cache, loads = _weight_cache(arena, stream, load_stream, cache_policy, borrower)
     linear = Linear(context, chooser, cache)
     on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
     flashinfer = FlashInfer(torch_device, kernels)
     ops = GpuOps(linear, torch_device, host_sampler, on_step_end, flashinfer.flash)
     ops.capture_decoding(linear.launched, cache)
-    host_kv = _host_kv(arena, host_kv_bytes, stream, notify)
+    host_kv = _host_kv(arena, host_kv_bytes, stream, wake)
     parts = GpuParts(
-        torch_device,
-        stream,
-        context,
-        linear,
-        ops,
-        arena,
-        Staging(torch_device),
-        cache,
-        borrower,
-        host_kv,
-        flashinfer,
-    )
+        torch_device, stream, context, linear, ops, arena, Staging(torch_device), cache, loads,
+        borrower, host_kv, flashinfer,
+    )  # fmt: skip
     for sizes in COMMON:
         warm(sizes, torch_device)
     parts.finish()
     return parts
 
 
+def _weight_cache(
+    arena: Tensor, stream: torch.cuda.Stream, load_stream: CopyEngineStream | None,
+    policy: CachePolicy | None, borrower: Borrower | None,
+) -> tuple[HbmCache | None, WeightLoads[torch.cuda.Event] | None]:  # fmt: skip
+    if load_stream is None:
+        return (None if policy is None else HbmCache(arena, policy, borrower)), None
+    cache = HbmCache(arena, None, borrower)
+
+    def fatal(fault: Exception) -> bool:
+        return _fatal(fault, stream)
+
+    return cache, WeightLoads(cache, load_stream, time.monotonic, fatal)
+
+
+def _nothing() -> None:
+    pass
+
+
 def _host_kv(
-    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None] | None
+    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None]
 ) -> HostKv:
     """Allocate and register host memory for KV. Raises PinningError."""
     if not size:
         return HostKv(0, no_copies)
     memory = make_arena(size)
     region = pin_array(memory.numpy())
-    copies = KvCopies(arena, memory, region, stream, notify or (lambda: None))
+    copies = KvCopies(arena, memory, region, stream, notify)
     return HostKv(size, copies)
 
 
@@ -224,12 +240,34 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     return assumed.profile
 
 
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Record an event after all of the slice's work. The stream waits for the copy engines, so the
-    event covers their work too."""
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """A `memory.peer_pool.Mark`: events on all streams that read a neighbour's memory."""
+
+    events: tuple[torch.cuda.Event, ...]
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+def _mark(stream: torch.cuda.Stream, loads: CopyEngineStream | None) -> _Mark:
+    """Record events after all of the slice's work. Its stream waits for the copy engines of steps,
+    so the event there covers their work too; it does not wait for loads."""
     event = torch.cuda.Event(blocking=True)
     event.record(stream)
-    return event
+    return _Mark((event,) if loads is None else (event, loads.mark()))
+
+
+def _fatal(fault: Exception, stream: torch.cuda.Stream) -> bool:
+    """See `GpuParts.fatal`."""
+    if isinstance(fault, _FATAL):
+        return True
+    try:
+        stream.query()
+    except torch.AcceleratorError:
+        return True
+    return False
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:

@@ -19,13 +19,12 @@ from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.cluster.slice_load import Outputs
 from c2cserve.policy.cluster.strategies import BudgetedPlacing, Strategies
-from c2cserve.policy.simulated.link_and_memory import LINK_AND_MEMORY
 from c2cserve.policy.simulated.lookahead import SwappingLookahead
 from c2cserve.policy.simulated.presets import Chunks, Preset
-from c2cserve.policy.simulated.weight_swapping import WeightSwapping
 from c2cserve.policy.slice.batching import BY_HEADROOM, PrefillBudget, headroom_budget
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.policy.slice.strategies import SliceStrategies, arena_of
+from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 SimulatedClusterPolicy = ClusterPolicy[SimulatedClusterAction]
 SimulatedSlicePolicy = SlicePolicy[SimulatedSliceAction]
@@ -47,10 +46,7 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
     outputs = Outputs()
     placer = Placer(preset, outputs.mean)
     ours = preset.placing == "c2cserve"
-    if ours:
-        placing = BudgetedPlacing(outputs.mean, LINK_AND_MEMORY)
-    else:
-        placing = BaselinePlacing(preset, placer)
+    placing = BudgetedPlacing(outputs.mean) if ours else BaselinePlacing(preset, placer)
     strategies: Strategies[SimulatedClusterAction] = Strategies(
         outputs, placing, PresetInstances(preset, placer)
     )

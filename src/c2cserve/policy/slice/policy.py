@@ -11,7 +11,7 @@ from itertools import count
 from typing import Never, overload
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction
+from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -75,8 +75,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
         match event:
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
-            case ev.Fetched(name, took_s):
-                self._weights.fetched(name, took_s)
+            case ev.Fetched(name, took_s, refused):
+                if refused:
+                    self._weights.refused(name)
+                else:
+                    self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._weights.deactivated(name)
@@ -250,7 +253,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 break  # the requests that could be preempted are in a step: its end comes first
         if not self._in_flight:
             self._actions += self._weights.break_deadlock()
+            self.wakeup = self._weights.wakeup
         actions, self._actions = self._actions, []
+        if any(isinstance(action, Fetch) for action in actions):
+            actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
 
     def _may_launch(self, now: float) -> bool:
@@ -322,3 +328,15 @@ class SlicePolicy(SliceMemory[ExtraT]):
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
+
+
+def _with_kv_end(
+    actions: Sequence[SliceAction | ExtraT], kv_end_bytes: int
+) -> list[SliceAction | ExtraT]:
+    """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
+    do so first: some of that KV may have been promised their places."""
+    releases: list[SliceAction | ExtraT] = [one for one in actions if isinstance(one, Release)]
+    return releases + [
+        Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
+        for action in actions if not isinstance(action, Release)
+    ]  # fmt: skip

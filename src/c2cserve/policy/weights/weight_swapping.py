@@ -13,11 +13,14 @@ Then the resident models that will be missed last make room, if they can be abse
 loaded again. Models without requests go at once. While there is room, none waits.
 
 While all are far ahead they do not take turns: the model that makes room soonest and for longest
-runs until it is done (`favourite`)."""
+runs until it is done (`favourite`).
+
+A load may be refused: these books count slabs, and those that are free may lie between KV, where no
+matrix fits. Then the model streams, until KV has made way (`_reconsider`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import frexp, isinf
+from math import frexp, inf, isinf
 from typing import Literal
 
 from c2cserve.core.actions import Fetch, Release
@@ -27,7 +30,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.strategies import WeightMemory
+from c2cserve.policy.weights.weight_memory import WeightMemory
 
 _MARGIN_S = 0.25
 """How long before the latest start a load begins. Several steps that were decided at once may be
@@ -37,6 +40,12 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
+_REFUSED_S = 2.0
+"""The least time for which a model whose load was refused streams,"""
+_REFUSED_MOST_S = 20.0
+"""and the most, where KV reaches as far as it did then."""
+_STREAM_S = 0.001
+"""How soon a model that streams to break a deadlock is run."""
 _WEIGHT = 0.2
 
 
@@ -44,11 +53,15 @@ _WEIGHT = 0.2
 class _Weights:
     model: ActiveModel
     size: int
-    state: Literal["absent", "loading", "resident"] = "absent"
+    state: Literal["absent", "loading", "resident", "refused"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
     asked_s: float = float("-inf")
     """When the last of them came."""
+    refused_s: float | None = None
+    """When it was seen that its load was refused,"""
+    kv_end_bytes: int = 0
+    """and how far KV reached then."""
 
     @property
     def due_s(self) -> float:
@@ -61,7 +74,7 @@ class _Weights:
         return min(next_s, self.due_s) if self.model.seqs else next_s
 
 
-class WeightSwapping(WeightMemory[Fetch | Release]):
+class WeightSwapping(WeightMemory):
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
@@ -74,6 +87,10 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         self._outside_bytes = max(0, outside_bytes)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._weights: dict[str, _Weights] = {}
+        self._freeing: tuple[str, frozenset[str]] = "", frozenset()
+        """The model that broke a deadlock, and its requests that held KV then. It stays until they
+        have ended: else the models that wait for that KV would make it leave again at once."""
+        self._now = 0.0
 
     @property
     def scarce(self) -> bool:
@@ -83,7 +100,7 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
         one = self._weights.get(name)
-        return one is None or one.state == "resident"
+        return one is None or one.state in ("resident", "refused")
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model, beside its own weights."""
@@ -106,6 +123,14 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
+    def refused(self, name: str) -> None:
+        """There was no place for its weights, or KV has taken it: it streams for a while."""
+        one = self._weights.get(name)
+        if one is not None and one.state in ("loading", "resident"):
+            one.state, one.refused_s = "refused", None
+            one.kv_end_bytes = self._arena.end_bytes
+            self._arena.withhold(self._slabs())
+
     def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
         if (one := self._weights.get(name)) is not None:
@@ -119,6 +144,8 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
+        self._now = now
+        self._reconsider(now)
         actions: list[Fetch | Release] = []
         most = _AT_A_TIME if self._rotates else len(self._weights)
         while sum(one.state == "loading" for one in self._weights.values()) < most:
@@ -138,6 +165,16 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
                 break
             actions += self._bring(first, victims)
         return actions
+
+    def _reconsider(self, now: float) -> None:
+        """Models whose loads were refused may be loaded again once KV reaches less far. After a
+        while they may in any case: other weights may have made way."""
+        for one in self._weights.values():
+            if one.state == "refused":
+                since_s = one.refused_s = now if one.refused_s is None else one.refused_s
+                less = self._arena.end_bytes < one.kv_end_bytes
+                if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
+                    one.state = "absent"
 
     def turn(
         self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
@@ -188,11 +225,22 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
             return []
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
         there = [one for one in self._weights.values() if one.state == "resident"]
-        there.sort(key=lambda one: (bool(one.model.seqs), -one.due_s, one.model.name))
+        there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
+                held = frozenset(name for name, seq in first.model.seqs.items() if seq.started)
+                self._freeing = first.model.name, held
                 return self._bring(first, there[:count])
+        # KV of all leaves no room for it, whatever else goes: it streams until that has changed.
+        first.state, first.refused_s, first.kv_end_bytes = "refused", None, self._arena.end_bytes
+        self.wakeup = self._now + _STREAM_S
         return []
+
+    def _frees_kv(self, one: _Weights) -> bool:
+        """Whether it has broken a deadlock, and its KV is not free yet."""
+        name, held = self._freeing
+        seqs = one.model.seqs
+        return one.model.name == name and any(id_ in seqs and seqs[id_].started for id_ in held)
 
     def _bring(self, one: _Weights, victims: Iterable[_Weights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
@@ -234,6 +282,7 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         able = [
             one for other, one in self._weights.items()
             if one.state == "resident" and other != name and other not in in_flight
+            and not self._frees_kv(one)
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))
@@ -262,7 +311,10 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
     def _slabs(self, more: int = 0) -> int:
         """Slabs of the arena for weights beyond the memory outside of it."""
         return self._inside(
-            more + sum(one.size for one in self._weights.values() if one.state != "absent")
+            more
+            + sum(
+                one.size for one in self._weights.values() if one.state in ("loading", "resident")
+            )
         )
 
     def _inside(self, size: int) -> int:
