@@ -10,12 +10,13 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from host_memory import memory_bytes
+from process_memory import OwnMemory, family, kind_of, own_bytes
 
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.engine.gpu.requirements import usable_gpus
@@ -70,7 +71,7 @@ class Server:
     @property
     def pids(self) -> list[int]:
         """Of the server and all that descends from it."""
-        return _family(self._running.pid)
+        return family(self._running.pid)
 
     def terminate(self) -> None:
         """Tell it to drain and end."""
@@ -138,13 +139,17 @@ class Server:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def processes(self, workers: Mapping[int, str]) -> list[OwnMemory]:
+        """What each process holds of its own. `workers`: process ids and slices of those up."""
+        server = self._running.pid
+        return [OwnMemory(pid, kind_of(pid, server, workers), own_bytes(pid)) for pid in self.pids]
+
     def memory(self) -> dict[str, int]:
         """Bytes: what server and workers hold of their own (the pool is shared and not in it), and
         what GPUs have in use."""
-        own = sum(_anonymous_bytes(pid) for pid in _family(self._running.pid))
         facts = memory_bytes()
         return {
-            "own_bytes": own, "shared_bytes": facts["Shmem"],
+            "own_bytes": sum(map(own_bytes, self.pids)), "shared_bytes": facts["Shmem"],
             "available_bytes": facts["MemAvailable"],
             **{f"gpu{i}_bytes": used for i, used in enumerate(gpu_used_bytes())},
         }  # fmt: skip
@@ -181,28 +186,3 @@ def _gpu_memory() -> list[Any]:
         return [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
     finally:
         nvml.nvmlShutdown()
-
-
-def _family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:  # it has just ended
-                continue
-            children[int(stat.rpartition(")")[2].split()[1])].append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children[one]
-    return found
-
-
-def _anonymous_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    match = re.search(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) << 10 if match else 0

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"core", "policy"},
     "sim": {"core", "policy", "runtime", "terminal"},
     "files": set(),
+    "processes": set(),
     "catalog": {"core", "files"},
     "kernels": {"core"},
     "memory": {"core", "files", "kernels"},
@@ -27,14 +28,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "devices": {"core"},
     "engine": {"core", "files", "kernels", "memory", "transfer", "devices"},
     "cluster": {"core", "runtime"},
-    "server": {"core", "files", "runtime", "catalog"},
+    "server": {"core", "files", "processes", "runtime", "catalog"},
     "dashboard": {"core", "runtime"},
     "terminal": {"core"},
     "profiling": {"core", "kernels", "devices", "terminal"},
-    "bench": {"core", "devices", "engine", "terminal"},
+    "bench": {"core", "processes", "devices", "engine", "terminal"},
     "serving": {
-        "core", "policy", "runtime", "sim", "files", "catalog", "kernels", "memory", "transfer",
-        "devices", "engine", "server", "terminal",
+        "core", "policy", "processes", "runtime", "sim", "files", "catalog", "kernels", "memory",
+        "transfer", "devices", "engine", "server", "terminal",
     },
 }  # fmt: skip
 PROGRAM = "c2cserve.cli.main"

@@ -9,20 +9,15 @@ from statistics import median
 from typing import Any
 
 import aiohttp
-from catalogue_server import Server, ServerFailed
+from catalogue_server import Server, ServerFailed, gpu_used_bytes
 
 from soak.findings import Findings
+from soak.memory import Memory
 from soak.moments import LOOK_S, Moments
 
 HEALTH_S = 5.0
 """Within which /health must answer; a controller that is silent for longer is not healthy."""
 _HEALTH_EVERY_S = 0.1
-_HOST_GROWTH, _GPU_GROWTH = 256 << 20, 512 << 20
-"""What memory may grow between the first and the last third of a phase, KV arenas on the host left
-out (their pages cost nothing until used)."""
-_WARM_UP = 0.25
-"""Of a phase, before memory is looked at."""
-_FEWEST_LOOKS = 12
 _POOL_FILES_SLACK = 16 << 20
 """Control files, status pages."""
 _OF_WORKER = re.compile(r"worker of slice (\S+) \(pid (\d+)\): ")
@@ -37,14 +32,12 @@ class Watch:
 
     def __init__(
         self, server: Server, log: Path, pool: Path, findings: Findings, moments: Moments,
-        arena_bytes: int, *, judge_gpu: bool,
+        memory: Memory,
     ) -> None:  # fmt: skip
-        """`arena_bytes`: of all KV arenas on the host together."""
         self._server, self._log, self._pool = server, log, pool
         self._findings, self._moments = findings, moments
-        self._arena_bytes, self._judge_gpu = arena_bytes, judge_gpu
+        self._memory, self._began_s = memory, time.monotonic()
         self._samples: dict[str, float] = {}
-        self._memory: list[dict[str, int]] = []
         self._read = 0
         self._ended: dict[int, str] = {}
         """Workers that were killed or stopped for long, and what was done."""
@@ -107,7 +100,7 @@ class Watch:
         now = time.monotonic()
         self._up_since_s = {pid: self._up_since_s.get(pid, now) for pid in up}
         self._counters(self._server.samples())
-        self._memory.append(self._server.memory())
+        self._look_at_memory()
         self._files()
         self._errors()
 
@@ -146,26 +139,16 @@ class Watch:
         if used > budget or files > budget + _POOL_FILES_SLACK:
             self._findings.violation("the pool's budget", budget, {"used": used, "files": files})
 
+    def _look_at_memory(self) -> None:
+        workers = {int(one["pid"]): str(one["id"]) for one in self.state["slices"] if one["pid"]}
+        at_s = time.monotonic() - self._began_s
+        self._memory.look(at_s, self._server.processes(workers), gpu_used_bytes())
+
     def memory(self) -> dict[str, Any]:
-        """Medians of the first and the last third after warming up, and whether that is flat."""
-        looks = self._memory[int(_WARM_UP * len(self._memory)) :]
-        if len(looks) < _FEWEST_LOOKS:
-            return {"looks": len(looks), "judged": "no: too few looks"}
-        third = len(looks) // 3
-        names = ["own_bytes", *(name for name in looks[0] if name.startswith("gpu"))]
-        found: dict[str, Any] = {"looks": len(looks)}
-        for name in names:
-            first, last = (int(median(refresh[name] for refresh in part))
-                           for part in (looks[:third], looks[-third:]))  # fmt: skip
-            allowed = _HOST_GROWTH + self._arena_bytes if name == "own_bytes" else _GPU_GROWTH
-            judged = name == "own_bytes" or self._judge_gpu
-            found[name] = {
-                "first": first,
-                "last": last,
-                "allowed": allowed if judged else "not judged",
-            }
-            if judged and last - first > allowed:
-                self._findings.violation(f"memory grows: {name}", f"{first} + {allowed}", last)
+        """For the summary, once memory is judged."""
+        found, grown = self._memory.judged()
+        for name, expected, came in grown:
+            self._findings.violation(f"memory grows: {name}", expected, came)
         return found
 
     # ---- log ------------------------------------------------------------------------------------

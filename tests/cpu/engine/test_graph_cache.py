@@ -41,7 +41,8 @@ def test_a_step_of_few_sequences_is_never_padded_beyond_64() -> None:
 
 def test_a_graph_is_wanted_when_its_size_is_met_again() -> None:
     cache: GraphCache[str] = GraphCache()
-    assert [cache.wants(key(8)) for _ in range(2)] == [False, True]
+    assert [cache.meet(key(8)) for _ in range(2)] == [False, True]
+    assert cache.wants(key(8))
     cache.put(key(8), "eight")
     assert cache.get(key(8)) == "eight"
     assert cache.get(key(8, context=2048)) is None
@@ -61,8 +62,6 @@ def test_a_larger_graph_serves_until_there_is_one() -> None:
 def test_a_sweep_through_all_sizes_captures_seldom() -> None:
     """Some at once; then one of eight steps pays for a capture."""
     cache: GraphCache[str] = GraphCache()
-    for rows in range(1, 513):
-        cache.wants(key(rows))
     captures = 0
     for rows in range(1, 513):
         cache.begin_step()
@@ -85,10 +84,10 @@ def test_graphs_of_a_model_go_with_it() -> None:
     cache: GraphCache[str] = GraphCache()
     for model in (0, 1, 2):
         cache.put(key(72, model=model), f"of {model}")
-        cache.wants(key(80, model=model))
+        cache.meet(key(80, model=model))
     cache.forget(1)
     assert [cache.get(key(72, model=model)) for model in (0, 1, 2)] == ["of 0", None, "of 2"]
-    assert not cache.wants(key(80, model=1)), "it is to be met twice again"
+    assert [cache.meet(key(80, model=model)) for model in (0, 1, 2)] == [True, False, True]
     cache.keep_models({1})
     assert [cache.get(key(72, model=model)) for model in (0, 2)] == ["of 0", None]
     assert cache.dropped == 2

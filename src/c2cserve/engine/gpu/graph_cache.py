@@ -3,7 +3,7 @@
     rows of a step     1  2  4  8  16  24 .. 64  68 .. 128  136 .. 256  272 ..
                        `--- x 2 -'`--- + 8 ---'`--- + 4 --'`--- + 8 --'`- + 16
 
-A graph is wanted when its size was seen before, and while the allowance lasts. The allowance keeps
+A graph is wanted when its size was met before, and while the allowance lasts. The allowance keeps
 traffic that sweeps through all sizes from capturing in every step. When there are too many graphs,
 the one that was unused for longest is dropped.
 """
@@ -16,7 +16,7 @@ from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
 
 _GRAPHS_MOST = 128
 """Graphs of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""
-_SEEN_MOST = 8 * _GRAPHS_MOST
+_MET_MOST = 8 * _GRAPHS_MOST
 _BURST = 8
 _STEPS_PER_CAPTURE = 8
 """Decode steps that earn one capture, of which up to `_BURST` are saved. A capture takes about as
@@ -57,7 +57,7 @@ class GraphCache(Generic[_Graph]):
         self._most = most
         self._graphs: dict[GraphKey, _Graph] = {}
         """The one that was used last at the end."""
-        self._seen: dict[GraphKey, None] = {}
+        self._met: dict[GraphKey, None] = {}
         self._refused: set[GraphKey] = set()
         self._allowance = float(_BURST)
         self.dropped = 0
@@ -87,17 +87,21 @@ class GraphCache(Generic[_Graph]):
             rows = bucket(rows + 1)
         return None
 
+    def meet(self, key: GraphKey) -> bool:
+        """Note that a step would use such a graph; return whether one has before.
+
+        The first one has to be launched kernel by kernel, with the graph's rows, even if a larger
+        graph could serve it. What loads on first use does so in that step, not in a capture."""
+        if key in self._met:
+            return True
+        self._met[key] = None
+        if len(self._met) > _MET_MOST:
+            del self._met[next(iter(self._met))]
+        return False
+
     def wants(self, key: GraphKey) -> bool:
-        """Note that a step would have used such a graph; return whether to capture it now."""
-        if key in self._refused:
-            return False
-        if key not in self._seen:
-            # What loads on first use does so in a step that is launched kernel by kernel.
-            self._seen[key] = None
-            if len(self._seen) > _SEEN_MOST:
-                del self._seen[next(iter(self._seen))]
-            return False
-        if self._allowance < 1:
+        """Return whether to capture this graph now, of a size that was met before."""
+        if key in self._refused or self._allowance < 1:
             return False
         self._allowance -= 1
         return True
@@ -121,13 +125,13 @@ class GraphCache(Generic[_Graph]):
         self._forget(lambda key: key.model != 0 and key.model not in alive)
 
     def clear(self) -> None:
-        """Drop all graphs, and forget the sizes that were seen."""
+        """Drop all graphs, and forget the sizes that were met."""
         self._forget(lambda _key: True)
 
     def _forget(self, gone: Callable[[GraphKey], bool]) -> None:
         for key in [key for key in self._graphs if gone(key)]:
             self._drop(key)
-        self._seen = {key: None for key in self._seen if not gone(key)}
+        self._met = {key: None for key in self._met if not gone(key)}
         self._refused = {key for key in self._refused if not gone(key)}
 
     def _drop(self, key: GraphKey) -> None:

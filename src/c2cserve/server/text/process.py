@@ -4,7 +4,6 @@ Its standard input is its socket. It may take for ever, run out of memory or cra
 kills it and starts another, and only one request has failed.
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -12,6 +11,7 @@ import socket
 import sys
 from pathlib import Path
 
+from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
@@ -27,8 +27,6 @@ from c2cserve.server.text.messages import (
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
 from c2cserve.server.text.work import do_work
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Texts:
@@ -77,7 +75,7 @@ def _receive(end: socket.socket, size: int) -> bytes | None:
 def _set_limits(memory_bytes: int) -> None:
     """Set up the process: it dies with the server, ignores signals meant for the server, and has a
     limit of memory."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

@@ -1,0 +1,87 @@
+"""Memory of one server over a phase: every look, and whether it grows without end."""
+
+import csv
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from process_memory import OwnMemory
+
+_HOST_GROWTH, _GPU_GROWTH = 256 << 20, 512 << 20
+"""What memory may grow between the first and the last third of a phase, KV arenas on the host left
+out (their pages cost nothing until used)."""
+_WARM_UP = 0.25
+"""Of a phase, before memory is looked at."""
+_FEWEST_LOOKS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Thirds:
+    """Medians of the first, middle and last third of a series."""
+
+    first: float
+    middle: float
+    last: float
+
+    @classmethod
+    def of(cls, series: Sequence[float]) -> "Thirds":
+        third = len(series) // 3
+        parts = (series[:third], series[third : len(series) - third], series[-third:])
+        return cls(*(median(part) for part in parts))
+
+    def grow_beyond(self, allowed: float) -> bool:
+        """Whether they grow by more, and would go on.
+
+        A leak grows as much in its second half as in its first. What is loaded at first use does
+        not: its growth ends. So the second half, taken twice, has to be too much as well."""
+        return self.last - self.first > allowed and 2 * (self.last - self.middle) > allowed
+
+    def shown(self) -> dict[str, int]:
+        return {name: int(getattr(self, name)) for name in ("first", "middle", "last")}
+
+
+class Memory:
+    def __init__(self, file: Path, arena_bytes: int, *, judge_gpu: bool) -> None:
+        """`file` gets a line per process and look. `arena_bytes`: of all KV arenas on the host."""
+        self._file = file
+        self._arena_bytes, self._judge_gpu = arena_bytes, judge_gpu
+        self._looks: list[tuple[Counter[str], Sequence[int]]] = []
+        """Bytes by kind of process, and what each GPU has in use."""
+        self._write([("at_s", "pid", "kind", "own_bytes")], "w")
+
+    def look(self, at_s: float, processes: Sequence[OwnMemory], gpus: Sequence[int]) -> None:
+        own: Counter[str] = Counter()
+        for one in processes:
+            own[one.kind] += one.bytes
+        self._looks.append((own, gpus))
+        self._write([(round(at_s, 3), one.pid, one.kind, one.bytes) for one in processes], "a")
+
+    def judged(self) -> tuple[dict[str, Any], list[tuple[str, str, int]]]:
+        """For the summary; and what grows: its name, what was expected, and the last third."""
+        looks = self._looks[int(_WARM_UP * len(self._looks)) :]
+        found: dict[str, Any] = {"looks": len(looks)}
+        if len(looks) < _FEWEST_LOOKS:
+            return found | {"judged": "no: too few looks"}, []
+        series = {"own_bytes": [sum(own.values()) for own, _ in looks]}
+        for gpu in range(len(looks[0][1])):
+            series[f"gpu{gpu}_bytes"] = [gpus[gpu] for _, gpus in looks]
+        grown: list[tuple[str, str, int]] = []
+        for name, values in series.items():
+            thirds, own = Thirds.of(values), name == "own_bytes"
+            allowed = _HOST_GROWTH + self._arena_bytes if own else _GPU_GROWTH
+            judged = own or self._judge_gpu
+            found[name] = {**thirds.shown(), "allowed": allowed if judged else "not judged"}
+            if judged and thirds.grow_beyond(allowed):
+                grown.append((name, f"{int(thirds.first)} + {allowed}", int(thirds.last)))
+        found["by_process"] = {
+            kind: Thirds.of([own[kind] for own, _ in looks]).shown()
+            for kind in sorted({kind for own, _ in looks for kind in own})
+        }
+        return found, grown
+
+    def _write(self, rows: Sequence[Sequence[object]], mode: str) -> None:
+        with self._file.open(mode, newline="") as file:
+            csv.writer(file, lineterminator="\n").writerows(rows)
