@@ -108,9 +108,11 @@ def test_all_requests_end_whatever_is_refused(seed: int) -> None:
         "s", "gpu", kv_bytes=slabs * SLAB, slab_bytes=SLAB, max_batch=8, max_step_tokens=64,
         gpu=GpuShare("g", 1), hbm_bytes=slabs * SLAB, link="l", link_bytes_per_s=1e6,
     )  # fmt: skip
+    # One in five may be as large as all memory, beside which little KV fits, or none.
+    most = [random.choice((slabs // 3,) * 4 + (slabs,)) for _ in "abcd"]
     specs = [
-        ModelSpec(name, random.randint(1, slabs // 3) * SLAB, 2, block, 4096)
-        for name, block in zip("abcd", (512, 1000, 2048, 4096), strict=True)
+        ModelSpec(name, random.randint(1, largest) * SLAB, 2, block, 4096)
+        for name, block, largest in zip("abcd", (512, 1000, 2048, 4096), most, strict=True)
     ]
     world = KeptWorld(slice_, seed, specs, random.choice((0.0, 0.0, 0.2, 1.0)), 0.05)
     world.activate()
@@ -131,4 +133,25 @@ def test_all_requests_end_whatever_is_refused(seed: int) -> None:
     world.run()
     assert [name for name, job in world.jobs.items() if not job.ended] == []
     assert world.policy.arena.held_bytes == 0
-    assert world.fetches > 0 or not world.jobs
+    assert world.fetches > 0 or not world.jobs or max(most) == slabs
+
+
+def test_a_request_that_does_not_fit_beside_the_weights_makes_its_model_stream() -> None:
+    """A model as large as the arena is never loaded. One that leaves room for short requests is
+    resident for them, streams while there is a long one, and is loaded again afterwards."""
+    slice_ = Slice(
+        "s", "gpu", kv_bytes=20 * SLAB, slab_bytes=SLAB, max_batch=8, max_step_tokens=64,
+        gpu=GpuShare("g", 1), hbm_bytes=20 * SLAB, link="l", link_bytes_per_s=1e6,
+    )  # fmt: skip
+    specs = [ModelSpec("a", 20 * SLAB, 2, 512, 4096), ModelSpec("b", 16 * SLAB, 2, 2048, 4096)]
+    world = KeptWorld(slice_, 1, specs, 0.0, 0.0)
+    world.activate()
+    slo = Slo(8.0, 1.0)
+    world.submit_at(0.0, Request("whole", "a", 20, 20, 0.0, slo), None, False)
+    world.submit_at(5.0, Request("short", "b", 20, 20, 5.0, slo), None, False)
+    world.submit_at(10.0, Request("long", "b", 120, 200, 10.0, slo), None, False)
+    world.submit_at(60.0, Request("last", "b", 20, 20, 60.0, slo), None, False)
+    world.run()
+    assert {job.ended for job in world.jobs.values()} == {"finished"}
+    assert (world.fetches, world.releases) == (2, 1)
+    assert world.policy.arena.held_bytes == 0

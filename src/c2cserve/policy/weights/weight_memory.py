@@ -24,7 +24,7 @@ class WeightMemory:
         return True
 
     def capacity(self, model: ActiveModel) -> int:
-        """Return the blocks of KV that the model could have at most, beside its own weights."""
+        """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:

@@ -16,7 +16,8 @@ While all are far ahead they do not take turns: the model that makes room soones
 runs until it is done (`favourite`).
 
 A load may be refused: these books count slabs, and those that are free may lie between KV, where no
-matrix fits. Then the model streams, until KV has made way (`_reconsider`)."""
+matrix fits. Then the model streams, until KV has made way (`_reconsider`). So does a model that has
+a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ _WEIGHT = 0.2
 class _Weights:
     model: ActiveModel
     size: int
+    tokens_beside: float
+    """Of the longest request whose KV fits beside the weights; infinite if all do."""
     state: Literal["absent", "loading", "resident", "refused"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
@@ -66,6 +69,13 @@ class _Weights:
     @property
     def due_s(self) -> float:
         return self.model.most_urgent_due_s()
+
+    @property
+    def too_long(self) -> bool:
+        """Whether a request of the model needs more KV than fits beside its weights."""
+        return not isinf(self.tokens_beside) and any(
+            seq.length > self.tokens_beside for seq in self.model.seqs.values()
+        )
 
     def needed_s(self, now: float) -> float:
         """When a client will wait for it, if it is absent: its next token is due, or its next
@@ -100,17 +110,21 @@ class WeightSwapping(WeightMemory):
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
         one = self._weights.get(name)
-        return one is None or one.state in ("resident", "refused")
+        return one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
 
     def capacity(self, model: ActiveModel) -> int:
-        """Blocks of KV there could be for the model, beside its own weights."""
+        """Blocks of KV there could be for the model. A model that may stream can do without its own
+        weights."""
         one = self._weights.get(model.name)
-        return self._arena.capacity(model.key, 0 if one is None else self._inside(one.size))
+        beside = 0 if one is None or self._rotates else self._inside(one.size)
+        return self._arena.capacity(model.key, beside)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        self._weights[model.name] = _Weights(model, spec.weight_bytes)
+        beside = self._arena.capacity(model.key, self._inside(spec.weight_bytes)) * BLOCK_TOKENS
+        tokens = inf if beside >= spec.max_context or not self._rotates else beside
+        self._weights[model.name] = _Weights(model, spec.weight_bytes, tokens)
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
@@ -146,7 +160,7 @@ class WeightSwapping(WeightMemory):
         self.wakeup = None
         self._now = now
         self._reconsider(now)
-        actions: list[Fetch | Release] = []
+        actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
         while sum(one.state == "loading" for one in self._weights.values()) < most:
             out = sorted(
@@ -170,11 +184,24 @@ class WeightSwapping(WeightMemory):
         """Models whose loads were refused may be loaded again once KV reaches less far. After a
         while they may in any case: other weights may have made way."""
         for one in self._weights.values():
-            if one.state == "refused":
+            if one.state == "refused" and not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
                 less = self._arena.end_bytes < one.kv_end_bytes
                 if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
                     one.state = "absent"
+
+    def _make_way_for_long(self, in_flight: Collection[str]) -> list[Fetch | Release]:
+        """Let models stream whose longest request does not fit beside their weights. Steps in
+        flight end first; there are no new ones meanwhile."""
+        actions: list[Fetch | Release] = []
+        for one in self._weights.values():
+            if one.state in ("absent", "resident") and one.too_long:
+                if one.state == "resident" and one.model.name in in_flight:
+                    continue
+                if one.state == "resident":
+                    actions.append(self._release(one))
+                one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
+        return actions
 
     def turn(
         self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
