@@ -108,6 +108,8 @@ class Backlog:
     """Requests that are finished per second."""
     waiting: tuple[tuple[str, int], ...] = ()
     """Each tenant's requests that can still be in time."""
+    models: tuple[str, ...] = ()
+    """Versions that some of them wait for. Other models' requests may find places at once."""
 
 
 ClusterAction = (

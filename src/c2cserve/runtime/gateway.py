@@ -108,10 +108,12 @@ class Gateway(Protocol):
         when its checkpoint is broken."""
         ...
 
-    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
+    ) -> Refused | None:
         """Return why a request is refused before its body is read: in an overload, it would be
-        late. None if it may be accepted. `preparing`: tenant -> its requests that are being
-        prepared for `submit`."""
+        late. None if it may be accepted. `model`: its version. `preparing`: tenant -> its
+        requests that are being prepared for `submit`."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

@@ -93,7 +93,7 @@ class Preparer:
         arrival_s, tenant = time.monotonic(), incoming.tenant
         if files is not None:
             ttft_s = _header_ms(incoming.headers, "x-slo-ttft-ms", files.ttft_s)
-            refused = self._gateway.overload(tenant, ttft_s, self._preparing)
+            refused = self._gateway.overload(files.key, tenant, ttft_s, self._preparing)
             if refused is not None:
                 raise refused
         self._preparing[tenant] += 1

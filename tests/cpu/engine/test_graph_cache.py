@@ -107,14 +107,16 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     return install(monkeypatch)
 
 
-def test_the_pool_outlives_its_graphs(allocator: FakeAllocator) -> None:
-    """torch refuses to capture into a pool that its last graph has left."""
+def test_a_pool_that_its_last_graph_has_left_is_not_used_again(allocator: FakeAllocator) -> None:
+    """torch refuses to capture into it."""
     pool = GraphPool()
     for _ in range(3):
         captured: Captured[int] = pool.capture(lambda: 7)
-        assert captured.result == 7
-        del captured
-    assert list(allocator.users.values()) == [1]
+        other: Captured[int] = pool.capture(lambda: 8)
+        assert (captured.result, other.result) == (7, 8)
+        del captured, other
+        gc.collect()
+    assert len(allocator.users) == 3
 
     def alone() -> None:
         handle = torch.cuda.MemPool().id
@@ -123,6 +125,18 @@ def test_the_pool_outlives_its_graphs(allocator: FakeAllocator) -> None:
 
     with pytest.raises(RuntimeError, match="use_count > 0"):
         alone()
+
+
+def test_captures_go_on_after_a_first_one_that_fails(allocator: FakeAllocator) -> None:
+    def launch() -> None:
+        raise RuntimeError("a kernel")
+
+    pool = GraphPool()
+    with pytest.raises(CaptureError):
+        pool.capture(launch)
+    gc.collect()
+    assert [pool.capture(lambda: 3).result for _ in range(2)] == [3, 3]
+    assert not allocator.recording
 
 
 @pytest.mark.parametrize("when", ["begin", "launch", "end"])
@@ -142,6 +156,6 @@ def test_captures_go_on_after_one_that_fails(allocator: FakeAllocator, when: str
     gc.collect()
     assert not allocator.recording
     assert not allocator.asks_the_dead
-    again = [pool.capture(lambda: 3).result for _ in range(2)]
-    assert (kept.result, again) == (1, [3, 3])
+    again = [pool.capture(lambda: 3) for _ in range(2)]
+    assert (kept.result, [one.result for one in again]) == (1, [3, 3])
     assert len(allocator.users) == (1 if when == "launch" else 2), "a capture that ended well"

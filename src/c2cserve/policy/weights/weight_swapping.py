@@ -110,7 +110,9 @@ class WeightSwapping(WeightMemory):
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
         one = self._weights.get(name)
-        return one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
+        return (
+            one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
+        )
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
