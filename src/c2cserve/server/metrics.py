@@ -81,8 +81,8 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._children: dict[tuple[str, ...], Any] = {}
-        """Of a model each: the metric's name, the model's, and other labels. Finding a child by its
-        labels costs more than counting."""
+        """The series of models, by the metric's name, the model's, and other labels. Finding them
+        by labels costs more than counting."""
 
     def _observe(self, name: str, model: str, value: float) -> None:
         child = self._children.get((name, model))
