@@ -115,7 +115,10 @@ class Run:
                 self._plan.out / f"memory-{number}.csv", phase.arena_bytes,
                 judge_gpu=self._plan.judge_gpu_memory,
             )  # fmt: skip
-            watch = Watch(server, log, self._plan.pool, self._findings, self._moments, memory)
+            stay = [model.id for model in self._catalogue.models]
+            watch = Watch(
+                server, log, self._plan.pool, self._findings, self._moments, memory, stay
+            )  # fmt: skip
             asyncio.run(self._serve(number, phase, server, watch, end_s, row))
             self._gone(server, watch)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +22,7 @@ _HEALTH_EVERY_S = 0.1
 _POOL_FILES_SLACK = 16 << 20
 """Control files, status pages."""
 _OF_WORKER = re.compile(r"worker of slice (\S+) \(pid (\d+)\): ")
+_MODEL = re.compile(r'[{,]model_name="([^"]*)"')
 _SEEN_S = 10.0
 """After it was written, until a line of the log is read."""
 _OF_FULL = ("No space left on device", "larger shared-memory filesystem")
@@ -32,11 +34,13 @@ class Watch:
 
     def __init__(
         self, server: Server, log: Path, pool: Path, findings: Findings, moments: Moments,
-        memory: Memory,
+        memory: Memory, stay: Collection[str],
     ) -> None:  # fmt: skip
+        """`stay`: the models that are never removed."""
         self._server, self._log, self._pool = server, log, pool
         self._findings, self._moments = findings, moments
         self._memory, self._began_s = memory, time.monotonic()
+        self._stay = frozenset(stay)
         self._samples: dict[str, float] = {}
         self._read = 0
         self._ended: dict[int, str] = {}
@@ -107,12 +111,14 @@ class Watch:
     # ---- counters -------------------------------------------------------------------------------
 
     def _counters(self, samples: dict[str, float]) -> None:
-        """Counters only rise; those of a slice begin anew with its worker."""
+        """Counters only rise. Those of a slice begin anew with its worker, and those of a model go
+        with it."""
         before, self._samples = self._samples, samples
         for name, value in before.items():
             counts = name.split("{")[0].endswith(("_total", "_count", "_bucket", "_sum"))
             of_slice = 'slice="' in name and "restarts" not in name
-            if counts and not of_slice and samples.get(name, -1.0) < value:
+            gone = name not in samples and _model_of(name) not in {None, *self._stay}
+            if counts and not of_slice and not gone and samples.get(name, -1.0) < value:
                 self._findings.violation("a counter fell", f"{name} >= {value}", samples.get(name))
         preempted = [
             name for name, value in samples.items()
@@ -122,9 +128,12 @@ class Watch:
             self._moments.preempted()
 
     def counted(self, name: str, label: str = "") -> float:
-        """A counter's samples with the label, added, as they were last."""
-        found = self._samples.items()
-        return sum(value for key, value in found if key.startswith(name + "{") and label in key)
+        """A counter's samples with the label, added, as they were last; of models that stay."""
+        return sum(
+            value
+            for key, value in self._samples.items()
+            if key.startswith(name + "{") and label in key and _model_of(key) in self._stay
+        )
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -217,3 +226,8 @@ class Watch:
 
     def last_errors(self) -> None:
         self._errors()
+
+
+def _model_of(sample: str) -> str | None:
+    match = _MODEL.search(sample)
+    return match and match[1]

@@ -36,7 +36,12 @@ from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.logs import LogFormat
 from c2cserve.serving.start_signals import StartSignals
-from c2cserve.serving.startup import check_pinned, plan_machine, prepare_models
+from c2cserve.serving.startup import (
+    check_open_files,
+    check_pinned,
+    plan_machine,
+    prepare_models,
+)
 from c2cserve.terminal.output import CliError
 
 log = logging.getLogger(__name__)
@@ -94,6 +99,7 @@ class LiveServer:
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
         slices, budget = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
+        check_open_files(len(slices), settings.server.text.processes)
         make_pool = partial(_make_pool, self._instance, settings.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)

@@ -1,6 +1,7 @@
 """What a server does before it listens: find GPUs, plan slices and the pool, prepare models."""
 
 import logging
+import resource
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,10 @@ from c2cserve.serving.controller.host import HostedModel
 from c2cserve.terminal.output import CliError, CliErrors
 
 log = logging.getLogger(__name__)
+
+_OWN_FILES, _SLICE_FILES, _TEXT_FILES = 64, 8, 4
+"""Open files of a server: its own, and those for each slice and for each text process. With one
+slice and one text process it had 46 open at most, with two and three 56."""
 
 
 def plan_machine(
@@ -47,6 +52,18 @@ def plan_machine(
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
     return slices, pool_bytes
+
+
+def check_open_files(slices: int, text_processes: int) -> None:
+    """Raise CliError if the server may not have as many files open as it needs without clients."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_FILES + slices * _SLICE_FILES + text_processes * _TEXT_FILES
+    if files != resource.RLIM_INFINITY and files < needed:
+        raise CliError(
+            f"{files} open files are allowed (ulimit -n), and this server needs at least {needed}, "
+            "with one more for each client: run `ulimit -n 65536` before it"
+            " (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
+        )
 
 
 def check_cpu_kernels() -> None:
