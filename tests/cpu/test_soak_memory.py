@@ -59,7 +59,7 @@ def looked(file: Path, grown: Callable[[float], float], *, judge_gpu: bool = Tru
             OwnMemory(1, "server", 10 * MIB), OwnMemory(2, "text process", 5 * MIB),
             OwnMemory(3, "text process", 5 * MIB), OwnMemory(4, "worker/gpu0", 100 * MIB + more),
         ]  # fmt: skip
-        memory.look(float(look), processes, [1000 * MIB + 4 * more])
+        memory.look(float(look), processes, [1000 * MIB + 16 * more])
     return memory
 
 
@@ -74,7 +74,7 @@ def test_who_grows_is_said(tmp_path: Path) -> None:
     assert worker["last"] - worker["first"] == pytest.approx(400 * MIB, rel=0.02)
     with file.open() as lines:
         rows = list(csv.DictReader(lines))
-    assert len(rows) == 4 * LOOKS
+    assert len(rows) == 5 * LOOKS
     assert rows[3] == {"at_s": "0.0", "pid": "4", "kind": "worker/gpu0",
                        "own_bytes": str(100 * MIB)}  # fmt: skip
 

@@ -2,7 +2,7 @@
 
 import csv
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -13,6 +13,9 @@ from process_memory import OwnMemory
 _HOST_GROWTH, _GPU_GROWTH = 256 << 20, 512 << 20
 """What memory may grow between the first and the last third of a phase, KV arenas on the host left
 out (their pages cost nothing until used)."""
+_GRAPHS_GROWTH = 1 << 30
+"""The same, of one GPU slice: it captures decode graphs as it meets steps of new sizes, and again
+after its worker was killed."""
 _WARM_UP = 0.25
 """Of a phase, before memory is looked at."""
 _FEWEST_LOOKS = 12
@@ -20,17 +23,20 @@ _FEWEST_LOOKS = 12
 
 @dataclass(frozen=True, slots=True)
 class Thirds:
-    """Medians of the first, middle and last third of a series."""
+    """The first, middle and last third of a series, each by its median."""
 
     first: float
     middle: float
     last: float
 
     @classmethod
-    def of(cls, series: Sequence[float]) -> "Thirds":
+    def of(
+        cls, series: Sequence[float], by: Callable[[Sequence[float]], float] = median
+    ) -> "Thirds":
+        """`by`: takes the peaks instead, say."""
         third = len(series) // 3
         parts = (series[:third], series[third : len(series) - third], series[-third:])
-        return cls(*(median(part) for part in parts))
+        return cls(*(by(part) for part in parts))
 
     def grow_beyond(self, allowed: float) -> bool:
         """Whether they grow by more, and would go on.
@@ -57,7 +63,9 @@ class Memory:
         for one in processes:
             own[one.kind] += one.bytes
         self._looks.append((own, gpus))
-        self._write([(round(at_s, 3), one.pid, one.kind, one.bytes) for one in processes], "a")
+        at_s = round(at_s, 3)
+        self._write([(at_s, one.pid, one.kind, one.bytes) for one in processes], "a")
+        self._write([(at_s, "", f"gpu{gpu}", used) for gpu, used in enumerate(gpus)], "a")
 
     def judged(self) -> tuple[dict[str, Any], list[tuple[str, str, int]]]:
         """For the summary; and what grows: its name, what was expected, and the last third."""
@@ -70,8 +78,13 @@ class Memory:
             series[f"gpu{gpu}_bytes"] = [gpus[gpu] for _, gpus in looks]
         grown: list[tuple[str, str, int]] = []
         for name, values in series.items():
-            thirds, own = Thirds.of(values), name == "own_bytes"
-            allowed = _HOST_GROWTH + self._arena_bytes if own else _GPU_GROWTH
+            own = name == "own_bytes"
+            # While a worker is started anew the GPU is all but empty, so its peaks are compared.
+            thirds = Thirds.of(values) if own else Thirds.of(values, max)
+            slices = len({kind for one, _ in looks for kind in one if kind.startswith("worker/")})
+            allowed = _GPU_GROWTH + slices * _GRAPHS_GROWTH
+            if own:
+                allowed = _HOST_GROWTH + self._arena_bytes
             judged = own or self._judge_gpu
             found[name] = {**thirds.shown(), "allowed": allowed if judged else "not judged"}
             if judged and thirds.grow_beyond(allowed):
