@@ -60,7 +60,7 @@ class SwappingSlice:
         self.policy = SlicePolicy(slice_, 2)
         self.engine = WorkerEngine(slice_, cast("Any", world))
         self.specs: dict[str, ModelSpec] = {}
-        self._models: dict[Path, LateModel] = {}
+        self._models: dict[str, LateModel] = {}
 
     @property
     def gpu(self) -> GpuParts:
@@ -76,9 +76,9 @@ class SwappingSlice:
             self.events.append(event)
 
     def attach(self, name: str, folder: Path, *, keep: bool = True) -> ModelSpec:
-        model = self._models.get(folder)
-        if model is None:
-            model = self._models[folder] = LateModel(folder, 1024).load_all()
+        model = self._models.get(name)
+        if model is None:  # each model has a segment of its own, also of a shared checkpoint
+            model = self._models[name] = LateModel(folder, 1024).load_all()
         spec = ModelSpec(
             name, model.path.stat().st_size, model.config.layers, model.decoder.kv.block_bytes, 1024
         )

@@ -19,8 +19,9 @@ ROWS = {"a": [9, 2, 7], "b": [12, 12], "c": [1, 5, 1, 5], "d": [40]}
 def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of at most 3 rows, events after 4 rows or more, two batches under way."""
     monkeypatch.setattr(weight_loads, "_COPY_BYTES", 3 * ROW)
-    monkeypatch.setattr(weight_loads, "_BATCH_BYTES", 4 * ROW)
-    monkeypatch.setattr(weight_loads, "_ENQUEUED_MOST", {"host": 2, "peer": 2, "hbm": 2})
+    homes = ("host", "peer", "hbm")
+    monkeypatch.setattr(weight_loads, "_BATCH_BYTES", dict.fromkeys(homes, 4 * ROW))
+    monkeypatch.setattr(weight_loads, "_BATCHES_MOST", 2)
 
 
 def size_of(model: str) -> int:

@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 _COPY_BYTES = 16 << 20
 """The longest copy. A step's own small copies to the GPU may have to wait for one of them: 0.3 ms
 over PCIe 5."""
-_BATCH_BYTES = 64 << 20
-"""Copies between two events."""
-_ENQUEUED_MOST: dict[Home, int] = {"host": 8, "peer": 48, "hbm": 8}
-"""Batches under way at a time, by where they come from: about 10 ms of either link. The launch of a
-long step keeps the slice's thread about as long, and nothing is enqueued meanwhile."""
+_BATCH_BYTES: dict[Home, int] = {"host": 128 << 20, "peer": 768 << 20, "hbm": 128 << 20}
+"""Copies between two events, by where they come from: about 2.4 ms of either link. At each event
+the slice's thread wakes, and decides what to do next. More often would take time from steps."""
+_BATCHES_MOST = 5
+"""Batches under way at a time, about 12 ms. The launch of a long step keeps the slice's thread for
+8 ms, and nothing is enqueued meanwhile."""
 
 Locate = Callable[[], Sequence[WeightHandle] | None]
 """Returns a model's matrices at their home, in the order of their use. None: some of them are still
@@ -255,8 +256,8 @@ class WeightLoads(Generic[EventT]):
             self._stream.wait_for_steps(load.gate)
             load.gate = None
             load.begun_s = self._clock()
-        while len(self._batches) < _ENQUEUED_MOST[load.home]:
-            batch = list(_batch(load.pieces))
+        while len(self._batches) < _BATCHES_MOST:
+            batch = list(_batch(load.pieces, _BATCH_BYTES[load.home]))
             if not batch:
                 load.enqueued = True
                 return True
@@ -306,9 +307,9 @@ def _pieces(weights: Sequence[WeightHandle], places: Sequence[WeightHandle]) -> 
             yield _Piece(weight, offset, size, place.pointer + offset)
 
 
-def _batch(pieces: Iterator[_Piece]) -> Iterator[_Piece]:
-    """Yield the next pieces of about `_BATCH_BYTES`."""
+def _batch(pieces: Iterator[_Piece], least: int) -> Iterator[_Piece]:
+    """Yield the next pieces, of at least so many bytes together if there are as many."""
     size = 0
-    while size < _BATCH_BYTES and (piece := next(pieces, None)) is not None:
+    while size < least and (piece := next(pieces, None)) is not None:
         size += piece.size
         yield piece

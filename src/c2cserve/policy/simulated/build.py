@@ -23,8 +23,7 @@ from c2cserve.policy.simulated.lookahead import SwappingLookahead
 from c2cserve.policy.simulated.presets import Chunks, Preset
 from c2cserve.policy.slice.batching import BY_HEADROOM, PrefillBudget, headroom_budget
 from c2cserve.policy.slice.policy import SlicePolicy
-from c2cserve.policy.slice.strategies import SliceStrategies, arena_of
-from c2cserve.policy.weights.weight_swapping import WeightSwapping
+from c2cserve.policy.slice.strategies import SliceStrategies, arena_of, swapping_of
 
 SimulatedClusterPolicy = ClusterPolicy[SimulatedClusterAction]
 SimulatedSlicePolicy = SlicePolicy[SimulatedSliceAction]
@@ -56,7 +55,7 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
 def slice_policy(slice_: Slice, preset: Preset, lookahead: int) -> SimulatedSlicePolicy:
     """Build one slice's policy. `lookahead`: decode steps that may be decided at once; 1: none."""
     arena = arena_of(slice_)
-    swapping = WeightSwapping(arena, slice_, rotates=preset.keeps)
+    swapping = swapping_of(arena, slice_, rotates=preset.keeps)
     rotation = preset.rotation if slice_.host_kv_bytes else None
     by_headroom = preset.turn == "headroom"
     several = lookahead > 1 and rotation is None

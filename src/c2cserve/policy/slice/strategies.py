@@ -79,13 +79,20 @@ def arena_of(slice_: Slice) -> KvArena:
     return KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
 
 
+def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwapping:
+    """Return the rules of weights that are kept in a slice's memory.
+
+    Where KV may have all of that memory, weights lie at its end, in what KV leaves."""
+    arena.weights_above = rotates and slice_.swaps_weights and slice_.kv_bytes >= slice_.hbm_bytes
+    return WeightSwapping(arena, slice_, rotates=rotates)
+
+
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
     """Return what a server runs. Weights are swapped where memory and link are known, and KV
     rotates where the slice has host memory for it."""
     arena = arena_of(slice_)
     memory = WeightMemory(arena)
     if slice_.swaps_weights:
-        arena.weights_above = True
-        memory = WeightSwapping(arena, slice_, rotates=True)
+        memory = swapping_of(arena, slice_, rotates=True)
     rotation = RotationSettings() if slice_.host_kv_bytes else None
     return SliceStrategies(arena, memory, rotation=rotation)
