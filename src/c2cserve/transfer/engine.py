@@ -136,7 +136,7 @@ class TransferEngine(Generic[StreamT]):
         self._schedule = Schedule(links.relays, links.relays, self.settings)
         self._inbox: deque[tuple[bool, Ticket]] = deque()
         """(whether it is cancelled, else submitted; ticket)"""
-        self._early: list[Ticket] = []
+        self._gated: list[Ticket] = []
         """Those whose streams have not come to them."""
         self._tickets: dict[Transfer, Ticket] = {}
         self._lock = threading.Lock()
@@ -250,13 +250,13 @@ class TransferEngine(Generic[StreamT]):
             raise
 
     def _is_idle(self) -> bool:
-        return not (self._inbox or self._early or self._tickets or self._schedule.busy)
+        return not (self._inbox or self._gated or self._tickets or self._schedule.busy)
 
     def _turn(self) -> None:
         self._read_inbox()
         self._admit()
         if self._closed:
-            for ticket in [*self._early, *self._tickets.values()]:
+            for ticket in [*self._gated, *self._tickets.values()]:
                 self._cancel(ticket)
         self._collect()
         self._recall()
@@ -269,30 +269,30 @@ class TransferEngine(Generic[StreamT]):
             if cancelled:
                 self._cancel(ticket)
             else:
-                self._early.append(ticket)
+                self._gated.append(ticket)
 
     def _cancel(self, ticket: Ticket) -> None:
-        if ticket in self._early:
-            self._early.remove(ticket)
+        if ticket in self._gated:
+            self._gated.remove(ticket)
             self._tickets[ticket.transfer] = ticket
         if not ticket.over.is_set():
             self._schedule.cancel(ticket.transfer)
 
     def _admit(self) -> None:
         """Queue the transfers whose streams have come to them."""
-        early: list[Ticket] = []
-        for ticket in self._early:
+        gated: list[Ticket] = []
+        for ticket in self._gated:
             try:
                 ready = ticket.before is None or ticket.before.query()
             except RuntimeError as fault:  # CUDA's: the stream of the caller is broken
                 self._refuse(ticket, fault)
                 continue
             if not ready:
-                early.append(ticket)
+                gated.append(ticket)
                 continue
             self._tickets[ticket.transfer] = ticket
             self._schedule.add(ticket.transfer, self._tasks(ticket.segments))
-        self._early = early
+        self._gated = gated
 
     def _tasks(self, segments: Sequence[Segment]) -> Iterator[tuple[Port, tuple[Piece, ...]]]:
         ports: dict[Port, list[Segment]] = {}
@@ -355,7 +355,7 @@ class TransferEngine(Generic[StreamT]):
         with self._lock:
             self._broken = fault
             mine = [ticket for _, ticket in self._inbox]
-            for ticket in {*mine, *self._early, *self._tickets.values()}:
+            for ticket in {*mine, *self._gated, *self._tickets.values()}:
                 if not ticket.over.is_set():
                     self._refuse(ticket, TransferError(f"the transfer engine has failed: {fault}"))
 

@@ -23,8 +23,11 @@ from c2cserve.transfer.moves import Piece, Port
 
 State = Literal["moving", "done", "cancelled", "failed"]
 Order = Literal["direct", "longest"]
-"""direct: a link takes its own queue first, then relays for the longest other one.
-longest: it takes the longest of all queues that it can carry, so that they end together."""
+"""What a link takes next.
+
+- direct: its own queue first, then relays for the longest other one.
+- longest: the longest of all queues that it can carry, so that they end together.
+"""
 
 _DOUBLINGS_MAX = 6
 
