@@ -6,6 +6,7 @@ from collections.abc import Generator
 import torch
 
 from c2cserve.kernels.gpu.driver import wait_at_least
+from c2cserve.transfer.gpu.contexts import use
 from c2cserve.transfer.gpu.flags import Flags
 from c2cserve.transfer.gpu.links import GpuLinks
 
@@ -14,7 +15,7 @@ from c2cserve.transfer.gpu.links import GpuLinks
 def stalled_relays(links: GpuLinks, gpu: int) -> Generator[None]:
     """Let the streams of a GPU's relays stand still, after what they have, until the end. What was
     launched meanwhile runs then."""
-    with torch.cuda.device(gpu):
+    with use(gpu):
         flag = Flags(1)
         for (port, _), slot in links._relay_slots.items():
             if port.gpu == gpu:

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from itertools import permutations
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from c2cserve.kernels.gpu.driver import (
     wait_at_least,
 )
 from c2cserve.transfer.engine import LinkError, TransferEngine
+from c2cserve.transfer.gpu.contexts import context_of, use
 from c2cserve.transfer.gpu.flags import Flags, Holds
 from c2cserve.transfer.gpu.relay import PIECES_MAX, Relay
 from c2cserve.transfer.gpu.slots import RelaySlot, Slot, copy_pieces
@@ -57,8 +57,7 @@ class GpuLinks:
         pairs = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
         self.relays: Mapping[Port, Sequence[Port]] = _relays(gpus, pairs)
         self._lock = threading.Lock()
-        with torch.cuda.device(gpus[0]):
-            torch.cuda.current_stream(gpus[0])
+        with use(gpus[0]):
             self._flags = Flags(4 * len(gpus) * depth)
             self._hold_flags = Flags(_HOLDS)
         self._holds = Holds(self._hold_flags, _HOLDS)
@@ -108,20 +107,24 @@ class GpuLinks:
         event = torch.cuda.Event()
         event.record(stream)
         if not event.query():
-            with torch.cuda.device(stream.device):
-                try:
+            try:
+                with use(stream.device.index):
                     call_on_host(stream.cuda_stream, self.wake.function, self.wake.semaphore)
-                except CudaError as fault:
-                    raise LinkError(str(fault)) from fault
+            except CudaError as fault:
+                raise LinkError(str(fault)) from fault
         return event
 
     def hold(self, stream: torch.cuda.Stream) -> int:
-        with self._lock, torch.cuda.device(stream.device):
-            try:
+        try:
+            with self._lock, use(stream.device.index):
                 number, flag, value = self._holds.take()
-                wait_at_least(stream.cuda_stream, flag, value)
-            except CudaError as fault:
-                raise LinkError(str(fault)) from fault
+                try:
+                    wait_at_least(stream.cuda_stream, flag, value)
+                except CudaError:
+                    self._holds.let_go(number)
+                    raise
+        except CudaError as fault:
+            raise LinkError(str(fault)) from fault
         return number
 
     def let_go(self, number: int) -> None:
@@ -139,7 +142,7 @@ class GpuLinks:
             else:
                 carrier.wait_stream(stream)
         try:
-            with torch.cuda.device(carrier.device):
+            with use(carrier.device.index):
                 for start in range(0, len(pieces), _BATCH):
                     copy_pieces(pieces[start : start + _BATCH], cu.CUstream(carrier.cuda_stream))
         except CudaError as fault:
@@ -194,16 +197,12 @@ def _relays(gpus: Sequence[int], pairs: Sequence[tuple[int, int]]) -> dict[Port,
 
 def _enable_peer(gpu: int, other: int) -> bool:
     """Let `gpu` access the memory of `other`. Return False if it cannot. Raises `CudaError`."""
-    devices = [checked("cuDeviceGet", cu.cuDeviceGet(number)) for number in (gpu, other)]
-    if not checked("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(*devices)):
-        return False
-    contexts: list[Any] = []
-    for number in (other, gpu):
-        with torch.cuda.device(number):
-            torch.cuda.current_stream(number)
-            contexts.append(checked("cuCtxGetCurrent", cu.cuCtxGetCurrent()))
-    with torch.cuda.device(gpu):
-        result = cu.cuCtxEnablePeerAccess(contexts[0], 0)
+    theirs = context_of(other)
+    with use(gpu):
+        devices = [checked("cuDeviceGet", cu.cuDeviceGet(number)) for number in (gpu, other)]
+        if not checked("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(*devices)):
+            return False
+        result = cu.cuCtxEnablePeerAccess(theirs, 0)
         if int(result[0]) != _ENABLED_ALREADY:
             checked("cuCtxEnablePeerAccess", result)
     return True

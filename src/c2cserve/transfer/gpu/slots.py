@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from c2cserve.kernels.gpu.driver import CudaError, call_on_host, checked, copy_async, cu
+from c2cserve.transfer.gpu.contexts import context_of, use
 from c2cserve.transfer.gpu.flags import Flags
 from c2cserve.transfer.gpu.relay import Relay, RelayArguments
 from c2cserve.transfer.moves import Piece
@@ -20,9 +19,8 @@ class Slot:
 
     def __init__(self, gpu: int, wake: Wake) -> None:
         self._wake = wake
-        with torch.cuda.device(gpu):
-            torch.cuda.current_stream(gpu)  # makes the device's context
-            self.context: Any = checked("cuCtxGetCurrent", cu.cuCtxGetCurrent())
+        self.context: Any = context_of(gpu)
+        with use(gpu):
             # Streams of another priority than the callers' share no work queue with held ones.
             _, highest = checked("cuCtxGetStreamPriorityRange", cu.cuCtxGetStreamPriorityRange())
             blocking = int(cu.CUstream_flags.CU_STREAM_NON_BLOCKING)
