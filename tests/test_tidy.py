@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "catalog": {"core", "files"},
     "kernels": {"core"},
     "memory": {"core", "files", "kernels"},
-    "transfer": {"core"},
+    "transfer": {"core", "kernels"},
     "devices": {"core"},
     "engine": {"core", "files", "kernels", "memory", "transfer", "devices"},
     "cluster": {"core", "runtime"},
