@@ -55,7 +55,7 @@ class _Weights:
     model: ActiveModel
     size: int
     tokens_beside: float
-    """Of the longest request whose KV fits beside the weights; infinite if all do."""
+    """The longest request's whose KV fits beside the weights; infinite if all do."""
     state: Literal["absent", "loading", "resident", "refused"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
