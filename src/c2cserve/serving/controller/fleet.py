@@ -83,7 +83,7 @@ class WorkerSlot:
 
     @property
     def failures(self) -> int:
-        """In a row. The next start is delayed by them."""
+        """Failures in a row, which delay the next start."""
         return self.deaths + self.refusals
 
     @property
