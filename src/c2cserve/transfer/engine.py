@@ -307,7 +307,7 @@ class TransferEngine(Generic[StreamT]):
 
     def _collect(self) -> None:
         now = time.monotonic()
-        for port in self._schedule.ports:
+        for port in self._schedule.active():
             for one in tuple(self._schedule.outstanding(port)):
                 try:
                     if self._links.is_over(one):
@@ -326,7 +326,7 @@ class TransferEngine(Generic[StreamT]):
                 self._fail(one, fault)
 
     def _feed(self) -> None:
-        for port in self._schedule.ports:
+        for port in self._schedule.carriers():
             while (one := self._schedule.pull(port, time.monotonic())) is not None:
                 try:
                     self._links.start(one)
