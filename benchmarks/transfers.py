@@ -4,7 +4,7 @@ python benchmarks/transfers.py [--gpus N] [--gib 4] [--parts paths,sizes,...] [-
 
 Every transfer's bytes are compared with what its source had. Parts: `native` (copies by CUDA),
 `paths` (1 to N links), `sizes` (from which size more paths are faster), `tasks` (sizes of
-micro-tasks, depths), `ctas` (of relay kernels), `segments` (many small ones), `contention` (two
+micro-tasks, depths), `ctas` (of relay kernels), `hops` (relays of two copies), `segments` (many small ones), `contention` (two
 engines), `fault` (a relay that stalls). With one GPU, only what has one path is measured.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from report import report
 from transfer_faults import stalled_relays
-from transfers_run import Buffers, Engine, make_buffers, moved, native, opened, timed
+from transfers_run import Buffers, Engine, make_buffers, moved, native, opened, timed, two_hops
 
 from c2cserve.transfer.gpu.links import GpuLinks
 from c2cserve.transfer.moves import Segment
@@ -135,6 +135,17 @@ class Bench:
         return {name: {k: row[k] for k in ("gb_per_s", "cpu_s_per_gb")}
                 for name, row in found.items()}  # fmt: skip
 
+    def hops(self) -> Rows:
+        """The other relay, for comparison with `paths` of two links: a copy to a buffer on the
+        neighbour and one from there, half of the bytes, planned beforehand."""
+        rows: Rows = []
+        for mib in (2, 4, 8):
+            self.buffers.clear()
+            taken = timed(two_hops(self.buffers, mib * _MIB), self.size)
+            self.buffers.check_inward()
+            rows.append({"task_mib": mib, **taken.row})
+        return rows
+
     def segments(self) -> Rows:
         """Many segments of 64 KiB, each to a place of its own, in reverse order."""
         count = min(_SMALL_COUNT, self.size // _SMALL_BYTES)
@@ -229,7 +240,7 @@ def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
 
 
 _ONE_GPU = ("native", "paths", "tasks", "segments")
-_PARTS = (*_ONE_GPU[:2], "sizes", *_ONE_GPU[2:], "ctas", "contention", "fault")
+_PARTS = (*_ONE_GPU[:2], "hops", "sizes", *_ONE_GPU[2:], "ctas", "contention", "fault")
 
 
 def main() -> None:

@@ -162,6 +162,29 @@ def moved(engine: Engine, transfers: Sequence[Sequence[Segment]]) -> Callable[[]
     return run
 
 
+def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
+    """Half of the bytes by GPU 0's copy engine, half through two buffers on GPU 1, in two pipelined
+    streams: the relay that needs no kernel."""
+    size, half = buffers.size, buffers.size // 2 // task_bytes * task_bytes
+    whole, direct = buffers.inward(), new_stream(0)
+    streams = [new_stream(1) for _ in range(2)]
+    places = [torch.empty(task_bytes, dtype=torch.uint8, device="cuda:1") for _ in streams]
+
+    def run() -> None:
+        with torch.cuda.device(0):
+            rest = size - half
+            copy_async(whole.target + half, whole.source + half, rest, direct.cuda_stream)
+        with torch.cuda.device(1):
+            for number, start in enumerate(range(0, half, task_bytes)):
+                place, stream = places[number % 2].data_ptr(), streams[number % 2].cuda_stream
+                copy_async(place, whole.source + start, task_bytes, stream)
+                copy_async(whole.target + start, place, task_bytes, stream)
+        for stream in (direct, *streams):
+            stream.synchronize()
+
+    return run
+
+
 @contextlib.contextmanager
 def opened(gpus: int, *, ctas: int | None = None, **settings: Any) -> Generator[Engine]:
     """An engine over the first GPUs, which has every transfer in micro-tasks."""

@@ -56,7 +56,13 @@ def opened(links: int, settings: Settings = ONLY_TASKS) -> Iterator[Case]:
     assert isinstance(gpu_links, GpuLinks)
     host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
     host.copy_(noise())
-    yield Case(made, gpu_links, host, torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0"))
+    gpu = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    # Loads kernels and allocates memory: not while a stream is held.
+    gpu.fill_(1).clone().zero_()
+    torch.cuda._sleep(1)
+    gpu.zero_()
+    torch.cuda.synchronize()
+    yield Case(made, gpu_links, host, gpu)
     made.close()
     for number in range(links):
         torch.cuda.synchronize(number)
@@ -196,19 +202,19 @@ def test_a_transfer_comes_after_what_the_stream_had(case: Case) -> None:
     with torch.cuda.stream(stream):
         torch.cuda._sleep(_SLEEP_CYCLES)
         case.gpu.fill_(5)
-    ticket = case.engine.submit([case.outward()], stream)
+    ticket = case.engine.submit([case.outward()], stream, hold=True)
     assert case.engine.wait(ticket, 60)
     assert (case.host == 5).all()
 
 
 def test_a_transfer_comes_before_what_the_stream_is_given_later(case: Case) -> None:
-    stream = torch.cuda.Stream(0)
+    stream, seen = torch.cuda.Stream(0), torch.empty_like(case.gpu)
     for turn in range(10):
         with torch.cuda.stream(stream):
             case.gpu.fill_(turn)
-        ticket = case.engine.submit([case.inward()], stream)
+        ticket = case.engine.submit([case.inward()], stream, hold=True)
         with torch.cuda.stream(stream):
-            seen = case.gpu.clone()
+            seen.copy_(case.gpu)
             case.gpu.fill_(100)
         stream.synchronize()
         assert case.engine.wait(ticket, 60)
@@ -220,7 +226,7 @@ def test_out_is_read_before_it_is_overwritten(case: Case) -> None:
     stream = torch.cuda.Stream(0)
     with torch.cuda.stream(stream):
         case.gpu.fill_(3)
-    case.engine.submit([case.outward()], stream)
+    case.engine.submit([case.outward()], stream, hold=True)
     with torch.cuda.stream(stream):
         case.gpu.fill_(4)
     stream.synchronize()
@@ -231,7 +237,7 @@ def test_without_a_hold_the_stream_goes_on(case: Case) -> None:
     stream = torch.cuda.Stream(0)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(_SLEEP_CYCLES)
-    ticket = case.engine.submit([case.inward()], stream, hold=False)
+    ticket = case.engine.submit([case.inward()], stream)
     assert not case.engine.poll(ticket), "it waits for the stream"
     stream.synchronize()
     assert case.engine.wait(ticket, 60)
@@ -252,11 +258,12 @@ engine = open_engine(range(gpus), Settings(task_bytes=1 << 20, one_path_bytes=0)
 made = [int(driver.cuStreamCreate(1)[1]) for _ in range(count)]
 streams = [torch.cuda.ExternalStream(one, device=0) for one in made]
 targets = [torch.zeros(size, dtype=torch.uint8, device="cuda:0") for _ in streams]
+targets[0].add_(1).zero_()  # loads kernels: not while a stream is held
 torch.cuda.synchronize()
 tickets = []
 for stream, target in zip(streams, targets):
     segment = Segment(target.data_ptr(), host.data_ptr(), size, 0, HOST)
-    tickets.append(engine.submit([segment], stream))
+    tickets.append(engine.submit([segment], stream, hold=True))
     with torch.cuda.stream(stream):
         target.add_(1)
 assert all(engine.wait(ticket, 60) for ticket in tickets)
@@ -294,7 +301,7 @@ def test_a_stream_is_let_go_when_its_transfer_is_cancelled(case: Case) -> None:
     stream = torch.cuda.Stream(0)
     with torch.cuda.stream(stream):
         torch.cuda._sleep(_SLEEP_CYCLES)
-    ticket = case.engine.submit([case.inward()], stream)
+    ticket = case.engine.submit([case.inward()], stream, hold=True)
     case.engine.cancel(ticket)
     assert case.engine.wait(ticket, 60)
     assert case.engine.state(ticket) == "cancelled"

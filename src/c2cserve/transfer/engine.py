@@ -1,7 +1,7 @@
 """The transfer engine: moves bytes between host memory and GPUs over all links, in stream order.
 
     caller      submit ─▶ ticket ......................... poll, wait, cancel
-    stream      | before |   held   .......................| after |
+    stream      | before |   held, if asked for ...........| after |
     thread               add, pull ─▶ start  ◀─ over? ─▶ pull ...  release
     links                      | task | task | task | ... |
 
@@ -146,14 +146,15 @@ class TransferEngine(Generic[StreamT]):
         self._thread.start()
 
     def submit(
-        self, segments: Sequence[Segment], stream: StreamT | None = None, *, hold: bool = True,
+        self, segments: Sequence[Segment], stream: StreamT | None = None, *, hold: bool = False,
         background: bool = False,
     ) -> Ticket:  # fmt: skip
         """Move segments after all that `stream` has now, and return at once.
 
         No two segments may write the same byte, and none may read what another writes. With `hold`,
-        all that the stream is given later comes after the transfer. Without a stream, the transfer
-        begins at once. Transfers of the background take what others leave of the links.
+        all that the stream is given later comes after the transfer. While it is held, nothing may
+        make CUDA wait for it (docs/transfers.md). Without a stream, the transfer begins at once.
+        Transfers of the background take what others leave of the links.
 
         The memory has to stay until the ticket is over. Raises ValueError for a segment without a
         path, `LinkError`, and `TransferError` if the engine is closed or broken.
@@ -307,7 +308,7 @@ class TransferEngine(Generic[StreamT]):
 
     def _collect(self) -> None:
         now = time.monotonic()
-        for port in self._schedule.ports:
+        for port in self._schedule.active():
             for one in tuple(self._schedule.outstanding(port)):
                 try:
                     if self._links.is_over(one):
@@ -326,7 +327,7 @@ class TransferEngine(Generic[StreamT]):
                 self._fail(one, fault)
 
     def _feed(self) -> None:
-        for port in self._schedule.ports:
+        for port in self._schedule.carriers():
             while (one := self._schedule.pull(port, time.monotonic())) is not None:
                 try:
                     self._links.start(one)

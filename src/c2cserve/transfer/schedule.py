@@ -123,6 +123,8 @@ class LinkCounts:
 
 @dataclass(slots=True, eq=False)
 class _Queue:
+    carriers: list[Port]
+    """The links that can carry what is in it, the direct one first."""
     tasks: tuple[deque[MicroTask], deque[MicroTask]] = field(
         default_factory=lambda: (deque(), deque())
     )
@@ -139,6 +141,10 @@ class _Link:
     free: tuple[list[int], list[int]]
     """Slots for direct paths, and for relays. A relay that is stuck takes none of the others."""
     outstanding: list[Outstanding] = field(default_factory=list)
+    live: int = 0
+    """Those that are not given up."""
+    stuck: int = 0
+    """Those that were recalled."""
     relays_from_s: float = -math.inf
     """It does not relay before; infinity: never again."""
     background_from_s: float = -math.inf
@@ -155,7 +161,10 @@ class Schedule:
     ) -> None:
         """`relays[port]` are the ports of other GPUs that the link of `port` can relay for."""
         self._settings = settings
-        self._queues = {port: _Queue() for port in ports}
+        self._queues = {port: _Queue([port]) for port in ports}
+        for port, others in relays.items():
+            for other in others:
+                self._queues[other].carriers.append(port)
         self._links = {
             port: _Link(
                 port, queue, [self._queues[other] for other in relays.get(port, ())],
@@ -163,6 +172,10 @@ class Schedule:
             )
             for port, queue in self._queues.items()
         }  # fmt: skip
+        self._waiting: dict[Port, _Queue] = {}
+        """Queues that have anything. Turns are many, and most queues are empty."""
+        self._active: dict[Port, _Link] = {}
+        """Links that have anything outstanding."""
         self.over: list[Transfer] = []
         """Transfers that have ended, until the caller takes them out."""
 
@@ -179,7 +192,15 @@ class Schedule:
     @property
     def busy(self) -> bool:
         """Whether there is anything outstanding."""
-        return any(link.outstanding for link in self._links.values())
+        return bool(self._active)
+
+    def active(self) -> Sequence[Port]:
+        """Return the links that have anything outstanding."""
+        return tuple(self._active)
+
+    def carriers(self) -> Sequence[Port]:
+        """Return the links that could carry what is queued, if they have room."""
+        return tuple({port: None for queue in self._waiting.values() for port in queue.carriers})
 
     # ---- transfers ------------------------------------------------------------------------------
 
@@ -190,6 +211,7 @@ class Schedule:
             task = MicroTask(transfer, port, pieces, sum(piece.size for piece in pieces))
             queue.tasks[transfer.background].append(task)
             queue.bytes[transfer.background] += task.size
+            self._waiting[port] = queue
             transfer.waiting += 1
         self._end_if_over(transfer)
 
@@ -201,8 +223,9 @@ class Schedule:
     def _stop(self, transfer: Transfer, state: State) -> None:
         transfer.state = state
         if transfer.waiting:
-            for queue in self._queues.values():
+            for port, queue in list(self._waiting.items()):
                 self._drop(queue, transfer)
+                self._note_empty(port, queue)
         transfer.waiting = 0
         self._end_if_over(transfer)
 
@@ -213,6 +236,10 @@ class Schedule:
             tasks.clear()
             tasks.extend(left)
             queue.bytes[transfer.background] = sum(task.size for task in left)
+
+    def _note_empty(self, port: Port, queue: _Queue) -> None:
+        if not queue.tasks[0] and not queue.tasks[1]:
+            self._waiting.pop(port, None)
 
     def _end_if_over(self, transfer: Transfer) -> None:
         if transfer.over:
@@ -225,34 +252,36 @@ class Schedule:
     def pull(self, port: Port, now: float) -> Outstanding | None:
         """Return the micro-task that a link carries next, None if it has to wait."""
         link = self._links[port]
-        live = sum(not one.given_up for one in link.outstanding)
-        if live >= self._settings.depth:
+        if link.live >= self._settings.depth:
             return None
-        queue, background = self._choose(link, live, now)
+        queue, background = self._choose(link, now)
         if queue is None:
             return None
         relayed = queue is not link.queue
         task = queue.tasks[background].popleft()
         queue.bytes[background] -= task.size
+        self._note_empty(task.port, queue)
         task.transfer.waiting -= 1
         task.transfer.carried += 1
         late_s = now + self._settings.stall_s
         taken = Outstanding(port, link.free[relayed].pop(), task, now, late_s, relayed)
         link.outstanding.append(taken)
+        link.live += 1
+        self._active[port] = link
         return taken
 
-    def _choose(self, link: _Link, live: int, now: float) -> tuple[_Queue | None, int]:
+    def _choose(self, link: _Link, now: float) -> tuple[_Queue | None, int]:
         foreign = link.foreign if self._relays(link, now) else ()
         queue = self._pick(link.queue, foreign, 0)
         if queue is not None:
             return queue, 0
-        if live or now < link.background_from_s:
+        if link.live or now < link.background_from_s:
             return None, 1  # background micro-tasks go one at a time
         return self._pick(link.queue, foreign, 1), 1
 
     def _relays(self, link: _Link, now: float) -> bool:
         """Return whether a link relays now: not while one of its relays is stuck."""
-        return now >= link.relays_from_s and not any(one.recalled for one in link.outstanding)
+        return not link.stuck and now >= link.relays_from_s
 
     def _pick(self, own: _Queue, foreign: Sequence[_Queue], background: int) -> _Queue | None:
         best, most = None, 0
@@ -292,6 +321,10 @@ class Schedule:
         """Free the slot of a micro-task: its link has no more to do with it."""
         link = self._links[one.port]
         link.outstanding.remove(one)
+        link.live -= not one.given_up
+        link.stuck -= one.recalled
+        if not link.outstanding:
+            del self._active[one.port]
         link.free[one.relayed].append(one.slot)
 
     # ---- faults ---------------------------------------------------------------------------------
@@ -316,10 +349,11 @@ class Schedule:
     def stalled(self, now: float) -> list[Outstanding]:
         """Return the relays to recall now. Their links relay no more for a while."""
         found: list[Outstanding] = []
-        for link in self._links.values():
+        for link in self._active.values():
             for one in link.outstanding:
                 if one.relayed and not one.recalled and now >= one.late_s:
                     one.recalled = True
+                    link.stuck += 1
                     found.append(one)
                     self._pause(link, now)
         return found
@@ -338,6 +372,7 @@ class Schedule:
         if one.given_up:
             return
         one.given_up = True
+        self._links[one.port].live -= 1
         task = one.task
         transfer = task.transfer
         transfer.carried -= 1
@@ -345,6 +380,7 @@ class Schedule:
             queue = self._queues[task.port]
             queue.tasks[transfer.background].appendleft(task)
             queue.bytes[transfer.background] += task.size
+            self._waiting[task.port] = queue
             transfer.waiting += 1
             self._links[one.port].counts.resent += 1
         else:
@@ -356,11 +392,11 @@ class Schedule:
         It is infinity while there is nothing to wait for.
         """
         wakes = math.inf
-        waiting = any(queue.tasks[1] for queue in self._queues.values())
-        for link in self._links.values():
+        for link in self._active.values():
             for one in link.outstanding:
-                if one.relayed and not one.recalled:
-                    wakes = min(wakes, one.late_s)
-            if waiting and now < link.background_from_s:
-                wakes = min(wakes, link.background_from_s)
+                if one.relayed and not one.recalled and one.late_s < wakes:
+                    wakes = one.late_s
+        if any(queue.tasks[1] for queue in self._waiting.values()):
+            pauses = (link.background_from_s for link in self._links.values())
+            wakes = min(wakes, min((pause_s for pause_s in pauses if now < pause_s), default=wakes))
         return wakes

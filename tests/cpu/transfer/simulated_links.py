@@ -105,9 +105,11 @@ class Simulation:
     def _after(self) -> None:
         for one in self.schedule.stalled(self.now):
             self._recall(one)
-        for port in self.schedule.ports:
+        for port in self.schedule.carriers():
             while (one := self.schedule.pull(port, self.now)) is not None:
                 self._start(one)
+        for port in self.schedule.ports:
+            assert self.schedule.pull(port, self.now) is None, "links have all that they can take"
             taken = self.schedule.outstanding(port)
             assert sum(not one.given_up for one in taken) <= self.settings.depth
             assert len({one.slot for one in taken}) == len(taken)

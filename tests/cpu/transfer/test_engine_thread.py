@@ -66,7 +66,7 @@ def test_many_threads_submit_many_small_segments(case: Case) -> None:
     parts = [case.segment(a, b, b % 2) for a, b in pairwise(bounds)]
 
     def submit(mine: list[Segment]) -> None:
-        ticket = case.engine.submit(mine, Stream())
+        ticket = case.engine.submit(mine, Stream(), hold=True)
         assert case.engine.wait(ticket, 20)
 
     threads = [threading.Thread(target=submit, args=(parts[i::4],)) for i in range(4)]
@@ -79,8 +79,8 @@ def test_many_threads_submit_many_small_segments(case: Case) -> None:
 
 def test_a_transfer_waits_for_its_stream_and_holds_it(case: Case) -> None:
     stream = Stream(is_open=False)
-    ticket = case.engine.submit([case.segment(0, SIZE)], stream)
-    other = case.engine.submit([case.segment(0, 5000, 1)], Stream())
+    ticket = case.engine.submit([case.segment(0, SIZE)], stream, hold=True)
+    other = case.engine.submit([case.segment(0, 5000, 1)], Stream(), hold=True)
     assert case.engine.wait(other, 20), "it does not wait for the other's stream"
     assert not case.engine.poll(ticket)
     assert not case.target[5000:].any()
@@ -94,7 +94,7 @@ def test_a_transfer_waits_for_its_stream_and_holds_it(case: Case) -> None:
 
 def test_a_stream_is_not_held_if_it_need_not_be(case: Case) -> None:
     stream = Stream(is_open=False)
-    ticket = case.engine.submit([case.segment(0, SIZE)], stream, hold=False)
+    ticket = case.engine.submit([case.segment(0, SIZE)], stream)
     assert not stream.holds
     case.engine.cancel(ticket)
     assert case.engine.wait(ticket, 20)
@@ -129,7 +129,7 @@ def test_a_relay_that_fails_costs_nothing_but_time(case: Case) -> None:
 
 def test_a_relay_that_is_stuck_before_it_begins_is_sent_again(case: Case) -> None:
     case.links.stuck = {"in1"}
-    ticket = case.engine.submit([case.segment(0, SIZE)], Stream())
+    ticket = case.engine.submit([case.segment(0, SIZE)], Stream(), hold=True)
     assert case.engine.wait(ticket, 20)
     case.check()
     counts = case.engine.counts()["in1"]
@@ -169,7 +169,7 @@ def stuck(case: Case) -> list[Outstanding]:
 def test_the_direct_path_fails_the_transfer_and_no_other(case: Case) -> None:
     case.links.failing = {"in0"}
     case.links.stuck = set()
-    ticket = case.engine.submit([case.segment(0, SIZE)], Stream())
+    ticket = case.engine.submit([case.segment(0, SIZE)], Stream(), hold=True)
     with pytest.raises(TransferError, match="broken"):
         case.engine.wait(ticket, 20)
     case.links.failing = set()
@@ -179,7 +179,7 @@ def test_the_direct_path_fails_the_transfer_and_no_other(case: Case) -> None:
 
 def test_closing_cancels_and_lets_go(case: Case) -> None:
     stream = Stream(is_open=False)
-    ticket = case.engine.submit([case.segment(0, SIZE)], stream)
+    ticket = case.engine.submit([case.segment(0, SIZE)], stream, hold=True)
     case.engine.close()
     assert case.engine.state(ticket) == "cancelled"
     assert not case.links.held
@@ -193,7 +193,7 @@ def test_a_fault_of_the_thread_lets_go_of_all_streams(case: Case) -> None:
         raise ZeroDivisionError("a defect")
 
     case.links.start = start
-    ticket = case.engine.submit([case.segment(0, SIZE)], Stream())
+    ticket = case.engine.submit([case.segment(0, SIZE)], Stream(), hold=True)
     with pytest.raises(TransferError, match="a defect"):
         case.engine.wait(ticket, 20)
     assert not case.links.held

@@ -89,7 +89,7 @@ def test_stream_order(case: Case, stop: int) -> None:
     stream = FakeStream(case.driver, 0)
     ready, seen = threading.Event(), list[bytes]()
     case.driver.enqueue(stream.cuda_stream, ready.is_set)
-    ticket = case.engine.submit([case.segment(0, stop)], stream)
+    ticket = case.engine.submit([case.segment(0, stop)], stream, hold=True)
     case.driver.enqueue(stream.cuda_stream, lambda: seen.append(case.target.tobytes()))
     for _ in range(20):
         case.driver.pump()
@@ -106,7 +106,7 @@ def test_a_single_copy_that_holds_no_stream(case: Case) -> None:
     stream = FakeStream(case.driver, 0)
     ready = threading.Event()
     case.driver.enqueue(stream.cuda_stream, ready.is_set)
-    ticket = case.engine.submit([case.segment(0, 1000)], stream, hold=False)
+    ticket = case.engine.submit([case.segment(0, 1000)], stream)
     assert len(case.driver.streams[stream.cuda_stream]) == 2, "what it had, and an event"
     case.driver.pump()
     assert not case.engine.poll(ticket)

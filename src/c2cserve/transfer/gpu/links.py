@@ -72,6 +72,9 @@ class GpuLinks:
                     number = 2 * len(self._relay_slots)
                     made = RelaySlot(gpu, self.wake, relay, ctas, self._flags, number)
                     self._relay_slots[port, depth + slot] = made
+        for made in (*self._slots.values(), *self._relay_slots.values()):
+            with use(made.gpu):
+                made.warm()
         self._side = {port: new_stream(_gpu_of(port)) for port in self.relays}
         """Streams for single copies that hold no stream."""
 

@@ -18,6 +18,7 @@ class Slot:
     """Carries one micro-task at a time. All methods raise `CudaError`."""
 
     def __init__(self, gpu: int, wake: Wake) -> None:
+        self.gpu = gpu
         self._wake = wake
         self.context: Any = context_of(gpu)
         with use(gpu):
@@ -28,6 +29,15 @@ class Slot:
             self.stream: Any = checked("cuStreamCreateWithPriority", made)
             timeless = int(cu.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             self._event: Any = checked("cuEventCreate", cu.cuEventCreate(timeless))
+
+    def warm(self) -> None:
+        """Do once what a micro-task does, without its bytes.
+
+        CUDA may wait for all that a context has when it first loads a kernel. While a stream is
+        held, that could be for ever.
+        """
+        self._end()
+        checked("cuStreamSynchronize", cu.cuStreamSynchronize(self.stream))
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Begin to copy by copy engine."""
@@ -62,6 +72,10 @@ class RelaySlot(Slot):
         self._relay, self._ctas, self._flags = relay, ctas, flags
         self._recalled, self._started = number, number + 1
         self._arguments = RelayArguments(flags.address(number), flags.address(number + 1))
+
+    def warm(self) -> None:
+        self.copy(())
+        super().warm()
 
     def copy(self, pieces: Sequence[Piece]) -> None:
         """Begin to copy by the SMs of the slot's GPU."""
