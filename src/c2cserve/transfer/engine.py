@@ -21,14 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from c2cserve.transfer.moves import Piece, Port, Segment, bytes_of, cut
-from c2cserve.transfer.schedule import (
-    LinkCounts,
-    Outstanding,
-    Schedule,
-    Settings,
-    State,
-    Transfer,
-)
+from c2cserve.transfer.schedule import LinkCounts, Outstanding, Schedule, State, Transfer
+from c2cserve.transfer.settings import Settings
 from c2cserve.transfer.wake import Wake
 
 log = logging.getLogger(__name__)

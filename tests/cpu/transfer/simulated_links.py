@@ -8,7 +8,8 @@ from itertools import count
 
 from c2cserve.transfer.engine import LinkError
 from c2cserve.transfer.moves import HOST, Port, Segment, cut
-from c2cserve.transfer.schedule import Outstanding, Schedule, Settings, Transfer
+from c2cserve.transfer.schedule import Outstanding, Schedule, Transfer
+from c2cserve.transfer.settings import Settings
 
 INWARD, OUTWARD = "in", "out"
 

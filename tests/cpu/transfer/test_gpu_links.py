@@ -13,7 +13,7 @@ from fake_driver import FakeDriver, FakeStream, install
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.gpu.links import GpuLinks, open_engine
 from c2cserve.transfer.moves import HOST, Segment
-from c2cserve.transfer.schedule import Settings
+from c2cserve.transfer.settings import Settings
 
 SIZE = 1 << 20
 SETTINGS = Settings(task_bytes=1 << 14, one_path_bytes=1 << 10, stall_s=0.02, pause_s=100.0)

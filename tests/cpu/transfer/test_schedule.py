@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from simulated_links import Simulation, Stall, mesh
 
 from c2cserve.transfer.moves import HOST, Port, Segment, cut
-from c2cserve.transfer.schedule import Settings, Transfer
+from c2cserve.transfer.schedule import Transfer
+from c2cserve.transfer.settings import Settings
 
 GPUS = 3
 TASK = 8

@@ -30,7 +30,8 @@ from c2cserve.transfer.gpu.flags import Flags, Holds
 from c2cserve.transfer.gpu.relay import PIECES_MAX, Relay
 from c2cserve.transfer.gpu.slots import RelaySlot, Slot, copy_pieces
 from c2cserve.transfer.moves import Piece, Port, Segment
-from c2cserve.transfer.schedule import Outstanding, Settings
+from c2cserve.transfer.schedule import Outstanding
+from c2cserve.transfer.settings import Settings
 from c2cserve.transfer.wake import Wake
 
 CTAS = 4
