@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from fake_driver import FakeDriver, FakeStream, install
 
+from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.transfer.engine import TransferEngine
+from c2cserve.transfer.gpu.flags import Flags, Holds
 from c2cserve.transfer.gpu.links import GpuLinks, open_engine
 from c2cserve.transfer.moves import HOST, Segment
 from c2cserve.transfer.settings import Settings
@@ -135,3 +137,17 @@ def test_a_launch_that_fails_is_sent_again(case: Case) -> None:
     case.until(lambda: case.engine.poll(ticket))
     assert np.array_equal(case.target, case.source)
     assert case.engine.counts()["in1"].errors == 1
+
+
+def test_holds_are_used_again_for_higher_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, gpus=1)
+    flags = Flags(2)
+    holds = Holds(flags, 2)
+    first, second = holds.take(), holds.take()
+    with pytest.raises(CudaError, match="2 streams are held already"):
+        holds.take()
+    holds.let_go(first[0])
+    assert (flags[first[0]], flags[second[0]]) == (1, 0)
+    number, address, value = holds.take()
+    assert (number, address, value) == (first[0], first[1], 2)
+    flags.close()
