@@ -281,6 +281,12 @@ def test_many_held_streams_do_not_hold_up_the_links() -> None:
     assert done.stdout == "done\n", done.stderr
 
 
+def test_memory_that_is_not_pinned_is_refused(case: Case) -> None:
+    plain = torch.empty(SIZE, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="is not pinned"):
+        case.engine.submit([Segment(case.gpu.data_ptr(), plain.data_ptr(), SIZE, 0, HOST)])
+
+
 # ---- ends ---------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
 
 @pytest.mark.parametrize("inward", [True, False])
 def test_both_paths_carry_bytes(case: Case, inward: bool) -> None:
+    warm = case.driver.launches
     ticket = case.engine.submit([case.segment(inward=inward)])
     case.until(lambda: case.engine.poll(ticket))
     assert np.array_equal(case.target, case.source)
@@ -72,7 +73,7 @@ def test_both_paths_carry_bytes(case: Case, inward: bool) -> None:
     own, neighbour = ("in0", "in1") if inward else ("out0", "out1")
     assert counts[own].direct_bytes + counts[neighbour].relayed_bytes == SIZE
     assert case.driver.copies == counts[own].tasks > 0
-    assert case.driver.launches >= counts[neighbour].tasks > 0
+    assert case.driver.launches > warm
 
 
 def test_segments_are_grouped(case: Case) -> None:
@@ -129,6 +130,15 @@ def test_stalled_relays_are_recalled_and_write_nothing(case: Case) -> None:
     go_on.set()
     case.driver.pump()
     assert (case.target == 9).all()
+
+
+@pytest.mark.parametrize("inward", [True, False])
+def test_host_memory_that_is_not_pinned_is_refused(case: Case, inward: bool) -> None:
+    host = case.source if inward else case.target
+    case.driver.unpinned = [(host.ctypes.data, host.ctypes.data + SIZE)]
+    with pytest.raises(ValueError, match="is not pinned"):
+        case.engine.submit([case.segment(inward=inward)])
+    assert not case.target.any()
 
 
 def test_a_launch_that_fails_is_sent_again(case: Case) -> None:
