@@ -107,16 +107,18 @@ class _Link:
     free: tuple[list[int], list[int]]
     """Slots for direct paths, and for relays. A relay that is stuck takes none of the others."""
     outstanding: list[Outstanding] = field(default_factory=list)
-    live: int = 0
-    """Those that are not given up."""
-    stuck: int = 0
-    """Those that were recalled."""
+    recalled: int = 0
+    """How many of them were recalled. Those are not counted as what the link carries."""
     relays_from_s: float = -math.inf
     """It does not relay before; infinity: never again."""
     background_from_s: float = -math.inf
     fastest_s_per_byte: float = math.inf
     stalls_in_row: int = 0
     counts: LinkCounts = field(default_factory=LinkCounts)
+
+    @property
+    def carried(self) -> int:
+        return len(self.outstanding) - self.recalled
 
 
 class Schedule:
@@ -218,7 +220,7 @@ class Schedule:
     def pull(self, port: Port, now: float) -> Outstanding | None:
         """Return the micro-task that a link carries next, None if it has to wait."""
         link = self._links[port]
-        if link.live >= self._settings.depth:
+        if link.carried >= self._settings.depth:
             return None
         queue, background = self._choose(link, now)
         if queue is None:
@@ -232,7 +234,6 @@ class Schedule:
         late_s = now + self._settings.stall_s
         taken = Outstanding(port, link.free[relayed].pop(), task, now, late_s, relayed)
         link.outstanding.append(taken)
-        link.live += 1
         self._active[port] = link
         return taken
 
@@ -241,13 +242,13 @@ class Schedule:
         queue = self._pick(link.queue, foreign, 0)
         if queue is not None:
             return queue, 0
-        if link.live or now < link.background_from_s:
+        if link.carried or now < link.background_from_s:
             return None, 1  # background micro-tasks go one at a time
         return self._pick(link.queue, foreign, 1), 1
 
     def _relays(self, link: _Link, now: float) -> bool:
         """Return whether a link relays now: not while one of its relays is stuck."""
-        return not link.stuck and now >= link.relays_from_s
+        return not link.recalled and now >= link.relays_from_s
 
     def _pick(self, own: _Queue, foreign: Sequence[_Queue], background: int) -> _Queue | None:
         best, most = None, 0
@@ -287,8 +288,7 @@ class Schedule:
         """Free the slot of a micro-task: its link has no more to do with it."""
         link = self._links[one.port]
         link.outstanding.remove(one)
-        link.live -= not one.given_up
-        link.stuck -= one.recalled
+        link.recalled -= one.recalled
         if not link.outstanding:
             del self._active[one.port]
         link.free[one.relayed].append(one.slot)
@@ -319,7 +319,7 @@ class Schedule:
             for one in link.outstanding:
                 if one.relayed and not one.recalled and now >= one.late_s:
                     one.recalled = True
-                    link.stuck += 1
+                    link.recalled += 1
                     found.append(one)
                     self._pause(link, now)
         return found
@@ -338,7 +338,6 @@ class Schedule:
         if one.given_up:
             return
         one.given_up = True
-        self._links[one.port].live -= 1
         task = one.task
         transfer = task.transfer
         transfer.carried -= 1

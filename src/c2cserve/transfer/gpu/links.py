@@ -96,6 +96,8 @@ class GpuLinks:
         try:
             return self._slot(one).is_over()
         except CudaError as fault:
+            if one.relayed:
+                self.recall(one)  # its bytes are sent again, and it may still run
             raise LinkError(str(fault)) from fault
 
     def recall(self, one: Outstanding) -> None:
