@@ -37,7 +37,7 @@ _TASKS_MIB = (1, 2, 3, 4, 5, 8, 16)
 _DEPTHS = (1, 2, 3, 4)
 _CTAS = (1, 2, 4, 8, 16)
 _SMALL_BYTES, _SMALL_COUNT = 64 << 10, 8192
-_STALL_AT = 0.3
+_STALL_AT = 0.1
 """Of the undisturbed time."""
 Rows = list[dict[str, Any]]
 
