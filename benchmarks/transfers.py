@@ -2,10 +2,18 @@
 
 python benchmarks/transfers.py [--gpus N] [--gib 4] [--parts paths,sizes,...] [--out FILE]
 
-Every transfer's bytes are compared with what its source had. Parts: `native` (copies by CUDA),
-`paths` (1 to N links), `sizes` (from which size more paths are faster), `tasks` (sizes of
-micro-tasks, depths), `ctas` (of relay kernels), `hops` (relays of two copies), `segments` (many small ones), `contention` (two
-engines), `fault` (a relay that stalls). With one GPU, only what has one path is measured.
+Every transfer's bytes are compared with what its source had. With one GPU, only what has one path
+is measured. Parts:
+
+native      copies by CUDA
+paths       1 to N links
+hops        relays of two copies and a buffer
+sizes       from which size more paths are faster
+tasks       sizes of micro-tasks, depths
+ctas        CTAs of relay kernels
+segments    many small segments
+contention  two engines
+fault       a relay that stalls
 """
 
 import argparse
@@ -17,7 +25,7 @@ from typing import Any
 
 import torch
 from report import report
-from transfer_faults import stalled_relays
+from transfer_faults import stalling
 from transfers_run import Buffers, Engine, make_buffers, moved, native, opened, timed, two_hops
 
 from c2cserve.transfer.gpu.links import GpuLinks
@@ -29,7 +37,7 @@ _TASKS_MIB = (1, 2, 3, 4, 5, 8, 16)
 _DEPTHS = (1, 2, 3, 4)
 _CTAS = (1, 2, 4, 8, 16)
 _SMALL_BYTES, _SMALL_COUNT = 64 << 10, 8192
-_STALL_AT = 0.3
+_STALL_AT = 0.1
 """Of the undisturbed time."""
 Rows = list[dict[str, Any]]
 
@@ -192,10 +200,11 @@ class Bench:
             run = moved(engine, [[b.inward()]])
             alone = timed(run, self.size)
             b.clear()
-            began_s = time.perf_counter()
-            ticket = engine.submit([b.inward()])
-            time.sleep(_STALL_AT * alone.seconds)
-            with stalled_relays(links, self.gpus - 1):
+            with stalling(links, self.gpus - 1) as stall:
+                began_s = time.perf_counter()
+                ticket = engine.submit([b.inward()])
+                time.sleep(_STALL_AT * alone.seconds)
+                stall()
                 engine.wait(ticket)
                 seconds = time.perf_counter() - began_s
                 b.check_inward()

@@ -16,7 +16,7 @@ from c2cserve.memory.pinning import PinnedRegion
 from c2cserve.transfer.engine import Ticket, TransferEngine
 from c2cserve.transfer.gpu.links import open_engine
 from c2cserve.transfer.moves import HOST, Segment
-from c2cserve.transfer.schedule import Settings
+from c2cserve.transfer.settings import Settings
 
 Engine = TransferEngine[torch.cuda.Stream]
 _REPEATS = 3

@@ -12,14 +12,14 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from transfer_faults import stalled_relays
+from transfer_faults import stalling
 
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.gpu.links import GpuLinks, open_engine
 from c2cserve.transfer.gpu.slots import RelaySlot
 from c2cserve.transfer.moves import HOST, Piece, Port, Segment
-from c2cserve.transfer.schedule import Settings
+from c2cserve.transfer.settings import Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -249,7 +249,7 @@ import torch
 from cuda.bindings import driver
 from c2cserve.transfer.gpu.links import open_engine
 from c2cserve.transfer.moves import HOST, Segment
-from c2cserve.transfer.schedule import Settings
+from c2cserve.transfer.settings import Settings
 size, count = 8 << 20, 100
 gpus = min(torch.cuda.device_count(), 2)
 torch.zeros(1, device="cuda:0")
@@ -279,6 +279,12 @@ def test_many_held_streams_do_not_hold_up_the_links() -> None:
     command = [sys.executable, "-c", HELD]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.stdout == "done\n", done.stderr
+
+
+def test_memory_that_is_not_pinned_is_refused(case: Case) -> None:
+    plain = torch.empty(SIZE, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="is not pinned"):
+        case.engine.submit([Segment(case.gpu.data_ptr(), plain.data_ptr(), SIZE, 0, HOST)])
 
 
 # ---- ends ---------------------------------------------------------------------------------------
@@ -321,7 +327,8 @@ def test_a_stalled_relay_costs_only_time(pair: Case, direction: str) -> None:
         case.host.zero_()
     target = case.gpu if direction == "in" else case.host
     torch.cuda.synchronize()
-    with stalled_relays(case.links, 1):
+    with stalling(case.links, 1) as stall:
+        stall()
         case.move([case.inward() if direction == "in" else case.outward()])
         assert torch.equal(target.cpu(), noise())
         target.fill_(9)
@@ -338,9 +345,10 @@ def test_stalls_in_the_middle() -> None:
         for turn in range(10):
             case.gpu.zero_()
             torch.cuda.synchronize()
-            ticket = case.engine.submit([case.inward()])
-            time.sleep(1e-4 * turn)
-            with stalled_relays(case.links, 1):
+            with stalling(case.links, 1) as stall:
+                ticket = case.engine.submit([case.inward()])
+                time.sleep(1e-4 * turn)
+                stall()
                 assert case.engine.wait(ticket, 60)
                 assert torch.equal(case.gpu.cpu(), case.host)
         assert relayed_bytes(case) > 0

@@ -21,14 +21,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from c2cserve.transfer.moves import Piece, Port, Segment, bytes_of, cut
-from c2cserve.transfer.schedule import (
-    LinkCounts,
-    Outstanding,
-    Schedule,
-    Settings,
-    State,
-    Transfer,
-)
+from c2cserve.transfer.schedule import LinkCounts, Outstanding, Schedule, State, Transfer
+from c2cserve.transfer.settings import Settings
 from c2cserve.transfer.wake import Wake
 
 log = logging.getLogger(__name__)
@@ -75,6 +69,13 @@ class Links(Protocol[StreamT]):
     @property
     def relays(self) -> Mapping[Port, Sequence[Port]]:
         """All ports, each with those that its link can relay for."""
+        ...
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raise ValueError for memory that the links cannot reach, as far as that is cheap to see.
+
+        A relay that reads such memory would break its whole GPU for this process.
+        """
         ...
 
     def start(self, one: Outstanding) -> None:
@@ -157,7 +158,8 @@ class TransferEngine(Generic[StreamT]):
         Transfers of the background take what others leave of the links.
 
         The memory has to stay until the ticket is over. Raises ValueError for a segment without a
-        path, `LinkError`, and `TransferError` if the engine is closed or broken.
+        path and for host memory that is not pinned. Raises `LinkError`, and `TransferError` if the
+        engine is closed or broken.
         """
         ports = {segment.port for segment in segments}
         if unreachable := ports - self._links.relays.keys():
@@ -169,6 +171,7 @@ class TransferEngine(Generic[StreamT]):
             self._check_open()
             ticket.copied = self._links.copy(segments, stream, hold=hold)
             return ticket
+        self._links.check(segments)
         with self._lock:  # `close` and a fault let go of every stream that was held before
             self._check_open()
             if stream is not None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 HOST = -1
 """The number of host memory, where GPUs have theirs."""
@@ -11,9 +11,10 @@ Direction = Literal["in", "out", "peer"]
 """in: host to GPU. out: GPU to host. peer: to a GPU from another one, or from itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
+class Port(NamedTuple):
     """One direction of the link between a GPU and host memory, or between two GPUs."""
+
+    # A tuple, because ports are the keys of everything, and a tuple's hash is quick.
 
     gpu: int
     direction: Direction

@@ -20,45 +20,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from c2cserve.transfer.moves import Piece, Port
+from c2cserve.transfer.settings import Settings
 
 State = Literal["moving", "done", "cancelled", "failed"]
-Order = Literal["direct", "longest"]
-"""What a link takes next.
-
-- direct: its own queue first, then relays for the longest other one.
-- longest: the longest of all queues that it can carry, so that they end together.
-"""
 
 _DOUBLINGS_MAX = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How transfers are cut and scheduled. Times are in seconds."""
-
-    task_bytes: int = 5 << 20
-    """The size of a micro-task between host memory and a GPU."""
-    peer_task_bytes: int = 32 << 20
-    """The size of a micro-task between GPUs, whose links are several times as fast."""
-    depth: int = 2
-    """Micro-tasks outstanding on a link at a time."""
-    one_path_bytes: int = 12 << 20
-    """Transfers up to this size take the direct path only, as one copy outside of the queues."""
-    order: Order = "direct"
-    stall_s: float = 0.05
-    """A relay that takes longer is recalled, and its link relays no more for a while."""
-    pause_s: float = 1.0
-    """How long a link does not relay after its first stall. The time doubles with each stall."""
-    slow: float = 1.5
-    """A micro-task is slow that takes so many times as long as the link's fastest. After it, the
-    link takes no background micro-task for as long as the slow one took: other traffic is there."""
-
-    def __post_init__(self) -> None:
-        if min(self.task_bytes, self.peer_task_bytes, self.depth) < 1:
-            raise ValueError("micro-tasks have 1 byte or more, and links a depth of 1 or more")
-
-    def task_bytes_of(self, port: Port) -> int:
-        return self.peer_task_bytes if port.direction == "peer" else self.task_bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -141,16 +107,18 @@ class _Link:
     free: tuple[list[int], list[int]]
     """Slots for direct paths, and for relays. A relay that is stuck takes none of the others."""
     outstanding: list[Outstanding] = field(default_factory=list)
-    live: int = 0
-    """Those that are not given up."""
-    stuck: int = 0
-    """Those that were recalled."""
+    recalled: int = 0
+    """How many of them were recalled. Those are not counted as what the link carries."""
     relays_from_s: float = -math.inf
     """It does not relay before; infinity: never again."""
     background_from_s: float = -math.inf
     fastest_s_per_byte: float = math.inf
     stalls_in_row: int = 0
     counts: LinkCounts = field(default_factory=LinkCounts)
+
+    @property
+    def carried(self) -> int:
+        return len(self.outstanding) - self.recalled
 
 
 class Schedule:
@@ -252,7 +220,7 @@ class Schedule:
     def pull(self, port: Port, now: float) -> Outstanding | None:
         """Return the micro-task that a link carries next, None if it has to wait."""
         link = self._links[port]
-        if link.live >= self._settings.depth:
+        if link.carried >= self._settings.depth:
             return None
         queue, background = self._choose(link, now)
         if queue is None:
@@ -266,7 +234,6 @@ class Schedule:
         late_s = now + self._settings.stall_s
         taken = Outstanding(port, link.free[relayed].pop(), task, now, late_s, relayed)
         link.outstanding.append(taken)
-        link.live += 1
         self._active[port] = link
         return taken
 
@@ -275,13 +242,13 @@ class Schedule:
         queue = self._pick(link.queue, foreign, 0)
         if queue is not None:
             return queue, 0
-        if link.live or now < link.background_from_s:
+        if link.carried or now < link.background_from_s:
             return None, 1  # background micro-tasks go one at a time
         return self._pick(link.queue, foreign, 1), 1
 
     def _relays(self, link: _Link, now: float) -> bool:
         """Return whether a link relays now: not while one of its relays is stuck."""
-        return not link.stuck and now >= link.relays_from_s
+        return not link.recalled and now >= link.relays_from_s
 
     def _pick(self, own: _Queue, foreign: Sequence[_Queue], background: int) -> _Queue | None:
         best, most = None, 0
@@ -321,8 +288,7 @@ class Schedule:
         """Free the slot of a micro-task: its link has no more to do with it."""
         link = self._links[one.port]
         link.outstanding.remove(one)
-        link.live -= not one.given_up
-        link.stuck -= one.recalled
+        link.recalled -= one.recalled
         if not link.outstanding:
             del self._active[one.port]
         link.free[one.relayed].append(one.slot)
@@ -353,7 +319,7 @@ class Schedule:
             for one in link.outstanding:
                 if one.relayed and not one.recalled and now >= one.late_s:
                     one.recalled = True
-                    link.stuck += 1
+                    link.recalled += 1
                     found.append(one)
                     self._pause(link, now)
         return found
@@ -372,7 +338,6 @@ class Schedule:
         if one.given_up:
             return
         one.given_up = True
-        self._links[one.port].live -= 1
         task = one.task
         transfer = task.transfer
         transfer.carried -= 1

@@ -31,10 +31,10 @@ class Wake:
         self._libc.sem_trywait.argtypes = (ctypes.c_void_p,)
         self._libc.sem_post.argtypes = (ctypes.c_void_p,)
         self._libc.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
-        # Never freed: a host function that is still enqueued may post after this object is gone.
-        memory = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
-        _IMMORTAL.append(memory)
-        self.semaphore = ctypes.addressof(memory)
+        self._libc.malloc.restype = ctypes.c_void_p
+        # Never freed: a host function that is still enqueued may post after this object is gone,
+        # and after the interpreter is.
+        self.semaphore: int = self._libc.malloc(_SEMAPHORE_BYTES)
         """The argument of `function`."""
         self._check(self._libc.sem_init(self.semaphore, 0, 0))
         self.function = ctypes.cast(self._libc.sem_post, ctypes.c_void_p).value or 0
@@ -62,6 +62,3 @@ class Wake:
         if result != 0:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
-
-
-_IMMORTAL: list[object] = []

@@ -32,6 +32,7 @@ class FakeDriver:
         self.copies, self.batches, self.launches = 0, 0, 0
         self.failing: set[int] = set()
         """Streams on which launches fail."""
+        self.unpinned: list[tuple[int, int]] = []
         self._events: dict[int, int] = defaultdict(int)
         """Records that are not over."""
         self._numbers = iter(range(1000, 1 << 30))
@@ -94,6 +95,12 @@ class FakeDriver:
     def cuMemFreeHost(self, pointer: int) -> tuple[Any]:  # noqa: N802
         del self._memory[pointer]
         return (_OK,)
+
+    def cuPointerGetAttribute(self, attribute: Any, address: int) -> tuple[Any, ...]:  # noqa: N802
+        assert int(attribute) == int(_REAL.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE)
+        assert self.context
+        unpinned = any(start <= address < stop for start, stop in self.unpinned)
+        return (_REAL.CUresult(1), None) if unpinned else (_OK, _REAL.CUmemorytype(1))
 
     # ---- streams and events ---------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from itertools import count
 
 from c2cserve.transfer.engine import LinkError
 from c2cserve.transfer.moves import HOST, Port, Segment, cut
-from c2cserve.transfer.schedule import Outstanding, Schedule, Settings, Transfer
+from c2cserve.transfer.schedule import Outstanding, Schedule, Transfer
+from c2cserve.transfer.settings import Settings
 
 INWARD, OUTWARD = "in", "out"
 
@@ -57,6 +58,8 @@ class Simulation:
         self.ended: list[tuple[Transfer, float]] = []
         self.written = {gpu: [0] * self.memory_bytes for gpu in (HOST, *range(self.gpus))}
         """How many micro-tasks that arrived have written each byte."""
+        self.begun_for_ever = False
+        """Relays that are recalled have begun, and never end."""
         self.late_writes = 0
         """Bytes that were written for a transfer that was over."""
         self._events: list[tuple[float, int, _Carried | None]] = []
@@ -111,7 +114,7 @@ class Simulation:
         for port in self.schedule.ports:
             assert self.schedule.pull(port, self.now) is None, "links have all that they can take"
             taken = self.schedule.outstanding(port)
-            assert sum(not one.given_up for one in taken) <= self.settings.depth
+            assert sum(not one.recalled for one in taken) <= self.settings.depth
             assert len({one.slot for one in taken}) == len(taken)
         for transfer in self.schedule.over:
             assert transfer.over
@@ -141,6 +144,8 @@ class Simulation:
 
     def _recall(self, one: Outstanding) -> None:
         carried = self._carried[one]
+        if self.begun_for_ever:
+            return
         if carried.begins_s > self.now:
             self.schedule.give_up(one)  # it has not begun, and never writes
         else:

@@ -12,7 +12,8 @@ from thread_links import Stream, ThreadLinks
 
 from c2cserve.transfer.engine import TransferEngine, TransferError
 from c2cserve.transfer.moves import HOST, Segment
-from c2cserve.transfer.schedule import Outstanding, Settings
+from c2cserve.transfer.schedule import Outstanding
+from c2cserve.transfer.settings import Settings
 from c2cserve.transfer.wake import Wake
 
 SIZE = 100_000

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from simulated_links import Simulation, Stall, mesh
 
 from c2cserve.transfer.moves import HOST, Port, Segment, cut
-from c2cserve.transfer.schedule import Settings, Transfer
+from c2cserve.transfer.schedule import Transfer
+from c2cserve.transfer.settings import Settings
 
 GPUS = 3
 TASK = 8
@@ -193,9 +194,12 @@ def test_a_relay_with_an_error_never_relays_again_but_has_its_own_transfers() ->
     assert (counts.errors, counts.relayed_bytes, counts.direct_bytes) == (1, 0, 5 * TASK)
 
 
-def test_stuck_relays_take_no_slot_of_the_direct_path() -> None:
+@pytest.mark.parametrize("begun", [False, True])
+def test_stuck_relays_take_no_slot_of_the_direct_path(begun: bool) -> None:
+    """Nor do those that have begun, and are not over though they were recalled."""
     settings = Settings(task_bytes=TASK, stall_s=4 * TASK)
     simulation = Simulation(2, settings, stalls={Port(1, "in"): [Stall(0.0)]})
+    simulation.begun_for_ever = begun
     simulation.submit([inward(20 * TASK)])
     simulation.run(until_s=10 * TASK)
     other = simulation.submit([inward(20 * TASK, 1)])

@@ -68,6 +68,9 @@ class ThreadLinks:
         self._over.add(one)
         self.wake.post()
 
+    def check(self, segments: Sequence[Segment]) -> None:
+        pass
+
     def start(self, one: Outstanding) -> None:
         if one.port.name in self.failing:
             raise LinkError("broken")

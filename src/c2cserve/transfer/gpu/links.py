@@ -29,14 +29,17 @@ from c2cserve.transfer.gpu.contexts import context_of, use
 from c2cserve.transfer.gpu.flags import Flags, Holds
 from c2cserve.transfer.gpu.relay import PIECES_MAX, Relay
 from c2cserve.transfer.gpu.slots import RelaySlot, Slot, copy_pieces
-from c2cserve.transfer.moves import Piece, Port, Segment
-from c2cserve.transfer.schedule import Outstanding, Settings
+from c2cserve.transfer.moves import HOST, Piece, Port, Segment
+from c2cserve.transfer.schedule import Outstanding
+from c2cserve.transfer.settings import Settings
 from c2cserve.transfer.wake import Wake
 
 CTAS = 4
 """CTAs of a relay kernel: as few as fill a PCIe 5 link."""
 _HOLDS = 256
 """Streams that can be held at a time."""
+_HOST_MEMORY = 1
+"""CU_MEMORYTYPE_HOST"""
 _ENABLED_ALREADY = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, which leaves nothing behind in the driver's API."""
 
@@ -52,6 +55,7 @@ class GpuLinks:
         self, gpus: Sequence[int], *, depth: int = 2, ctas: int = CTAS, folder: Path | None = None
     ) -> None:
         """`depth` is that of the engine's settings. `ctas` are those of a relay kernel."""
+        self._gpus = tuple(gpus)
         self.wake = Wake()
         self.pieces_max = PIECES_MAX
         pairs = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
@@ -92,6 +96,8 @@ class GpuLinks:
         try:
             return self._slot(one).is_over()
         except CudaError as fault:
+            if one.relayed:
+                self.recall(one)  # its bytes are sent again, and it may still run
             raise LinkError(str(fault)) from fault
 
     def recall(self, one: Outstanding) -> None:
@@ -103,6 +109,21 @@ class GpuLinks:
     def _slot(self, one: Outstanding) -> Slot:
         slots = self._relay_slots if one.relayed else self._slots
         return slots[one.port, one.slot]
+
+    def check(self, segments: Sequence[Segment]) -> None:
+        ends: list[tuple[int, int]] = []
+        for one in segments:
+            if HOST in (one.target_gpu, one.source_gpu) and one.size:
+                start = one.target if one.target_gpu == HOST else one.source
+                ends.append((start, start + one.size - 1))
+        if not ends:
+            return
+        kind = cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+        with use(self._gpus[0]):
+            for address in (min(start for start, _ in ends), max(last for _, last in ends)):
+                code, *found = cu.cuPointerGetAttribute(kind, address)
+                if int(code) != 0 or int(found[0]) != _HOST_MEMORY:
+                    raise ValueError(f"host memory at {address:#x} is not pinned")
 
     # ---- streams, on callers' threads -----------------------------------------------------------
 
