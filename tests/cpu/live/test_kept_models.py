@@ -131,10 +131,12 @@ def test_a_kept_model_is_fetched_then_it_computes(worker: Worker) -> None:
     assert worker.run() == [Release("m")]
 
 
-def test_a_model_that_is_refused_a_place_streams(worker: Worker) -> None:
+def test_a_model_that_is_refused_places_streams(worker: Worker) -> None:
     worker.activate(SPEC)
     worker.ask("r", "m")
     worker.run()
+    for _ in range(2):
+        assert not steps(worker.run(Fetched("m", 0.0, refused=True))), "it asks again"
     assert steps(worker.run(Fetched("m", 0.0, refused=True)))
     assert msg.Ready("m", 0.0) in worker.heard(), "the controller waits for it no more"
 

@@ -54,43 +54,63 @@ class Kept:
         self.memory.requested(model.name, now)
 
 
-def test_a_refused_model_streams_until_kv_has_made_way() -> None:
+def test_weights_wait_for_room_above_kv() -> None:
+    """The books count slabs. Those that are free below KV are too small for a matrix."""
     slice_ = Kept()
     model = slice_.activate("m", 60)
     blocks = slice_.arena.allocate("m", 50)
     assert blocks is not None
     slice_.arena.release("m", sorted(blocks)[:49])  # one block is left, far up
     slice_.ask(model, "r", 0.0)
-    assert slice_.memory.plan(0.0, ()) == [Fetch("m")], "the books count slabs"
-    slice_.memory.refused("m")
-    assert slice_.memory.computes("m")
-    assert slice_.arena.available("m") == 99, "it takes no memory"
-    assert slice_.memory.plan(1.0, ()) == []
-    assert slice_.memory.plan(10.0, ()) == [], "KV reaches as far as before"
+    assert slice_.memory.plan(0.0, ()) == []
     slice_.arena.release("m", sorted(blocks)[49:])
     assert slice_.memory.plan(10.5, ()) == [Fetch("m")]
     assert not slice_.memory.computes("m")
 
 
-def test_a_refused_model_is_tried_again_now_and_then() -> None:
+def test_a_model_that_waits_for_kv_of_its_own_streams() -> None:
     slice_ = Kept()
     model = slice_.activate("m", 60)
+    blocks = slice_.arena.allocate("m", 50)
     slice_.ask(model, "r", 0.0)
-    slice_.memory.plan(0.0, ())
-    slice_.memory.refused("m")
+    assert slice_.memory.plan(0.0, ()) == []
+    assert slice_.memory.break_deadlock() == []
+    assert slice_.memory.computes("m")
     assert slice_.memory.plan(1.0, ()) == []
-    assert slice_.memory.plan(22.0, ()) == [Fetch("m")]
+    assert slice_.memory.plan(10.0, ()) == [], "KV reaches as far as before"
+    assert blocks is not None
+    slice_.arena.release("m", blocks)
+    assert slice_.memory.plan(10.5, ()) == [Fetch("m")]
 
 
-def test_a_model_that_kv_displaced_streams_and_frees_its_room() -> None:
+def test_a_refused_model_asks_for_more_room_before_it_streams() -> None:
     slice_ = Kept()
-    first, second = slice_.activate("a", 60), slice_.activate("b", 60)
-    slice_.ask(first, "r", 0.0)
+    model, other = slice_.activate("m", 60), slice_.activate("n", 33)
+    slice_.ask(other, "s", 0.0)
+    assert slice_.memory.plan(0.0, ()) == [Fetch("n")]
+    slice_.memory.fetched("n", 1.0)
+    other.seqs.clear()
+    slice_.ask(model, "r", 1.0)
+    assert slice_.memory.plan(1.0, ()) == [Fetch("m")]
+    slice_.memory.refused("m")
+    assert slice_.memory.plan(1.1, ()) == [Fetch("m")], "63 and 33"
+    slice_.memory.refused("m")
+    assert slice_.memory.plan(1.2, ()) == [Release("n"), Fetch("m")], "67 and 33 are too much"
+    slice_.memory.refused("m")
+    assert slice_.memory.computes("m")
+    assert slice_.arena.available("m") == 100, "it takes no memory"
+    assert slice_.memory.plan(2.0, ()) == []
+    assert slice_.memory.plan(22.5, ()) == [Fetch("m")], "now and then it is tried again"
+
+
+def test_a_model_that_kv_displaced_is_loaded_again() -> None:
+    slice_ = Kept()
+    model = slice_.activate("a", 60)
+    slice_.ask(model, "r", 0.0)
     slice_.memory.plan(0.0, ())
     slice_.memory.fetched("a", 6.0)
     slice_.memory.refused("a")
-    slice_.ask(second, "s", 1.0)
-    assert slice_.memory.plan(1.0, ()) == [Fetch("b")], "nothing has to leave for it"
+    assert slice_.memory.plan(1.0, ()) == [Fetch("a")]
     slice_.memory.refused("unknown")
     slice_.memory.deactivated("a")
     slice_.memory.refused("a")

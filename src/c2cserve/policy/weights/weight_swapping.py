@@ -15,8 +15,9 @@ loaded again. Models without requests go at once. While there is room, none wait
 While all are far ahead they do not take turns: the model that makes room soonest and for longest
 runs until it is done (`favourite`).
 
-A load may be refused: these books count slabs, and those that are free may lie between KV, where no
-matrix fits. Then the model streams, until KV has made way (`_reconsider`). So does a model that has
+A load may be refused: these books count slabs, and the free ones may lie in pieces that are too
+small for a matrix. The model asks again, with more room. If that does not help either, it streams
+until KV has made way (`_reconsider`). So does a model that has
 a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
 
 from collections.abc import Collection, Iterable, Sequence
@@ -41,8 +42,12 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
+_TRIES = 3
+"""Loads of a model that may be refused in a row before it streams."""
+_MORE_ROOM = 1 / 16
+"""Of a model's weights: what each further try asks for beyond them."""
 _REFUSED_S = 2.0
-"""The least time for which a model whose load was refused streams,"""
+"""The least time for which a model whose loads were refused streams,"""
 _REFUSED_MOST_S = 20.0
 """and the most, where KV reaches as far as it did then."""
 _STREAM_S = 0.001
@@ -61,8 +66,10 @@ class _Weights:
     """Between its requests, lately."""
     asked_s: float = float("-inf")
     """When the last of them came."""
+    tries: int = 0
+    """Loads that were refused since the last one that was not."""
     refused_s: float | None = None
-    """When it was seen that its load was refused,"""
+    """When it was seen that its loads were refused,"""
     kv_end_bytes: int = 0
     """and how far KV reached then."""
 
@@ -135,16 +142,20 @@ class WeightSwapping(WeightMemory):
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
         if one is not None and one.state == "loading":
-            one.state = "resident"
+            one.state, one.tries = "resident", 0
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
     def refused(self, name: str) -> None:
-        """There was no place for its weights, or KV has taken it: it streams for a while."""
+        """There was no place for its weights, or KV has taken it. It asks for more room, or streams
+        for a while."""
         one = self._weights.get(name)
         if one is not None and one.state in ("loading", "resident"):
-            one.state, one.refused_s = "refused", None
-            one.kv_end_bytes = self._arena.end_bytes
+            one.tries += 1
+            one.state = "absent"
+            if one.tries == _TRIES or not self._rotates:
+                one.state, one.refused_s, one.tries = "refused", None, 0
+                one.kv_end_bytes = self._arena.end_bytes
             self._arena.withhold(self._slabs())
 
     def requested(self, name: str, now: float) -> None:
@@ -328,8 +339,14 @@ class WeightSwapping(WeightMemory):
 
     def _fits(self, one: _Weights, victims: Collection[_Weights]) -> bool:
         """Is there room for its weights, and for a prompt if it has nothing else, once these
-        left? (A prompt that is longer than the memory ends as such.)"""
-        size = one.size - sum(other.size for other in victims)
+        left? (A prompt that is longer than the memory ends as such.) KV may have gaps where no
+        weights fit. So where weights have places, they must fit above it."""
+        more = int(one.tries * _MORE_ROOM * one.size)
+        size = one.size + more - sum(other.size for other in victims)
+        if self._arena.weights_above:
+            slabs = self._arena.slabs - -(-self._arena.end_bytes // self._arena.slab_bytes)
+            if self._slabs(size) > slabs:
+                return False
         blocks = 0
         if not one.model.started:
             blocks = min(seq.length for seq in one.model.seqs.values()) // BLOCK_TOKENS + 1
