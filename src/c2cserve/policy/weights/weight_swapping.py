@@ -75,7 +75,8 @@ class _Weights:
 
     @property
     def due_s(self) -> float:
-        return self.model.most_urgent_due_s()
+        """When its most urgent request is due; infinite without requests."""
+        return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
 
     @property
     def too_long(self) -> bool:
@@ -88,7 +89,7 @@ class _Weights:
         """When a client will wait for it, if it is absent: its next token is due, or its next
         request is expected. After a long gap the next request is expected after as long again."""
         next_s = now + max(self.gap_s, now - self.asked_s)
-        return min(next_s, self.due_s) if self.model.seqs else next_s
+        return min(next_s, self.due_s)
 
 
 class WeightSwapping(WeightMemory):
