@@ -93,10 +93,25 @@ def test_graphs_of_a_model_go_with_it() -> None:
     assert cache.dropped == 2
 
 
-def test_what_could_not_be_captured_is_not_tried_again() -> None:
+def test_what_could_not_be_captured_is_tried_again_ever_later() -> None:
     cache: GraphCache[str] = GraphCache()
+
+    def steps_until_wanted() -> int:
+        for steps in range(1, 10_000):
+            cache.begin_step()
+            if cache.wants(key(8)):
+                return steps
+        return 0
+
+    waits: list[int] = []
+    for _ in range(3):
+        cache.refuse(key(8))
+        waits.append(steps_until_wanted())
+    assert waits == [256, 1024, 4096]
+    cache.put(key(8), "graph")
+    cache.forget(0)
     cache.refuse(key(8))
-    assert not any(cache.wants(key(8)) for _ in range(4))
+    assert steps_until_wanted() == 256, "what was captured since starts anew"
 
 
 # ---- the pool ------------------------------------------------------------------------------------

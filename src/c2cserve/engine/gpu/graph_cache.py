@@ -21,6 +21,10 @@ _BURST = 8
 _STEPS_PER_CAPTURE = 8
 """Decode steps that earn one capture, of which up to `_BURST` are saved. A capture takes about as
 long as launching its step kernel by kernel."""
+_STEPS_PER_RETRY = 256
+_RETRY_EXPONENT_MOST = 6
+"""Decode steps until a size whose capture failed is tried again: 256, and four times as many after
+each further failure, up to a million."""
 
 
 class GraphKey(NamedTuple):
@@ -58,7 +62,10 @@ class GraphCache(Generic[_Graph]):
         self._graphs: dict[GraphKey, _Graph] = {}
         """The one that was used last at the end."""
         self._met: dict[GraphKey, None] = {}
-        self._refused: set[GraphKey] = set()
+        self._refused: dict[GraphKey, tuple[int, int]] = {}
+        """How often in a row the capture failed, and the step from which on it may be tried again.
+        """
+        self._steps = 0
         self._allowance = float(_BURST)
         self.dropped = 0
 
@@ -67,6 +74,7 @@ class GraphCache(Generic[_Graph]):
 
     def begin_step(self) -> None:
         """Count a decode step: captures are earned by steps."""
+        self._steps += 1
         self._allowance = min(_BURST, self._allowance + 1 / _STEPS_PER_CAPTURE)
 
     def get(self, key: GraphKey) -> _Graph | None:
@@ -101,7 +109,8 @@ class GraphCache(Generic[_Graph]):
 
     def wants(self, key: GraphKey) -> bool:
         """Return whether to capture this graph now, of a size that was met before."""
-        if key in self._refused or self._allowance < 1:
+        _, again = self._refused.get(key, (0, 0))
+        if self._steps < again or self._allowance < 1:
             return False
         self._allowance -= 1
         return True
@@ -111,10 +120,13 @@ class GraphCache(Generic[_Graph]):
         while len(self._graphs) >= self._most:
             self._drop(next(iter(self._graphs)))
         self._graphs[key] = graph
+        self._refused.pop(key, None)
 
     def refuse(self, key: GraphKey) -> None:
-        """Never want this one again: it could not be captured."""
-        self._refused.add(key)
+        """Do not want this one for a while: its capture failed, maybe for want of memory."""
+        failures = self._refused.get(key, (0, 0))[0] + 1
+        wait = _STEPS_PER_RETRY * 4 ** min(failures - 1, _RETRY_EXPONENT_MOST)
+        self._refused[key] = failures, self._steps + wait
 
     def forget(self, model: int) -> None:
         """Drop the graphs that know the addresses of this model's weights."""
@@ -132,7 +144,7 @@ class GraphCache(Generic[_Graph]):
         for key in [key for key in self._graphs if gone(key)]:
             self._drop(key)
         self._met = {key: None for key in self._met if not gone(key)}
-        self._refused = {key for key in self._refused if not gone(key)}
+        self._refused = {key: since for key, since in self._refused.items() if not gone(key)}
 
     def _drop(self, key: GraphKey) -> None:
         del self._graphs[key]

@@ -11,7 +11,8 @@ them. A graph is one launch. There are two kinds:
 A step that a graph could run is padded to the graph's rows without a graph, too. Above 64 sequences
 every decode step is. So the same kernels run, and the bits are the same.
 
-A capture that fails is logged and counted. Steps of its size are launched kernel by kernel then.
+A capture that fails is logged and counted. Steps of its size are launched kernel by kernel then,
+for a while.
 """
 
 import logging
