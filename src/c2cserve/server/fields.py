@@ -15,6 +15,7 @@ TokenId = Annotated[int, Field(ge=0, le=_TOKEN_MAX)]
 # A list ends at its first wrong entry: a million of them would be a million problems.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Strict(BaseModel):
@@ -23,6 +24,16 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted; chunks are never padded."""
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _continuous(cls, value: bool | None, others: ValidationInfo) -> bool | None:
+        if value and not others.data.get("include_usage"):
+            raise ValueError("needs include_usage to be true")
+        return value
 
 
 class TextFormat(_Strict):
@@ -51,8 +62,23 @@ class Common(_Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
-    user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_SALT_CHARS)] | None = None
+
+    # Facts for OpenAI's service, which stores them or bills by them. They change nothing here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+
+    # Fields of vLLM with its default, which is what happens here. Other values are refused.
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @field_validator("stop")
     @classmethod
@@ -103,6 +129,7 @@ class CompletionBody(Common):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
+    add_special_tokens: Literal[True] | None = None
     suffix: None = None
 
     @field_validator("best_of")
@@ -153,21 +180,36 @@ class ChatBody(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: TextFormat | None = None
-    store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    parallel_tool_calls: bool | None = None
+    """Accepted; it is about tools."""
+    tool_choice: Literal["none"] | None = None
+    echo: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     # Not supported: only null, which asks for nothing, is accepted.
     tools: None = None
-    tool_choice: None = None
-    parallel_tool_calls: None = None
     functions: None = None
     function_call: None = None
     audio: None = None
+    moderation: None = None
     prediction: None = None
-    reasoning_effort: None = None
+    prompt_cache_options: None = None
     web_search_options: None = None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that a request adds to its template's. `reasoning_effort` is one,
+        and switches `enable_thinking`, which the request's own variables override."""
+        effort = self.reasoning_effort
+        added: dict[str, Any] = {}
+        if effort is not None:
+            added = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        return {**added, **(self.chat_template_kwargs or {})}
 
     @field_validator("top_logprobs")
     @classmethod

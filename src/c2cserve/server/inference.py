@@ -24,6 +24,7 @@ from c2cserve.server.shapes import (
     Envelope,
     chat_chunk,
     chat_logprobs,
+    choice_usage,
     completion_logprobs,
     text_chunk,
     token_offsets,
@@ -73,7 +74,7 @@ class Inference:
         asked = prepared.asked
         choices = [ChoiceStream(i, job, prepared) for i, job in enumerate(prepared.jobs)]
         first = prepared.jobs[0].request.id
-        envelope = Envelope.new(first, asked.model, asked.chat, self._fingerprint)
+        envelope = Envelope.new(first, asked, self._fingerprint)
         answer = _Answer(prepared, choices, envelope, request_id, lease)
         pieces = self._pieces(answer)
         if asked.stream:
@@ -159,18 +160,20 @@ class Inference:
     async def _events(
         self, answer: _Answer, first: ChoicePiece, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> AsyncGenerator[bytes, None]:
-        with_usage = answer.asked.include_usage
-        shaper = _Shaper(answer)
+        with_usage, counts = answer.asked.include_usage, answer.asked.continuous_usage
+        shaper = (_CountingShaper if counts else _Shaper)(answer)
         try:
             if answer.scored:
-                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first, with_usage)))
+                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first)))
             else:
-                yield _event(shaper.chunk(first, with_usage))
+                yield _event(shaper.chunk(first))
             async for piece in pieces:
                 if piece.text or piece.finish or piece.logprobs:
-                    yield _event(shaper.chunk(piece, with_usage))
+                    yield _event(shaper.chunk(piece))
+                elif counts:
+                    shaper.skip(piece)
             if with_usage:
-                last = answer.envelope.wrap([], streamed=True)
+                last = answer.envelope.wrap([])
                 last["usage"] = usage(answer.choices, len(answer.prepared.prompts))
                 yield _event(last)
             yield b"data: [DONE]\n\n"
@@ -193,7 +196,7 @@ class Inference:
         def shaped() -> bytes:
             shaper = _Shaper(answer)
             choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
-            content = answer.envelope.wrap(choices, streamed=False)
+            content = answer.envelope.wrap(choices)
             content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
             return _json.encode(content)
 
@@ -246,7 +249,10 @@ class _Shaper:
         self._answer = answer
         self._started: set[int] = set()
 
-    def chunk(self, piece: ChoicePiece, with_usage: bool) -> dict[str, Any]:
+    def skip(self, piece: ChoicePiece) -> None:
+        """Note a piece that has nothing to show."""
+
+    def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
         first = piece.index not in self._started
         self._started.add(piece.index)
         if self._answer.envelope.chat:
@@ -255,8 +261,8 @@ class _Shaper:
             choice = text_chunk(piece, self._logprobs([piece], first))
             if first and self._answer.echo:
                 choice["text"] = self._answer.choices[piece.index].prompt.text + choice["text"]
-        content = self._answer.envelope.wrap([choice], streamed=True)
-        if with_usage:
+        content = self._answer.envelope.wrap([choice])
+        if self._answer.asked.include_usage:
             content["usage"] = None
         return content
 
@@ -289,3 +295,20 @@ class _Shaper:
         return completion_logprobs(
             vocabulary, [*choice.prompt_logprobs, *entries], offsets, unscored=prompt[0]
         )
+
+
+class _CountingShaper(_Shaper):
+    """Adds to each chunk the usage of its choice so far."""
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__(answer)
+        self._tokens = [0] * len(answer.choices)
+        """Output tokens of each choice. A choice itself may be ahead of its chunks."""
+
+    def skip(self, piece: ChoicePiece) -> None:
+        self._tokens[piece.index] += piece.tokens
+
+    def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
+        self.skip(piece)
+        choice = self._answer.choices[piece.index]
+        return {**super().chunk(piece), "usage": choice_usage(choice, self._tokens[piece.index])}

@@ -64,6 +64,10 @@ class Asked(msgspec.Struct):
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Usage in every chunk of a stream."""
+    service_tier: bool
+    """The answer says which tier served it."""
     echo: bool
     stops: tuple[str, ...]
     priority: int | None

@@ -156,8 +156,7 @@ class _Reader:
 
     def _render(self, body: ChatBody) -> str:
         messages = [message.plain() for message in body.messages]
-        extra = body.chat_template_kwargs or {}
-        return self._tokenizer.render(messages, extra, self._limits.prompt_chars)
+        return self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text. A text that is too long for any tokens is refused before it
@@ -229,6 +228,8 @@ def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        service_tier=body.service_tier is not None,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
         stops=body.stops,
         priority=body.priority,
