@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from c2cserve.core.request import Sampling
+from c2cserve.core.request import Sampling, SamplingDefaults
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.vocabulary import VocabularyFacts
@@ -33,10 +33,13 @@ class Target(msgspec.Struct, frozen=True):
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
 
     @classmethod
     def of(cls, files: ModelFiles) -> "Target":
-        return cls(files.key, files.max_context, files.vocab_size, files.eos_token_ids)
+        return cls(
+            files.key, files.max_context, files.vocab_size, files.eos_token_ids, files.defaults
+        )
 
 
 class TextRequest(msgspec.Struct, tag=True):

@@ -6,7 +6,7 @@ checkpoint's template. So they run in processes that can be killed (server/text/
 
 import random
 from array import array
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,6 +19,8 @@ from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
+
+T = TypeVar("T", int, float)
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -200,10 +202,11 @@ class _Reader:
         if count == 0:
             raise ApiError(400, "the prompt has no tokens", param=self._field)
         body, room = self._body, self._target.max_context - count
+        usual = self._target.defaults.max_new_tokens
         wanted = body.max_tokens
         if isinstance(body, ChatBody):
-            wanted = wanted or body.max_completion_tokens or max(1, room)
-        wanted = wanted or _COMPLETION_TOKENS
+            wanted = wanted or body.max_completion_tokens or max(1, min(room, usual or room))
+        wanted = wanted or min(_COMPLETION_TOKENS, usual or _COMPLETION_TOKENS)
         if wanted > room:
             raise ApiError(
                 400,
@@ -258,14 +261,15 @@ def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
         logprobs = body.logprobs
         prompt_logprobs = logprobs if body.echo else None
     eos = () if body.ignore_eos else target.eos_token_ids
-    temperature = 1.0 if body.temperature is None else body.temperature
+    usual = target.defaults
+    temperature = _first(body.temperature, usual.temperature, 1.0)
     return Sampling(
         seed=random.getrandbits(63) if body.seed is None else body.seed % 2**64,
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else max(_TOP_P_MIN, body.top_p),
-        top_k=min(max(0, body.top_k or 0), target.vocab_size),
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        top_p=max(_TOP_P_MIN, _first(body.top_p, usual.top_p, 1.0)),
+        top_k=min(max(0, _first(body.top_k, usual.top_k, 0)), target.vocab_size),
+        min_p=_first(body.min_p, usual.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, usual.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=bias,
@@ -274,3 +278,10 @@ def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _first(asked: T | None, usual: T | None, otherwise: T) -> T:
+    """Return what the request asks for, else the checkpoint's default, else `otherwise`."""
+    if asked is not None:
+        return asked
+    return otherwise if usual is None else usual
