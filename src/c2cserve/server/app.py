@@ -29,6 +29,7 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
+from c2cserve.server.model_names import unknown_model
 from c2cserve.server.prepare import IncomingRequest, Prepared, Preparer, model_of
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.text.messages import Api
@@ -226,7 +227,7 @@ class _Routes:
             async with self._bodies.receive(http) as body:
                 incoming = IncomingRequest(
                     api, body, model_of(body), http.headers, http.state.tenant,
-                    http.state.cache_group,
+                    http.state.cache_group, key.quota.limits.allows_model,
                 )  # fmt: skip
                 http.state.model = incoming.model
                 prepared = await self._prepare(incoming, key)
@@ -259,12 +260,14 @@ class _Routes:
         return _json(_card(status))
 
     def _status(self, http: HttpRequest) -> ModelStatus:
-        name = http.path_params["name"]
-        for status in self._gateway.models():
+        name, models = http.path_params["name"], self._gateway.models()
+        for status in models:
             if name == status.id or name in status.aliases:
                 return status
-        message = f"The model {name[:200]!r} does not exist"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        key: Key | None = getattr(http.state, "key", None)
+        if key is not None:  # else an administrator asks
+            models = [one for one in models if key.quota.limits.allows_model(one.id)]
+        raise unknown_model(name, models)
 
     # ---- administration -------------------------------------------------------------------------
 

@@ -51,7 +51,7 @@ class Common(_Strict):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     presence_penalty: Penalty | None = None
@@ -163,12 +163,13 @@ class Message(_Strict):
         return len(text) + len(self.name or "")
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as templates expect it: `developer` is OpenAI's newer word for
-        `system`."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
+        """Return the message for templates, its content a text or a list of parts: `developer` is
+        OpenAI's newer word for `system`."""
+        content: Any = self.content or ""
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": text}
+        message = {"role": role, "content": content}
         return message if self.name is None else {**message, "name": self.name}
 
 

@@ -6,7 +6,7 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,6 +15,7 @@ from c2cserve.core.request import Job, Request, Slo
 from c2cserve.runtime.gateway import Gateway, ModelFiles
 from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
+from c2cserve.server.model_names import unknown_model
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.messages import Api, Asked, Target, TextRequest, TokenizedPrompt
 from c2cserve.server.text.pool import TextPool
@@ -52,6 +53,8 @@ class IncomingRequest:
     tenant: str
     cache_group: str
     """Requests of one group reuse each other's KV."""
+    allows: Callable[[str], bool]
+    """Whether its key may use the model of an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,8 @@ class Preparer:
         done, vocabulary = await self._texts.work(work, files, param)
         asked = done.asked
         if files is None or vocabulary is None:
-            message = f"The model {asked.model[:200]!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
+            known = [one for one in self._gateway.models() if incoming.allows(one.id)]
+            raise unknown_model(asked.model, known)
         # The name may lead to another version by now, or to none: the gateway refuses the job then.
         if asked.model != incoming.model:
             raise ApiError(400, "the body names several models", param="model")

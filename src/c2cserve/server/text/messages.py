@@ -72,6 +72,8 @@ class Asked(msgspec.Struct):
     service_tier: bool
     """The answer says which tier served it."""
     echo: bool
+    no_output: bool
+    """Only the prompt is answered with. A job samples at least one token, which is not shown."""
     stops: tuple[str, ...]
     priority: int | None
     sampling: Sampling

@@ -17,10 +17,13 @@ import jinja2.sandbox
 from jinja2.ext import loopcontrols
 
 from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read_text
+from c2cserve.server.text.contents import ContentForms
 from c2cserve.server.text.vocabulary import TokenizerError
 
 _WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions of reading templates that are not as assumed."""
+_PROBE_CHARS = 1 << 18
+"""Characters of a chat that only tries a template."""
 
 
 class ChatTemplate:
@@ -30,7 +33,11 @@ class ChatTemplate:
         """Read and parse the template. Raises TokenizerError and FileProblem."""
         config = read_object(directory / "tokenizer_config.json", CONFIG_BYTES_MAX) or {}
         self._specials = _special_tokens(config)
-        self._template = _templates(directory, config).get("default")
+        source = _sources(directory, config).get("default")
+        self._template = None if source is None else _compiled(directory, source)
+        self._contents = ContentForms(
+            source or "", lambda messages: self._write(messages, {}, _PROBE_CHARS)
+        )
 
     def render(
         self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
@@ -42,6 +49,12 @@ class ChatTemplate:
         """
         if self._template is None:
             raise TokenizerError("the model has no chat template; use /v1/completions")
+        return self._write(self._contents.shaped(messages), extra, chars_max)
+
+    def _write(
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None
+    ) -> str:
+        assert self._template is not None
         variables = {"messages": messages, "add_generation_prompt": True, **self._specials}
         parts: list[str] = []
         size = 0
@@ -95,8 +108,22 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Template]:
-    """Return the templates in chat_template.jinja, or else those in tokenizer_config.json."""
+def _sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return name -> template: the one in chat_template.jinja, or else those in
+    tokenizer_config.json. Raises TokenizerError and FileProblem."""
+    written: Any = config.get("chat_template")
+    own = read_text(directory / "chat_template.jinja", CONFIG_BYTES_MAX)
+    if own is not None:
+        written = own
+    named = written if isinstance(written, list) else [{"name": "default", "template": written}]
+    try:
+        return {str(one["name"]): str(one["template"]) for one in named if one["template"]}
+    except _WRONG_KIND as error:
+        raise _unreadable(directory, error) from error
+
+
+def _compiled(directory: Path, source: str) -> jinja2.Template:
+    """Return the template of a source. Raises TokenizerError."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
@@ -113,17 +140,11 @@ def _templates(directory: Path, config: dict[str, Any]) -> dict[str, jinja2.Temp
     environment.filters["tojson"] = tojson
     functions: dict[str, Any] = {"raise_exception": raise_exception, "strftime_now": strftime_now}
     environment.globals.update(functions)
-    written: Any = config.get("chat_template")
-    own = read_text(directory / "chat_template.jinja", CONFIG_BYTES_MAX)
-    if own is not None:
-        written = own
-    named = written if isinstance(written, list) else [{"name": "default", "template": written}]
     try:
-        return {
-            one["name"]: environment.from_string(one["template"])
-            for one in named
-            if one["template"]
-        }
+        return environment.from_string(source)
     except (jinja2.TemplateError, RecursionError, *_WRONG_KIND) as error:
-        what = one_line(error)
-        raise TokenizerError(f"{directory}: the chat template cannot be read: {what}") from error
+        raise _unreadable(directory, error) from error
+
+
+def _unreadable(directory: Path, error: BaseException) -> TokenizerError:
+    return TokenizerError(f"{directory}: the chat template cannot be read: {one_line(error)}")

@@ -38,6 +38,11 @@ def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
     body = _validated(work)
     texts = _texts(body)
     _check_counts(body, len(texts), work.limits)
+    if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        raise ApiError(
+            400, "max_tokens: 0 is for completions with echo; ask for at least 1",
+            param="max_tokens",
+        )  # fmt: skip
     if work.target is None or tokenizer is None:
         return TextResult(_asked(body, Sampling(seed=0)), [])
     sampling = _sampling(body, work.target)
@@ -206,7 +211,8 @@ class _Reader:
         wanted = body.max_tokens
         if isinstance(body, ChatBody):
             wanted = wanted or body.max_completion_tokens or max(1, min(room, usual or room))
-        wanted = wanted or min(_COMPLETION_TOKENS, usual or _COMPLETION_TOKENS)
+        if wanted is None:
+            wanted = min(_COMPLETION_TOKENS, usual or _COMPLETION_TOKENS)
         if wanted > room:
             raise ApiError(
                 400,
@@ -217,7 +223,7 @@ class _Reader:
             )  # fmt: skip
         if (body.min_tokens or 0) > wanted:
             raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens")
-        return wanted
+        return wanted or 1  # the token sampled for 0 is not fed back, and needs no room
 
 
 # ---- everything else ----------------------------------------------------------------------------
@@ -234,6 +240,7 @@ def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
         service_tier=body.service_tier is not None,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
+        no_output=body.max_tokens == 0,
         stops=body.stops,
         priority=body.priority,
         sampling=sampling,
