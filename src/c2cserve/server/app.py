@@ -30,6 +30,7 @@ from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
+from c2cserve.server.openapi.document import describe
 from c2cserve.server.prepare import IncomingRequest, Prepared, Preparer, model_of
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.text.messages import Api
@@ -113,6 +114,8 @@ class _Routes:
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
+        self._described: dict[str, Any] | None = None
+        """The API's description, made when it is first asked for: it takes some 0.1 s."""
         metrics.add_routes(route for _, route, _, _ in self.table())
 
     def table(self) -> list[tuple[str, str, Handler, Role]]:
@@ -135,6 +138,7 @@ class _Routes:
             ("GET", "/health", self._health, ""),
             ("GET", "/ready", self._ready, ""),
             ("GET", "/version", self._version, ""),
+            ("GET", "/openapi.json", self._description, ""),
         ]
 
     def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
@@ -336,6 +340,12 @@ class _Routes:
 
     async def _version(self, http: HttpRequest) -> Response:
         return _json({"version": __version__})
+
+    async def _description(self, http: HttpRequest) -> Response:
+        if self._described is None:
+            routes = [(method, path, role) for method, path, _, role in self.table()]
+            self._described = await asyncio.to_thread(lambda: describe(__version__, routes))
+        return _json(self._described)
 
 
 def _entry(body: bytes) -> dict[str, Any]:
