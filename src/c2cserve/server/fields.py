@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
@@ -226,3 +226,37 @@ class ChatBody(Common):
         if None not in (value, older) and value != older:
             raise ValueError("says something else than max_tokens")
         return value
+
+
+class TokenizeBody(_Strict):
+    """POST /tokenize: `prompt` or `messages`."""
+
+    model: str
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    """Default: for a prompt, since the templates of chats write them."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one(cls, value: list[Message] | None, others: ValidationInfo) -> list[Message] | None:
+        if value is not None and others.data.get("prompt") is not None:
+            raise ValueError("give prompt or messages, not both")
+        return value
+
+    @model_validator(mode="after")
+    def _some(self) -> "TokenizeBody":
+        if self.prompt is None and self.messages is None:
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeBody(_Strict):
+    """POST /detokenize"""
+
+    model: str
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import TokenLogprob
 from c2cserve.server.choices import ChoicePiece, ChoiceStream
 from c2cserve.server.text.detokenize import Detokenizer
@@ -126,4 +127,13 @@ def text_chunk(piece: ChoicePiece, logprobs: dict[str, Any] | None) -> dict[str,
     return {
         "index": piece.index, "text": piece.text, "logprobs": logprobs,
         "finish_reason": piece.finish,
+    }  # fmt: skip
+
+
+def model_card(status: ModelStatus) -> dict[str, Any]:
+    """Return a model as /v1/models lists it, in any state."""
+    return {
+        "id": status.id, "object": "model", "created": status.created_s, "owned_by": "c2cserve",
+        "max_model_len": status.max_context, "state": status.state.value,
+        "aliases": status.aliases,
     }  # fmt: skip

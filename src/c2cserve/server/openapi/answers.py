@@ -121,6 +121,20 @@ class ChatCompletionChunk(_Envelope):
     usage: Usage | None = None
 
 
+# ---- tokens -------------------------------------------------------------------------------------
+
+
+class Tokenized(Shape):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class Detokenized(Shape):
+    prompt: str
+
+
 # ---- models and administration ------------------------------------------------------------------
 
 

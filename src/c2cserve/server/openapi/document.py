@@ -10,7 +10,7 @@ from pydantic.json_schema import JsonSchemaMode
 from c2cserve.catalog.parse import EntryKeys
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Snapshot
-from c2cserve.server.fields import ChatBody, CompletionBody
+from c2cserve.server.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from c2cserve.server.openapi import answers as shapes
 
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
@@ -50,6 +50,12 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
         "Answer a chat", shapes.ChatCompletion, ChatBody, shapes.ChatCompletionChunk,
         errors=(404, 500),
+    ),
+    ("POST", "/tokenize"): Operation(
+        "Turn a text or a chat into tokens", shapes.Tokenized, TokenizeBody, errors=(404, 500)
+    ),
+    ("POST", "/detokenize"): Operation(
+        "Turn tokens into text", shapes.Detokenized, DetokenizeBody, errors=(404, 500)
     ),
     ("GET", "/v1/models"): Operation("List the catalogue", shapes.ModelCards),
     ("GET", "/v1/models/{name}"): Operation("Show a model", shapes.ModelCard, errors=(404,)),

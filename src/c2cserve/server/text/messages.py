@@ -12,7 +12,7 @@ from c2cserve.server.text.vocabulary import VocabularyFacts
 FRAME_HEAD_BYTES = 4
 """Bytes of the head of a frame: the length of the message behind it, little-endian."""
 
-Api = Literal["completions", "chat"]
+Api = Literal["completions", "chat", "tokenize", "detokenize"]
 
 
 class OpenModel(msgspec.Struct, tag=True):
@@ -43,7 +43,8 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class TextRequest(msgspec.Struct, tag=True):
-    """Validate a request's body, render and tokenize it. Answered by `TextResult`."""
+    """Validate a request's body, render and tokenize it. Answered by `TextResult`, or for
+    /tokenize and /detokenize by `TextAnswer`."""
 
     api: Api
     body: bytes
@@ -94,6 +95,15 @@ class TextResult(msgspec.Struct, tag=True):
     prompts: list[TokenizedPrompt]
 
 
+class TextAnswer(msgspec.Struct, tag=True):
+    """The answer to a request that needs no slice."""
+
+    model: str
+    """The model's name in the request."""
+    content: bytes
+    """JSON; empty if the request had no target."""
+
+
 class TextFailure(msgspec.Struct, tag=True):
     """`OpenModel` or `TextRequest` failed; the fields are those of the client's error."""
 
@@ -106,7 +116,7 @@ class TextFailure(msgspec.Struct, tag=True):
 
 
 ToText = OpenModel | TextRequest
-FromText = ModelOpened | TextResult | TextFailure
+FromText = ModelOpened | TextResult | TextAnswer | TextFailure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_text = msgspec.msgpack.Decoder(ToText).decode

@@ -40,22 +40,25 @@ class ChatTemplate:
         )
 
     def render(
-        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
-    ) -> str:
-        """Return the chat as the model's template writes it.
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None,
+        *, prompted: bool = True,
+    ) -> str:  # fmt: skip
+        """Return the chat as the model's template writes it. `prompted`: with the beginning of the
+        answer.
 
         Raises TokenizerError if there is no template, if it refuses the chat or fails (with its
         line), or if it writes more than `chars_max` characters.
         """
         if self._template is None:
             raise TokenizerError("the model has no chat template; use /v1/completions")
-        return self._write(self._contents.shaped(messages), extra, chars_max)
+        shaped = self._contents.shaped(messages)
+        return self._write(shaped, {**extra, "add_generation_prompt": prompted}, chars_max)
 
     def _write(
         self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None
     ) -> str:
         assert self._template is not None
-        variables = {"messages": messages, "add_generation_prompt": True, **self._specials}
+        variables = {"messages": messages, **self._specials}
         parts: list[str] = []
         size = 0
         try:

@@ -99,11 +99,17 @@ class Tokenizer(Vocabulary):
             raise refusal(error, "the tokenizer cannot take this text") from error
         return encoding.ids
 
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them; empty for ids without a token."""
+        return [self._pieces.get(token, "") for token in tokens]
+
     def render(
-        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
-    ) -> str:
-        """Return the chat as the model's template writes it. Raises TokenizerError."""
-        return self._template.render(messages, extra, chars_max)
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None,
+        *, prompted: bool = True,
+    ) -> str:  # fmt: skip
+        """Return the chat as the model's template writes it. `prompted`: with the beginning of the
+        answer. Raises TokenizerError."""
+        return self._template.render(messages, extra, chars_max, prompted=prompted)
 
     def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
         """Return a chained 64-bit hash per full block. Hashes are equal for equal prefixes of the

@@ -10,12 +10,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from c2cserve.core.model import name_of
 from c2cserve.core.request import Sampling
 from c2cserve.server.cache_salts import request_salt
 from c2cserve.server.errors import ApiError, of_validation
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
+from c2cserve.server.text.limits import check_vocabulary, check_vocabulary_ids, within
 from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
@@ -99,15 +99,6 @@ def _check_counts(body: CompletionBody | ChatBody, prompts: int, limits: Request
     )  # fmt: skip
 
 
-def within(param: str, what: str, count: int, limit: int, option: str) -> None:
-    """Check one limit. Raises ApiError (400), which names the field, the limit and its option."""
-    if count > limit:
-        raise ApiError(
-            400, f"{what}; this server's limit is {limit} (--max-{option})", param=param,
-            code="limit_exceeded",
-        )  # fmt: skip
-
-
 # ---- prompts ------------------------------------------------------------------------------------
 
 
@@ -153,12 +144,7 @@ class _Reader:
     def _checked(self, tokens: list[int]) -> str:
         """Return given token ids as text, for `echo`. Raises ApiError for ids outside the
         vocabulary."""
-        vocab_size = self._target.vocab_size
-        if max(tokens) >= vocab_size:
-            raise ApiError(
-                400, f"token id {max(tokens)} is not in the vocabulary of {vocab_size}",
-                param="prompt",
-            )  # fmt: skip
+        check_vocabulary_ids(tokens, self._target, "prompt")
         return self._tokenizer.decode(tokens) if getattr(self._body, "echo", None) else ""
 
     def _render(self, body: ChatBody) -> str:
@@ -179,19 +165,8 @@ class _Reader:
                 param=self._field, code="context_length_exceeded",
             )  # fmt: skip
         tokens = self._tokenizer.encode(text, special=special)
-        self._check_vocabulary(tokens)
+        check_vocabulary(tokens, self._target, self._field)
         return tokens
-
-    def _check_vocabulary(self, tokens: list[int]) -> None:
-        """Check that the model has embeddings of all tokens: its tokenizer may make others. Raises
-        ApiError."""
-        if tokens and (largest := max(tokens)) >= self._target.vocab_size:
-            raise ApiError(
-                400,
-                f"the tokenizer of {name_of(self._target.version)!r} made token id {largest} of "
-                f"this text, and the model's vocabulary is {self._target.vocab_size}",
-                param=self._field,
-            )
 
     def _count(self, tokens: int) -> None:
         """Count the tokens of a prompt for all its choices. Raises ApiError beyond the limit."""

@@ -336,6 +336,13 @@ def test_models(world: World) -> None:
         with pytest.raises(openai.PermissionDeniedError) as caught:
             call()
         assert (caught.value.code, caught.value.param) == ("model_not_allowed", "model")
+    for path, more in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        headers = {"authorization": f"Bearer {key}"}
+        statuses = [
+            world.served.http.post(path, json={"model": one, **more}, headers=headers).status_code
+            for one in (BYTE, PIECE)
+        ]
+        assert statuses == [200, 403]
     for name, meant in (("pieces", False), ("bytes", True)):
         with pytest.raises(openai.NotFoundError) as unknown:
             client.models.retrieve(name)
