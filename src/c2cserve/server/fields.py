@@ -1,8 +1,12 @@
 """The fields of requests. Any other field is refused by name, never ignored."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from c2cserve.server.tools.fields import Tool, ToolCalls, Tools
+
+T = TypeVar("T")
 
 _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
@@ -149,9 +153,11 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     # Clients send answers back unchanged, with nulls. These fields may be null and nothing else.
     refusal: None = None
-    tool_calls: None = None
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -160,7 +166,22 @@ class Message(_Strict):
     def chars(self) -> int:
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return len(text) + len(self.name or "")
+        called = sum(call.chars for call in self.tool_calls or ())
+        return len(text) + len(self.name or "") + len(self.reasoning_content or "") + called
+
+    @field_validator("tool_calls", "reasoning_content")
+    @classmethod
+    def _of_assistant(cls, value: T, others: ValidationInfo) -> T:
+        if value is not None and others.data.get("role") != "assistant":
+            raise ValueError("is only allowed in messages of the assistant")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_tool(cls, value: T, others: ValidationInfo) -> T:
+        if value is not None and others.data.get("role") != "tool":
+            raise ValueError("is only allowed in messages of a tool")
+        return value
 
     def plain(self) -> dict[str, Any]:
         """Return the message for templates, its content a text or a list of parts: `developer` is
@@ -169,8 +190,13 @@ class Message(_Strict):
         if not isinstance(content, str):
             content = [{"type": "text", "text": part.text} for part in content]
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                message[field] = value
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(Common):
@@ -185,15 +211,15 @@ class ChatBody(Common):
     reasoning_effort: ReasoningEffort | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
-    """Accepted; it is about tools."""
-    tool_choice: Literal["none"] | None = None
+    separate_reasoning: bool | None = None
     echo: Literal[False] | None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None
     add_special_tokens: Literal[False] | None = None
     # Not supported: only null, which asks for nothing, is accepted.
-    tools: None = None
     functions: None = None
     function_call: None = None
     audio: None = None
@@ -203,6 +229,18 @@ class ChatBody(Common):
     web_search_options: None = None
 
     @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice(cls, value: T, others: ValidationInfo) -> T:
+        if value == "auto" and not others.data.get("tools"):
+            raise ValueError("'auto' is only allowed when tools are specified")
+        return value
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """Return the variables that a request adds to its template's. `reasoning_effort` is one,
         and switches `enable_thinking`, which the request's own variables override."""
@@ -210,6 +248,8 @@ class ChatBody(Common):
         added: dict[str, Any] = {}
         if effort is not None:
             added = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if self.offered:
+            added["tools"] = [tool.plain() for tool in self.offered]
         return {**added, **(self.chat_template_kwargs or {})}
 
     @field_validator("top_logprobs")
@@ -240,6 +280,7 @@ class TokenizeBody(_Strict):
     continue_final_message: Literal[False] | None = None
     return_token_strs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
 
     @field_validator("messages")
     @classmethod

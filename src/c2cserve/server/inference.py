@@ -31,6 +31,7 @@ from c2cserve.server.shapes import (
     usage,
 )
 from c2cserve.server.text.messages import Asked
+from c2cserve.server.tools.readings import Readings
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
@@ -169,7 +170,8 @@ class Inference:
                 yield _event(shaper.chunk(first))
             async for piece in pieces:
                 if piece.text or piece.finish or piece.logprobs:
-                    yield _event(shaper.chunk(piece))
+                    if content := shaper.chunk(piece):
+                        yield _event(content)
                 elif counts:
                     shaper.skip(piece)
             if with_usage:
@@ -248,15 +250,24 @@ class _Shaper:
     def __init__(self, answer: _Answer) -> None:
         self._answer = answer
         self._started: set[int] = set()
+        plan = answer.asked.reading
+        self._readings = None if plan is None else Readings(plan)
 
     def skip(self, piece: ChoicePiece) -> None:
         """Note a piece that has nothing to show."""
 
     def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
+        """Return the chunk of a piece; empty if its text is held until it is known what it is."""
         first = piece.index not in self._started
         self._started.add(piece.index)
         if self._answer.envelope.chat:
-            choice = chat_chunk(piece, self._logprobs([piece]), first=first)
+            logprobs = self._logprobs([piece])
+            if self._readings is None:
+                choice = chat_chunk(piece, logprobs, first=first)
+            else:
+                choice = self._readings.chunk(piece, logprobs, first=first)
+                if not (choice["delta"] or piece.finish or logprobs):
+                    return {}
         else:
             choice = text_chunk(piece, self._logprobs([piece], first))
             if first and self._answer.echo:
@@ -272,6 +283,8 @@ class _Shaper:
             "index": choice.index, "finish_reason": pieces[-1].finish,
             "logprobs": self._logprobs(pieces, True),
         }  # fmt: skip
+        if self._readings is not None:
+            return {**shaped, **self._readings.whole(text, pieces[-1].finish)}
         if self._answer.envelope.chat:
             return {**shaped, "message": {"role": "assistant", "content": text, "refusal": None}}
         return {**shaped, "text": (choice.prompt.text if self._answer.echo else "") + text}
@@ -311,4 +324,7 @@ class _CountingShaper(_Shaper):
     def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
         self.skip(piece)
         choice = self._answer.choices[piece.index]
-        return {**super().chunk(piece), "usage": choice_usage(choice, self._tokens[piece.index])}
+        content = super().chunk(piece)
+        if content:
+            content["usage"] = choice_usage(choice, self._tokens[piece.index])
+        return content

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class Shape(BaseModel):
@@ -84,10 +84,28 @@ class ChatLogprobs(Shape):
     refusal: None
 
 
+class FunctionCalled(Shape):
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
+class ToolCalled(Shape):
+    id: str
+    type: Literal["function"]
+    function: FunctionCalled
+
+
+class ToolCallChunk(ToolCalled):
+    index: int
+
+
 class AnswerMessage(Shape):
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCalled] | None = None
 
 
 class ChatChoice(Shape):
@@ -106,6 +124,8 @@ class ChatCompletion(_Envelope):
 class Delta(Shape):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallChunk] | None = None
 
 
 class ChatChunkChoice(Shape):

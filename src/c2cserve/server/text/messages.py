@@ -8,6 +8,7 @@ from c2cserve.core.request import Sampling, SamplingDefaults
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.vocabulary import VocabularyFacts
+from c2cserve.server.tools.reading import ReadingPlan
 
 FRAME_HEAD_BYTES = 4
 """Bytes of the head of a frame: the length of the message behind it, little-endian."""
@@ -78,6 +79,8 @@ class Asked(msgspec.Struct):
     stops: tuple[str, ...]
     priority: int | None
     sampling: Sampling
+    reading: ReadingPlan | None
+    """What to look for in the outputs of a chat, None for nothing."""
 
 
 class TokenizedPrompt(msgspec.Struct):

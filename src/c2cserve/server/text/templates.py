@@ -5,6 +5,7 @@ that can be killed (server/text/process.py).
 """
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from jinja2.ext import loopcontrols
 from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read_text
 from c2cserve.server.text.contents import ContentForms
 from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.server.tools.reading import CallFormat
 
 _WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions of reading templates that are not as assumed."""
@@ -33,8 +35,15 @@ class ChatTemplate:
         """Read and parse the template. Raises TokenizerError and FileProblem."""
         config = read_object(directory / "tokenizer_config.json", CONFIG_BYTES_MAX) or {}
         self._specials = _special_tokens(config)
-        source = _sources(directory, config).get("default")
+        sources = _sources(directory, config)
+        source = sources.get("default")
         self._template = None if source is None else _compiled(directory, source)
+        # Some checkpoints have a template of its own for chats with tools.
+        of_tools = sources.get("tool_use", source)
+        self._of_tools = self._template
+        if of_tools is not None and of_tools != source:
+            self._of_tools = _compiled(directory, of_tools)
+        self.call_format: CallFormat | None = _call_format(of_tools or "")
         self._contents = ContentForms(
             source or "", lambda messages: self._write(messages, {}, _PROBE_CHARS)
         )
@@ -57,12 +66,13 @@ class ChatTemplate:
     def _write(
         self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None
     ) -> str:
-        assert self._template is not None
+        template = self._of_tools if "tools" in extra else self._template
+        assert template is not None
         variables = {"messages": messages, **self._specials}
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate({**extra, **variables}):
+            for part in template.generate({**extra, **variables}):
                 parts.append(part)
                 size += len(part)
                 if chars_max is not None and size > chars_max:
@@ -109,6 +119,16 @@ class _Generation(jinja2.ext.Extension):
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _call_format(source: str) -> CallFormat | None:
+    """Return the format of calls that a template asks for: it shows the model an example."""
+    if "tools" not in source:
+        return None
+    if "<tool_call>" in source:
+        # Newer Qwen coders write XML between the same tags.
+        return None if "<function=" in source else "hermes"
+    return "llama3" if re.search(r'\\?"parameters\\?"', source) else None
 
 
 def _sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:

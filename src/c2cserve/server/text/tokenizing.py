@@ -42,6 +42,8 @@ def _tokens(body: TokenizeBody, tokenizer: Tokenizer, chars_max: int) -> list[in
     if body.messages is None:
         return tokenizer.encode(body.prompt or "", special=special is None or special)
     variables = dict(body.chat_template_kwargs or {})
+    if body.tools:
+        variables["tools"] = [tool.plain() for tool in body.tools]
     messages = [message.plain() for message in body.messages]
     prompted = body.add_generation_prompt is None or body.add_generation_prompt
     text = tokenizer.render(messages, variables, chars_max, prompted=prompted)

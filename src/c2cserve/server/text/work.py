@@ -19,6 +19,7 @@ from c2cserve.server.text.limits import check_vocabulary, check_vocabulary_ids, 
 from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.server.tools.reading import ReadingPlan
 
 T = TypeVar("T", int, float)
 
@@ -44,12 +45,13 @@ def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
             param="max_tokens",
         )  # fmt: skip
     if work.target is None or tokenizer is None:
-        return TextResult(_asked(body, Sampling(seed=0)), [])
+        return TextResult(_asked(body, Sampling(seed=0), None), [])
     sampling = _sampling(body, work.target)
     salt = request_salt(work.cache_salt, body.cache_salt)
     reader = _Reader(tokenizer, work.target, body, work.limits, salt)
     try:
-        return TextResult(_asked(body, sampling), [reader.read(text) for text in texts])
+        prompts = [reader.read(text) for text in texts]
+        return TextResult(_asked(body, sampling, reader.plan), prompts)
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
 
@@ -118,6 +120,8 @@ class _Reader:
         self._field = _prompt_field(body)
         self._tokens = 0
         """Prompt tokens of all choices so far."""
+        self.plan: ReadingPlan | None = None
+        """What to look for in outputs; known when a chat was read."""
 
     def read(self, given: Any) -> TokenizedPrompt:
         body, text = self._body, ""
@@ -149,7 +153,21 @@ class _Reader:
 
     def _render(self, body: ChatBody) -> str:
         messages = [message.plain() for message in body.messages]
-        return self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
+        if body.offered and self._tokenizer.call_format is None:
+            raise ApiError(
+                400, "this model's chat template has no tools, or calls in a format that is not"
+                " known here (known are those of Hermes and Qwen, and Llama 3's JSON)",
+                param="tools", code="unsupported_parameter",
+            )  # fmt: skip
+        text = self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
+        if body.offered or body.separate_reasoning:
+            self.plan = ReadingPlan(
+                self._tokenizer.call_format if body.offered else None,
+                tuple(tool.function.name for tool in body.offered),
+                body.parallel_tool_calls is False,
+                bool(body.separate_reasoning), text.rstrip().endswith("<think>"),
+            )  # fmt: skip
+        return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text. A text that is too long for any tokens is refused before it
@@ -204,7 +222,9 @@ class _Reader:
 # ---- everything else ----------------------------------------------------------------------------
 
 
-def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
+def _asked(
+    body: CompletionBody | ChatBody, sampling: Sampling, reading: ReadingPlan | None
+) -> Asked:
     options = body.stream_options
     return Asked(
         model=body.model,
@@ -219,6 +239,7 @@ def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
         stops=body.stops,
         priority=body.priority,
         sampling=sampling,
+        reading=reading,
     )
 
 
