@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from c2cserve.server.tools.fields import Tool, ToolCalls, Tools
 
@@ -273,7 +273,9 @@ class TokenizeBody(_Strict):
 
     model: str
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, validate_default=True
+    )
     add_special_tokens: bool | None = None
     """Default: for a prompt, since the templates of chats write them."""
     add_generation_prompt: bool | None = None
@@ -285,15 +287,10 @@ class TokenizeBody(_Strict):
     @field_validator("messages")
     @classmethod
     def _one(cls, value: list[Message] | None, others: ValidationInfo) -> list[Message] | None:
-        if value is not None and others.data.get("prompt") is not None:
-            raise ValueError("give prompt or messages, not both")
+        prompt = others.data.get("prompt", "")  # absent if it is wrong itself
+        if (value is None) == (prompt is None):
+            raise ValueError("give prompt or messages, one of them")
         return value
-
-    @model_validator(mode="after")
-    def _some(self) -> "TokenizeBody":
-        if self.prompt is None and self.messages is None:
-            raise ValueError("give prompt or messages")
-        return self
 
 
 class DetokenizeBody(_Strict):

@@ -81,6 +81,7 @@ def test_special_tokens_are_shown(served: Served, byte: Tokenizer) -> None:
     ("path", "body", "named"),
     [
         ("/tokenize", {"model": BYTE}, "prompt or messages"),
+        ("/tokenize", {"model": BYTE, "prompt": None}, "messages"),
         ("/tokenize", {"model": BYTE, "prompt": "x", "messages": CHAT}, "messages"),
         ("/tokenize", {"model": BYTE, "prompt": 5}, "prompt"),
         ("/tokenize", {"model": BYTE, "prompt": "x", "temperature": 1}, "temperature"),
