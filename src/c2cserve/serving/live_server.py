@@ -17,6 +17,7 @@ from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Slice
+from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import SliceWishes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.cluster.admission import AdmissionSettings
@@ -68,6 +69,8 @@ class LiveSettings:
     """Directories under which added models may lie, besides the catalogue's own."""
     keys_file: Path | None
     usage_log: Path | None
+    defaults: SamplingDefaults | None
+    """Sampling defaults of all models; None: those of each checkpoint."""
 
 
 class LiveServer:
@@ -103,7 +106,11 @@ class LiveServer:
         make_pool = partial(_make_pool, self._instance, settings.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
-        host = CatalogHost(self._catalog.base_dir, roots, make_pool, self._post, kv_bytes)
+        host = CatalogHost(
+            self._catalog.base_dir, roots, make_pool, self._post, kv_bytes, settings.defaults
+        )
+        if (defaults := settings.defaults) is not None:
+            log.info("sampling defaults of all models: %s", str(defaults) or "none")
         try:
             models, broken = prepare_models(host, self._catalog, strict=settings.strict)
             check_pinned(models, budget)

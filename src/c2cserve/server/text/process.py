@@ -9,12 +9,14 @@ import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
+    Api,
     FromText,
     ModelOpened,
     OpenModel,
@@ -25,8 +27,13 @@ from c2cserve.server.text.messages import (
     frame,
 )
 from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.tokenizing import do_detokenize, do_tokenize
 from c2cserve.server.text.vocabulary import TokenizerError
 from c2cserve.server.text.work import do_work
+
+_WORK: dict[Api, Callable[[TextRequest, Tokenizer | None], FromText]] = {
+    "completions": do_work, "chat": do_work, "tokenize": do_tokenize, "detokenize": do_detokenize,
+}  # fmt: skip
 
 
 class _Texts:
@@ -58,7 +65,9 @@ class _Texts:
 
     def _work(self, message: TextRequest) -> FromText:
         target = message.target
-        return do_work(message, None if target is None else self._tokenizers[target.version])
+        return _WORK[message.api](
+            message, None if target is None else self._tokenizers[target.version]
+        )
 
 
 def _receive(end: socket.socket, size: int) -> bytes | None:
