@@ -45,7 +45,7 @@ _LONG_S = 1e4
 _TRIES = 3
 """Loads of a model that may be refused in a row before it streams."""
 _MORE_ROOM = 1 / 16
-"""Of a model's weights: what each further try asks for beyond them."""
+"""The share of a model's weights that each further try asks for beyond them."""
 _REFUSED_S = 2.0
 """The least time for which a model whose loads were refused streams,"""
 _REFUSED_MOST_S = 20.0
