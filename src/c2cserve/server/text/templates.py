@@ -140,7 +140,10 @@ def _sources(directory: Path, config: dict[str, Any]) -> dict[str, str]:
         written = own
     named = written if isinstance(written, list) else [{"name": "default", "template": written}]
     try:
-        return {str(one["name"]): str(one["template"]) for one in named if one["template"]}
+        sources = {one["name"]: one["template"] for one in named if one["template"]}
+        if not all(isinstance(text, str) for text in (*sources, *sources.values())):
+            raise TypeError("a template or its name is not a text")
+        return sources
     except _WRONG_KIND as error:
         raise _unreadable(directory, error) from error
 
