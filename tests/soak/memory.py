@@ -16,6 +16,10 @@ out (their pages cost nothing until used)."""
 _GRAPHS_GROWTH = 1 << 30
 """The same, of one GPU slice: it captures decode graphs as it meets steps of new sizes, and again
 after its worker was killed."""
+_TEXT = "text process"
+_TEXT_GROWTH = 1 << 30
+"""The same, of all text processes together. Each keeps the tokenizers of the models that it has
+met, and is replaced at its limit of memory."""
 _WARM_UP = 0.25
 """Of a phase, before memory is looked at."""
 _FEWEST_LOOKS = 12
@@ -73,19 +77,24 @@ class Memory:
         found: dict[str, Any] = {"looks": len(looks)}
         if len(looks) < _FEWEST_LOOKS:
             return found | {"judged": "no: too few looks"}, []
-        series = {"own_bytes": [sum(own.values()) for own, _ in looks]}
+        series = {
+            "own_bytes": [own.total() - own[_TEXT] for own, _ in looks],
+            "text_bytes": [own[_TEXT] for own, _ in looks],
+        }
         for gpu in range(len(looks[0][1])):
             series[f"gpu{gpu}_bytes"] = [gpus[gpu] for _, gpus in looks]
+        slices = len({kind for own, _ in looks for kind in own if kind.startswith("worker/")})
         grown: list[tuple[str, str, int]] = []
         for name, values in series.items():
-            own = name == "own_bytes"
+            of_gpu = name.startswith("gpu")
             # While a worker is started anew the GPU is all but empty, so its peaks are compared.
-            thirds = Thirds.of(values) if own else Thirds.of(values, max)
-            slices = len({kind for one, _ in looks for kind in one if kind.startswith("worker/")})
-            allowed = _GPU_GROWTH + slices * _GRAPHS_GROWTH
-            if own:
-                allowed = _HOST_GROWTH + self._arena_bytes
-            judged = own or self._judge_gpu
+            thirds = Thirds.of(values, max) if of_gpu else Thirds.of(values)
+            allowed = _HOST_GROWTH + self._arena_bytes
+            if of_gpu:
+                allowed = _GPU_GROWTH + slices * _GRAPHS_GROWTH
+            elif name == "text_bytes":
+                allowed = _TEXT_GROWTH
+            judged = self._judge_gpu or not of_gpu
             found[name] = {**thirds.shown(), "allowed": allowed if judged else "not judged"}
             if judged and thirds.grow_beyond(allowed):
                 grown.append((name, f"{int(thirds.first)} + {allowed}", int(thirds.last)))
