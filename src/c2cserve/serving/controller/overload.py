@@ -39,8 +39,8 @@ class OverloadCheck:
         is no overload.
 
         `backlog`: the policy's latest one. A short one concerns only models that requests wait for:
-        they may wait for their weights, while others have room. `preparing`: tenant -> its requests that
-        have arrived and have not reached the controller yet."""
+        they may wait for their weights, while others have room. `preparing`: tenant -> its requests
+        that have arrived and have not reached the controller yet."""
         crowd = sum(preparing.values())
         self._preparing.refresh(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
