@@ -22,11 +22,12 @@ from typing import IO, Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from c2cserve.catalog.entry import CatalogError
+from c2cserve.core.backoff import back_off_s
 
 _CHUNK_BYTES = 1 << 20
 _STALL_S = 30.0
 """A connection without a byte for longer counts as broken."""
-_BACKOFF_MAX_S = 30.0
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.5, 30.0
 _BROKEN = (
     urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, http.client.HTTPException,
 )  # fmt: skip
@@ -208,7 +209,7 @@ class HubClient:
         """Wait before the next try, or give up by raising `Unreachable`."""
         if failures > self._retries:
             raise Unreachable(f"{what}: {problem}") from problem
-        wait_s = min(_BACKOFF_MAX_S, 0.5 * 2 ** (failures - 1))
+        wait_s = back_off_s(failures - 1, _BACKOFF_FIRST_S, _BACKOFF_MAX_S)
         if isinstance(problem, urllib.error.HTTPError):
             wait_s = max(wait_s, _retry_after_s(problem.headers))
         self._sleep(min(wait_s, _BACKOFF_MAX_S))
