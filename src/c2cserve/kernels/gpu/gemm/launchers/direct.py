@@ -40,12 +40,12 @@ def launch_direct(
     work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
     context.launch(
         variant,
-        min(work, context.clusters(variant)),
+        min(work, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=map_slot,
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(w),
+        pdl=_overlaps_previous(context, w),
     )  # fmt: skip
 
 
@@ -65,12 +65,12 @@ def split(
     work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
     context.launch(
         variant,
-        min(work, context.clusters(variant)),
+        min(work, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(w),
+        pdl=_overlaps_previous(context, w),
     )  # fmt: skip
 
 
@@ -98,7 +98,7 @@ def grouped(
     most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
     context.launch(
         variant,
-        min(most, context.clusters(variant)),
+        min(most, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(context, w),
             offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
@@ -137,9 +137,15 @@ def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
     return FeedParams(w.map_pointer, 0 if w.home == "hbm" else context.share_pointer)
 
 
-def _overlaps_previous(w: WeightHandle) -> bool:
-    """Return whether W can be read before earlier kernels have ended. It cannot if they write it.
-    No kernel writes weights at another home, or weights that have a map in memory."""
+def _overlaps_previous(context: LaunchContext, w: WeightHandle) -> bool:
+    """Return whether the launch starts to read W before earlier kernels have ended.
+
+    It cannot if they write W. No kernel writes weights at another home, or weights that have a map
+    in memory. And it does not where the context bounds the CTAs that read W: two launches at a time
+    would take twice as many SMs.
+    """
+    if w.home in context.readers:
+        return False
     return w.home != "hbm" or w.map_pointer != 0
 
 

@@ -1,0 +1,92 @@
+"""How many CTAs read a weight: all that fit, or as few as saturate its link."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from c2cserve.core.tensors import Home
+from c2cserve.kernels.gpu import driver, launch_context
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.aot.variants import Variant
+from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.launchers import direct as launchers
+from c2cserve.kernels.gpu.gemm.weight import WeightHandle
+from c2cserve.kernels.gpu.launch_context import LaunchContext
+
+SMS = 132
+ALONE, THREES = Variant("direct", "bfloat16", 16), Variant("split", "bfloat16", 16, 3)
+EIGHTS = Variant("split", "bfloat16", 16, 8)
+REPOSITORY = cast(Repository, None)
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fitting(_repository: Any, variant: Variant) -> int:
+        return {1: SMS, 3: 39, 8: 14}[variant.cluster]
+
+    def properties(_device: int) -> SimpleNamespace:
+        return SimpleNamespace(multi_processor_count=SMS)
+
+    def stream(_device: int) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+    monkeypatch.setattr(driver, "new_stream", stream)
+    monkeypatch.setattr(launch_context, "_resident_clusters", fitting)
+
+
+def test_alone_a_context_fills_its_sms() -> None:
+    context = LaunchContext(0, REPOSITORY)
+    homes: tuple[Home, ...] = ("hbm", "peer", "host")
+    assert {context.clusters(ALONE, home) for home in homes} == {SMS}
+    assert {context.clusters(THREES, home) for home in homes} == {39}
+
+
+def test_readers_are_bounded_by_their_link_in_whole_clusters() -> None:
+    context = LaunchContext(0, REPOSITORY, readers={"host": 4, "peer": 32})
+    assert [context.clusters(ALONE, home) for home in ("host", "peer", "hbm")] == [4, 32, SMS]
+    assert [context.clusters(THREES, home) for home in ("host", "peer", "hbm")] == [1, 10, 39]
+    assert context.clusters(EIGHTS, "host") == 1, "a cluster is not divided"
+
+
+def test_readers_of_a_small_slice_are_no_more_than_fit() -> None:
+    context = LaunchContext(0, REPOSITORY, 16, readers={"peer": 32})
+    assert context.clusters(ALONE, "peer") == 16
+
+
+def test_grids_leave_sms_to_the_readers_beside() -> None:
+    context = LaunchContext(0, REPOSITORY, spared_sms=4)
+    assert context.clusters(ALONE) == 128
+    assert context.clusters(THREES) == 39, "these leave more already"
+    assert LaunchContext(0, REPOSITORY, 2, spared_sms=4).clusters(ALONE) == 1
+
+
+def test_a_cluster_that_does_not_fit_is_an_error() -> None:
+    with pytest.raises(driver.CudaError, match="clusters of 8 SMs"):
+        LaunchContext(0, REPOSITORY, 4).clusters(EIGHTS)
+
+
+def test_as_few_ctas_read_a_link_as_saturate_it() -> None:
+    assert Chooser(assumed_h200()).readers() == {"host": 4, "peer": 32}
+
+
+@pytest.mark.parametrize(
+    ("home", "mapped", "bounded", "early"),
+    [
+        ("hbm", False, True, False),
+        ("hbm", True, True, True),
+        ("host", False, False, True),
+        ("host", True, True, False),
+        ("peer", False, True, False),
+    ],
+)
+def test_bounded_readers_start_after_earlier_kernels(
+    home: Home, mapped: bool, bounded: bool, early: bool
+) -> None:
+    readers: dict[Home, int] = {"host": 4, "peer": 32} if bounded else {}
+    context = LaunchContext(0, REPOSITORY, readers=readers)
+    w = WeightHandle(4096, (128, 64), "bfloat16", home, map_pointer=64 if mapped else 0)
+    assert launchers._overlaps_previous(context, w) is early  # pyright: ignore[reportPrivateUsage]
