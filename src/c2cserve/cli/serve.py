@@ -51,6 +51,7 @@ def serve(
     gpu_kv_bytes: opt.GpuKvBytes = None,
     gpu_profile: opt.GpuProfile = "measured",
     gpu_peer_bytes: opt.GpuPeerBytes = 0,
+    gpu_lanes: opt.GpuLanes = 2,
     host_kv_bytes: opt.HostKvBytes = 0,
     pool_bytes: opt.PoolBytes = None,
     pool_dir: opt.PoolDir = Path("/dev/shm"),
@@ -99,7 +100,7 @@ def serve(
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
-        host_kv_bytes,
+        host_kv_bytes, gpu_lanes,
     )  # fmt: skip
     admission = AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst)
     settings = LiveSettings(

@@ -11,7 +11,7 @@ A `CachePolicy` decides which weights stay; in the product it is `policy.weights
 """
 
 from bisect import bisect_right, insort
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,10 +69,13 @@ class HbmCache:
     """
 
     def __init__(
-        self, arena: Tensor, policy: CachePolicy, borrower: Borrower | None = None
-    ) -> None:
+        self, arena: Tensor, policy: CachePolicy, borrower: Borrower | None = None,
+        on_drop: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         """`arena` is uint8 and shared with KV, which has the first `kv_end` bytes. `borrower`
-        knows the weights that can be read on another GPU."""
+        knows the weights that can be read on another GPU. `on_drop` is called with the model of
+        weights that are dropped, before anything is written in their place."""
+        self._on_drop = on_drop
         self._arena = arena
         self._policy = policy
         self._borrower = borrower
@@ -181,8 +184,8 @@ class HbmCache:
 
     def forget(self, model: str) -> None:
         """Drop a detached model: its addresses may come to mean something else."""
-        self._models = [one for one in self._models if one[2] != model]
         self._drop(self._policy.forget(model))
+        self._models = [one for one in self._models if one[2] != model]
 
     def clear(self) -> None:
         """Drop everything: some of it may not have been filled after all."""
@@ -210,10 +213,14 @@ class HbmCache:
         return None
 
     def _drop(self, keys: list[Hashable]) -> None:
+        models: set[str] = set()
         for key in keys:
             assert isinstance(key, int)
+            models.add(self._model_of(key))
             entry = self._entries.pop(key)
             self._starts.remove((entry.start, key))
             self.bytes -= entry.stop - entry.start
             self.counts.dropped_bytes += entry.stop - entry.start
             self._changes += 1
+        for model in sorted(models):
+            self._on_drop(model)

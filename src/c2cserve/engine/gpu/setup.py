@@ -16,8 +16,9 @@ from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
-from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
+from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, marker
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
@@ -26,6 +27,7 @@ from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, warm
+from c2cserve.kernels.gpu.attention.flash import Flash
 from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
@@ -41,7 +43,8 @@ from c2cserve.memory.pinning import PinningError, pin_array
 
 log = logging.getLogger(__name__)
 
-
+_PRIORITIES = {1: (0,), 2: (-1, 0)}
+"""Of the lanes' streams: where CTAs of both wait for an SM, those of the resident lane go first."""
 _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
 SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, PinningError, CudaError)
@@ -65,6 +68,31 @@ class GpuParts:
     host_kv: HostKv
     """The KV of paused requests."""
     flashinfer: FlashInfer
+    streaming: GpuLane | None
+    """The lane of steps whose weights stream, beside what is above; None: the slice has one lane.
+    """
+    fence: LaneFence
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The GEMMs of each lane."""
+        return [self.linear, *([self.streaming.linear] if self.streaming else [])]
+
+    @property
+    def graphs(self) -> list[DecodeGraphs]:
+        """The decode graphs of each lane."""
+        ops = [self.ops, *([self.streaming.ops] if self.streaming else [])]
+        return [one.graphs for one in ops if one.graphs is not None]
+
+    @property
+    def flashes(self) -> list[Flash]:
+        """The attention of long prompts of each lane."""
+        libraries = [self.flashinfer, *([self.streaming.flashinfer] if self.streaming else [])]
+        return [library.flash for library in libraries]
+
+    def streamed_bytes(self) -> int:
+        """Return the bytes of weights that launches of all lanes have read over links so far."""
+        return 0 if self.cache is None else self.cache.counts.streamed_bytes
 
     def warm(self, config: ModelConfig) -> None:
         """Compile, load and allocate everything that a model needs; quick after another model of
@@ -74,7 +102,13 @@ class GpuParts:
         for windowed in sorted({window > 0 for window in config.windows}):
             kind = FlashKind(sizes.dtype, sizes.head_dim, windowed)
             self.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
+            if self.streaming is not None:
+                with self.streaming.current():
+                    self.streaming.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
         _touch_libraries(sizes, self.device)
+        if self.streaming is not None:
+            with self.streaming.current():
+                _touch_libraries(sizes, self.device)
 
     def fatal(self, fault: Exception) -> bool:
         """Return whether the process must not serve another request.
@@ -101,6 +135,8 @@ class GpuParts:
         self.ops.renew()
         self.to_device.renew()
         self.flashinfer.flash.renew()
+        if self.streaming is not None:
+            self.streaming.renew()
         if self.cache is not None:
             self.cache.clear()
 
@@ -108,6 +144,8 @@ class GpuParts:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()
         self.context.copies.synchronize()
+        if self.streaming is not None:
+            self.streaming.finish()
 
 
 def open_gpu(
@@ -122,6 +160,7 @@ def open_gpu(
     cache_policy: CachePolicy | None = None,
     peers: PeerPool | None = None,
     host_kv_bytes: int = 0,
+    lanes: int = 1,
 ) -> GpuParts:
     """Make the calling thread a slice's thread, and set the slice up.
 
@@ -131,46 +170,57 @@ def open_gpu(
     `notify` is called from another thread when a step is over. `cache_policy` decides which weights
     stay in the part of the arena that KV leaves; without one no weight does. `peers` knows which
     other weights can be read on another GPU. `host_kv_bytes` is the size of the host memory,
-    registered here, that KV may rotate through.
+    registered here, that KV may rotate through. With two `lanes` steps whose weights stream have a
+    lane of their own (`engine.gpu.lanes`); partitions have one lane.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `PinningError` and `CudaError`.
     """
     torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device) if partition is None else partition.stream
+    assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
+    if partition is None:
+        stream, *others = [torch.cuda.Stream(device, priority) for priority in _PRIORITIES[lanes]]
+    else:
+        stream, others = partition.stream, []
+    streams = [stream, *others]
     torch.cuda.set_stream(stream)
     # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
     repository.load(SERVING_VARIANTS)
-    context = LaunchContext(device, repository, None if partition is None else partition.sms)
     torch_device = torch.device("cuda", device)
     arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
+    contexts = [LaunchContext(device, repository, None if partition is None else partition.sms)]
+    if lanes > 1:
+        contexts = lane_contexts(device, repository, chooser)
     borrower = None
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
-        borrower = Borrower(peers, lambda: _mark(stream))
-    cache = None if cache_policy is None else HbmCache(arena, cache_policy, borrower)
-    linear = Linear(context, chooser, cache)
-    on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
-    flashinfer = FlashInfer(torch_device, kernels)
-    ops = GpuOps(linear, torch_device, host_sampler, on_step_end, flashinfer.flash)
-    ops.capture_decoding(linear.launched, cache)
-    host_kv = _host_kv(arena, host_kv_bytes, stream, notify)
+        borrower = Borrower(peers, marker(streams))
+    fence = LaneFence(streams)
+    cache = None
+    if cache_policy is not None:
+        cache = HbmCache(arena, cache_policy, borrower, fence.dropped)
+    lane, *beside = [
+        GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
+        for stream, context in zip(streams, contexts, strict=True)
+    ]
     parts = GpuParts(
         torch_device,
-        stream,
-        context,
-        linear,
-        ops,
+        lane.stream,
+        lane.context,
+        lane.linear,
+        lane.ops,
         arena,
-        Staging(torch_device),
+        lane.to_device,
         cache,
         borrower,
-        host_kv,
-        flashinfer,
+        _host_kv(arena, host_kv_bytes, stream, notify),
+        lane.flashinfer,
+        beside[0] if beside else None,
+        fence,
     )
     for sizes in COMMON:
         warm(sizes, torch_device)
@@ -222,14 +272,6 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     assumed = assumed_profile(name, torch.cuda.get_device_properties(device).total_memory)
     log.warning("dataflows on %s are picked by %s", name, assumed.note)
     return assumed.profile
-
-
-def _mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Record an event after all of the slice's work. The stream waits for the copy engines, so the
-    event covers their work too."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return event
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:

@@ -1,0 +1,155 @@
+"""The lanes of a GPU slice: all that a step uses and that steps of another lane must not.
+
+    resident     stream of high priority    grids leave a few SMs    [ 3 ms | 3 ms | 3 ms | 3 ms ...
+    streaming    stream of low priority     as few CTAs read W       [ 300 ms ......................
+                                            as saturate the link
+
+Each lane has a stream, work memory, graphs with their memory, staging buffers, counters and plans.
+Lanes share the arena, the weight cache and kernels. All belong to the slice's thread.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from c2cserve.core.tensors import Home
+from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
+from c2cserve.engine.gpu.ops import GpuOps
+from c2cserve.engine.gpu.sampling import HostSampler
+from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.lanes import LaneParts
+from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
+from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
+from c2cserve.kernels.gpu.gemm.linear import Linear
+from c2cserve.kernels.gpu.launch_context import LaunchContext
+from c2cserve.memory.hbm_cache import HbmCache
+
+_SPARED_SMS = 4
+"""The fewest SMs that the resident lane leaves: a cluster that reads a link has up to four CTAs."""
+_READERS_SHARE = 4
+"""At most one in so many of a slice's SMs reads a link for the streaming lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuLane:
+    stream: torch.cuda.Stream
+    context: LaunchContext
+    linear: Linear
+    ops: GpuOps
+    to_device: Staging
+    flashinfer: FlashInfer
+
+    @classmethod
+    def open(
+        cls, stream: torch.cuda.Stream, context: LaunchContext, chooser: Chooser,
+        cache: HbmCache | None, host_sampler: HostSampler, notify: Callable[[], None] | None,
+        kernels: Path | None,
+    ) -> "GpuLane":  # fmt: skip
+        """Make a lane whose work goes to `stream`. `notify` is called when a step of it is over, by
+        a thread of its own: notice of a step must not wait for another lane's."""
+        device = torch.device("cuda", context.device)
+        with torch.cuda.stream(stream):
+            linear = Linear(context, chooser, cache)
+            on_step_end = None if notify is None else CompletionNotifier(device, notify).watch
+            flashinfer = FlashInfer(device, kernels)
+            ops = GpuOps(linear, device, host_sampler, on_step_end, flashinfer.flash)
+            ops.capture_decoding(linear.launched, cache, by_places=bool(context.readers))
+            return cls(stream, context, linear, ops, Staging(device), flashinfer)
+
+    @property
+    def parts(self) -> LaneParts:
+        """What an executor is given of it."""
+        return LaneParts(self.ops, self.to_device, self.current, self._attached)
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the thread's work goes to this lane."""
+        return torch.cuda.stream(self.stream)
+
+    def _attached(self) -> None:
+        """Wait, in stream order, for what the thread has made of a model on its own stream."""
+        self.stream.wait_stream(torch.cuda.current_stream(self.context.device))
+
+    def finish(self) -> None:
+        """Wait for the lane's own work on the GPU."""
+        self.stream.synchronize()
+        self.context.copies.synchronize()
+
+    def renew(self) -> None:
+        """Build anew what a failed step may have left half done. Nothing runs meanwhile."""
+        with self.current():
+            self.context.renew()
+            self.ops.renew()
+            self.to_device.renew()
+            self.flashinfer.flash.renew()
+
+
+def lane_contexts(
+    device: int, repository: Repository, chooser: Chooser
+) -> tuple[LaunchContext, LaunchContext]:
+    """Return the launch contexts of both lanes of a whole GPU, the resident lane's first."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    most = max(1, sms // _READERS_SHARE)
+    readers: dict[Home, int] = {
+        home: min(most, ctas) for home, ctas in chooser.readers().items()
+    }  # fmt: skip
+    spared = max(_SPARED_SMS, readers.get("host", 0))
+    return (
+        LaunchContext(device, repository, spared_sms=spared),
+        LaunchContext(device, repository, readers=readers),
+    )
+
+
+class LaneFence:
+    """Keeps lanes from writing where another one may still read weights.
+
+    Blocks of KV need no fence: the policy gives them to another request after the last step of the
+    one before has ended. Weights are dropped at once, though, while launched steps read them.
+    """
+
+    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+        self._streams = streams
+        self.in_flight: Callable[[], Collection[str]] = tuple[str, ...]
+        """Returns the models with steps that are launched or parked."""
+        self.waits = 0
+        """How often lanes have waited for each other."""
+
+    def dropped(self, model: str) -> None:
+        """Note that weights of `model` are dropped, whose place may be written from now on.
+
+        If steps read them now, all that is launched later waits for all that was launched before.
+        """
+        if len(self._streams) > 1 and model in self.in_flight():
+            events = [stream.record_event() for stream in self._streams]
+            for stream in self._streams:
+                for event in events:
+                    stream.wait_event(event)
+            self.waits += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """The end of all that was launched in all lanes; `memory.peer_pool.Mark`."""
+
+    events: Sequence[torch.cuda.Event]
+
+    @classmethod
+    def of(cls, streams: Sequence[torch.cuda.Stream]) -> "Mark":
+        """Record an event after all work of each stream. Streams wait for the copy engines, so the
+        events cover their work too."""
+        events = [torch.cuda.Event(blocking=True) for _ in streams]
+        for event, stream in zip(events, streams, strict=True):
+            event.record(stream)
+        return cls(events)
+
+    def synchronize(self) -> None:
+        for event in self.events:
+            event.synchronize()
+
+
+def marker(streams: Sequence[torch.cuda.Stream]) -> Callable[[], Mark]:
+    return partial(Mark.of, streams)
