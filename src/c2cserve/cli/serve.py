@@ -86,8 +86,7 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file),
-        max_body_bytes,
+        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
         requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,

@@ -359,10 +359,6 @@ class Executor:
         done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
         self._report(done, run.deltas)
 
-    def _holds(self, seq: Sequence) -> bool:
-        """Return whether the request is held. It may have ended in the step before this one."""
-        return self._seqs.get(seq.job.request.id) is seq
-
     def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
         request_id = seq.job.request.id
         run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
@@ -373,7 +369,8 @@ class Executor:
 
     def _record(self, run: Run, tokens: SampledTokens) -> None:
         for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
-            if seq.lost or not self._holds(seq):
+            # It may have ended in the step before this one.
+            if seq.lost or self._seqs.get(seq.job.request.id) is not seq:
                 continue
             if token < 0:
                 self._fail(run, seq, "the model computed values that are not numbers")
