@@ -27,11 +27,14 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
     parts = SimpleNamespace(
         stream=part("steps"), context=context, ops=part("ops"), to_device=part("staging"),
         flashinfer=SimpleNamespace(flash=part("plans")), cache=part("cache"),
+        streaming=SimpleNamespace(
+            renew=lambda: told.append("lane"), finish=lambda: told.append("wait for lane")
+        ),
     )  # fmt: skip
     parts.finish = lambda: GpuParts.finish(cast(Any, parts))
     GpuParts.renew(cast(Any, parts))
-    assert told[:2] == ["wait for steps", "wait for copies"]
-    assert set(told[2:]) == {"context", "ops", "staging", "plans", "cache"}
+    assert told[:3] == ["wait for steps", "wait for copies", "wait for lane"]
+    assert set(told[3:]) == {"context", "ops", "staging", "plans", "cache", "lane"}
 
 
 def test_weights_that_may_not_have_arrived_are_brought_again() -> None:

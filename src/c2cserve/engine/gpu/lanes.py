@@ -29,10 +29,11 @@ from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.memory.hbm_cache import HbmCache
 
+_PRIORITIES = {1: (0,), 2: (-1, 0)}
 _SPARED_SMS = 4
 """The fewest SMs that the resident lane leaves: a cluster that reads a link has up to four CTAs."""
 _READERS_SHARE = 4
-"""At most one in so many of a slice's SMs reads a link for the streaming lane."""
+"""The streaming lane reads a link with at most one in so many of a slice's SMs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +51,11 @@ class GpuLane:
         cache: HbmCache | None, host_sampler: HostSampler, notify: Callable[[], None] | None,
         kernels: Path | None,
     ) -> "GpuLane":  # fmt: skip
-        """Make a lane whose work goes to `stream`. `notify` is called when a step of it is over, by
-        a thread of its own: notice of a step must not wait for another lane's."""
+        """Make a lane whose work goes to `stream`.
+
+        `notify` is called when a step of it is over. That is done by a thread of the lane's own:
+        notice of a step must not wait for another lane's.
+        """
         device = torch.device("cuda", context.device)
         with torch.cuda.stream(stream):
             linear = Linear(context, chooser, cache)
@@ -88,20 +92,30 @@ class GpuLane:
             self.flashinfer.flash.renew()
 
 
+def lane_streams(device: int, lanes: int) -> list[torch.cuda.Stream]:
+    """Return the streams of the lanes of a whole GPU, the resident lane's first.
+
+    Where CTAs of both wait for an SM, those of the resident lane go first.
+    """
+    return [torch.cuda.Stream(device, priority) for priority in _PRIORITIES[lanes]]
+
+
 def lane_contexts(
-    device: int, repository: Repository, chooser: Chooser
-) -> tuple[LaunchContext, LaunchContext]:
-    """Return the launch contexts of both lanes of a whole GPU, the resident lane's first."""
+    device: int, repository: Repository, chooser: Chooser, lanes: int
+) -> list[LaunchContext]:
+    """Return the launch contexts of the lanes of a whole GPU, the resident lane's first."""
+    if lanes == 1:
+        return [LaunchContext(device, repository)]
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     most = max(1, sms // _READERS_SHARE)
     readers: dict[Home, int] = {
         home: min(most, ctas) for home, ctas in chooser.readers().items()
     }  # fmt: skip
     spared = max(_SPARED_SMS, readers.get("host", 0))
-    return (
+    return [
         LaunchContext(device, repository, spared_sms=spared),
         LaunchContext(device, repository, readers=readers),
-    )
+    ]
 
 
 class LaneFence:

@@ -18,7 +18,7 @@ from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
-from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, marker
+from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
@@ -43,8 +43,6 @@ from c2cserve.memory.pinning import PinningError, pin_array
 
 log = logging.getLogger(__name__)
 
-_PRIORITIES = {1: (0,), 2: (-1, 0)}
-"""Of the lanes' streams: where CTAs of both wait for an SM, those of the resident lane go first."""
 _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
 SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, PinningError, CudaError)
@@ -69,8 +67,7 @@ class GpuParts:
     """The KV of paused requests."""
     flashinfer: FlashInfer
     streaming: GpuLane | None
-    """The lane of steps whose weights stream, beside what is above; None: the slice has one lane.
-    """
+    """The lane of steps whose weights stream. All that is above is the other lane's, or both's."""
     fence: LaneFence
 
     @property
@@ -178,12 +175,8 @@ def open_gpu(
     """
     torch.cuda.set_device(device)
     assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
-    if partition is None:
-        stream, *others = [torch.cuda.Stream(device, priority) for priority in _PRIORITIES[lanes]]
-    else:
-        stream, others = partition.stream, []
-    streams = [stream, *others]
-    torch.cuda.set_stream(stream)
+    streams = lane_streams(device, lanes) if partition is None else [partition.stream]
+    torch.cuda.set_stream(streams[0])
     # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -192,9 +185,10 @@ def open_gpu(
     torch_device = torch.device("cuda", device)
     arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
-    contexts = [LaunchContext(device, repository, None if partition is None else partition.sms)]
-    if lanes > 1:
-        contexts = lane_contexts(device, repository, chooser)
+    if partition is None:
+        contexts = lane_contexts(device, repository, chooser, lanes)
+    else:
+        contexts = [LaunchContext(device, repository, partition.sms)]
     borrower = None
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
@@ -207,21 +201,11 @@ def open_gpu(
         GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
         for stream, context in zip(streams, contexts, strict=True)
     ]
+    host_kv = _host_kv(arena, host_kv_bytes, lane.stream, notify)
     parts = GpuParts(
-        torch_device,
-        lane.stream,
-        lane.context,
-        lane.linear,
-        lane.ops,
-        arena,
-        lane.to_device,
-        cache,
-        borrower,
-        _host_kv(arena, host_kv_bytes, stream, notify),
-        lane.flashinfer,
-        beside[0] if beside else None,
-        fence,
-    )
+        torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
+        cache, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
+    )  # fmt: skip
     for sizes in COMMON:
         warm(sizes, torch_device)
     parts.finish()

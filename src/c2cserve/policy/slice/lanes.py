@@ -34,8 +34,8 @@ class Lanes:
     def in_order(self) -> Sequence[Lane]:
         """Return the lanes in the order in which their steps are planned.
 
-        A lane that is short of memory goes first, so that the other one does not go on: no request
-        could be preempted while its model has a step under way.
+        A lane that is short of memory goes first, and keeps the other one from going on. Requests
+        with a step under way cannot be preempted for it.
         """
         if self.short is None:
             return self._names

@@ -1,0 +1,235 @@
+"""Two lanes on a real GPU: equal bits with and without a stream beside, and what each takes.
+
+The near model's weights are in HBM, the far model's are read in host memory. Run with `-s` to see
+the ratios. They are printed and hardly asserted: `benchmarks/stream_beside.py` measures a server.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from engine_case import COMMON, Lane, LateModel, no_sampler, shared_folder
+from tiny import make_model
+
+from c2cserve.core.request import Sampling
+from c2cserve.core.step import Lane as LaneName
+from c2cserve.engine.gpu.segments import PinnedSegments
+from c2cserve.engine.gpu.setup import GpuParts, open_gpu
+from c2cserve.engine.models.decoder import Decoder
+from c2cserve.engine.weights import Weights
+from c2cserve.memory.segment import Segment
+from c2cserve.policy.weights.hbm_residency import Residency
+
+pytestmark = pytest.mark.gpu
+
+KV_BYTES = 1 << 30
+LIKELY = Sampling(seed=0, temperature=0.0, logprobs=0)
+"""Greedy, with the log-probability of each token: its bits are compared."""
+PROMPT = torch.randint(3, 1000, (20,), generator=torch.Generator().manual_seed(9)).tolist()
+NEAR_TOKENS, FAR_TOKENS = 200, 12
+SHAPES: dict[str, dict[str, Any]] = {
+    "near": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8},
+    "far": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    decoders: dict[str, Decoder]
+    far: Segment
+    """The far model's, registered with CUDA."""
+
+
+class _NearWeights(Weights):
+    """Matrices in HBM."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        moved = super().tensor(name).cuda()
+        torch.cuda.synchronize()
+        return moved
+
+
+class TwoLanes(Lane):
+    def __init__(self, gpu: GpuParts) -> None:
+        assert gpu.streaming is not None
+        super().__init__(
+            gpu.ops, arena=gpu.arena, to_device=gpu.to_device, streaming=gpu.streaming.parts,
+            streamed_bytes=gpu.streamed_bytes,
+        )  # fmt: skip
+        gpu.fence.in_flight = self.executor.models_in_flight
+        self.ends_s: dict[str, list[float]] = {}
+        """When the steps of a request have ended."""
+        self._flying: dict[int, str] = {}
+
+    def begin(self, name: str, model: str, tokens: int) -> None:
+        self.add(name, model, PROMPT, tokens, LIKELY)
+        self.ends_s[name] = []
+
+    def run(self, lanes: dict[str, LaneName]) -> None:
+        """Decode these requests to their ends, each in its lane, one step of each at a time."""
+        for name in lanes:
+            self._next(name, lanes[name])
+        limit_s = time.monotonic() + 60
+        while self._flying:
+            assert time.monotonic() < limit_s
+            for done in self.take_done():
+                name = self._flying.pop(done.step_id)
+                self.ends_s[name].append(time.perf_counter())
+                if not self.ended(name):
+                    self._next(name, lanes[name])
+
+    def _next(self, name: str, lane: LaneName) -> None:
+        length = len(PROMPT) + len(self.tokens(name))
+        part = (name, length - 1, 1) if self.ends_s[name] else (name, 0, length)
+        self._flying[self.launch(part, lane=lane)] = name
+
+    def answer(self, name: str) -> list[tuple[int, float]]:
+        """Tokens and their log-probabilities."""
+        return [(one.token, one.logprob) for delta in self.of(name) for one in delta.logprobs]
+
+    def steps_s(
+        self, name: str, since_s: float = 0.0, until_s: float = float("inf")
+    ) -> list[float]:
+        """The times of its decode steps within this, in order of size."""
+        ends = [end_s for end_s in self.ends_s[name] if since_s <= end_s <= until_s]
+        return sorted(end_s - before_s for before_s, end_s in pairwise(ends))
+
+
+def _show(line: str) -> None:
+    print(line)  # noqa: T201
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[GpuParts]:
+    before = torch.cuda.current_stream()
+    with torch.no_grad():
+        yield open_gpu(0, KV_BYTES, no_sampler, profile="assumed", lanes=2)
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(before)
+
+
+@pytest.fixture(scope="module")
+def models(gpu: GpuParts) -> Iterator[Models]:
+    segments = PinnedSegments()
+    with shared_folder() as folder:
+        late: dict[str, LateModel] = {}
+        for name, shape in SHAPES.items():
+            (folder / name).mkdir()
+            make_model(
+                folder / name, "Llama", {**COMMON, "head_dim": 128, **shape}, 1, torch.bfloat16,
+                spread=0.05,
+            )  # fmt: skip
+            late[name] = LateModel(
+                folder / name, 1024, device=gpu.device, open_=segments.open
+            ).load_all()  # fmt: skip
+            gpu.warm(late[name].config)
+        near = late["near"]
+        weights = _NearWeights(segments.open(near.path))
+        decoders = {
+            "near": Decoder(near.config, weights, 1024, gpu.device), "far": late["far"].decoder,
+        }  # fmt: skip
+        yield Models(decoders, segments.open(late["far"].path))
+        gpu.finish()
+        segments.close_all()
+
+
+@pytest.fixture
+def slice_(gpu: GpuParts, models: Models) -> TwoLanes:
+    lanes = TwoLanes(gpu)
+    for name, decoder in models.decoders.items():
+        lanes.attach(name, decoder)
+    return lanes
+
+
+def test_bits_are_equal_in_either_lane_alone_and_beside(slice_: TwoLanes) -> None:
+    """Also while graphs are captured: the first runs of each size capture."""
+    answers: dict[str, list[list[tuple[int, float]]]] = {"near": [], "far": []}
+    tokens = {"near": NEAR_TOKENS, "far": FAR_TOKENS}
+    runs: list[dict[str, LaneName]] = [
+        {"near": "resident"}, {"far": "resident"}, {"near": "streaming"}, {"far": "streaming"},
+        {"near": "resident", "far": "streaming"}, {"near": "streaming", "far": "resident"},
+    ]  # fmt: skip
+    for i, run in enumerate(runs):
+        lanes: dict[str, LaneName] = {}
+        for model, lane in run.items():
+            slice_.begin(f"{model}{i}", model, tokens[model])
+            lanes[f"{model}{i}"] = lane
+        slice_.run(lanes)
+        for model in run:
+            answers[model].append(slice_.answer(f"{model}{i}"))
+    for model, found in answers.items():
+        assert len(found) == 4
+        assert all(len(one) == tokens[model] for one in found)
+        assert all(one == found[0] for one in found), model
+
+
+def test_a_stream_does_not_hold_up_resident_steps(slice_: TwoLanes) -> None:
+    homes: dict[str, LaneName] = {"near": "resident", "far": "streaming"}
+    for model, lane in homes.items():
+        slice_.begin(f"warm {model}", model, FAR_TOKENS)
+        slice_.run({f"warm {model}": lane})
+    slice_.begin("near alone", "near", 4 * NEAR_TOKENS)
+    slice_.run({"near alone": "resident"})
+    slice_.begin("far alone", "far", FAR_TOKENS)
+    slice_.run({"far alone": "streaming"})
+    slice_.begin("near", "near", 4 * NEAR_TOKENS)
+    slice_.begin("far", "far", FAR_TOKENS)
+    slice_.run({"near": "resident", "far": "streaming"})
+    begin_s = max(slice_.ends_s[name][0] for name in ("near", "far"))
+    end_s = min(slice_.ends_s[name][-1] for name in ("near", "far"))
+    alone, beside = slice_.steps_s("near alone"), slice_.steps_s("near", begin_s, end_s)
+    far_alone, far_beside = slice_.steps_s("far alone"), slice_.steps_s("far", begin_s, end_s)
+    assert min(len(beside), len(far_beside)) > 2, "they hardly overlapped"
+    for share in (0.5, 0.99):
+        at, at_beside = (one[int(share * (len(one) - 1))] for one in (alone, beside))
+        _show(f"near p{100 * share:.0f}: {1e3 * at:.2f} ms alone,"
+              f" {1e3 * at_beside:.2f} beside, {at_beside / at:.2f}x")  # fmt: skip
+    middle, middle_beside = (one[len(one) // 2] for one in (far_alone, far_beside))
+    _show(f"far p50: {1e3 * middle:.2f} ms alone, {1e3 * middle_beside:.2f} beside,"
+          f" {middle_beside / middle:.2f}x")  # fmt: skip
+    assert len(beside) > 2 * len(far_beside), "resident steps waited for the stream"
+
+
+def test_weights_that_go_while_they_are_read_are_read_to_the_end(
+    gpu: GpuParts, models: Models
+) -> None:
+    """A stream's cached weights are dropped for KV of the other lane, which overwrites them."""
+    torch.cuda.synchronize()
+    own = open_gpu(
+        0, KV_BYTES, no_sampler, profile="assumed", lanes=2, cache_policy=Residency(KV_BYTES)
+    )
+    try:
+        assert own.cache is not None
+        data = models.far.data
+        own.cache.add("far", data.ctypes.data, data.nbytes)
+        answers = [_answer(own, models, disturbed=disturbed) for disturbed in (False, True)]
+        assert answers[0] == answers[1]
+        assert own.fence.waits > 0
+    finally:
+        own.finish()
+        torch.cuda.set_stream(gpu.stream)
+
+
+def _answer(gpu: GpuParts, models: Models, *, disturbed: bool) -> list[tuple[int, float]]:
+    """The far model's answer in the streaming lane, out of the weight cache. If `disturbed`, the
+    cache is overwritten while steps read it."""
+    assert gpu.cache is not None
+    lanes = TwoLanes(gpu)
+    lanes.attach("far", models.decoders["far"])
+    lanes.begin("far", "far", FAR_TOKENS)
+    kv_end = KV_BYTES // 8
+    part = ("far", 0, len(PROMPT))
+    for i in range(FAR_TOKENS):
+        gpu.cache.begin_step("far", float(i), kv_end)
+        lanes.launch(part, lane="streaming")
+        if disturbed and i % 3 == 2:
+            gpu.cache.make_room(KV_BYTES)
+            gpu.arena[kv_end:].fill_(255)  # on the resident lane's stream
+        while not lanes.take_done():
+            pass
+        part = ("far", len(PROMPT) + i, 1)
+    return lanes.answer("far")
