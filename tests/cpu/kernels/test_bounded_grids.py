@@ -12,8 +12,6 @@ from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.aot.variants import Variant
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.choose import Chooser
-from c2cserve.kernels.gpu.gemm.launchers import direct as launchers
-from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 
 SMS = 132
@@ -34,7 +32,11 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "Event", SimpleNamespace)
+
+    def word(*_: object, **__: object) -> None: ...
+
     monkeypatch.setattr(driver, "new_stream", stream)
+    monkeypatch.setattr(torch, "zeros", word)
     monkeypatch.setattr(launch_context, "_resident_clusters", fitting)
 
 
@@ -73,20 +75,32 @@ def test_as_few_ctas_read_a_link_as_saturate_it() -> None:
     assert Chooser(assumed_h200()).readers() == {"host": 4, "peer": 32}
 
 
-@pytest.mark.parametrize(
-    ("home", "mapped", "bounded", "early"),
-    [
-        ("hbm", False, True, False),
-        ("hbm", True, True, True),
-        ("host", False, False, True),
-        ("host", True, True, False),
-        ("peer", False, True, False),
-    ],
-)
-def test_bounded_readers_start_after_earlier_kernels(
-    home: Home, mapped: bool, bounded: bool, early: bool
-) -> None:
-    readers: dict[Home, int] = {"host": 4, "peer": 32} if bounded else {}
-    context = LaunchContext(0, REPOSITORY, readers=readers)
-    w = WeightHandle(4096, (128, 64), "bfloat16", home, map_pointer=64 if mapped else 0)
-    assert launchers._overlaps_previous(context, w) is early  # pyright: ignore[reportPrivateUsage]
+def test_nothing_begins_early_beside_bounded_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[object] = []
+
+    def launch(_kernel: object, grid: int, *_: object, pdl: bool) -> None:
+        told.append((grid, pdl))
+
+    def hold_back(stream: int, word: int) -> None:
+        told.append("hold back")
+
+    def current_stream(_device: int) -> SimpleNamespace:
+        return SimpleNamespace(cuda_stream=7)
+
+    def zeros(*_: object, **__: object) -> SimpleNamespace:
+        return SimpleNamespace(data_ptr=lambda: 64)
+
+    monkeypatch.setattr(driver, "launch", launch)
+    monkeypatch.setattr(driver, "hold_back", hold_back)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    repository = cast(Repository, SimpleNamespace(kernel=lambda _variant: None))
+    homes: tuple[Home, ...] = ("host", "hbm", "peer")
+    for readers, held in (({}, 0), ({"host": 4}, 1)):
+        context = LaunchContext(0, repository, readers=cast(Any, readers))
+        told.clear()
+        for home in homes:
+            context.launch(ALONE, 2, cast(Any, None), pdl=True, home=home)
+        assert told.count("hold back") == held
+        assert [one for one in told if one != "hold back"] == [(2, True)] * 3
+        assert not held or told[1] == "hold back", "right behind what reads the link"

@@ -47,13 +47,17 @@ class LaunchContext:
     ) -> None:  # fmt: skip
         """Other kernels run beside this context's in two cases.
 
-        `readers`: at most so many CTAs read W from a home, or one cluster if that is larger. They
-        do not start before earlier kernels have ended. The kernels beside have all other SMs.
-        `spared_sms`: grids leave so many SMs to the readers beside. Neither changes a result.
+        `readers`: at most so many CTAs read W from a home, or one cluster if that is larger. No
+        kernel begins before they have ended: it would take SMs that it has no use for yet. The
+        kernels beside have all other SMs. `spared_sms`: grids leave so many SMs to the readers
+        beside. Neither changes a result.
         """
         self.device = device
         self.readers: Mapping[Home, int] = readers or {}
         self._spared_sms = spared_sms
+        self._word: Tensor | None = None
+        if self.readers:
+            self._word = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
         self.repository = repository
         whole = torch.cuda.get_device_properties(device).multi_processor_count
         self.sms = min(sms or whole, whole)
@@ -150,13 +154,16 @@ class LaunchContext:
         return self._clusters[variant]
 
     def launch(
-        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False
-    ) -> None:
-        """Launch a variant. Raises `KernelMissingError`, `CudaError`."""
+        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False,
+        home: Home = "hbm",
+    ) -> None:  # fmt: skip
+        """Launch a variant, with W at `home`. Raises `KernelMissingError`, `CudaError`."""
         driver.launch(
             self.repository.kernel(variant), clusters * variant.cluster, THREADS,
             SHARED_BYTES, self.stream, parameters, pdl=pdl,
         )  # fmt: skip
+        if self._word is not None and home in self.readers:
+            driver.hold_back(self.stream, self._word.data_ptr())
 
 
 @cache

@@ -45,7 +45,7 @@ def launch_direct(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=map_slot,
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(context, w),
+        pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def split(
             x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(context, w),
+        pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
 
@@ -103,6 +103,7 @@ def grouped(
             x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(context, w),
             offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
         ),
+        home=w.home,
     )  # fmt: skip
 
 
@@ -137,15 +138,9 @@ def _feed(context: LaunchContext, w: WeightHandle) -> FeedParams:
     return FeedParams(w.map_pointer, 0 if w.home == "hbm" else context.share_pointer)
 
 
-def _overlaps_previous(context: LaunchContext, w: WeightHandle) -> bool:
-    """Return whether the launch starts to read W before earlier kernels have ended.
-
-    It cannot if they write W. No kernel writes weights at another home, or weights that have a map
-    in memory. And it does not where the context bounds the CTAs that read W: two launches at a time
-    would take twice as many SMs.
-    """
-    if w.home in context.readers:
-        return False
+def _overlaps_previous(w: WeightHandle) -> bool:
+    """Return whether W can be read before earlier kernels have ended. It cannot if they write it.
+    No kernel writes weights at another home, or weights that have a map in memory."""
     return w.home != "hbm" or w.map_pointer != 0
 
 
