@@ -17,6 +17,7 @@ from tiny import make_model
 
 from c2cserve.core.request import Sampling
 from c2cserve.core.step import Lane as LaneName
+from c2cserve.engine.gpu import lanes as gpu_lanes
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.engine.models.decoder import Decoder
@@ -32,7 +33,7 @@ LIKELY = Sampling(seed=0, temperature=0.0, logprobs=0)
 PROMPT = torch.randint(3, 1000, (20,), generator=torch.Generator().manual_seed(9)).tolist()
 NEAR_TOKENS, FAR_TOKENS = 200, 12
 SHAPES: dict[str, dict[str, Any]] = {
-    "near": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8},
+    "near": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 20},
     "far": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
 }
 
@@ -64,28 +65,35 @@ class TwoLanes(Lane):
         self.ends_s: dict[str, list[float]] = {}
         """When the steps of a request have ended."""
         self._flying: dict[int, str] = {}
+        self._left: dict[str, int] = {}
+        """Steps of a request that are still to be launched."""
+        self._issued: dict[str, int] = {}
 
     def begin(self, name: str, model: str, tokens: int) -> None:
         self.add(name, model, PROMPT, tokens, LIKELY)
         self.ends_s[name] = []
+        self._left[name] = tokens
 
-    def run(self, lanes: dict[str, LaneName]) -> None:
-        """Decode these requests to their ends, each in its lane, one step of each at a time."""
+    def run(self, lanes: dict[str, LaneName], ahead: int = 1) -> None:
+        """Decode these requests to their ends, each in its lane, with `ahead` steps in flight."""
         for name in lanes:
-            self._next(name, lanes[name])
+            for _ in range(ahead):
+                self._next(name, lanes[name])
         limit_s = time.monotonic() + 60
         while self._flying:
             assert time.monotonic() < limit_s
             for done in self.take_done():
                 name = self._flying.pop(done.step_id)
                 self.ends_s[name].append(time.perf_counter())
-                if not self.ended(name):
-                    self._next(name, lanes[name])
+                self._next(name, lanes[name])
 
     def _next(self, name: str, lane: LaneName) -> None:
-        length = len(PROMPT) + len(self.tokens(name))
-        part = (name, length - 1, 1) if self.ends_s[name] else (name, 0, length)
-        self._flying[self.launch(part, lane=lane)] = name
+        if self._left[name]:
+            self._left[name] -= 1
+            issued = self._issued.setdefault(name, 0)
+            part = (name, issued, 1 if issued else len(PROMPT))
+            self._issued[name] += part[2]
+            self._flying[self.launch(part, lane=lane)] = name
 
     def answer(self, name: str) -> list[tuple[int, float]]:
         """Tokens and their log-probabilities."""
@@ -137,12 +145,16 @@ def models(gpu: GpuParts) -> Iterator[Models]:
         segments.close_all()
 
 
-@pytest.fixture
-def slice_(gpu: GpuParts, models: Models) -> TwoLanes:
+def _lanes_of(gpu: GpuParts, models: Models) -> TwoLanes:
     lanes = TwoLanes(gpu)
     for name, decoder in models.decoders.items():
         lanes.attach(name, decoder)
     return lanes
+
+
+@pytest.fixture
+def slice_(gpu: GpuParts, models: Models) -> TwoLanes:
+    return _lanes_of(gpu, models)
 
 
 def test_bits_are_equal_in_either_lane_alone_and_beside(slice_: TwoLanes) -> None:
@@ -167,31 +179,40 @@ def test_bits_are_equal_in_either_lane_alone_and_beside(slice_: TwoLanes) -> Non
         assert all(one == found[0] for one in found), model
 
 
-def test_a_stream_does_not_hold_up_resident_steps(slice_: TwoLanes) -> None:
-    homes: dict[str, LaneName] = {"near": "resident", "far": "streaming"}
-    for model, lane in homes.items():
-        slice_.begin(f"warm {model}", model, FAR_TOKENS)
-        slice_.run({f"warm {model}": lane})
-    slice_.begin("near alone", "near", 4 * NEAR_TOKENS)
-    slice_.run({"near alone": "resident"})
-    slice_.begin("far alone", "far", FAR_TOKENS)
-    slice_.run({"far alone": "streaming"})
-    slice_.begin("near", "near", 4 * NEAR_TOKENS)
-    slice_.begin("far", "far", FAR_TOKENS)
-    slice_.run({"near": "resident", "far": "streaming"})
-    begin_s = max(slice_.ends_s[name][0] for name in ("near", "far"))
-    end_s = min(slice_.ends_s[name][-1] for name in ("near", "far"))
-    alone, beside = slice_.steps_s("near alone"), slice_.steps_s("near", begin_s, end_s)
-    far_alone, far_beside = slice_.steps_s("far alone"), slice_.steps_s("far", begin_s, end_s)
-    assert min(len(beside), len(far_beside)) > 2, "they hardly overlapped"
-    for share in (0.5, 0.99):
-        at, at_beside = (one[int(share * (len(one) - 1))] for one in (alone, beside))
-        _show(f"near p{100 * share:.0f}: {1e3 * at:.2f} ms alone,"
-              f" {1e3 * at_beside:.2f} beside, {at_beside / at:.2f}x")  # fmt: skip
-    middle, middle_beside = (one[len(one) // 2] for one in (far_alone, far_beside))
-    _show(f"far p50: {1e3 * middle:.2f} ms alone, {1e3 * middle_beside:.2f} beside,"
-          f" {middle_beside / middle:.2f}x")  # fmt: skip
-    assert len(beside) > 2 * len(far_beside), "resident steps waited for the stream"
+@pytest.mark.parametrize("priorities", [(-1, 0), (0, 0)], ids=["resident first", "equal"])
+def test_a_stream_does_not_hold_up_resident_steps(
+    gpu: GpuParts, models: Models, monkeypatch: pytest.MonkeyPatch, priorities: tuple[int, int]
+) -> None:
+    """With two steps of each in flight, by priorities of the lanes' streams."""
+    torch.cuda.synchronize()
+    monkeypatch.setattr(gpu_lanes, "_PRIORITIES", {2: priorities})
+    own = open_gpu(0, KV_BYTES, no_sampler, profile="assumed", lanes=2)
+    try:
+        slice_ = _lanes_of(own, models)
+        homes: dict[str, LaneName] = {"near": "resident", "far": "streaming"}
+        tokens = {"near": 4 * NEAR_TOKENS, "far": 4 * FAR_TOKENS}
+        for model, lane in homes.items():
+            for phase in ("warm", "alone"):
+                slice_.begin(f"{model} {phase}", model, tokens[model])
+                slice_.run({f"{model} {phase}": lane}, ahead=2)
+        for model in homes:
+            slice_.begin(model, model, tokens[model])
+        slice_.run(homes, ahead=2)
+    finally:
+        own.finish()
+        torch.cuda.set_stream(gpu.stream)
+    begin_s = max(slice_.ends_s[name][0] for name in homes)
+    end_s = min(slice_.ends_s[name][-1] for name in homes)
+    found: dict[str, list[float]] = {}
+    for model in homes:
+        alone, beside = slice_.steps_s(f"{model} alone"), slice_.steps_s(model, begin_s, end_s)
+        assert len(beside) > 4, "they hardly overlapped"
+        found[model] = beside
+        for share in (0.5, 0.99):
+            at, at_beside = (one[int(share * (len(one) - 1))] for one in (alone, beside))
+            _show(f"{model} p{100 * share:.0f}: {1e3 * at:.2f} ms alone,"
+                  f" {1e3 * at_beside:.2f} beside, {at_beside / at:.2f}x")  # fmt: skip
+    assert len(found["near"]) > 2 * len(found["far"]), "resident steps waited for the stream"
 
 
 def test_weights_that_go_while_they_are_read_are_read_to_the_end(
