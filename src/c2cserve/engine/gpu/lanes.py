@@ -31,7 +31,7 @@ from c2cserve.memory.hbm_cache import HbmCache
 
 _PRIORITIES = {1: (0,), 2: (-1, 0)}
 _SPARED_SMS = 4
-"""The fewest SMs that the resident lane leaves: a cluster that reads a link has up to four CTAs."""
+"""The SMs that the resident lane's grids leave: as many as saturate a host's link over PCIe 5."""
 _READERS_SHARE = 4
 """The streaming lane reads a link with at most one in so many of a slice's SMs."""
 
@@ -111,9 +111,8 @@ def lane_contexts(
     readers: dict[Home, int] = {
         home: min(most, ctas) for home, ctas in chooser.readers().items()
     }  # fmt: skip
-    spared = max(_SPARED_SMS, readers.get("host", 0))
     return [
-        LaunchContext(device, repository, spared_sms=spared),
+        LaunchContext(device, repository, spared_sms=_SPARED_SMS),
         LaunchContext(device, repository, readers=readers),
     ]
 

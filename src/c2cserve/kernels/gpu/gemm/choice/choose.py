@@ -22,8 +22,9 @@ point, so a prediction does not jump when one point takes another's place."""
 _CACHED = 4096
 """The number of cached answers: the linears of many models times the row counts of their steps."""
 
-_SATURATED = 0.98
-"""CTAs that read a link at this share of its best rate are enough: more would read no faster."""
+_SATURATED = 0.96
+"""CTAs that read a link at this share of its best rate are enough: more would hardly read faster.
+"""
 
 _NEAR = 1.03
 """Predictions within this factor count as equal. Of equal ones, the first of `candidates` is taken.
