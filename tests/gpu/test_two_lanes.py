@@ -157,7 +157,7 @@ def slice_(gpu: GpuParts, models: Models) -> TwoLanes:
     return _lanes_of(gpu, models)
 
 
-def test_bits_are_equal_in_either_lane_alone_and_beside(slice_: TwoLanes) -> None:
+def test_bits_are_equal_in_either_lane_alone_and_beside(gpu: GpuParts, slice_: TwoLanes) -> None:
     """Also while graphs are captured: the first runs of each size capture."""
     answers: dict[str, list[list[tuple[int, float]]]] = {"near": [], "far": []}
     tokens = {"near": NEAR_TOKENS, "far": FAR_TOKENS}
@@ -177,6 +177,8 @@ def test_bits_are_equal_in_either_lane_alone_and_beside(slice_: TwoLanes) -> Non
         assert len(found) == 4
         assert all(len(one) == tokens[model] for one in found)
         assert all(one == found[0] for one in found), model
+    assert [graphs.failures for graphs in gpu.graphs] == [0, 0]
+    assert all(graphs.replays > NEAR_TOKENS for graphs in gpu.graphs), "these were graphs"
 
 
 @pytest.mark.parametrize("priorities", [(-1, 0), (0, 0)], ids=["resident first", "equal"])

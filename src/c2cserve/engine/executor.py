@@ -91,7 +91,6 @@ class Executor:
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
-        self._last_model = ""
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
 
     # ---- models and requests --------------------------------------------------------------------
@@ -183,8 +182,9 @@ class Executor:
             self._host_kv.forget(request_id)
 
     def _start(self, step: Step) -> None:
-        switched = bool(self._last_model) and self._last_model != step.model
-        self._last_model = step.model
+        lane = self._lanes[step.lane]
+        switched = bool(lane.last_model) and lane.last_model != step.model
+        lane.last_model = step.model
         run = Run(step, self._clock(), switched)
         if self._behind_parked(run):
             self._park(run, self._work(run))

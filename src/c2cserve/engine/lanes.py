@@ -36,6 +36,7 @@ class LaneSteps:
     launched: deque[Run] = field(default_factory=deque[Run])
     collected_s: float = 0.0
     """When the last outcome was collected."""
+    last_model: str = ""
 
 
 def lanes_of(resident: LaneParts, streaming: LaneParts | None) -> dict[Lane, LaneSteps]:

@@ -71,7 +71,7 @@ class WorkerWorld:
         """Requests that were accepted and have not ended or been returned."""
         self._active: set[str] = set()
         self._resetting: int | None = None
-        self._last_model = ""
+        self._last_models: dict[Lane, str] = {}
         self._in_flight: dict[int, tuple[Lane, float]] = {}
         """Steps that were submitted and have neither ended nor parked -> lane, time of submission.
         """
@@ -311,13 +311,13 @@ class WorkerWorld:
 
     def _run(self, action: RunStep) -> None:
         page = self._page
-        model = action.step.model
-        if model != self._last_model:
-            page.add_stat("switches", 1 if self._last_model else 0)
-            self._last_model = model
+        model, lane = action.step.model, action.step.lane
+        if model != self._last_models.get(lane):
+            page.add_stat("switches", 1 if lane in self._last_models else 0)
+            self._last_models[lane] = model
             page[Field.LAST_MODEL] = self._attach_order[model]
         now = time.monotonic()
         if not self._in_flight:
             page[Field.STEP_STARTED_S] = now
-        self._in_flight[action.step.id] = action.step.lane, now
+        self._in_flight[action.step.id] = lane, now
         self.engine.submit(action)
