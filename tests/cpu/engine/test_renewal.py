@@ -1,5 +1,6 @@
 """What a GPU slice builds anew after a failed step, as far as it can be seen without a GPU."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,6 +28,7 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
     parts = SimpleNamespace(
         stream=part("steps"), context=context, ops=part("ops"), to_device=part("staging"),
         flashinfer=SimpleNamespace(flash=part("plans")), cache=part("cache"),
+        current=nullcontext,
         streaming=SimpleNamespace(
             renew=lambda: told.append("lane"), finish=lambda: told.append("wait for lane")
         ),

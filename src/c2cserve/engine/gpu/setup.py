@@ -5,6 +5,7 @@ Everything that can fail or take long is done here, before the slice reports tha
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,14 +129,19 @@ class GpuParts:
         on their way into the cache. Models and kernels stay.
         """
         self.finish()
-        self.context.renew()
-        self.ops.renew()
-        self.to_device.renew()
-        self.flashinfer.flash.renew()
+        with self.current():  # a step of the other lane may have failed
+            self.context.renew()
+            self.ops.renew()
+            self.to_device.renew()
+            self.flashinfer.flash.renew()
         if self.streaming is not None:
             self.streaming.renew()
         if self.cache is not None:
             self.cache.clear()
+
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the thread's work goes to the resident lane."""
+        return torch.cuda.stream(self.stream)
 
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
