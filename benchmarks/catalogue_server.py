@@ -10,14 +10,16 @@ import sys
 import time
 import urllib.request
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from host_memory import memory_bytes
+from process_memory import OwnMemory, family, kind_of, own_bytes
 
-from c2cserve.devices.gpus import find_nvml
+from c2cserve.devices.gpus import GpuProblem, find_nvml
+from c2cserve.engine.gpu.requirements import usable_gpus
 
 _SHOWN = 6000
 _POLL_S = 0.25
@@ -69,7 +71,7 @@ class Server:
     @property
     def pids(self) -> list[int]:
         """Of the server and all that descends from it."""
-        return _family(self._running.pid)
+        return family(self._running.pid)
 
     def terminate(self) -> None:
         """Tell it to drain and end."""
@@ -137,13 +139,17 @@ class Server:
         os.kill(pid, signal.SIGKILL)
         return pid
 
+    def processes(self, workers: Mapping[int, str]) -> list[OwnMemory]:
+        """What each process holds of its own. `workers`: process ids and slices of those up."""
+        server = self._running.pid
+        return [OwnMemory(pid, kind_of(pid, server, workers), own_bytes(pid)) for pid in self.pids]
+
     def memory(self) -> dict[str, int]:
         """Bytes: what server and workers hold of their own (the pool is shared and not in it), and
         what GPUs have in use."""
-        own = sum(_anonymous_bytes(pid) for pid in _family(self._running.pid))
         facts = memory_bytes()
         return {
-            "own_bytes": own, "shared_bytes": facts["Shmem"],
+            "own_bytes": sum(map(own_bytes, self.pids)), "shared_bytes": facts["Shmem"],
             "available_bytes": facts["MemAvailable"],
             **{f"gpu{i}_bytes": used for i, used in enumerate(gpu_used_bytes())},
         }  # fmt: skip
@@ -158,7 +164,7 @@ def sum_samples(text: str) -> dict[str, float]:
 
 
 def gpu_used_bytes() -> list[int]:
-    """Of every GPU; nothing where there is none, or no NVML."""
+    """Of every GPU that CUDA_VISIBLE_DEVICES shows; nothing where there is none, or no NVML."""
     return [int(memory.used) for memory in _gpu_memory()]
 
 
@@ -171,36 +177,12 @@ def _gpu_memory() -> list[Any]:
     if nvml is None:
         return []
     try:
+        gpus = usable_gpus()
         nvml.nvmlInit()
-    except nvml.NVMLError:  # a machine without GPUs, or without their driver
+    except (GpuProblem, nvml.NVMLError):  # a machine without GPUs, or without their driver
         return []
     try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        handles = [nvml.nvmlDeviceGetHandleByUUID(gpu.uuid) for gpu in gpus]
         return [nvml.nvmlDeviceGetMemoryInfo(handle) for handle in handles]
     finally:
         nvml.nvmlShutdown()
-
-
-def _family(pid: int) -> list[int]:
-    """The process and all that descend from it."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                stat = (entry / "stat").read_text()
-            except OSError:  # it has just ended
-                continue
-            children[int(stat.rpartition(")")[2].split()[1])].append(int(entry.name))
-    found = [pid]
-    for one in found:
-        found += children[one]
-    return found
-
-
-def _anonymous_bytes(pid: int) -> int:
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return 0
-    match = re.search(r"^RssAnon:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) << 10 if match else 0

@@ -74,7 +74,8 @@ class Host:
         }  # fmt: skip
 
     def plan(self, arena: Arena, host_kv_bytes: int) -> Slice:
-        """Return the slice of a cell. Raises Refused."""
+        """Return the slice of a cell, with the speed of its link as the server knows it
+        (`serving.startup.with_links`). Raises Refused."""
         try:
             [slice_] = plan_all(self.machine, self._wishes(arena, host_kv_bytes))
         except ValueError as error:
@@ -82,7 +83,8 @@ class Host:
         if self.gpus and not self.imagined:
             for one in obstacles(self.gpus, self.profile, lent=arena.lent_bytes > 0):
                 raise Refused(f"{one.text}: {one.fix}")
-        return slice_
+        rate = 0.0 if slice_.gpu is None else self.speeds.h2d_bytes_per_s
+        return replace(slice_, link_bytes_per_s=rate)
 
     def _wishes(self, arena: Arena, host_kv_bytes: int) -> SliceWishes:
         if not self.gpus:

@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,7 @@ class Run:
             counters = {name: value + counters.get(name, 0.0) for name, value in risen.items()}
         self._row(cell, size)["live"] = figures(answers) | {"counters": counters}
         self._said(cell, "live")
+        self._tell(f"{cell.text} live: {weights_line(counters)}")
 
     def _simulated(self, host: Host, arena: Arena, slice_: Slice) -> None:
         given = self._given
@@ -201,13 +203,17 @@ class Run:
             if cell.text in self.results["not_run"]:
                 continue
             answers: list[Answer] = []
+            fetches = 0
             for seed, count in self._counts():
                 asked = requests(given.mix, self._names, cell.rate, count, seed)
-                answers += simulate(
+                found = simulate(
                     host, slice_, arena, self._models, self._times, asked, warm, seed,
                     given.answer_s,
                 )  # fmt: skip
-            self._row(cell, slice_.kv_bytes)["simulated"] = figures(answers)
+                answers += found.answers
+                fetches += found.fetches
+            row = self._row(cell, slice_.kv_bytes)
+            row["simulated"] = figures(answers) | {"fetches": fetches}
             self._said(cell, "simulated")
 
     def _cells(self, arena: Arena) -> list[Cell]:
@@ -251,6 +257,24 @@ def line_of(found: dict[str, Any]) -> str:
         f"{found['in_time']:.1%} in time, TTFT {_ms(found['ttft_p50_s'])}, TPOT"
         f" {_ms(found['tpot_p50_s'])}, {found['refused']} refused,"
         f" {found['unanswered']} unanswered, {found['failed']} failed of {found['requests']}"
+    )
+
+
+def weights_line(counters: Mapping[str, float]) -> str:
+    """Return what a server's counters say of weights, as a line."""
+
+    def count(name: str) -> float:
+        return counters.get(f"{name}_total", 0.0)
+
+    took_s, size = count("weight_fetch_seconds"), count("weight_fetched_bytes")
+    return (
+        f"{count('weight_fetches'):.0f} loads of {size / 1e9:.1f} GB in {took_s:.1f} s,"
+        f" {count('weight_fetches_cancelled'):.0f} cancelled,"
+        f" {count('weight_fetches_refused'):.0f} refused,"
+        f" {count('weight_releases'):.0f} released;"
+        f" steps read {count('weights_hit_bytes') / 1e9:.1f} GB in HBM,"
+        f" {count('weights_streamed_bytes') / 1e9:.1f} GB streamed"
+        f" ({count('weights_peer_bytes') / 1e9:.1f} GB of them lent)"
     )
 
 

@@ -1,7 +1,7 @@
 """A cell of `weights_mix.py` in the simulator: the same slice, links, step times and requests."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from catalogue_files import Pick
 from gpu_models import config_of
@@ -25,11 +25,19 @@ _DISK_BYTES_PER_S = 5e9
 _H2D, _D2H, _BOTH = "gpu0.h2d", "gpu0.d2h", "host.both"
 
 
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    answers: list[Answer]
+    fetches: int
+    """Loads of whole models into the slice's memory, those of `warm` too."""
+
+
 def simulate(
     host: Host, slice_: Slice, arena: Arena, models: Sequence[SimModel], times: Times | None,
     asked: Sequence[Asked], warm: Sequence[Asked], seed: int, answer_s: float,
-) -> list[Answer]:  # fmt: skip
-    """Run the requests on the simulated machine, after those of `warm`.
+) -> Simulated:  # fmt: skip
+    """Run the requests on the simulated machine, after those of `warm`. Policies are the server's:
+    the preset that it has (`c2cserve`), which decides on one step at a time.
 
     A request whose answer ends later than `answer_s` after its arrival is unanswered. Raises
     AssertionError if an invariant of the simulation breaks."""
@@ -40,11 +48,12 @@ def simulate(
         for every, add_s in ((warm, 0.0), (asked, later_s))
         for one in every
     ]
-    scenario = Scenario("", "", WorkloadSettings(""), seed=seed)
+    scenario = Scenario("", "", WorkloadSettings(""), seed=seed, lookahead=1)
     simulation = prepare(scenario, models, requests, machine)
     simulation.run()
     counted = (one for one in simulation.requests.ended if one.request.arrival_s >= later_s)
-    return [_answer(one, answer_s) for one in counted]
+    answers = [_answer(one, answer_s) for one in counted]
+    return Simulated(answers, sum(one.use.loads for one in simulation.slices.values()))
 
 
 def _answer(tracked: TrackedRequest, answer_s: float) -> Answer:
@@ -85,16 +94,13 @@ def simulated_machine(
 ) -> SimMachine:
     """Return the machine with one slice. `times` None: steps take what `host.speeds` say.
 
-    The arena is the slice's HBM. KV has half of it, as the live server's rule for weights has it;
-    weights have the rest, and what KV leaves. A CPU reads weights in the pool. Raises Refused."""
+    The slice is the server's own: KV and weights share its arena. Its policy knows the host's link.
+    Weights that are lent come faster, which it learns. A CPU reads weights in the pool. Raises
+    Refused."""
     speeds, links = host.speeds, dict[str, float]()
     if slice_.gpu is not None:
         links = dict(_links(host, arena, models))
-        kv_bytes = slice_.kv_bytes // 2 // slice_.slab_bytes * slice_.slab_bytes
-        slice_ = replace(
-            slice_, hbm_bytes=slice_.kv_bytes, kv_bytes=kv_bytes, link=_H2D,
-            link_bytes_per_s=links[_H2D],
-        )  # fmt: skip
+        slice_ = replace(slice_, link=_H2D)
     shared = [name for name in links if name == _BOTH]
     simulated = SimulatedSlice(
         slice=slice_, node=slice_.id, flops=speeds.flops, hbm_bytes_per_s=speeds.hbm_bytes_per_s,

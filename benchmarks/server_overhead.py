@@ -46,7 +46,9 @@ class InstantGateway:
     def resolve(self, name: str) -> ModelFiles | None:
         return self._files if name == "m" else None
 
-    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> None:
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
+    ) -> None:
         return None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:

@@ -30,7 +30,7 @@ from typing import Any
 
 from mix_load import FULL, TINY, parse_cells
 from mix_machine import IMAGINED, Refused
-from mix_run import Run, line_of
+from mix_run import Run, line_of, weights_line
 
 from c2cserve.devices.gpus import GpuProblem
 
@@ -141,6 +141,8 @@ def _show(results: dict[str, Any]) -> None:
         for world in ("live", "simulated"):
             if world in row:
                 print(f"{row['cell']:>10}  {world:<9}  {line_of(row[world])}")
+        if "live" in row:
+            print(f"{'':>10}  {'weights':<9}  {weights_line(row['live']['counters'])}")
     for text, why in results["refused"].items():
         print(f"{text:>10}  refused: {why}")
     if results["not_run"]:

@@ -11,8 +11,10 @@ from soak.catalogue import Model
 from soak.findings import Findings
 from soak.hostile import ALLOWED, Sent, choices_of, faults_of
 from soak.judge import Judge
+from soak.memory import Memory
 from soak.moments import Moments
 from soak.raw import Answer
+from soak.watch import Watch
 
 MODEL = Model("m", Path("m"), 512, 1024, 64, 1000, numbers=True)
 BODY = {"model": "m", "prompt": [5, 6, 7], "max_tokens": 2, "temperature": 0, "logprobs": 0}
@@ -145,6 +147,35 @@ def test_full_filesystems_may_refuse(court: Court) -> None:
     later = replace(meanwhile, sent_s=begin_s + 60, ended_s=begin_s + 61)
     court.faults(later)
     assert court.findings.violations.total() == before + 1
+
+
+def test_models_that_come_and_go_are_not_tallied(court: Court) -> None:
+    """Their counters go with them."""
+    court.moments.removing("m")
+    court.moments.added("m")
+    assert court.faults(good()) == []
+    assert court.judge.tally.ended == court.judge.tally.output_tokens == 0
+
+
+def look(watch: Watch, **counts: float) -> None:
+    samples = {f'tokens_total{{model_name="{name}"}}': count for name, count in counts.items()}
+    watch._counters(samples)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_counters_of_removed_models_go_and_others_never_fall(court: Court, tmp_path: Path) -> None:
+    log, memory = tmp_path / "log", Memory(tmp_path / "memory.csv", 0, judge_gpu=False)
+    server: Any = None
+    watch = Watch(server, log, tmp_path, court.findings, court.moments, memory, ["stays"])
+    look(watch, stays=5, added=7)
+    assert watch.counted("tokens_total") == 5
+    look(watch, stays=6)
+    assert not court.findings.violations
+    look(watch, stays=6, added=3)
+    look(watch, stays=6, added=2)
+    assert court.findings.violations == {"a counter fell": 1}
+    look(watch, stays=4)
+    look(watch)
+    assert court.findings.violations == {"a counter fell": 3}
 
 
 # ---- attacks -------------------------------------------------------------------------------------

@@ -36,14 +36,21 @@ CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "hello", "name": "a"}], "logprobs": True,
     "top_logprobs": 1, "max_completion_tokens": 2, "chat_template_kwargs": {"a": 1},
     "metadata": {"a": "b"}, "response_format": {"type": "text"}, "store": False,
+    "tool_choice": "none", "parallel_tool_calls": True, "separate_reasoning": True,
+    "reasoning_effort": "low", "service_tier": "auto",
 }  # fmt: skip
+TOKENIZE: dict[str, Any] = {
+    "model": "sorter-llama", "prompt": "sort: dcba", "add_special_tokens": True,
+    "return_token_strs": True,
+}  # fmt: skip
+DETOKENIZE: dict[str, Any] = {"model": "sorter-llama", "tokens": [70, 71]}
 ENTRY: dict[str, Any] = {
     "id": "fuzz", "path": "/nowhere", "aliases": ["f"], "pinned": False, "priority": 0,
     "ttft_s": 1.0, "tpot_s": 0.1, "max_context": 64, "dtype": "float32", "keep_warm_s": 1.0,
     "hub": "a/b",
 }  # fmt: skip
 ROUTES = [("/v1/completions", COMPLETION)] * 5 + [("/v1/chat/completions", CHAT)] * 5 + [
-    ("/admin/models", ENTRY)
+    ("/tokenize", TOKENIZE), ("/detokenize", DETOKENIZE), ("/admin/models", ENTRY),
 ]  # fmt: skip
 PATHS = [
     "/", "/health", "/ready", "/version", "/metrics", "/v1/models", "/v1/models/none",

@@ -16,7 +16,8 @@ from server_process import SPECIALISTS, ServerProcess, run_cli, wait_until
 
 PROMPT = "the words that both of them ask for, again and again, " * 2
 KEY_A, KEY_B, ADMIN = "key-of-a-5f0c", "key-of-b-91be", "key-of-admin-77d2"
-SECRETS = (KEY_A, KEY_B, ADMIN)
+HUB = "token-of-a-hub-3e44"
+SECRETS = (KEY_A, KEY_B, ADMIN, HUB)
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +27,15 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def locked(record: Path) -> Iterator[ServerProcess]:
-    """Two keys on the command line; no key for the administrator."""
-    args = ("--api-key", KEY_A, f"--api-key={KEY_B}", "--record", str(record))
-    with ServerProcess(*args, directory=record.parent / "pool", slices=1) as server:
+    """Two keys on the command line, the administrator's and a hub's in the environment; the log
+    has all there is to tell."""
+    variables = {"C2CSERVE_ADMIN_KEY": ADMIN, "HF_TOKEN": HUB}
+    wrapper = ["env", *(f"{name}={value}" for name, value in variables.items())]
+    args = ("--api-key", KEY_A, f"--api-key={KEY_B}", "--log-level", "debug")
+    with ServerProcess(
+        *args, "--record", str(record), directory=record.parent / "pool", slices=1,
+        wrapper=wrapper, admin_key=ADMIN,
+    ) as server:  # fmt: skip
         yield server
 
 
@@ -92,39 +99,31 @@ def children(pid: int) -> list[int]:
     return sorted(set(found))
 
 
-def test_keys_are_neither_shown_nor_handed_on(tmp_path: Path) -> None:
+def test_keys_are_neither_shown_nor_handed_on(locked: ServerProcess) -> None:
     """Not in `ps`, not to children, not in logs, not in shared memory."""
-    variables = {"C2CSERVE_ADMIN_KEY": ADMIN, "HF_TOKEN": KEY_B}
-    wrapper = ["env", *(f"{name}={value}" for name, value in variables.items())]
-    pool = tmp_path / "pool"
-    args = ("--api-key", KEY_A, "--log-level", "debug")
-    with ServerProcess(
-        *args, directory=pool, slices=1, wrapper=wrapper, settled=False, admin_key=ADMIN
-    ) as server:
-        pids = children(server.process.pid)
-        assert len(pids) >= 3, "a worker, and text processes"
-        for pid in pids:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-            assert b"PATH=" in environment
-            assert not [one for one in SECRETS if one.encode() in environment]
-        for pid in (server.process.pid, *pids):
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-            assert not [one for one in SECRETS if one.encode() in command]
-        command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
-        assert b"--api-key\0" + b"x" * len(KEY_A) + b"\0--log-level\0debug" in command
-        for key, status in ((KEY_A, 200), (ADMIN, 401), (KEY_B, 401)):
-            headers = {"authorization": f"Bearer {key}"}
-            assert (
-                httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60).status_code
-                == status
-            )
-        log = server.log.read_text()
-        assert "no place for a key" in log
-        assert not [one for one in SECRETS if one in log]
-        for file in pool.iterdir():
-            assert file.stat().st_mode & 0o077 == 0
-            content = file.read_bytes()
-            assert not [one for one in SECRETS if one.encode() in content]
+    pids = children(locked.process.pid)
+    assert len(pids) >= 3, "a worker, and text processes"
+    for pid in pids:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+        assert b"PATH=" in environment
+        assert not [one for one in SECRETS if one.encode() in environment]
+    for pid in (locked.process.pid, *pids):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        assert not [one for one in SECRETS if one.encode() in command]
+    command = Path(f"/proc/{locked.process.pid}/cmdline").read_bytes()
+    hidden = b"--api-key\0" + b"x" * len(KEY_A) + b"\0--api-key=" + b"x" * len(KEY_B)
+    assert hidden + b"\0--log-level\0debug" in command
+    for key, status in ((KEY_A, 200), (KEY_B, 200), (ADMIN, 401), (HUB, 401)):
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.get(f"{locked.url}/v1/models", headers=headers, timeout=60)
+        assert answer.status_code == status
+    log = locked.log.read_text()
+    assert "no place for a key" in log
+    assert not [one for one in SECRETS if one in log]
+    for file in locked.directory.iterdir():
+        assert file.stat().st_mode & 0o077 == 0
+        content = file.read_bytes()
+        assert not [one for one in SECRETS if one.encode() in content]
 
 
 def test_a_record_tells_no_prompts(locked: ServerProcess, record: Path) -> None:

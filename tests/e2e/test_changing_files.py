@@ -381,3 +381,37 @@ def test_strict_ends_with_a_line_for_each_broken_model(tmp_path: Path) -> None:
         assert name in line
         assert reason in line
     assert list((tmp_path / "pool").iterdir()) == []
+
+
+# ---- sampling defaults --------------------------------------------------------------------------
+
+
+def test_reload_reads_the_sampling_defaults_again(roomy: Home) -> None:
+    directory = copy(roomy.root, "recommending")
+    path = directory / "generation_config.json"
+    fields = json.loads(path.read_text())
+    chat = {"model": "recommending", "messages": [{"role": "user", "content": "sort: dcba"}]}
+
+    def output() -> int:
+        status, answer = call(roomy.server, "POST", "/v1/chat/completions", {**chat, **more})
+        assert status == 200, answer
+        return answer["usage"]["completion_tokens"]
+
+    more = {"ignore_eos": True}
+    for tokens in (3, 5):
+        path.write_text(json.dumps({**fields, "temperature": 0, "max_new_tokens": tokens}))
+        if tokens == 3:
+            entry = {"id": "recommending", "path": str(directory)}
+            status, answer = call(roomy.server, "POST", "/admin/models", entry)
+            assert status == 201, answer
+        else:
+            status, answer = call(roomy.server, "POST", "/admin/models/recommending/reload")
+            assert status == 200, answer
+        assert output() == tokens
+        said = f"generation_config.json sets temperature 0, max_new_tokens {tokens}"
+        assert said in roomy.server.log.read_text()
+    path.write_text(json.dumps({**fields, "temperature": "hot"}))
+    status, answer = call(roomy.server, "POST", "/admin/models/recommending/reload")
+    assert status == 400
+    assert "temperature" in answer["error"]["message"]
+    assert output() == 5, "the model goes on as before"

@@ -5,15 +5,19 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
 from server_process import ServerProcess, run_cli
 from streams import all_streams
 
 from c2cserve.runtime.replay import replay
 
 
-def test_record_and_replay(tmp_path: Path) -> None:
-    record = tmp_path / "record.jsonl"
-    with ServerProcess("--record", str(record), directory=tmp_path / "pool") as server:
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a server that has ended, and that lost a worker under streams."""
+    directory = tmp_path_factory.mktemp("live-record")
+    record = directory / "record.jsonl"
+    with ServerProcess("--record", str(record), directory=directory / "pool") as server:
 
         async def scenario() -> None:
             begun = asyncio.Event()
@@ -25,6 +29,10 @@ def test_record_and_replay(tmp_path: Path) -> None:
                 await asyncio.sleep(0.05)
 
         asyncio.run(scenario())
+    return record
+
+
+def test_record_and_replay(record: Path) -> None:
     result = replay(record)
     assert result.equal, [stream.difference for stream in result.streams]
     streams = {stream.stream: stream for stream in result.streams}
@@ -36,12 +44,9 @@ def test_record_and_replay(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_changed_record_is_noticed(tmp_path: Path) -> None:
-    record = tmp_path / "record.jsonl"
-    with ServerProcess("--record", str(record), directory=tmp_path / "pool", slices=1) as server:
-        asyncio.run(all_streams(server.url, 4, 8))
-    text = record.read_text()
+def test_a_changed_record_is_noticed(record: Path, tmp_path: Path) -> None:
+    text, changed = record.read_text(), tmp_path / "changed.jsonl"
     assert '"emits":true' in text
-    record.write_text(text.replace('"emits":true', '"emits":false', 1))
-    assert not replay(record).equal
-    assert run_cli("replay", str(record)).returncode == 1
+    changed.write_text(text.replace('"emits":true', '"emits":false', 1))
+    assert not replay(changed).equal
+    assert run_cli("replay", str(changed)).returncode == 1

@@ -30,16 +30,26 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> object:
     arguments = ["--gpu-slices", "none", "--slices", "1", "--pool-dir", str(pool)]
     with Server(catalogue.file, work / "server.log", arguments) as server:
         server.wait_ready(60, lambda _: None)
-        yield server.url, catalogue
+        yield server, catalogue
+
+
+def test_processes_of_a_server(served: tuple[Server, Catalogue]) -> None:
+    server, _ = served
+    [slice_] = server.state()["slices"]
+    found = server.processes({slice_["pid"]: slice_["id"]})
+    kinds = {one.kind for one in found}
+    kinds.discard("tokenizer probe")  # it may have ended
+    assert kinds == {"server", "text process", "fork server", f"worker/{slice_['id']}"}
+    assert next(one.bytes for one in found if one.kind == "server") > 1 << 20
 
 
 @pytest.mark.parametrize("gpu", [False, True], ids=["to the bit", "scored again"])
 def test_a_planted_lie_is_found(
-    served: tuple[str, Catalogue], tmp_path: Path, gpu: bool
+    served: tuple[Server, Catalogue], tmp_path: Path, gpu: bool
 ) -> None:  # fmt: skip
     """By comparing with the model alone, as CPU slices are, and by scoring again, as GPU slices'
     answers to what is not calm."""
-    url, catalogue = served
+    server, catalogue = served
     findings = Findings(tmp_path, 1, time.monotonic(), lambda _: None)
     judge, moments = Judge(findings, Moments()), Moments()
     checker = Checker(findings, judge, moments, random.Random(1), gpu)
@@ -47,7 +57,7 @@ def test_a_planted_lie_is_found(
     sampler = Sampler(random.Random(2), model, Limits(output=24, prompt=256), families=1)
 
     async def scenario() -> None:
-        async with Client(url, 30.0) as client:
+        async with Client(server.url, 30.0) as client:
             prompt = sampler.tokens(40)
             scored = sampler.case("medium", prompt, (40,), max_tokens=12, logprobs=0)
             unscored = sampler.case("medium", prompt, (40,), max_tokens=12)

@@ -61,7 +61,7 @@ class TwoLanes(Lane):
             gpu.ops, arena=gpu.arena, to_device=gpu.to_device, streaming=gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
         )  # fmt: skip
-        gpu.fence.in_flight = self.executor.models_in_flight
+        gpu.fence.reading = self.executor.lanes_in_flight
         self.ends_s: dict[str, list[float]] = {}
         """When the steps of a request have ended."""
         self._flying: dict[int, str] = {}

@@ -31,7 +31,7 @@ _RELATED = {
     "min_tokens": {"max_tokens", "max_completion_tokens"},
     "best_of": {"n"}, "n": {"best_of", "prompt"},
     "top_logprobs": {"logprobs"}, "logprobs": {"top_logprobs"},
-    "stream": {"stream_options"},
+    "stream": {"stream_options"}, "prompt": {"messages"},
 }  # fmt: skip
 """Fields that may be named instead of the wrong one: they contradict each other."""
 _CHOICES_MOST = 256

@@ -27,7 +27,7 @@ Fault = tuple[str, object, object]
 
 @dataclass(slots=True)
 class Tally:
-    """Of one server: what its counters must show."""
+    """Of one server: what its counters must show, of the models that stay."""
 
     ended: int = 0
     """Choices that ended with a stop or at their length."""
@@ -56,6 +56,8 @@ class Judge:
         return not faults
 
     def _count(self, case: Case, reply: Reply) -> None:
+        if case.model is not None and self._moments.comes_and_goes(case.model.id):
+            return
         if reply.complete:
             self.tally.ended += case.choices
             self.tally.output_tokens += (reply.usage or {}).get("completion_tokens", 0)

@@ -73,7 +73,11 @@ class Moments:
 
     def absent(self, model: str, begin_s: float, end_s: float) -> bool:
         """Whether the model was out of the catalogue, or on its way in or out, meanwhile."""
-        return any(span.meets(begin_s, end_s) for span in self._absent[model])
+        return any(span.meets(begin_s, end_s) for span in self._absent.get(model, ()))
+
+    def comes_and_goes(self, model: str) -> bool:
+        """Whether the model is one that is added and removed; what it counts goes with it."""
+        return model in self._absent
 
     def disturbances(self, begin_s: float, end_s: float) -> int:
         """How often a worker was killed or stopped meanwhile; shortly before counts as well."""

@@ -22,6 +22,7 @@ from soak.hostile import Hostile
 from soak.judge import Judge, Tally
 from soak.kinds import Sampler
 from soak.load import Load, Wave
+from soak.memory import Memory
 from soak.moments import Moments
 from soak.phases import Phase, Setting, eased
 from soak.watch import Watch
@@ -110,9 +111,13 @@ class Run:
             )
             row["start_s"] = round(time.monotonic() - began_s, 2)
             self._tell(f"the server is up after {row['start_s']} s")
-            watch = Watch(
-                server, log, self._plan.pool, self._findings, self._moments, phase.arena_bytes,
+            memory = Memory(
+                self._plan.out / f"memory-{number}.csv", phase.arena_bytes,
                 judge_gpu=self._plan.judge_gpu_memory,
+            )  # fmt: skip
+            stay = [model.id for model in self._catalogue.models]
+            watch = Watch(
+                server, log, self._plan.pool, self._findings, self._moments, memory, stay
             )  # fmt: skip
             asyncio.run(self._serve(number, phase, server, watch, end_s, row))
             self._gone(server, watch)

@@ -4,28 +4,25 @@ import asyncio
 import json
 import re
 import time
+from collections.abc import Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import aiohttp
-from catalogue_server import Server, ServerFailed
+from catalogue_server import Server, ServerFailed, gpu_used_bytes
 
 from soak.findings import Findings
+from soak.memory import Memory
 from soak.moments import LOOK_S, Moments
 
 HEALTH_S = 5.0
 """Within which /health must answer; a controller that is silent for longer is not healthy."""
 _HEALTH_EVERY_S = 0.1
-_HOST_GROWTH, _GPU_GROWTH = 256 << 20, 512 << 20
-"""What memory may grow between the first and the last third of a phase, KV arenas on the host left
-out (their pages cost nothing until used)."""
-_WARM_UP = 0.25
-"""Of a phase, before memory is looked at."""
-_FEWEST_LOOKS = 12
 _POOL_FILES_SLACK = 16 << 20
 """Control files, status pages."""
 _OF_WORKER = re.compile(r"worker of slice (\S+) \(pid (\d+)\): ")
+_MODEL = re.compile(r'[{,]model_name="([^"]*)"')
 _SEEN_S = 10.0
 """After it was written, until a line of the log is read."""
 _OF_FULL = ("No space left on device", "larger shared-memory filesystem")
@@ -37,14 +34,14 @@ class Watch:
 
     def __init__(
         self, server: Server, log: Path, pool: Path, findings: Findings, moments: Moments,
-        arena_bytes: int, *, judge_gpu: bool,
+        memory: Memory, stay: Collection[str],
     ) -> None:  # fmt: skip
-        """`arena_bytes`: of all KV arenas on the host together."""
+        """`stay`: the models that are never removed."""
         self._server, self._log, self._pool = server, log, pool
         self._findings, self._moments = findings, moments
-        self._arena_bytes, self._judge_gpu = arena_bytes, judge_gpu
+        self._memory, self._began_s = memory, time.monotonic()
+        self._stay = frozenset(stay)
         self._samples: dict[str, float] = {}
-        self._memory: list[dict[str, int]] = []
         self._read = 0
         self._ended: dict[int, str] = {}
         """Workers that were killed or stopped for long, and what was done."""
@@ -107,19 +104,21 @@ class Watch:
         now = time.monotonic()
         self._up_since_s = {pid: self._up_since_s.get(pid, now) for pid in up}
         self._counters(self._server.samples())
-        self._memory.append(self._server.memory())
+        self._look_at_memory()
         self._files()
         self._errors()
 
     # ---- counters -------------------------------------------------------------------------------
 
     def _counters(self, samples: dict[str, float]) -> None:
-        """Counters only rise; those of a slice begin anew with its worker."""
+        """Counters only rise. Those of a slice begin anew with its worker, and those of a model go
+        with it."""
         before, self._samples = self._samples, samples
         for name, value in before.items():
             counts = name.split("{")[0].endswith(("_total", "_count", "_bucket", "_sum"))
             of_slice = 'slice="' in name and "restarts" not in name
-            if counts and not of_slice and samples.get(name, -1.0) < value:
+            gone = name not in samples and _model_of(name) not in {None, *self._stay}
+            if counts and not of_slice and not gone and samples.get(name, -1.0) < value:
                 self._findings.violation("a counter fell", f"{name} >= {value}", samples.get(name))
         preempted = [
             name for name, value in samples.items()
@@ -129,9 +128,12 @@ class Watch:
             self._moments.preempted()
 
     def counted(self, name: str, label: str = "") -> float:
-        """A counter's samples with the label, added, as they were last."""
-        found = self._samples.items()
-        return sum(value for key, value in found if key.startswith(name + "{") and label in key)
+        """A counter's samples with the label, added, as they were last; of models that stay."""
+        return sum(
+            value
+            for key, value in self._samples.items()
+            if key.startswith(name + "{") and label in key and _model_of(key) in self._stay
+        )
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -146,26 +148,16 @@ class Watch:
         if used > budget or files > budget + _POOL_FILES_SLACK:
             self._findings.violation("the pool's budget", budget, {"used": used, "files": files})
 
+    def _look_at_memory(self) -> None:
+        workers = {int(one["pid"]): str(one["id"]) for one in self.state["slices"] if one["pid"]}
+        at_s = time.monotonic() - self._began_s
+        self._memory.look(at_s, self._server.processes(workers), gpu_used_bytes())
+
     def memory(self) -> dict[str, Any]:
-        """Medians of the first and the last third after warming up, and whether that is flat."""
-        looks = self._memory[int(_WARM_UP * len(self._memory)) :]
-        if len(looks) < _FEWEST_LOOKS:
-            return {"looks": len(looks), "judged": "no: too few looks"}
-        third = len(looks) // 3
-        names = ["own_bytes", *(name for name in looks[0] if name.startswith("gpu"))]
-        found: dict[str, Any] = {"looks": len(looks)}
-        for name in names:
-            first, last = (int(median(refresh[name] for refresh in part))
-                           for part in (looks[:third], looks[-third:]))  # fmt: skip
-            allowed = _HOST_GROWTH + self._arena_bytes if name == "own_bytes" else _GPU_GROWTH
-            judged = name == "own_bytes" or self._judge_gpu
-            found[name] = {
-                "first": first,
-                "last": last,
-                "allowed": allowed if judged else "not judged",
-            }
-            if judged and last - first > allowed:
-                self._findings.violation(f"memory grows: {name}", f"{first} + {allowed}", last)
+        """For the summary, once memory is judged."""
+        found, grown = self._memory.judged()
+        for name, expected, came in grown:
+            self._findings.violation(f"memory grows: {name}", expected, came)
         return found
 
     # ---- log ------------------------------------------------------------------------------------
@@ -234,3 +226,8 @@ class Watch:
 
     def last_errors(self) -> None:
         self._errors()
+
+
+def _model_of(sample: str) -> str | None:
+    match = _MODEL.search(sample)
+    return match and match[1]

@@ -19,6 +19,10 @@ class Histogram:
         return self.buckets[-1][1] if self.buckets else 0.0
 
     def since(self, earlier: "Histogram") -> "Histogram":
+        """Return what came since. One that fell counts from zero: its model was removed and added
+        again, or the server was started again."""
+        if self.count < earlier.count:
+            return self
         before = dict(earlier.buckets)
         return Histogram(
             tuple((bound, count - before.get(bound, 0.0)) for bound, count in self.buckets),

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import ctypes
 import importlib.util
 import json
 import signal
@@ -11,17 +10,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import aiohttp
 
+from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.terminal.output import CliError
 
 _READY_S = 60.0
-_PR_SET_PDEATHSIG = 1
 _TO_CALLER = "c2cserve: "
 """Begins the lines that commands write for their callers."""
 
@@ -83,7 +83,6 @@ def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[byte
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     url = f"http://127.0.0.1:{port}"
-    end_with_parent = parent_death_signal()
     with tempfile.NamedTemporaryFile("wb", prefix="c2cserve-demo-", suffix=".log") as log:
         process = subprocess.Popen(
             [
@@ -92,7 +91,7 @@ def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[byte
                 "--gpu-slices", "none",  # nothing was built or measured for one
             ],
             stdout=log, stderr=log, process_group=0,
-            preexec_fn=end_with_parent,  # noqa: PLW1509 - there are no threads yet
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # noqa: PLW1509 - there are no threads yet
         )  # fmt: skip
         try:
             if not asyncio.run(_ready(url, process)):
@@ -106,12 +105,6 @@ def running_server(catalog: Path) -> Generator[tuple[str, "subprocess.Popen[byte
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def parent_death_signal() -> Callable[[], None]:
-    """Return a `preexec_fn`: the kernel sends the child SIGTERM when its parent ends."""
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def reason_of(log: str) -> str:

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from c2cserve.catalog.entry import CatalogError
+from c2cserve.catalog.foreign import INSTEAD_OF_GGUF, foreign_kind
 from c2cserve.files.reading import INDEX_BYTES_MAX, FileProblem, is_file, one_line, read_object
 
 INDEX = "model.safetensors.index.json"
@@ -20,14 +21,16 @@ def check_checkpoint(path: Path) -> None:
 def _check(path: Path) -> None:
     if not path.exists():
         raise CatalogError(f"{path} does not exist: set path to a checkpoint directory")
+    if path.suffix == ".gguf":
+        raise CatalogError(f"{path} is a GGUF file, one of those {INSTEAD_OF_GGUF}")
     if not path.is_dir():
         raise CatalogError(f"{path} is a file: set path to the checkpoint's directory")
+    if (kind := foreign_kind({one.name for one in path.iterdir()})) is not None:
+        raise CatalogError(f"{path} {kind}")
     if not is_file(path / "config.json"):
         raise CatalogError(f"{path} has no config.json: it is not a Hugging Face checkpoint")
     if not any(path.glob("*.safetensors")):
-        pickled = any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth"))
-        hint = "convert its pickled weights" if pickled else "the download is incomplete"
-        raise CatalogError(f"{path} has no .safetensors file: {hint}")
+        raise CatalogError(f"{path} has no .safetensors file: the download is incomplete")
     index = read_object(path / INDEX, INDEX_BYTES_MAX)
     if index is not None:
         _check_shards(path, index)

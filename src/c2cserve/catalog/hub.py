@@ -12,6 +12,7 @@ from pathlib import Path
 
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
+from c2cserve.catalog.foreign import foreign_kind
 from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, HubRepository, Unreachable
 from c2cserve.catalog.progress import ProgressLog
 
@@ -118,6 +119,8 @@ def choose_files(repository: HubRepository) -> list[HubFile]:
     side = [file for file in top if any(fnmatch(file.name, one) for one in _SIDE_FILES)]
     weights = [file for file in top if fnmatch(file.name, "model*.safetensors")]
     weights = weights or [file for file in top if file.name.endswith(".safetensors")]
+    if (kind := foreign_kind({file.name for file in top})) is not None:
+        raise HubError(f"{repository.id} {kind}")
     if not weights:
         raise HubError(f"{repository.id} holds no .safetensors file: choose another revision")
     if not any(file.name == "config.json" for file in side):

@@ -13,8 +13,15 @@ from c2cserve.cli.kernels_explain import explain
 from c2cserve.kernels.gpu.aot import compiler, flash_modules
 from c2cserve.kernels.gpu.aot.compiler import BuildError, default_folder
 from c2cserve.kernels.gpu.aot.flash_modules import MODULES, installed
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, Variant
-from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
+from c2cserve.kernels.gpu.aot.variants import (
+    RELAY,
+    SHARED_BYTES,
+    THREADS,
+    BuiltKernel,
+    RelayKernel,
+    Variant,
+)
+from c2cserve.kernels.gpu.gemm.dataflows import table
 from c2cserve.terminal.output import (
     CliError,
     console,
@@ -23,6 +30,9 @@ from c2cserve.terminal.output import (
     show_bytes,
     show_seconds,
 )
+
+VARIANTS: tuple[Variant | RelayKernel, ...] = (*table.VARIANTS, RELAY)
+"""Every kernel that is built: those of GEMMs, and the one of the transfer engine."""
 
 app = typer.Typer(
     help="Build, list, check and explain the GPU kernels.",
@@ -85,7 +95,9 @@ def list_kernels(
     from rich.table import Table
 
     states = Counter(str(row["state"]) for row in rows)
-    table = Table(caption=f"{THREADS} threads and {show_bytes(SHARED_BYTES)} of shared memory each")
+    table = Table(
+        caption=f"GEMMs: {THREADS} threads, {show_bytes(SHARED_BYTES)} of shared memory each"
+    )
     for head in ("kernel", "stages", "registers", "state"):
         table.add_column(head, justify="right" if head in ("stages", "registers") else "left")
     for row in rows:
@@ -172,20 +184,21 @@ def _fill_triton_cache() -> str:
     return f"Triton's kernels: compiled, or found in its cache, for {len(COMMON)} sizes in {took}"
 
 
-def _row(folder: Path, variant: Variant) -> dict[str, object]:
+def _row(folder: Path, variant: Variant | RelayKernel) -> dict[str, object]:
     report = compiler.read_report(folder, variant)
+    gemm = isinstance(variant, Variant)
     return {
         "name": variant.name,
-        "stages": variant.stages,
+        "stages": variant.stages if gemm else None,
         "registers": report and report.registers,
         "state": _state(folder, variant, report),
-        "threads": THREADS,
-        "shared_bytes": SHARED_BYTES,
+        "threads": THREADS if gemm else variant.threads,
+        "shared_bytes": SHARED_BYTES if gemm else 0,
         "defines": variant.defines,
     }
 
 
-def _state(folder: Path, variant: Variant, report: compiler.Report | None) -> str:
+def _state(folder: Path, variant: BuiltKernel, report: compiler.Report | None) -> str:
     if report is not None and not report.fit:
         return f"unfit: {report.faults}"
     return compiler.state(folder, variant)

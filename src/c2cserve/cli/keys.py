@@ -18,6 +18,7 @@ from c2cserve.server.access.keyfile import (
     change_keys,
     read_keys,
 )
+from c2cserve.server.access.mistakes import field_of, requirement
 from c2cserve.server.access.secret import make_key
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.access.usage_log import sum_lines
@@ -152,6 +153,8 @@ def usage(
     as_json: JsonOption = False,
 ) -> None:
     """Requests and tokens of each key and model: since the server's start, or of a usage log."""
+    if csv and as_json:
+        raise CliError("give --csv or --json, not both", 2)
     report = _fields(ask(url, "/admin/usage", key=key)) if log is None else _of_log(log)
     rows: list[dict[str, object]] = report["usage"]
     if as_json:
@@ -168,8 +171,11 @@ def _of_log(path: Path) -> dict[str, Any]:
         rows, broken = sum_lines(path)
     except OSError as error:
         raise CliError(f"{path}: {error.strerror}") from error
+    if broken and not rows:
+        raise CliError(f"{path} is not a usage log: no line of it is one of `serve --usage-log`")
     if broken:
-        sys.stderr.write(f"{path}: {broken} lines are not whole and do not count\n")
+        lines = "line is not whole and does" if broken == 1 else "lines are not whole and do"
+        sys.stderr.write(f"{path}: {broken} {lines} not count\n")
     return {"usage": rows, "broken_lines": broken}
 
 
@@ -203,7 +209,15 @@ def _record(fields: dict[str, Any]) -> KeyRecord:
     try:
         return msgspec.convert({**fields, "limits": limits}, KeyRecord)
     except msgspec.ValidationError as error:
-        raise CliError(str(error), 2) from error
+        field = field_of(error)
+        raise CliError(f"{_option(field)} has to be {requirement(field)}", 2) from error
+
+
+def _option(field: str) -> str:
+    """Return the option, or the argument, of `add` that fills a field."""
+    if field == "name":
+        return "NAME"
+    return "--model" if field == "models" else f"--{field.replace('_', '-')}"
 
 
 def _revoked(record: KeyRecord, name: str, now: datetime) -> KeyRecord:

@@ -10,8 +10,10 @@ import uvloop
 
 from c2cserve.catalog.entry import CatalogError
 from c2cserve.catalog.file import load_catalog
+from c2cserve.catalog.generation import chosen_defaults
 from c2cserve.cli import serve_options as opt
 from c2cserve.cli.access_options import AccessOptions, open_gate, read_tls
+from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import ANY_GPUS, SliceWishes
 from c2cserve.policy.cluster.admission import BURST_S, AdmissionSettings
 from c2cserve.server.connections import connections_within, raise_file_limit
@@ -62,6 +64,7 @@ def serve(
     stall_timeout: opt.StallTimeout = FLEET.stall_timeout_s,
     drain_timeout: opt.DrainTimeout = 60.0,
     strict: opt.Strict = False,
+    generation_config: opt.GenerationConfig = "auto",
     max_waiting: opt.MaxWaiting = 1024,
     patience: opt.Patience = 20.0,
     burst: opt.Burst = BURST_S,
@@ -86,8 +89,8 @@ def serve(
 ) -> None:
     """Serve a catalogue of models over HTTP."""
     server = ServerSettings(
-        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file), max_body_bytes,
-        requests=RequestLimits(
+        opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file),
+        max_body_bytes, requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens,
         ),
@@ -101,14 +104,20 @@ def serve(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
         host_kv_bytes, gpu_lanes,
     )  # fmt: skip
-    admission = AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst)
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
-        drain_timeout, strict, admission, server, access.model_root or (), access.keys,
-        access.usage_log,
+        drain_timeout, strict, AdmissionSettings(max_waiting, patience, burst_s=burst), server,
+        access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
     )  # fmt: skip
     _serve(catalog, settings, access)
+
+
+def _defaults(choice: str) -> SamplingDefaults | None:
+    try:
+        return chosen_defaults(choice)
+    except CatalogError as error:
+        raise CliError(str(error), 2) from error
 
 
 def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) -> None:

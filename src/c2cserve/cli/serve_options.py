@@ -99,6 +99,13 @@ DrainTimeout = Annotated[
 Strict = Annotated[
     bool, typer.Option("--strict", help="End at once if a model of the catalogue is broken.")
 ]
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        help="Sampling defaults. auto: of each checkpoint's generation_config.json; none; or a"
+        " directory whose file is for all models."
+    ),
+]
 MaxWaiting = Annotated[int, typer.Option(min=0, help="Requests queued before 429.")]
 Patience = Annotated[
     float,

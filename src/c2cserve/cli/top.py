@@ -164,8 +164,12 @@ def _slices(before: Sample, now: Sample) -> "Table":
 
 
 def _rate(was: int, now: int, elapsed_s: float) -> float:
-    """A counter that fell belongs to a new worker, which counts from zero."""
-    return (now - was if now >= was else now) / elapsed_s
+    return _grown(was, now) / elapsed_s
+
+
+def _grown(was: float, now: float) -> float:
+    """A counter that fell counts from zero: that of a new worker, or of a model added again."""
+    return now - was if now >= was else now
 
 
 def _slice_state(one: SliceStatus) -> str:
@@ -200,8 +204,12 @@ def _between(oldest: Sample, now: Sample, name: str, model: str) -> Histogram:
 
 def _attainment(oldest: Sample, now: Sample, model: str) -> str:
     counts = {
-        met: now.metrics.total("c2cserve:slo_total", model_name=model, met=met)
-        - oldest.metrics.total("c2cserve:slo_total", model_name=model, met=met)
+        met: _grown(
+            *(
+                sample.metrics.total("c2cserve:slo_total", model_name=model, met=met)
+                for sample in (oldest, now)
+            )
+        )
         for met in ("true", "false")
     }
     ended = sum(counts.values())

@@ -61,8 +61,9 @@ class Activate:
     model: str
     slice_id: str
     keep: bool = False
-    """Its weights are loaded into the slice's memory before it computes (`Fetch`), beside what
-    computes there; else steps read them from where they lie."""
+    """The slice loads its weights as a whole before it computes (`Fetch`), beside what computes
+    there. It may drop them for others', and load them again. If false, steps read the weights where
+    they lie."""
 
 
 @value
@@ -107,6 +108,8 @@ class Backlog:
     """Requests that are finished per second."""
     waiting: tuple[tuple[str, int], ...] = ()
     """Each tenant's requests that can still be in time."""
+    models: tuple[str, ...] = ()
+    """Versions that some of them wait for. Other models' requests may find places at once."""
 
 
 ClusterAction = (
@@ -230,11 +233,35 @@ class Move:
     """`in`: as `step.Step.kv_end_bytes`."""
 
 
-SliceAction = RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move
+@value
+class Fetch:
+    """Load the weights of an active model that is kept into the slice's memory, beside what
+    computes; then comes `events.Fetched`."""
+
+    model: str
+    kv_end_bytes: int | None = None
+    """KV that is written until the next step lies below it, as below `step.Step.kv_end_bytes`; the
+    weights go above."""
+
+
+@value
+class Release:
+    """Its weights are in the slice's memory no more: their place is free at once. A load under way
+    ends, and no `events.Fetched` follows."""
+
+    model: str
+
+
+SliceAction = (
+    RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move | Fetch | Release
+)  # fmt: skip
 """What the slice of a server carries out."""
 
 ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move
-"""Those that its executor carries out; its world answers the others."""
+"""Those that its executor carries out."""
+
+EngineAction = ExecutorAction | Fetch | Release
+"""Those and what its weight cache carries out; its world answers the others."""
 
 # ---- slice, in simulations only -------------------------------------------------------------
 
@@ -248,21 +275,6 @@ class SetAlpha:
     alpha: float
 
 
-@value
-class Fetch:
-    """Load the weights of an active model that is kept into the slice's memory, beside what
-    computes; then comes `events.Fetched`."""
-
-    model: str
-
-
-@value
-class Release:
-    """Its weights are in the slice's memory no more: their place is free at once."""
-
-    model: str
-
-
-SimulatedSliceAction = SetAlpha | Fetch | Release
+SimulatedSliceAction = SetAlpha
 
 Action = ClusterAction | SimulatedClusterAction | SliceAction | SimulatedSliceAction

@@ -141,8 +141,8 @@ class Profiled:
 
 @value
 class InstanceReady:
-    """The instance computes from now on. It comes `took_s` after `actions.Activate` where weights
-    are loaded into the slice's memory first, at once where they stream."""
+    """The instance computes from now on: its weights are in the slice's memory after a load of
+    `took_s`, or stream after all. It comes again after each load."""
 
     model: str
     slice_id: str
@@ -214,7 +214,8 @@ class Activated:
 
     spec: ModelSpec
     keep: bool = False
-    """It computes only while all of its weights are in the slice's memory (`actions.Fetch`)."""
+    """It computes while all of its weights are in the slice's memory (`actions.Fetch`), or once
+    they were refused a place there (`Fetched`)."""
 
 
 @value
@@ -223,6 +224,9 @@ class Fetched:
 
     model: str
     took_s: float
+    refused: bool = False
+    """They are not here: there was no place for them above the KV, or KV has taken one of their
+    places since. Steps read them where they lie."""
 
 
 @value

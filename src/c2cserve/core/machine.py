@@ -58,6 +58,12 @@ class Slice:
     host_kv_bytes: int = 0
     """Host memory for KV of requests that are paused here; 0: nothing is rotated."""
 
+    @property
+    def swaps_weights(self) -> bool:
+        """Whether weights of models are loaded into its memory and dropped by policy: both the
+        memory and the link to it are known."""
+        return self.hbm_bytes > 0 and self.link_bytes_per_s > 0.0
+
     def __post_init__(self) -> None:
         if self.slab_bytes < 1 or self.kv_bytes < self.slab_bytes:
             raise ValueError(f"slice {self.id}: the KV arena must hold at least one slab")

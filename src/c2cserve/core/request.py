@@ -77,6 +77,24 @@ class Sampling:
 
 
 @value
+class SamplingDefaults:
+    """The sampling that a checkpoint recommends. It applies where a request says nothing; None:
+    the checkpoint says nothing either."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+
+    def __str__(self) -> str:
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
+        given = ((name, getattr(self, name)) for name in names)
+        return ", ".join(f"{name} {one:g}" for name, one in given if one is not None)
+
+
+@value
 class Job:
     """A request with its payload. `tokens` = prompt, then output tokens already sent (resume);
     `len(tokens) == request.prompt_len`, the last `request.sent` of them being output."""

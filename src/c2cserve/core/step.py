@@ -9,6 +9,9 @@ Lane = Literal["resident", "streaming"]
 the streaming lane are steps whose weights come over a link. They take seconds where others take
 milliseconds, and leave nearly all of the slice to these."""
 
+LANES: tuple[Lane, ...] = ("resident", "streaming")
+"""A slice has the first one, or both."""
+
 
 @value
 class SeqStep:

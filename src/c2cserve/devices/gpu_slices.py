@@ -2,8 +2,8 @@
 
 A GPU, or a MIG instance, is one slice. Or its SMs are partitioned into equal slices (green
 contexts), which share its memory, links and copy engines. A part of the free memory is reserved for
-streamed weights, activations and CUDA itself. Arenas take the rest: KV from the front, and the
-weight cache in the part that KV leaves.
+streamed weights, activations and CUDA itself. Arenas take the rest: KV from the front, and
+weights in the part that KV leaves. All slices of a GPU, and its MIG instances, share its link.
 """
 
 import re
@@ -185,5 +185,6 @@ def _slice(
     max_batch, max_step_tokens = _WHOLE if kind == "gpu" else _PART
     return Slice(
         id=name, kind=kind, cpus=machine.cpus, kv_bytes=arena, slab_bytes=SLAB_BYTES,
-        max_batch=max_batch, max_step_tokens=max_step_tokens, gpu=share,
+        max_batch=max_batch, max_step_tokens=max_step_tokens, gpu=share, hbm_bytes=arena,
+        link=f"gpu{gpu.id}.h2d",
     )  # fmt: skip

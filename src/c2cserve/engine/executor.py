@@ -35,7 +35,7 @@ from c2cserve.core.events import (
     StepParked,
 )
 from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
-from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.engine.lanes import LaneParts, LaneSteps, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
@@ -117,10 +117,11 @@ class Executor:
     def __len__(self) -> int:
         return len(self._seqs)
 
-    def models_in_flight(self) -> set[str]:
-        """Return the models with steps that are launched or parked."""
-        launched = [run.step.model for lane in self._lanes.values() for run in lane.launched]
-        return {*launched, *(run.step.model for run, _ in self._parked)}
+    def lanes_in_flight(self, model: str) -> set[Lane]:
+        """Return the lanes in which steps of the model are launched or parked."""
+        launched = [run for lane in self._lanes.values() for run in lane.launched]
+        steps = (run.step for run in (*launched, *(run for run, _ in self._parked)))
+        return {step.lane for step in steps if step.model == model}
 
     # ---- steps ----------------------------------------------------------------------------------
 

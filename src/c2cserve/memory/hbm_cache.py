@@ -1,4 +1,4 @@
-"""Weights that stay in a slice's HBM as they stream by, in the part of its arena that KV leaves.
+"""Weights in a slice's HBM, in the part of its arena that KV leaves.
 
     arena  [ KV slabs ......... | free | weights | weights | free | weights ]
              from the front      ^ the KV's end           from the back
@@ -7,11 +7,17 @@ KV always wins, at once and without waiting. A step says up to where its KV may 
 below that end are dropped. Dropping takes no time, because nothing has to be written back. Work
 that still reads the weights is enqueued before the work that writes KV there.
 
-A `CachePolicy` decides which weights stay; in the product it is `policy.weights.hbm_residency`.
+Weights come in one of two ways:
+
+- Whole models: `reserve` takes places for all matrices of a model, the caller fills them, and
+  `show` makes all of them visible at once (`engine.gpu.weight_loads`). Policies decide which
+  models: `policy.weights.weight_swapping`.
+- One by one, as they stream by, where a `CachePolicy` says so: `policy.weights.hbm_residency`, on
+  slices whose link is not known.
 """
 
-from bisect import bisect_right, insort
-from collections.abc import Callable, Hashable
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -69,12 +75,13 @@ class HbmCache:
     """
 
     def __init__(
-        self, arena: Tensor, policy: CachePolicy, borrower: Borrower | None = None,
+        self, arena: Tensor, policy: CachePolicy | None, borrower: Borrower | None = None,
         on_drop: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
-        """`arena` is uint8 and shared with KV, which has the first `kv_end` bytes. `borrower`
-        knows the weights that can be read on another GPU. `on_drop` is called with the model of
-        weights that are dropped, before anything is written in their place."""
+        """`arena` is uint8 and shared with KV, which has the first `kv_end` bytes. Without a
+        `policy` nothing is cached as it streams by. `borrower` knows the weights that can be read
+        on another GPU. `on_drop` is called with the model of visible weights that are dropped,
+        before anything is written in their place."""
         self._on_drop = on_drop
         self._arena = arena
         self._policy = policy
@@ -83,7 +90,11 @@ class HbmCache:
         """Bytes cached now."""
         self._entries: dict[int, _Entry] = {}
         self._starts: list[tuple[int, int]] = []
-        """(start, key) of all entries, in order."""
+        """(start, key) of all entries, in order, reserved ones too."""
+        self._reserved: dict[int, _Entry] = {}
+        """Places whose weights are not there yet."""
+        self._whole: dict[str, list[int]] = {}
+        """Models that `reserve` gave places -> the keys of their entries."""
         self._models: list[tuple[int, int, str]] = []
         """(address, bytes, model) of weights at home, in order."""
         self._now = 0.0
@@ -105,20 +116,82 @@ class HbmCache:
         """Prepare for a step of `model`. All KV of the slice lies below `kv_end` (None:
         anywhere)."""
         self._now = now
-        self._policy.used(model, now)
+        if self._policy is not None:
+            self._policy.used(model, now)
         self.make_room(kv_end)
 
     def make_room(self, kv_end: int | None) -> None:
-        """Drop weights: all KV that is written from now on lies below `kv_end` (None: anywhere)."""
+        """Drop weights: all KV that is written from now on lies below `kv_end` (None: anywhere).
+        Whole models with a place there have been released."""
         kv_end = self._arena.numel() if kv_end is None else kv_end
         if kv_end == self._kv_end:
             return
         self._kv_end = kv_end
+        assert not self.whole_models_below(kv_end), "whole models make room before"
+        if self._policy is None:
+            return
         while self._starts and self._starts[0][0] < kv_end:
             key = self._starts[0][1]
             self._policy.drop(key)
-            self._drop([key])
-        self._drop(self._policy.shrink(self._arena.numel() - kv_end))
+            self._drop_streamed([key])
+        self._drop_streamed(self._policy.shrink(self._arena.numel() - kv_end))
+
+    # ---- whole models ---------------------------------------------------------------------------
+
+    def address_of(self, offset: int | None) -> int:
+        """Return the address of an offset into the arena; None: of the arena's end."""
+        return self._arena.data_ptr() + (self._arena.numel() if offset is None else offset)
+
+    def reserve(self, model: str, weights: Sequence[WeightHandle]) -> list[WeightHandle] | None:
+        """Take places for all of a model's weights, which become visible with `show`.
+
+        Return the places in the order of `weights`. None, and nothing is taken, if some weight
+        finds no place above the KV.
+        """
+        assert model not in self._whole, f"{model} has its places already"
+        gaps = self._gaps()
+        starts: dict[int, int] = {}
+        # Large ones first: they are the ones that small gaps have no room for.
+        for w in sorted(weights, key=lambda w: -w.bytes):
+            start = _take_last(gaps, w.bytes)
+            if start is None:
+                return None
+            starts[w.pointer] = start
+        handles: list[WeightHandle] = []
+        for w in weights:
+            entry = self._entry(w, starts[w.pointer])
+            self._reserved[w.pointer] = entry
+            handles.append(entry.handle)
+        self._starts = sorted([*self._starts, *((start, key) for key, start in starts.items())])
+        self._whole[model] = list(starts)
+        return handles
+
+    def show(self, model: str) -> None:
+        """Make a model's weights visible. They are all there, and nothing has to wait for them."""
+        for key in self._whole[model]:
+            self._entries[key] = entry = self._reserved.pop(key)
+            self.bytes += entry.stop - entry.start
+            self.counts.cached_bytes += entry.stop - entry.start
+        self._changes += 1
+
+    def release(self, model: str) -> None:
+        """Give back the places of a model, shown or not. Do nothing for one without places."""
+        keys = self._whole.pop(model, [])
+        if shown := [key for key in keys if key in self._entries]:
+            self._drop(model, shown)
+        for key in keys:
+            if (entry := self._reserved.pop(key, None)) is not None:
+                self._forget_start(entry.start, key)
+
+    def whole_models_below(self, kv_end: int | None) -> list[str]:
+        """Return the models with a reserved or shown place below the end of KV (None: anywhere)."""
+        limit = self._arena.numel() if kv_end is None else kv_end
+        low = {key for _, key in self._starts[: bisect_left(self._starts, (limit, -1))]}
+        return [] if not low else [
+            model for model, keys in self._whole.items() if not low.isdisjoint(keys)
+        ]  # fmt: skip
+
+    # ---- lookups --------------------------------------------------------------------------------
 
     def find(self, w: WeightHandle) -> WeightHandle | None:
         """Return W in HBM, None if it is not there, and count its bytes."""
@@ -145,6 +218,8 @@ class HbmCache:
 
     def wants(self, w: WeightHandle) -> bool:
         """Return whether W would probably be cached if it streamed by now."""
+        if self._policy is None:
+            return False
         model = self._model_of(w.pointer)
         victims = self._policy.would_admit(model, w.pointer, w.bytes, self._now)
         if victims is None:
@@ -164,34 +239,40 @@ class HbmCache:
         `find` returns that memory from now on. So the caller fills it, on the slice's streams,
         before it does anything else.
         """
+        if self._policy is None:
+            return None
         model = self._model_of(w.pointer)
         victims = self._policy.admit(model, w.pointer, w.bytes, self._now)
         if victims is None:
             return None
-        self._drop(victims)
+        self._drop_streamed(victims)
         start = self._gap(w.bytes)
         if start is None:  # there is room, but in pieces
             self._policy.drop(w.pointer)
             return None
-        memory = self._arena[start : start + w.bytes]
-        handle = WeightHandle(memory.data_ptr(), w.shape, w.dtype, "hbm", memory)
-        self._entries[w.pointer] = _Entry(start, start + w.bytes, handle)
+        entry = self._entries[w.pointer] = self._entry(w, start)
         insort(self._starts, (start, w.pointer))
         self.counts.cached_bytes += w.bytes
         self.bytes += w.bytes
         self._changes += 1
-        return handle
+        return entry.handle
+
+    # ---- leaving --------------------------------------------------------------------------------
 
     def forget(self, model: str) -> None:
         """Drop a detached model: its addresses may come to mean something else."""
-        self._drop(self._policy.forget(model))
+        self.release(model)
+        if self._policy is not None:
+            self._drop_streamed(self._policy.forget(model))
         self._models = [one for one in self._models if one[2] != model]
 
     def clear(self) -> None:
-        """Drop everything: some of it may not have been filled after all."""
-        for key in list(self._entries):
-            self._policy.drop(key)
-            self._drop([key])
+        """Drop what was cached as it streamed by: some of it may not have been filled after all.
+        Whole models stay, because all of a model was there before it was shown."""
+        if self._policy is not None:
+            for key in list(self._entries):
+                self._policy.drop(key)
+                self._drop_streamed([key])
 
     def _model_of(self, address: int) -> str:
         at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
@@ -201,26 +282,58 @@ class HbmCache:
                 return model
         raise KeyError(f"no model has weights at {address:#x}")
 
+    def _entry(self, w: WeightHandle, start: int) -> _Entry:
+        memory = self._arena[start : start + w.bytes]
+        handle = WeightHandle(memory.data_ptr(), w.shape, w.dtype, "hbm", memory)
+        return _Entry(start, start + w.bytes, handle)
+
+    def _gaps(self) -> list[tuple[int, int]]:
+        """Return (start, stop) of the free parts above KV, in order."""
+        gaps: list[tuple[int, int]] = []
+        free_from = self._kv_end
+        for start, key in self._starts:
+            if start > free_from:
+                gaps.append((free_from, start))
+            entry = self._entries.get(key) or self._reserved[key]
+            free_from = max(free_from, entry.stop)
+        if free_from < self._arena.numel():
+            gaps.append((free_from, self._arena.numel()))
+        return gaps
+
     def _gap(self, size: int) -> int | None:
         """Return the start of the last gap of `size` bytes."""
-        stop = self._arena.numel()
-        for first, key in [*reversed(self._starts), (0, None)]:
-            taken_to = self._kv_end if key is None else self._entries[key].stop
-            start = (stop - size) // _ALIGNMENT * _ALIGNMENT
-            if start >= taken_to:
-                return start
-            stop = first
-        return None
+        return _take_last(self._gaps(), size)
 
-    def _drop(self, keys: list[Hashable]) -> None:
-        models: set[str] = set()
+    def _forget_start(self, start: int, key: int) -> None:
+        del self._starts[bisect_left(self._starts, (start, key))]
+
+    def _drop_streamed(self, keys: Iterable[Hashable]) -> None:
+        """Drop weights that were cached as they streamed by, of any models."""
+        of_model: dict[str, list[int]] = {}
         for key in keys:
             assert isinstance(key, int)
-            models.add(self._model_of(key))
+            of_model.setdefault(self._model_of(key), []).append(key)
+        for model in sorted(of_model):
+            self._drop(model, of_model[model])
+
+    def _drop(self, model: str, keys: Iterable[int]) -> None:
+        """Drop visible weights of a model."""
+        for key in keys:
             entry = self._entries.pop(key)
-            self._starts.remove((entry.start, key))
+            self._forget_start(entry.start, key)
             self.bytes -= entry.stop - entry.start
             self.counts.dropped_bytes += entry.stop - entry.start
             self._changes += 1
-        for model in sorted(models):
-            self._on_drop(model)
+        self._on_drop(model)
+
+
+def _take_last(gaps: list[tuple[int, int]], size: int) -> int | None:
+    """Cut `size` bytes off the end of the last of the gaps that has room. Return their start, None
+    if no gap has."""
+    for at in range(len(gaps) - 1, -1, -1):
+        first, stop = gaps[at]
+        start = (stop - size) // _ALIGNMENT * _ALIGNMENT
+        if start >= first:
+            gaps[at] = (first, start)
+            return start
+    return None

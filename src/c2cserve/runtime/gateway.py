@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from c2cserve.core.model import ModelStatus
-from c2cserve.core.request import Delta, Job
+from c2cserve.core.request import Delta, Job, SamplingDefaults
 from c2cserve.runtime.slice_stats import SliceStats
 
 
@@ -48,6 +48,7 @@ class ModelFiles:
     """The model's name in requests to the controller; empty: the id."""
     check_tokenizer: Callable[[], None] = _unchanged
     """Raises `Refused` (503) when the tokenizer's files are not those that were checked."""
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
 
     @property
     def key(self) -> str:
@@ -108,10 +109,12 @@ class Gateway(Protocol):
         when its checkpoint is broken."""
         ...
 
-    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
+    ) -> Refused | None:
         """Return why a request is refused before its body is read: in an overload, it would be
-        late. None if it may be accepted. `preparing`: tenant -> its requests that are being
-        prepared for `submit`."""
+        late. None if it may be accepted. `model`: its version. `preparing`: tenant -> its
+        requests that are being prepared for `submit`."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

@@ -87,6 +87,16 @@ class SliceStats:
     weights_peer_bytes: int = _counter(
         "bytes", _ENGINE, "Of those, from memory that neighbouring GPUs lend."
     )
+    weight_fetches: int = _counter("loads", _ENGINE, "Loads of a whole model into the arena begun.")
+    weight_fetched_bytes: int = _counter("bytes", _ENGINE, "Bytes of weights that loads copied.")
+    weight_fetch_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds for which loads of whole models were copying."
+    )
+    weight_releases: int = _counter("models", _ENGINE, "Whole models dropped from the arena.")
+    weight_fetches_cancelled: int = _counter("loads", _ENGINE, "Loads that ended before their end.")
+    weight_fetches_refused: int = _counter(
+        "loads", _ENGINE, "Loads without a place, and loaded models that KV displaced: they stream."
+    )
     graph_steps: int = _counter("steps", _ENGINE, "Steps launched as one CUDA graph.")
     graph_captures: int = _counter("graphs", _ENGINE, "CUDA graphs captured.")
     graph_capture_failures: int = _counter(

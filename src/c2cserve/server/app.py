@@ -7,7 +7,6 @@ import re
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -29,8 +28,11 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
 from c2cserve.server.metrics import Metrics
+from c2cserve.server.model_names import unknown_model
+from c2cserve.server.openapi.document import describe
 from c2cserve.server.prepare import IncomingRequest, Prepared, Preparer, model_of
 from c2cserve.server.settings import ServerSettings
+from c2cserve.server.shapes import model_card
 from c2cserve.server.text.messages import Api
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.tls import Tls
@@ -77,8 +79,8 @@ def create_app(
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
     if settings.access.allowed_origins:
-        path = "/v1/{name:path}"
-        app.add_route(path, routes.guarded(routes.preflight, "", path), methods=["OPTIONS"])
+        for path in ("/v1/{name:path}", "/tokenize", "/detokenize"):
+            app.add_route(path, routes.guarded(routes.preflight, "", path), methods=["OPTIONS"])
 
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -112,6 +114,8 @@ class _Routes:
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
+        self._described: dict[str, Any] | None = None
+        """The API's description, made when it is first asked for: it takes some 0.1 s."""
         metrics.add_routes(route for _, route, _, _ in self.table())
 
     def table(self) -> list[tuple[str, str, Handler, Role]]:
@@ -119,6 +123,8 @@ class _Routes:
         return [
             ("POST", "/v1/completions", self._completions, "user"),
             ("POST", "/v1/chat/completions", self._chat, "user"),
+            ("POST", "/tokenize", self._tokenize, "user"),
+            ("POST", "/detokenize", self._detokenize, "user"),
             ("GET", "/v1/models", self._models, "user"),
             ("GET", "/v1/models/{name:path}", self._model, "user"),
             ("GET", "/admin/state", self._state, "admin"),
@@ -134,6 +140,7 @@ class _Routes:
             ("GET", "/health", self._health, ""),
             ("GET", "/ready", self._ready, ""),
             ("GET", "/version", self._version, ""),
+            ("GET", "/openapi.json", self._description, ""),
         ]
 
     def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
@@ -224,11 +231,7 @@ class _Routes:
         lease = self._gate.arrive(key, http.state.request_id)
         try:
             async with self._bodies.receive(http) as body:
-                incoming = IncomingRequest(
-                    api, body, model_of(body), http.headers, http.state.tenant,
-                    http.state.cache_group,
-                )  # fmt: skip
-                http.state.model = incoming.model
+                incoming = self._incoming(http, api, body)
                 prepared = await self._prepare(incoming, key)
             for _ in range(_RELOADS_MAX):
                 lease.admit(prepared, http.headers, "messages" if api == "chat" else "prompt")
@@ -244,27 +247,58 @@ class _Routes:
             lease.end()
             raise
 
+    @staticmethod
+    def _incoming(http: HttpRequest, api: Api, body: bytes) -> IncomingRequest:
+        state, key = http.state, http.state.key
+        state.model = model_of(body)
+        return IncomingRequest(
+            api, body, state.model, http.headers, state.tenant, state.cache_group,
+            key.quota.limits.allows_model,
+        )  # fmt: skip
+
+    async def _tokenize(self, http: HttpRequest) -> Response:
+        return await self._of_text(http, "tokenize")
+
+    async def _detokenize(self, http: HttpRequest) -> Response:
+        return await self._of_text(http, "detokenize")
+
+    async def _of_text(self, http: HttpRequest, api: Api) -> Response:
+        """Answer a request that needs a tokenizer only. It counts as a request of its key."""
+        key: Key = http.state.key
+        http.state.rated = True
+        lease = self._gate.arrive(key, http.state.request_id)
+        try:
+            async with self._bodies.receive(http) as body:
+                incoming = self._incoming(http, api, body)
+                files = self._gate.find_model(key, incoming.model, self._gateway)
+                content = await self._preparer.answer(incoming, files)
+        finally:
+            lease.end()
+        return Response(content, media_type="application/json")
+
     async def _prepare(self, incoming: IncomingRequest, key: Key) -> Prepared:
         files = self._gate.find_model(key, incoming.model, self._gateway)
         return await self._preparer.prepare(incoming, files)
 
     async def _models(self, http: HttpRequest) -> Response:
         allowed = http.state.key.quota.limits.allows_model
-        cards = [_card(one) for one in self._gateway.models() if allowed(one.id)]
+        cards = [model_card(one) for one in self._gateway.models() if allowed(one.id)]
         return _json({"object": "list", "data": cards})
 
     async def _model(self, http: HttpRequest) -> Response:
         status = self._status(http)
         self._gate.check_model(http.state.key, status.id, status.id)
-        return _json(_card(status))
+        return _json(model_card(status))
 
     def _status(self, http: HttpRequest) -> ModelStatus:
-        name = http.path_params["name"]
-        for status in self._gateway.models():
+        name, models = http.path_params["name"], self._gateway.models()
+        for status in models:
             if name == status.id or name in status.aliases:
                 return status
-        message = f"The model {name[:200]!r} does not exist"
-        raise ApiError(404, message, param="model", code="model_not_found")
+        key: Key | None = getattr(http.state, "key", None)
+        if key is not None:  # else an administrator asks
+            models = [one for one in models if key.quota.limits.allows_model(one.id)]
+        raise unknown_model(name, models)
 
     # ---- administration -------------------------------------------------------------------------
 
@@ -334,6 +368,12 @@ class _Routes:
     async def _version(self, http: HttpRequest) -> Response:
         return _json({"version": __version__})
 
+    async def _description(self, http: HttpRequest) -> Response:
+        if self._described is None:
+            routes = [(method, path, role) for method, path, _, role in self.table()]
+            self._described = await asyncio.to_thread(lambda: describe(__version__, routes))
+        return _json(self._described)
+
 
 def _entry(body: bytes) -> dict[str, Any]:
     """Return the catalogue entry in a body. Raises ApiError (400)."""
@@ -349,13 +389,3 @@ def _entry(body: bytes) -> dict[str, Any]:
     if b"\\u0000" in body:
         raise ApiError(400, "a catalogue entry cannot contain NUL characters")
     return entry
-
-
-def _card(status: ModelStatus) -> dict[str, Any]:
-    """Return a model as /v1/models lists it, in any state."""
-    shown = asdict(status)
-    return {
-        "id": status.id, "object": "model", "created": status.created_s, "owned_by": "c2cserve",
-        "max_model_len": status.max_context, "state": status.state.value,
-        "aliases": shown["aliases"],
-    }  # fmt: skip

@@ -45,6 +45,7 @@ class ChoiceStream:
         self.gaps_s: list[float] = []
         """Times between deltas with tokens, seconds."""
         self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
+        self._hidden = prepared.asked.no_output
         self._decoded = 0
         """Characters decoded so far, stop strings included."""
         self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
@@ -86,6 +87,9 @@ class ChoiceStream:
             else:
                 self.gaps_s.append(now - self.last_s)
             self.last_s = now
+        if self._hidden:
+            self.finish = FinishReason.LENGTH.value
+            return ChoicePiece(self.index, "", finish=self.finish)
         hidden = delta.finish is FinishReason.STOP
         text, offsets, stopped = self._read(delta.tokens[:-1] if hidden else delta.tokens)
         # Tokens that an engine sampled beyond a stop string are neither shown nor counted.

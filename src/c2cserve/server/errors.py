@@ -81,6 +81,16 @@ _UNIONS = {
 """Fields of several types -> what they may be. Pydantic would only mention the first type."""
 
 
+_TEXT_ONLY = (
+    "the models here read text only, so a message's content is a string or a list of parts of the"
+    " type 'text'"
+)
+_WHY_NOT = {
+    "logits_processors": ": the server runs no code of its clients",
+    "suffix": ": no model here fills in the middle",
+    "audio": ": the models here write text only",
+}
+"""Refused fields -> the reason, where a list of supported fields would not suggest it."""
 _PROBLEMS_MAX = 100
 """The problems of a body that are examined, the first ones: there may be a million."""
 _PARAM_CHARS = 200
@@ -100,7 +110,10 @@ def of_validation(error: ValidationError) -> ApiError:
     where = [str(part) for part in first["loc"] if not _is_branch(part)]
     param = ".".join(where)[:_PARAM_CHARS] or None
     if first["type"] in ("extra_forbidden", "none_required"):
-        message = f"{param!r} is not supported"
+        message = f"{param!r} is not supported{_WHY_NOT.get(where[-1], '')}"
+        return ApiError(400, message, param=param, code="unsupported_parameter")
+    if first["type"] == "literal_error" and where[-1:] == ["type"] and "content" in where:
+        message = f"{param}: {_shown(first['input'])} is not supported: {_TEXT_ONLY}"
         return ApiError(400, message, param=param, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
     named = [part for part in where if part in _UNIONS]

@@ -1,8 +1,12 @@
 """The fields of requests. Any other field is refused by name, never ignored."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+
+from c2cserve.server.tools.fields import Tool, ToolCalls, Tools
+
+T = TypeVar("T")
 
 _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
@@ -15,6 +19,7 @@ TokenId = Annotated[int, Field(ge=0, le=_TOKEN_MAX)]
 # A list ends at its first wrong entry: a million of them would be a million problems.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Texts = Annotated[list[str], Field(min_length=1, fail_fast=True)]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class _Strict(BaseModel):
@@ -23,6 +28,16 @@ class _Strict(BaseModel):
 
 class StreamOptions(_Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted; chunks are never padded."""
+
+    @field_validator("continuous_usage_stats")
+    @classmethod
+    def _continuous(cls, value: bool | None, others: ValidationInfo) -> bool | None:
+        if value and not others.data.get("include_usage"):
+            raise ValueError("needs include_usage to be true")
+        return value
 
 
 class TextFormat(_Strict):
@@ -40,7 +55,7 @@ class Common(_Strict):
     seed: int | None = None
     stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     presence_penalty: Penalty | None = None
@@ -51,8 +66,23 @@ class Common(_Strict):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
-    user: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_SALT_CHARS)] | None = None
+
+    # Facts for OpenAI's service, which stores them or bills by them. They change nothing here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
+
+    # Fields of vLLM with its default, which is what happens here. Other values are refused.
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    include_stop_str_in_output: Literal[False] | None = None
+    use_beam_search: Literal[False] | None = None
+    length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
 
     @field_validator("stop")
     @classmethod
@@ -103,6 +133,7 @@ class CompletionBody(Common):
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     best_of: int | None = None
+    add_special_tokens: Literal[True] | None = None
     suffix: None = None
 
     @field_validator("best_of")
@@ -122,9 +153,11 @@ class Message(_Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: str | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     # Clients send answers back unchanged, with nulls. These fields may be null and nothing else.
     refusal: None = None
-    tool_calls: None = None
     function_call: None = None
     audio: None = None
     annotations: None = None
@@ -133,16 +166,37 @@ class Message(_Strict):
     def chars(self) -> int:
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
-        return len(text) + len(self.name or "")
+        called = sum(call.chars for call in self.tool_calls or ())
+        return len(text) + len(self.name or "") + len(self.reasoning_content or "") + called
+
+    @field_validator("tool_calls", "reasoning_content")
+    @classmethod
+    def _of_assistant(cls, value: T, others: ValidationInfo) -> T:
+        if value is not None and others.data.get("role") != "assistant":
+            raise ValueError("is only allowed in messages of the assistant")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _of_tool(cls, value: T, others: ValidationInfo) -> T:
+        if value is not None and others.data.get("role") != "tool":
+            raise ValueError("is only allowed in messages of a tool")
+        return value
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as templates expect it: `developer` is OpenAI's newer word for
-        `system`."""
-        content = self.content
-        text = content if isinstance(content, str) else "".join(p.text for p in content or ())
+        """Return the message for templates, its content a text or a list of parts: `developer` is
+        OpenAI's newer word for `system`."""
+        content: Any = self.content or ""
+        if not isinstance(content, str):
+            content = [{"type": "text", "text": part.text} for part in content]
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": text}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": role, "content": content}
+        for field in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, field)) is not None:
+                message[field] = value
+        if self.tool_calls is not None:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        return message
 
 
 class ChatBody(Common):
@@ -153,21 +207,50 @@ class ChatBody(Common):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: TextFormat | None = None
-    store: Literal[False] | None = None
-    metadata: dict[str, str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    service_tier: Literal["auto", "default"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     modalities: list[Literal["text"]] | None = None
+    verbosity: Literal["medium"] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = None
+    separate_reasoning: bool | None = None
+    echo: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Literal[False] | None = None
+    add_special_tokens: Literal[False] | None = None
     # Not supported: only null, which asks for nothing, is accepted.
-    tools: None = None
-    tool_choice: None = None
-    parallel_tool_calls: None = None
     functions: None = None
     function_call: None = None
     audio: None = None
+    moderation: None = None
     prediction: None = None
-    reasoning_effort: None = None
+    prompt_cache_options: None = None
     web_search_options: None = None
+
+    @property
+    def offered(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _choice(cls, value: T, others: ValidationInfo) -> T:
+        if value == "auto" and not others.data.get("tools"):
+            raise ValueError("'auto' is only allowed when tools are specified")
+        return value
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return the variables that a request adds to its template's. `reasoning_effort` is one,
+        and switches `enable_thinking`, which the request's own variables override."""
+        effort = self.reasoning_effort
+        added: dict[str, Any] = {}
+        if effort is not None:
+            added = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+        if self.offered:
+            added["tools"] = [tool.plain() for tool in self.offered]
+        return {**added, **(self.chat_template_kwargs or {})}
 
     @field_validator("top_logprobs")
     @classmethod
@@ -183,3 +266,35 @@ class ChatBody(Common):
         if None not in (value, older) and value != older:
             raise ValueError("says something else than max_tokens")
         return value
+
+
+class TokenizeBody(_Strict):
+    """POST /tokenize: `prompt` or `messages`."""
+
+    model: str
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, validate_default=True
+    )
+    add_special_tokens: bool | None = None
+    """Default: for a prompt, since the templates of chats write them."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: Literal[False] | None = None
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one(cls, value: list[Message] | None, others: ValidationInfo) -> list[Message] | None:
+        prompt = others.data.get("prompt", "")  # absent if it is wrong itself
+        if (value is None) == (prompt is None):
+            raise ValueError("give prompt or messages, one of them")
+        return value
+
+
+class DetokenizeBody(_Strict):
+    """POST /detokenize"""
+
+    model: str
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

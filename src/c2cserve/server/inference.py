@@ -24,12 +24,14 @@ from c2cserve.server.shapes import (
     Envelope,
     chat_chunk,
     chat_logprobs,
+    choice_usage,
     completion_logprobs,
     text_chunk,
     token_offsets,
     usage,
 )
 from c2cserve.server.text.messages import Asked
+from c2cserve.server.tools.readings import Readings
 
 log = logging.getLogger(__name__)
 _json = msgspec.json.Encoder()
@@ -73,7 +75,7 @@ class Inference:
         asked = prepared.asked
         choices = [ChoiceStream(i, job, prepared) for i, job in enumerate(prepared.jobs)]
         first = prepared.jobs[0].request.id
-        envelope = Envelope.new(first, asked.model, asked.chat, self._fingerprint)
+        envelope = Envelope.new(first, asked, self._fingerprint)
         answer = _Answer(prepared, choices, envelope, request_id, lease)
         pieces = self._pieces(answer)
         if asked.stream:
@@ -159,18 +161,21 @@ class Inference:
     async def _events(
         self, answer: _Answer, first: ChoicePiece, pieces: AsyncGenerator[ChoicePiece, None]
     ) -> AsyncGenerator[bytes, None]:
-        with_usage = answer.asked.include_usage
-        shaper = _Shaper(answer)
+        with_usage, counts = answer.asked.include_usage, answer.asked.continuous_usage
+        shaper = (_CountingShaper if counts else _Shaper)(answer)
         try:
             if answer.scored:
-                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first, with_usage)))
+                yield await asyncio.to_thread(lambda: _event(shaper.chunk(first)))
             else:
-                yield _event(shaper.chunk(first, with_usage))
+                yield _event(shaper.chunk(first))
             async for piece in pieces:
                 if piece.text or piece.finish or piece.logprobs:
-                    yield _event(shaper.chunk(piece, with_usage))
+                    if content := shaper.chunk(piece):
+                        yield _event(content)
+                elif counts:
+                    shaper.skip(piece)
             if with_usage:
-                last = answer.envelope.wrap([], streamed=True)
+                last = answer.envelope.wrap([])
                 last["usage"] = usage(answer.choices, len(answer.prepared.prompts))
                 yield _event(last)
             yield b"data: [DONE]\n\n"
@@ -193,7 +198,7 @@ class Inference:
         def shaped() -> bytes:
             shaper = _Shaper(answer)
             choices = [shaper.whole(choice, by_choice[choice.index]) for choice in answer.choices]
-            content = answer.envelope.wrap(choices, streamed=False)
+            content = answer.envelope.wrap(choices)
             content["usage"] = usage(answer.choices, len(answer.prepared.prompts))
             return _json.encode(content)
 
@@ -245,18 +250,30 @@ class _Shaper:
     def __init__(self, answer: _Answer) -> None:
         self._answer = answer
         self._started: set[int] = set()
+        plan = answer.asked.reading
+        self._readings = None if plan is None else Readings(plan)
 
-    def chunk(self, piece: ChoicePiece, with_usage: bool) -> dict[str, Any]:
+    def skip(self, piece: ChoicePiece) -> None:
+        """Note a piece that has nothing to show."""
+
+    def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
+        """Return the chunk of a piece; empty if its text is held until it is known what it is."""
         first = piece.index not in self._started
         self._started.add(piece.index)
         if self._answer.envelope.chat:
-            choice = chat_chunk(piece, self._logprobs([piece]), first=first)
+            logprobs = self._logprobs([piece])
+            if self._readings is None:
+                choice = chat_chunk(piece, logprobs, first=first)
+            else:
+                choice = self._readings.chunk(piece, logprobs, first=first)
+                if not (choice["delta"] or piece.finish or logprobs):
+                    return {}
         else:
             choice = text_chunk(piece, self._logprobs([piece], first))
             if first and self._answer.echo:
                 choice["text"] = self._answer.choices[piece.index].prompt.text + choice["text"]
-        content = self._answer.envelope.wrap([choice], streamed=True)
-        if with_usage:
+        content = self._answer.envelope.wrap([choice])
+        if self._answer.asked.include_usage:
             content["usage"] = None
         return content
 
@@ -266,6 +283,8 @@ class _Shaper:
             "index": choice.index, "finish_reason": pieces[-1].finish,
             "logprobs": self._logprobs(pieces, True),
         }  # fmt: skip
+        if self._readings is not None:
+            return {**shaped, **self._readings.whole(text, pieces[-1].finish)}
         if self._answer.envelope.chat:
             return {**shaped, "message": {"role": "assistant", "content": text, "refusal": None}}
         return {**shaped, "text": (choice.prompt.text if self._answer.echo else "") + text}
@@ -289,3 +308,23 @@ class _Shaper:
         return completion_logprobs(
             vocabulary, [*choice.prompt_logprobs, *entries], offsets, unscored=prompt[0]
         )
+
+
+class _CountingShaper(_Shaper):
+    """Adds to each chunk the usage of its choice so far."""
+
+    def __init__(self, answer: _Answer) -> None:
+        super().__init__(answer)
+        self._tokens = [0] * len(answer.choices)
+        """Output tokens of each choice. A choice itself may be ahead of its chunks."""
+
+    def skip(self, piece: ChoicePiece) -> None:
+        self._tokens[piece.index] += piece.tokens
+
+    def chunk(self, piece: ChoicePiece) -> dict[str, Any]:
+        self.skip(piece)
+        choice = self._answer.choices[piece.index]
+        content = super().chunk(piece)
+        if content:
+            content["usage"] = choice_usage(choice, self._tokens[piece.index])
+        return content

@@ -80,8 +80,9 @@ class Metrics:
             "c2cserve:http_responses", "Responses by route and status.", ["route", "status"],
             registry=self.registry,
         )  # fmt: skip
-        # Finding a child by its labels costs more than counting.
         self._children: dict[tuple[str, ...], Any] = {}
+        """The series of models, by the metric's name, the model's, and other labels. Finding them
+        by labels costs more than counting."""
 
     def _observe(self, name: str, model: str, value: float) -> None:
         child = self._children.get((name, model))
@@ -138,15 +139,25 @@ class Metrics:
         for route in routes:
             self._http.labels(route, "200")
 
-    def _add_models(self) -> None:
+    def _add_models(self, models: Iterable[str]) -> None:
         """Create the counters of every model, at 0: a rate misses a counter's first appearance."""
-        for model in self._gateway.models():
+        for model in models:
             for name, _, *labels in _COUNTERS:
                 for value in _VALUES[labels[0]] if labels else ("",):
-                    self._count(name, 0, model.id, *([value] if value else []))
+                    self._count(name, 0, model, *([value] if value else []))
+
+    def _forget_others(self, models: set[str]) -> None:
+        """Drop the series of models that were removed; also of those whose last requests ended
+        after that."""
+        for name, *labels in [key for key in self._children if key[1] not in models]:
+            families = self._counters if name in self._counters else self._histograms
+            families[name].remove(*labels)
+            del self._children[name, *labels]
 
     def render(self) -> bytes:
-        self._add_models()
+        models = {model.id for model in self._gateway.models()}
+        self._forget_others(models)
+        self._add_models(models)
         return generate_latest(self.registry)
 
 

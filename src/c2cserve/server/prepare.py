@@ -6,7 +6,7 @@ import secrets
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -15,11 +15,24 @@ from c2cserve.core.request import Job, Request, Slo
 from c2cserve.runtime.gateway import Gateway, ModelFiles
 from c2cserve.server.cache_salts import CacheSalts
 from c2cserve.server.errors import ApiError
+from c2cserve.server.model_names import unknown_model
 from c2cserve.server.settings import RequestLimits
-from c2cserve.server.text.messages import Api, Asked, Target, TextRequest, TokenizedPrompt
+from c2cserve.server.text.messages import (
+    Api,
+    Asked,
+    Target,
+    TextAnswer,
+    TextRequest,
+    TextResult,
+    TokenizedPrompt,
+)
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
+_FIELDS: dict[Api, str] = {
+    "completions": "prompt", "chat": "messages", "tokenize": "prompt", "detokenize": "tokens",
+}  # fmt: skip
+"""The field to blame for a text that takes too long."""
 _JOBS_AT_ONCE = 32
 """Jobs that are made before other tasks get a turn on the event loop."""
 
@@ -52,6 +65,8 @@ class IncomingRequest:
     tenant: str
     cache_group: str
     """Requests of one group reuse each other's KV."""
+    allows: Callable[[str], bool]
+    """Whether its key may use the model of an id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +102,32 @@ class Preparer:
         self._preparing = Counter[str]()
         """Tenant -> its requests that are being prepared."""
 
+    async def answer(self, incoming: IncomingRequest, files: ModelFiles | None) -> bytes:
+        """Return the answer to /tokenize or /detokenize, as JSON. Raises ApiError, and `Refused`
+        when the tokenizer cannot be used."""
+        target = None if files is None else Target.of(files)
+        work = TextRequest(incoming.api, incoming.body, target, self._limits)
+        done, _ = await self._texts.work(work, files, _FIELDS[incoming.api])
+        assert isinstance(done, TextAnswer)
+        self._check_model(incoming, files, done.model)
+        return done.content
+
+    def _check_model(self, incoming: IncomingRequest, files: ModelFiles | None, name: str) -> None:
+        """Check that a model was found by the name in the body. Raises ApiError."""
+        if files is None:
+            known = [one for one in self._gateway.models() if incoming.allows(one.id)]
+            raise unknown_model(name, known)
+        # The name may lead to another version by now, or to none: the gateway refuses the job then.
+        if name != incoming.model:
+            raise ApiError(400, "the body names several models", param="model")
+
     async def prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         """Prepare a request for the model that its name leads to, None if to no model. Raises
         ApiError, and `Refused` in an overload."""
         arrival_s, tenant = time.monotonic(), incoming.tenant
         if files is not None:
             ttft_s = _header_ms(incoming.headers, "x-slo-ttft-ms", files.ttft_s)
-            refused = self._gateway.overload(tenant, ttft_s, self._preparing)
+            refused = self._gateway.overload(files.key, tenant, ttft_s, self._preparing)
             if refused is not None:
                 raise refused
         self._preparing[tenant] += 1
@@ -108,18 +142,15 @@ class Preparer:
         self, incoming: IncomingRequest, files: ModelFiles | None, arrival_s: float
     ) -> Prepared:
         api, headers = incoming.api, incoming.headers
-        param = "messages" if api == "chat" else "prompt"
         target = None if files is None else Target.of(files)
         salt = self._salts.of_group(incoming.cache_group)
         work = TextRequest(api, incoming.body, target, self._limits, salt)
-        done, vocabulary = await self._texts.work(work, files, param)
+        done, vocabulary = await self._texts.work(work, files, _FIELDS[api])
+        assert isinstance(done, TextResult)
         asked = done.asked
-        if files is None or vocabulary is None:
-            message = f"The model {asked.model[:200]!r} does not exist"
-            raise ApiError(404, message, param="model", code="model_not_found")
-        # The name may lead to another version by now, or to none: the gateway refuses the job then.
-        if asked.model != incoming.model:
-            raise ApiError(400, "the body names several models", param="model")
+        self._check_model(incoming, files, asked.model)
+        assert files is not None
+        assert vocabulary is not None
         prompts = [_prompt(one) for one in done.prompts]
         slo = Slo(
             _header_ms(headers, "x-slo-ttft-ms", files.ttft_s),

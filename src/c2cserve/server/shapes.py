@@ -5,9 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import TokenLogprob
 from c2cserve.server.choices import ChoicePiece, ChoiceStream
 from c2cserve.server.text.detokenize import Detokenizer
+from c2cserve.server.text.messages import Asked
 from c2cserve.server.text.vocabulary import Vocabulary
 
 
@@ -15,25 +17,25 @@ from c2cserve.server.text.vocabulary import Vocabulary
 class Envelope:
     """The fields that all chunks of a response share."""
 
-    id: str
-    model: str
-    created: int
     chat: bool
-    fingerprint: str
+    fields: dict[str, Any]
 
     @classmethod
-    def new(cls, request_id: str, model: str, chat: bool, fingerprint: str) -> "Envelope":
-        prefix = "chatcmpl" if chat else "cmpl"
-        return cls(f"{prefix}-{request_id}", model, int(time.time()), chat, fingerprint)
-
-    def wrap(self, choices: list[dict[str, Any]], *, streamed: bool) -> dict[str, Any]:
-        kind = "text_completion"
-        if self.chat:
-            kind = "chat.completion.chunk" if streamed else "chat.completion"
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model,
-            "system_fingerprint": self.fingerprint, "choices": choices,
+    def new(cls, request_id: str, asked: Asked, fingerprint: str) -> "Envelope":
+        prefix, kind = "cmpl", "text_completion"
+        if asked.chat:
+            prefix = "chatcmpl"
+            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        fields = {
+            "id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()),
+            "model": asked.model, "system_fingerprint": fingerprint,
         }  # fmt: skip
+        if asked.service_tier:
+            fields["service_tier"] = "default"  # there is no other one
+        return cls(asked.chat, fields)
+
+    def wrap(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self.fields, "choices": choices}
 
 
 def usage(choices: Sequence[ChoiceStream], prompts: int) -> dict[str, Any]:
@@ -47,6 +49,14 @@ def usage(choices: Sequence[ChoiceStream], prompts: int) -> dict[str, Any]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(c.cached_tokens for c in per_prompt)},
     }
+
+
+def choice_usage(choice: ChoiceStream, output: int) -> dict[str, Any]:
+    """Return the usage of one choice so far, with `output` tokens: in its chunks, as in vLLM's."""
+    prompt = len(choice.prompt.tokens)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output,
+    }  # fmt: skip
 
 
 def chat_logprobs(vocabulary: Vocabulary, entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -117,4 +127,13 @@ def text_chunk(piece: ChoicePiece, logprobs: dict[str, Any] | None) -> dict[str,
     return {
         "index": piece.index, "text": piece.text, "logprobs": logprobs,
         "finish_reason": piece.finish,
+    }  # fmt: skip
+
+
+def model_card(status: ModelStatus) -> dict[str, Any]:
+    """Return a model as /v1/models lists it, in any state."""
+    return {
+        "id": status.id, "object": "model", "created": status.created_s, "owned_by": "c2cserve",
+        "max_model_len": status.max_context, "state": status.state.value,
+        "aliases": status.aliases,
     }  # fmt: skip

@@ -17,6 +17,7 @@ from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
 from c2cserve.core.events import ClusterEvent, PoolState
 from c2cserve.core.machine import Slice
+from c2cserve.core.request import SamplingDefaults
 from c2cserve.devices.plan import SliceWishes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.cluster.admission import AdmissionSettings
@@ -36,7 +37,12 @@ from c2cserve.serving.controller.workers import first_config
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.logs import LogFormat
 from c2cserve.serving.start_signals import StartSignals
-from c2cserve.serving.startup import check_pinned, plan_machine, prepare_models
+from c2cserve.serving.startup import (
+    check_open_files,
+    check_pinned,
+    plan_machine,
+    prepare_models,
+)
 from c2cserve.terminal.output import CliError
 
 log = logging.getLogger(__name__)
@@ -63,6 +69,8 @@ class LiveSettings:
     """Directories under which added models may lie, besides the catalogue's own."""
     keys_file: Path | None
     usage_log: Path | None
+    defaults: SamplingDefaults | None
+    """Sampling defaults of all models; None: those of each checkpoint."""
 
 
 class LiveServer:
@@ -94,10 +102,15 @@ class LiveServer:
         for dead in remove_dead_runs(settings.pool_dir):
             log.warning("removed what the killed server %s left in shared memory", dead)
         slices, budget = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
+        check_open_files(len(slices), settings.server.text.processes)
         make_pool = partial(_make_pool, self._instance, settings.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
-        host = CatalogHost(self._catalog.base_dir, roots, make_pool, self._post, kv_bytes)
+        host = CatalogHost(
+            self._catalog.base_dir, roots, make_pool, self._post, kv_bytes, settings.defaults
+        )
+        if (defaults := settings.defaults) is not None:
+            log.info("sampling defaults of all models: %s", str(defaults) or "none")
         try:
             models, broken = prepare_models(host, self._catalog, strict=settings.strict)
             check_pinned(models, budget)

@@ -1,6 +1,8 @@
 """What a server does before it listens: find GPUs, plan slices and the pool, prepare models."""
 
 import logging
+import resource
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +23,16 @@ from c2cserve.terminal.output import CliError, CliErrors
 
 log = logging.getLogger(__name__)
 
+_OWN_FILES, _SLICE_FILES, _TEXT_FILES = 64, 8, 4
+"""Open files of a server: its own, and those for each slice and for each text process. With one
+slice and one text process it had 46 open at most, with two and three 56."""
+
 
 def plan_machine(
     wishes: SliceWishes, pool_dir: Path, pool_bytes: int | None
 ) -> tuple[Sequence[Slice], int]:
-    """Return the slices of this machine and the budget of its pool in bytes.
+    """Return the slices of this machine, with the speed of their links, and the budget of its pool
+    in bytes.
 
     `pool_bytes` replaces the planned budget. Raises CliError for wishes that this machine cannot
     fulfil."""
@@ -40,10 +47,23 @@ def plan_machine(
         slices = plan_all(machine, wishes)
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
+    slices = with_links(slices, machine.gpus)
     if pool_bytes is None:
         paused = sum(one.host_kv_bytes for one in slices)
         pool_bytes = min(plan_pool_bytes(machine), machine.memory_available_bytes - paused)
     return slices, pool_bytes
+
+
+def check_open_files(slices: int, text_processes: int) -> None:
+    """Raise CliError if the server may not have as many files open as it needs without clients."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _OWN_FILES + slices * _SLICE_FILES + text_processes * _TEXT_FILES
+    if files != resource.RLIM_INFINITY and files < needed:
+        raise CliError(
+            f"{files} open files are allowed (ulimit -n), and this server needs at least {needed}, "
+            "with one more for each client: run `ulimit -n 65536` before it"
+            " (systemd: LimitNOFILE=65536, docker: --ulimit nofile=65536)"
+        )
 
 
 def check_cpu_kernels() -> None:
@@ -67,6 +87,39 @@ def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]
     for obstacle in obstacles(gpus, profile, lent=lent) if gpus else ():
         raise CliError(f"{obstacle.text}: {obstacle.fix}; or {CPUS_INSTEAD}")
     return gpus
+
+
+def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...]:
+    """Return the slices with the share that each has of its GPU's link to the host. Shares are
+    equal, and the link is as fast as the GPU's profile says. CPU slices have none.
+
+    Raises CliError without a profile."""
+    named = {gpu.uuid: gpu for gpu in gpus}
+    sharing = Counter(one.link for one in slices)
+    linked: list[Slice] = []
+    for one in slices:
+        if one.gpu is not None:
+            rate = _host_bytes_per_s(named[one.gpu.uuid], one.gpu.profile)
+            one = replace(one, link_bytes_per_s=rate / sharing[one.link])
+        linked.append(one)
+    return tuple(linked)
+
+
+def _host_bytes_per_s(gpu: Gpu, choice: ProfileChoice) -> float:
+    """Return how fast copy engines bring weights from the host to the GPU."""
+    from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
+    from c2cserve.kernels.gpu.gemm.choice.profile import ProfileError, load_profile
+
+    if choice == "assumed":
+        profile = assumed_profile(gpu.name, gpu.memory_bytes).profile
+    else:
+        try:
+            profile = load_profile(gpu=gpu.name)
+        except ProfileError as error:
+            raise CliError(str(error)) from error
+    if "host" not in profile.links:
+        raise CliError(f"the profile of {gpu.name} has no speed of the host: run c2cserve profile")
+    return profile.links["host"].to_gpu_bytes_per_s
 
 
 def prepare_models(

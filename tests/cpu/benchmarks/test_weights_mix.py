@@ -15,11 +15,16 @@ from documents.commands import check
 from mix_checkpoints import Checkpoints
 from mix_load import FULL, SLO, TINY, Answer, Arena, figures, parse_cells, popularity, requests
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
+from mix_run import weights_line
+from mix_simulated import simulated_machine, simulated_models
 from mix_times import measure_times, read_times
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
 from c2cserve.catalog.file import load_catalog
+from c2cserve.devices.plan import SliceWishes, plan_all
+from c2cserve.runtime.slice_stats import STATS
+from c2cserve.serving.startup import with_links
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 NAMES = [entry.id for entry in FULL.pick().entries]
@@ -110,6 +115,38 @@ def test_lent_memory_serves_the_popular_models_first() -> None:
     assert weights_bytes_per_s(speeds, 2 * 10**9, models) == pytest.approx(peer)
     half = weights_bytes_per_s(speeds, 10**9, models)
     assert half == pytest.approx(1.5 / (1.0 / peer + 0.5 / host))
+
+
+def test_both_worlds_have_the_slice_and_the_link_of_the_server() -> None:
+    host = imagined_machine(H200, None)
+    assert host.profile == "assumed"
+    wishes = SliceWishes(
+        gpu_slices="whole@0", gpu_kv_bytes=30 * 10**9, gpu_profile="assumed",
+        gpu_peer_bytes=90 * 10**9, host_kv_bytes=10**9,
+    )  # fmt: skip
+    [served] = with_links(plan_all(host.machine, wishes), host.gpus)
+    arena = Arena("30+90", 30 * 10**9, 90 * 10**9)
+    planned = host.plan(arena, 10**9)
+    assert planned == served
+    machine = simulated_machine(host, planned, arena, simulated_models(FULL.pick()), None)
+    [simulated] = machine.slices
+    assert replace(simulated.slice, link=served.link) == served
+    assert simulated.load_bytes_per_s > served.link_bytes_per_s, "lent weights come faster"
+
+
+def test_what_a_server_counts_of_weights_is_a_line() -> None:
+    counters = {
+        "weight_fetches_total": 3.0, "weight_fetched_bytes_total": 2e9,
+        "weight_fetch_seconds_total": 0.5, "weight_fetches_refused_total": 1.0,
+        "weight_releases_total": 2.0, "weights_hit_bytes_total": 5e9,
+        "weights_streamed_bytes_total": 4e9, "weights_peer_bytes_total": 1e9,
+    }  # fmt: skip
+    assert weights_line(counters) == (
+        "3 loads of 2.0 GB in 0.5 s, 0 cancelled, 1 refused, 2 released;"
+        " steps read 5.0 GB in HBM, 4.0 GB streamed (1.0 GB of them lent)"
+    )
+    rows = {stat.metric for stat in STATS}
+    assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows
 
 
 @pytest.mark.parametrize(
@@ -241,6 +278,8 @@ def test_simulated_cells_are_reported_and_simulated_again(tmp_path: Path) -> Non
     rows = {row["cell"]: row for row in whole["results"]["rows"]}
     assert list(rows) == ["all:8", "30:4", "30+90:4"]
     assert all(row["simulated"]["requests"] == 24 for row in rows.values())
+    fetches = {cell: row["simulated"]["fetches"] for cell, row in rows.items()}
+    assert 0 < fetches["all:8"] < fetches["30:4"], "in a small arena models take turns"
     assert rows["all:8"]["simulated"]["in_time"] == 1.0
     first = [rows[cell]["simulated"]["ttft_p50_s"] for cell in ("all:8", "30+90:4", "30:4")]
     assert first == sorted(first), "a slower way for weights gives later first tokens"

@@ -144,6 +144,10 @@ A = '[[models]]\nid = "a"\npath = "m"\n'
         ('[[models]]\nid = "a"\npath = "empty"', [":3:", "no config.json"]),
         ('[[models]]\nid = "a"\npath = "noweights"', [":3:", ".safetensors", "incomplete"]),
         ('[[models]]\nid = "a"\npath = "pickled"', [":3:", ".safetensors", "convert"]),
+        ('[[models]]\nid = "a"\npath = "gguf"', [":3:", "GGUF", "converted from"]),
+        ('[[models]]\nid = "a"\npath = "gguf/m.gguf"', [":3:", "is a GGUF file", "converted"]),
+        ('[[models]]\nid = "a"\npath = "lora"', [":3:", "LoRA adapter", "merge"]),
+        ('[[models]]\nid = "a"\npath = "gptq"', [":3:", "quantized by GPTQ", "bfloat16"]),
         ('[[models]]\nid = "a"\npath = "sharded"', [":3:", "1 of 2", "b.safetensors"]),
     ],
 )
@@ -154,6 +158,13 @@ def test_mistakes(tmp_path: Path, text: str, says: list[str]) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text("{}")
     (tmp_path / "pickled" / "pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "m.gguf").write_bytes(b"GGUF")
+    (tmp_path / "lora").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / "lora" / name).write_text("{}")
+    (checkpoint(tmp_path, "gptq") / "quantize_config.json").write_text("{}")
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")  # merged: it is a model
     sharded = checkpoint(tmp_path, "sharded")
     (sharded / "model.safetensors").rename(sharded / "a.safetensors")
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}

@@ -61,3 +61,10 @@ def test_histograms_add_up() -> None:
     one = Histogram(((0.1, 1.0), (INF, 2.0)), 0.5)
     assert one.plus(Histogram()) == Histogram().plus(one) == one
     assert one.plus(one) == Histogram(((0.1, 2.0), (INF, 4.0)), 1.0)
+
+
+def test_a_histogram_that_fell_counts_from_zero() -> None:
+    """Its model was removed and added again, or the server was started again."""
+    was, now = Histogram(((INF, 5.0),), 9.0), Histogram(((INF, 2.0),), 1.0)
+    assert now.since(was) == now
+    assert was.since(now) == Histogram(((INF, 3.0),), 8.0)

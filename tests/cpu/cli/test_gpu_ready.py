@@ -1,12 +1,14 @@
 """A GPU that cannot serve yet: each obstacle has its fix, and CPUs never replace it unasked."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from c2cserve.core.machine import Gpu
+from c2cserve.core.machine import Gpu, Machine, NumaNode
 from c2cserve.devices.gpus import GpuProblem
+from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.engine.gpu import requirements as gpu_ready
 from c2cserve.kernels.gpu.aot import compiler
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
@@ -95,3 +97,21 @@ def test_serve_does_not_fall_back_by_itself(home: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(startup, "usable_gpus", broken)
     with pytest.raises(CliError, match="version mismatch"):
         startup.ready_gpus("measured")
+
+
+def test_slices_know_their_share_of_the_measured_link(home: Path) -> None:
+    rate = assumed_h200().links["host"].to_gpu_bytes_per_s
+    gpu = replace(H200, memory_free_bytes=140 << 30)
+    machine = Machine(
+        "test", (0, 1), 1 << 40, 1 << 40, 1 << 40, (), (NumaNode(0, (0, 1), 0),), (gpu,),
+        cores=((0,), (1,)), shm_free_bytes=1 << 40,
+    )  # fmt: skip
+    for choice in ("measured", "assumed"):
+        wishes = SliceWishes(cpu_slices=1, gpu_slices="16x7", gpu_profile=choice)
+        *parts, cpu = startup.with_links(plan_all(machine, wishes), (gpu,))
+        assert {one.link_bytes_per_s for one in parts} == {rate / 7}
+        assert all(one.swaps_weights for one in parts)
+        assert not cpu.swaps_weights
+    (home / "profile.json").unlink()
+    with pytest.raises(CliError, match="c2cserve profile"):
+        startup.with_links(plan_all(machine, SliceWishes()), (gpu,))

@@ -83,15 +83,18 @@ def test_revoke_by_name_or_id(path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (("add", "a b"), "$.name"),
-        (("add", "a,b"), "$.name"),
-        (("add", "option:1"), "$.name"),
-        (("add", "a", "--tenant", ""), "$.tenant"),
-        (("add", "a", "--concurrency", "0"), "$.limits.concurrency"),
-        (("add", "a", "--requests-per-minute", "-1"), "requests_per_minute"),
-        (("add", "a", "--max-priority", "101"), "max_priority"),
-        (("add", "a", "--min-ttft-ms", "nan"), "min_ttft_ms"),
-        (("add", "a", "--model", ""), "models"),
+        (("add", "a b"), "NAME has to be 1 to 64 letters"),
+        (("add", "a,b"), "NAME has to be"),
+        (("add", "option:1"), "NAME has to be"),
+        (("add", "a", "--tenant", ""), "--tenant has to be 1 to 64 letters"),
+        (("add", "a", "--concurrency", "0"), "--concurrency has to be a whole number from 1"),
+        (("add", "a", "--requests-per-minute", "-1"), "--requests-per-minute has to be"),
+        (
+            ("add", "a", "--max-priority", "101"),
+            "--max-priority has to be a whole",
+        ),
+        (("add", "a", "--min-ttft-ms", "nan"), "--min-ttft-ms has to be"),
+        (("add", "a", "--model", ""), "--model has to be"),
         (("add", "a", "--expires", "tomorrow"), "'tomorrow'"),
         (("add", "a", "--expires", "2030-01-01"), "2030-01-01"),
         (("add", "a", "--expires", "999999w"), "999999w"),
@@ -140,12 +143,46 @@ def test_a_usage_log_is_summed_up(tmp_path: Path, capsys: Any) -> None:
     assert run("usage", "--log", str(log), "--csv") == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[1] == "a,t,m,2,10,4,14"
-    assert "1 lines" in err
+    assert "1 line is" in err
     assert run("usage", "--log", str(log), "--json") == 0
     assert json.loads(capsys.readouterr().out)["usage"][0]["requests"] == 2
     assert run("usage", "--log", str(log)) == 0
     assert "14" in capsys.readouterr().out
     assert run("usage", "--log", str(tmp_path / "none")) == 1
+
+
+@pytest.mark.parametrize("content", [b"{}\n[]\n", b"\xff\x00", b'{"version": 1, "keys": []}'])
+def test_what_is_no_usage_log_is_said(tmp_path: Path, capsys: Any, content: bytes) -> None:
+    """Also where its figures would be taken for those of no requests."""
+    log = tmp_path / "keys.json"
+    log.write_bytes(content)
+    for form in ((), ("--csv",), ("--json",)):
+        assert run("usage", "--log", str(log), *form) == 1
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert f"{log} is not a usage log" in err
+
+
+def test_a_usage_log_of_no_requests_is_one(tmp_path: Path, capsys: Any) -> None:
+    log = tmp_path / "usage.jsonl"
+    log.touch()
+    assert run("usage", "--log", str(log), "--csv") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_usage_has_one_form(tmp_path: Path, capsys: Any) -> None:
+    assert run("usage", "--log", str(tmp_path / "none"), "--csv", "--json") == 2
+    assert "--csv or --json" in capsys.readouterr().err
+
+
+def test_a_broken_keys_file_is_said_in_words(path: Path, capsys: Any) -> None:
+    path.write_text('{"version": 1, "keys": [{"id": 3}]}')
+    path.chmod(0o600)
+    for args in (("list",), ("add", "b"), ("revoke", "a")):
+        assert run(*args, "--keys", str(path)) == 1
+        err = capsys.readouterr().err
+        assert "keys[0].id is not 12 hexadecimal digits" in err
+        assert len(err.splitlines()) == 1
 
 
 def test_commands() -> None:

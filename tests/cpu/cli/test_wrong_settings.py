@@ -1,9 +1,7 @@
 """Settings that make no sense are refused in one line, before anything is started or measured."""
 
 import ast
-import os
 import re
-import select
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -205,29 +203,6 @@ def test_the_terminal_alone_breaks_the_lines_of_help() -> None:
 
 
 # ---- The demo's server --------------------------------------------------------------------------
-
-
-def test_the_demos_server_ends_with_the_demo_however_it_ends() -> None:
-    """`kill -9` leaves no `finally` time to run."""
-    program = (
-        "import subprocess, sys\n"
-        "from c2cserve.bench.specialists import parent_death_signal\n"
-        "child = subprocess.Popen(['sleep', '60'], preexec_fn=parent_death_signal())\n"
-        "print(child.pid, flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert parent.stdout is not None
-    child = os.pidfd_open(int(parent.stdout.readline()))
-    try:
-        parent.kill()
-        parent.communicate(timeout=30)
-        ended, _, _ = select.select([child], [], [], 30)
-        assert ended
-    finally:
-        os.close(child)
 
 
 @pytest.mark.parametrize(

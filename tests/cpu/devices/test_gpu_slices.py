@@ -32,7 +32,8 @@ def test_one_slice_per_gpu_with_what_is_free_but_a_reserve() -> None:
     first, second = plan_gpu_slices(machine(*H200[:2]))
     assert (first.id, first.kind, second.id) == ("gpu0", "gpu", "gpu1")
     assert first.gpu == GpuShare("GPU-00", 132)
-    assert first.kv_bytes == 130 * GIB
+    assert first.kv_bytes == first.hbm_bytes == 130 * GIB
+    assert (first.link, second.link) == ("gpu0.h2d", "gpu1.h2d")
     assert first.cpus == tuple(range(8))
     assert first.max_step_tokens > 4096
 
@@ -47,6 +48,7 @@ def test_mig_instances_have_their_own_memory() -> None:
     assert [(s.id, s.kind) for s in slices] == [("gpu0", "gpu"), ("mig1", "mig"), ("mig2", "mig")]
     assert slices[2].gpu == GpuShare("MIG-bb", 16)
     assert slices[2].kv_bytes == 12 * GIB
+    assert slices[1].link == slices[2].link, "of the GPU they are parts of"
     assert slices[2].max_step_tokens < slices[0].max_step_tokens
 
 

@@ -15,6 +15,8 @@ class FakeAllocator:
 
     def __init__(self) -> None:
         self.users: dict[tuple[int, int], int] = {}
+        self.host_users: dict[tuple[int, int], int] = {}
+        """Of pools of pinned memory. `torch.cuda.MemPool` is none: there, only graphs count."""
         self.recording: list[tuple[int, int]] = []
         self.recording_host: list[tuple[int, int]] = []
         """`ATen/core/CachingHostAllocator.h`: only a capture that ends well takes its pool away."""
@@ -31,6 +33,9 @@ class FakeAllocator:
 
     def begin(self, pool: tuple[int, int]) -> None:
         self.hold(pool)
+        if self.host_users.get(pool) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.host_users[pool] = self.host_users.get(pool, 0) + 1
         if pool in self.recording or pool in self.recording_host:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.recording.append(pool)
@@ -91,6 +96,7 @@ class FakeGraph:
     def reset(self) -> None:
         if self._pool is not None:
             self._allocator._cuda_releasePool(0, self._pool)
+            self._allocator.host_users[self._pool] -= 1
         self._pool = None
 
     def __del__(self) -> None:

@@ -90,7 +90,13 @@ def test_dtype_can_be_chosen() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported are"),
         ({"architectures": None}, "unknown is not supported; supported are LlamaForCausalLM"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights .awq."),
+        ({"architectures": ["BertModel"]}, "BertModel is not supported.*not generate text"),
+        (
+            {"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}},
+            "Gemma3ForConditionalGeneration is not supported.*multimodal",
+        ),
+        ({"architectures": ["T5Model"], "is_encoder_decoder": True}, "T5Model .*only decoders"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized weights .awq.*made from"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; supported is silu"),
         ({"rope_scaling": {"type": "su", "factor": 2}}, "rope type 'su' is not supported; sup"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),

@@ -14,8 +14,8 @@ from layer_stacks import HIDDEN, layer_stack, rope
 from torch import Tensor
 
 from c2cserve.core.tensors import Home
+from c2cserve.engine.gpu import graph_cache, tables
 from c2cserve.engine.gpu import graphs as graphs_module
-from c2cserve.engine.gpu import tables
 from c2cserve.engine.gpu.graph_cache import bucket
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.layers import GpuLayer
@@ -54,6 +54,7 @@ class Launches:
             kernel()
             self.rows.append(len(hidden))
         else:
+            assert len(hidden) in self.rows, "what loads on first use would load in a capture"
             self._allocator.open.launch(kernel)
         return branch
 
@@ -135,8 +136,28 @@ def test_graphs_below_and_above_64_sequences(allocator: FakeAllocator) -> None:
         assert found == [(0, 0), (1, 1), (1, 0)]
         assert cache.counted == 3
         cache.counted = 0
-    assert one.launch.rows == [1, 3, 64, 68, 128, 304], "above 64 always padded"
+    assert one.launch.rows == [1, 4, 64, 68, 128, 304], "padded as its graph is"
     assert one.launch.counts["gemm"] == 2 * 3 * 6, "as many as have run"
+
+
+def test_the_first_step_of_a_size_is_launched_with_the_rows_of_its_graph(
+    allocator: FakeAllocator,
+) -> None:
+    """Also where a larger graph could serve it: kernels are chosen by the number of rows."""
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
+    assert [one.step(layers, 30) for _ in range(2)] == [(0, 0), (1, 1)]
+    assert [one.step(layers, 13) for _ in range(2)] == [(0, 0), (1, 1)]
+    assert one.launch.rows == [32, 16]
+
+
+def test_a_size_that_waits_for_its_capture_is_served_by_a_larger_graph(
+    allocator: FakeAllocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_cache, "_STEPS_PER_CAPTURE", 4)
+    monkeypatch.setattr(graph_cache, "_BURST", 1)
+    one, layers = Slice(allocator, Cache()), layer_stack(1)
+    assert [one.step(layers, 32) for _ in range(2)] == [(0, 0), (1, 1)]
+    assert [one.step(layers, 16) for _ in range(5)] == [(0, 0), (1, 0), (1, 0), (1, 1), (1, 0)]
 
 
 def test_contexts_get_longer_and_shorter(allocator: FakeAllocator) -> None:

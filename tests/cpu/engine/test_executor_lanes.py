@@ -13,7 +13,9 @@ from late import LateOps
 from tiny import make_checkpoint
 
 from c2cserve.core.events import StepDone, StepFailed
+from c2cserve.core.step import Lane as LaneName
 from c2cserve.engine.gpu import lanes as gpu_lanes
+from c2cserve.engine.gpu import load_stream
 from c2cserve.engine.gpu.lanes import LaneFence, Mark
 from c2cserve.engine.lanes import LaneParts
 
@@ -71,14 +73,15 @@ def test_steps_end_in_order_within_a_lane_and_in_any_order_across(lanes: TwoLane
     assert lanes.done_ids() == [stream, ahead]
     assert lanes.near.awaited == lanes.far.awaited == 0
     assert lanes.tokens("near")[:2] == lanes.tokens("far")
-    assert lanes.executor.models_in_flight() == set()
+    assert not lanes.executor.lanes_in_flight("near")
 
 
 def test_each_lane_has_its_own_operators_and_its_own_time(lanes: TwoLanes) -> None:
     lanes.launch(("far", 0, 7), lane="streaming")
     lanes.launch(("near", 0, 7))
     assert (len(lanes.far.samples), len(lanes.near.samples)) == (1, 1)
-    assert lanes.executor.models_in_flight() == {"near", "far"}
+    assert lanes.executor.lanes_in_flight("near") == {"resident"}
+    assert lanes.executor.lanes_in_flight("far") == {"streaming"}
     lanes.near.finish()
     [near] = lanes.take_done()
     for position in range(7, 12):
@@ -148,24 +151,55 @@ class Stream:
         self.waits.append(event)
 
 
-def test_lanes_wait_for_each_other_when_weights_go_that_are_being_read() -> None:
-    streams = [Stream("resident"), Stream("streaming")]
-    fence = LaneFence(cast(Any, streams))
+def test_a_lane_waits_for_the_other_when_weights_go_that_this_one_reads() -> None:
+    resident, streaming = Stream("resident"), Stream("streaming")
+    fence = LaneFence(cast(Any, {"resident": resident, "streaming": streaming}))
     fence.dropped("far")
-    fence.in_flight = lambda: {"near"}
-    fence.dropped("far")
-    assert [stream.waits for stream in streams] == [[], []]
+    reading: dict[str, set[LaneName]] = {"near": {"resident"}, "far": {"streaming"}}
+    fence.reading = lambda model: reading.get(model, ())
+    fence.dropped("idle")
+    assert (resident.waits, streaming.waits, fence.waits) == ([], [], 0)
     fence.dropped("near")
-    assert [set(stream.waits) for stream in streams] == [{"resident", "streaming"}] * 2
-    assert fence.waits == 1
+    assert (resident.waits, streaming.waits) == ([], ["resident"]), "it holds nobody up itself"
+    fence.dropped("far")
+    assert (resident.waits, streaming.waits) == (["streaming"], ["resident"])
+    assert fence.waits == 2
 
 
 def test_one_lane_never_waits() -> None:
     stream = Stream("resident")
-    fence = LaneFence(cast(Any, [stream]))
-    fence.in_flight = lambda: {"near"}
+    fence = LaneFence(cast(Any, {"resident": stream}))
+    fence.reading = lambda _: {"resident"}
     fence.dropped("near")
     assert stream.waits == []
+
+
+def test_a_load_waits_for_the_resident_lane_and_both_lanes_for_its_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream beside it is not waited for; the fence has the resident lane wait where it must."""
+    resident, streaming, loads = Stream("resident"), Stream("streaming"), Stream("loads")
+    watched: list[Any] = []
+
+    class Event:
+        def __init__(self, **_: bool) -> None:
+            self.stream = ""
+
+        def record(self, stream: Stream) -> None:
+            self.stream = stream.name
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(load_stream, "new_stream", lambda _: loads)
+    notifier = SimpleNamespace(watch=watched.append)
+    monkeypatch.setattr(load_stream, "CompletionNotifier", lambda *_: notifier)
+    lanes = cast(Any, [resident, streaming])
+    copies = load_stream.CopyEngineStream(torch.device("cuda", 0), lanes, lambda: None)
+    copies.wait_for_steps(copies.mark_steps())
+    copies.hold_steps(copies.record())
+    assert [event.stream for event in cast(Any, loads.waits)] == ["resident"]
+    assert [event.stream for event in cast(Any, resident.waits)] == ["loads"]
+    assert [event.stream for event in cast(Any, streaming.waits)] == ["loads"]
+    assert [event.stream for event in watched] == ["loads"]
 
 
 def test_a_mark_covers_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:

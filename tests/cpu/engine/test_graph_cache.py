@@ -41,7 +41,8 @@ def test_a_step_of_few_sequences_is_never_padded_beyond_64() -> None:
 
 def test_a_graph_is_wanted_when_its_size_is_met_again() -> None:
     cache: GraphCache[str] = GraphCache()
-    assert [cache.wants(key(8)) for _ in range(2)] == [False, True]
+    assert [cache.meet(key(8)) for _ in range(2)] == [False, True]
+    assert cache.wants(key(8))
     cache.put(key(8), "eight")
     assert cache.get(key(8)) == "eight"
     assert cache.get(key(8, context=2048)) is None
@@ -61,8 +62,6 @@ def test_a_larger_graph_serves_until_there_is_one() -> None:
 def test_a_sweep_through_all_sizes_captures_seldom() -> None:
     """Some at once; then one of eight steps pays for a capture."""
     cache: GraphCache[str] = GraphCache()
-    for rows in range(1, 513):
-        cache.wants(key(rows))
     captures = 0
     for rows in range(1, 513):
         cache.begin_step()
@@ -85,19 +84,34 @@ def test_graphs_of_a_model_go_with_it() -> None:
     cache: GraphCache[str] = GraphCache()
     for model in (0, 1, 2):
         cache.put(key(72, model=model), f"of {model}")
-        cache.wants(key(80, model=model))
+        cache.meet(key(80, model=model))
     cache.forget(1)
     assert [cache.get(key(72, model=model)) for model in (0, 1, 2)] == ["of 0", None, "of 2"]
-    assert not cache.wants(key(80, model=1)), "it is to be met twice again"
+    assert [cache.meet(key(80, model=model)) for model in (0, 1, 2)] == [True, False, True]
     cache.keep_models({1})
     assert [cache.get(key(72, model=model)) for model in (0, 2)] == ["of 0", None]
     assert cache.dropped == 2
 
 
-def test_what_could_not_be_captured_is_not_tried_again() -> None:
+def test_what_could_not_be_captured_is_tried_again_ever_later() -> None:
     cache: GraphCache[str] = GraphCache()
+
+    def steps_until_wanted() -> int:
+        for steps in range(1, 10_000):
+            cache.begin_step()
+            if cache.wants(key(8)):
+                return steps
+        return 0
+
+    waits: list[int] = []
+    for _ in range(3):
+        cache.refuse(key(8))
+        waits.append(steps_until_wanted())
+    assert waits == [256, 1024, 4096]
+    cache.put(key(8), "graph")
+    cache.forget(0)
     cache.refuse(key(8))
-    assert not any(cache.wants(key(8)) for _ in range(4))
+    assert steps_until_wanted() == 256, "what was captured since starts anew"
 
 
 # ---- the pool ------------------------------------------------------------------------------------
@@ -108,14 +122,16 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> FakeAllocator:
     return install(monkeypatch)
 
 
-def test_the_pool_outlives_its_graphs(allocator: FakeAllocator) -> None:
-    """torch refuses to capture into a pool that its last graph has left."""
+def test_a_pool_that_its_last_graph_has_left_is_not_used_again(allocator: FakeAllocator) -> None:
+    """torch refuses to capture into it."""
     pool = GraphPool()
     for _ in range(3):
         captured: Captured[int] = pool.capture(lambda: 7)
-        assert captured.result == 7
-        del captured
-    assert list(allocator.users.values()) == [1]
+        other: Captured[int] = pool.capture(lambda: 8)
+        assert (captured.result, other.result) == (7, 8)
+        del captured, other
+        gc.collect()
+    assert len(allocator.users) == 3
 
     def alone() -> None:
         handle = torch.cuda.MemPool().id
@@ -124,6 +140,18 @@ def test_the_pool_outlives_its_graphs(allocator: FakeAllocator) -> None:
 
     with pytest.raises(RuntimeError, match="use_count > 0"):
         alone()
+
+
+def test_captures_go_on_after_a_first_one_that_fails(allocator: FakeAllocator) -> None:
+    def launch() -> None:
+        raise RuntimeError("a kernel")
+
+    pool = GraphPool()
+    with pytest.raises(CaptureError):
+        pool.capture(launch)
+    gc.collect()
+    assert [pool.capture(lambda: 3).result for _ in range(2)] == [3, 3]
+    assert not allocator.recording
 
 
 @pytest.mark.parametrize("when", ["begin", "launch", "end"])
@@ -143,6 +171,6 @@ def test_captures_go_on_after_one_that_fails(allocator: FakeAllocator, when: str
     gc.collect()
     assert not allocator.recording
     assert not allocator.asks_the_dead
-    again = [pool.capture(lambda: 3).result for _ in range(2)]
-    assert (kept.result, again) == (1, [3, 3])
+    again = [pool.capture(lambda: 3) for _ in range(2)]
+    assert (kept.result, [one.result for one in again]) == (1, [3, 3])
     assert len(allocator.users) == (1 if when == "launch" else 2), "a capture that ended well"

@@ -32,11 +32,14 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
         streaming=SimpleNamespace(
             renew=lambda: told.append("lane"), finish=lambda: told.append("wait for lane")
         ),
+        loads=SimpleNamespace(
+            synchronize=lambda: told.append("wait for loads"), drop=lambda: told.append("loads")
+        ),
     )  # fmt: skip
     parts.finish = lambda: GpuParts.finish(cast(Any, parts))
     GpuParts.renew(cast(Any, parts))
-    assert told[:3] == ["wait for steps", "wait for copies", "wait for lane"]
-    assert set(told[3:]) == {"context", "ops", "staging", "plans", "cache", "lane"}
+    assert told[:4] == ["wait for steps", "wait for copies", "wait for lane", "wait for loads"]
+    assert set(told[4:]) == {"context", "ops", "staging", "plans", "cache", "lane", "loads"}
 
 
 def test_weights_that_may_not_have_arrived_are_brought_again() -> None:

@@ -22,7 +22,7 @@ from c2cserve.kernels.gpu.aot.compiler import (
     parse_report,
 )
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
-from c2cserve.kernels.gpu.aot.variants import Source, Variant
+from c2cserve.kernels.gpu.aot.variants import RELAY, Source, Variant
 from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 
 FakeNvcc = Callable[..., Path]
@@ -87,8 +87,14 @@ def test_variants_compile_and_none_uses_local_memory(which: str) -> None:
     assert {one.source for one in variants} == {one.source for one in everyone}
     build(variants, CACHE)
     if which == "all":
-        clean(variants, CACHE)
+        clean([*variants, RELAY], CACHE)
     assert check(variants, CACHE) == []
+
+
+@pytest.mark.timeout(900)
+def test_the_relay_compiles_and_uses_no_local_memory() -> None:
+    build([RELAY], CACHE)
+    assert check([RELAY], CACHE) == []
 
 
 @pytest.mark.parametrize(

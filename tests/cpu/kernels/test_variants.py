@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.kernels.gpu.aot.compiler import SOURCES
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, Source, Variant
+from c2cserve.kernels.gpu.aot.variants import RELAY, SHARED_BYTES, Source, Variant
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_h200
 from c2cserve.kernels.gpu.gemm.choice.candidates import candidates
 from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED, Chooser
@@ -70,7 +70,7 @@ def test_defines_are_those_the_source_is_built_with(source: Source) -> None:
 
 
 def test_every_source_has_variants() -> None:
-    assert {path.stem for path in SOURCES.glob("*.cu")} == set(BY_SOURCE)
+    assert {path.stem for path in SOURCES.glob("*.cu")} == {*BY_SOURCE, RELAY.source}
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)

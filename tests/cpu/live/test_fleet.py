@@ -50,13 +50,19 @@ class SlowToDie:
         self.closed = True
 
 
+class NotUsed:
+    """A process that no worker was made of."""
+
+    def end(self) -> None: ...
+
+
 class NoSpawner:
     awaited_fd = None
 
     def __init__(self, timeout_s: float) -> None: ...
 
     def take(self) -> object:
-        return object()
+        return NotUsed()
 
     def keep_ready(self) -> None: ...
 
@@ -101,6 +107,32 @@ def test_a_slice_waits_for_its_process_and_the_controller_does_not(
     fleet.start_due(2.0)
     assert slot.state == "up"
     assert slot.started_s == 2.0
+
+
+def test_starts_without_room_do_not_count_against_a_worker_that_then_came_up(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    slot, now = fleet.slots["s0"], 0.0
+    fleet.start_due(now)
+    list(fleet.reap(now))
+    with monkeypatch.context() as full:
+        full.setattr(fleets, "Worker", no_room)
+        slot.worker = None
+        for _ in range(5):
+            fleet.start_due(now)
+            now = slot.restart_at_s
+    outage = fleet.outage(now - 0.1)
+    assert outage is not None
+    assert "No space left" in outage.reason
+    fleet.start_due(now)
+    list(fleet.reap(now))
+    SlowToDie.made[-1].exit_code = -9
+    assert [reason for _, reason in fleet.reap(now + 5.0)] == ["killed by signal 9"]
+    assert fleet.outage(now + 5.0) is None
+    assert slot.restart_at_s == now + 5.0, "its first death: the next one is started at once"
 
 
 def test_one_on_its_way_out_is_dead_at_once(fleet: Fleet) -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
+from c2cserve.policy.cluster.link_and_memory import LINK_AND_MEMORY, SWAP_TOKENS, stream_step_s
+from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import place as place_within
 from c2cserve.policy.cluster.quantify import StepTable
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
-from c2cserve.policy.simulated.link_and_memory import LINK_AND_MEMORY, SWAP_TOKENS, stream_step_s
-from c2cserve.policy.simulated.link_budget import link_demand
 
 place = partial(place_within, budgets=LINK_AND_MEMORY)
 SPECS = [ModelSpec(f"m{i}", 10 << i, 2, 16, 4096) for i in range(6)]

@@ -9,10 +9,10 @@ from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.simulated.weight_swapping import EASE_S, WeightSwapping
 from c2cserve.policy.slice.batching import BY_HEADROOM, ActiveModel
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
 
 LINK = 10.0
 """Bytes per second; a slab is one byte, and so is a block."""
@@ -161,3 +161,19 @@ def test_while_all_are_far_ahead_the_one_runs_that_makes_room_for_longest() -> N
     assert world.swapping.turn(lines, 9.5, False) == (False, "rare")
     assert world.swapping.turn(lines, 10.5, False) == (False, "popular"), "least headroom"
     assert World(10, rotates=False).swapping.favourite(["popular"], 0.0) is None
+
+
+def test_a_deadlock_ends_where_models_without_requests_make_room_first() -> None:
+    """The holder of the blocks is absent; of those there, the one that nothing asks for leaves."""
+    world = World(100)
+    models = {name: world.activate(name, 40) for name in ("holder", "idle", "asked")}
+    for number, name in enumerate(("idle", "asked")):
+        world.ask(models[name], f"r{number}", 0.0)
+    world.plan(0.0)
+    for name in ("idle", "asked"):
+        world.arrive(name)
+    del models["idle"].seqs["r0"]
+    world.ask(models["holder"], "r2", 0.0)
+    actions = world.swapping.break_deadlock()
+    world.carry_out(actions)
+    assert actions == [Release("idle"), Fetch("holder")]

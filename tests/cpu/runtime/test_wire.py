@@ -86,3 +86,11 @@ def test_a_request_that_breaks_its_own_rules_is_refused() -> None:
 def test_names_are_unique() -> None:
     assert all(dataclasses.is_dataclass(kind) for kind in TYPES.values())
     assert len(set(TYPES.values())) == len(TYPES) == 57
+
+
+@given(st.from_type(msg.Switch), st.from_type(msg.Ready))
+def test_that_a_model_is_kept_crosses_to_the_worker_and_back(
+    switch: msg.Switch, ready: msg.Ready
+) -> None:
+    assert msg.decode_to_worker(msg.encode(switch)) == switch
+    assert msg.decode_to_controller(msg.encode(ready)) == ready

@@ -53,7 +53,9 @@ class FakeGateway:
     def resolve(self, name: str) -> ModelFiles | None:
         return self.files.get(self.aliases.get(name, name))
 
-    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
+    ) -> Refused | None:
         self.gated.append((tenant, ttft_s, dict(preparing)))
         return self.overloaded
 

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import openai
@@ -200,6 +201,35 @@ def test_metrics_of_requests(served: Served, byte: Tokenizer) -> None:
     assert grew("vllm:request_queue_time_seconds_sum") == pytest.approx(2 * TIMING.queue_s)
     assert 0.02 <= grew("vllm:time_to_first_token_seconds_sum") < 1
     assert grew("c2cserve:slo_total", met="true") == 2
+
+
+def test_removed_models_leave_nothing_in_metrics(served: Served) -> None:
+    """A thousand come, show their series, and go. The others' counters stay."""
+    served.client.completions.create(**COMPLETION)
+    before, files = samples(served), served.gateway.files
+    for batch in range(20):
+        names = [f"passing/{batch}.{number}" for number in range(50)]
+        files.update({name: replace(files[BYTE], id=name) for name in names})
+        served.client.completions.create(**{**COMPLETION, "model": names[0]})
+        meanwhile = {dict(labels).get("model_name") for _, labels in samples(served)}
+        assert meanwhile >= set(names)
+        for name in names:
+            del files[name]
+    after = samples(served)
+    assert after.keys() - before.keys() == set()
+    models = {key: value for key, value in before.items() if "model_name" in dict(key[1])}
+    timeless = {key: value for key, value in models.items() if not key[0].endswith("_created")}
+    assert {key: after[key] for key in timeless} == timeless
+
+
+def test_a_request_that_outlives_its_model_leaves_no_series(served: Served) -> None:
+    files = served.gateway.files
+    files["leaving"] = replace(files[BYTE], id="leaving")
+    stream = served.client.completions.create(**{**COMPLETION, "model": "leaving"}, stream=True)
+    next(stream)
+    del files["leaving"]
+    list(stream)
+    assert not [labels for _, labels in samples(served) if ("model_name", "leaving") in labels]
 
 
 def test_metrics_of_the_snapshot(served: Served) -> None:

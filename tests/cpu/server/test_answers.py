@@ -359,3 +359,49 @@ async def test_the_async_client_many_at_once(served: Served, byte: Tokenizer) ->
 
         texts = await asyncio.gather(*(one(i) for i in range(40)))
     assert texts == [byte.decode([40 + i, 41 + i, 42 + i]) for i in range(40)]
+
+
+# ---- a prompt without an output -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("token", [EOS, 50])
+def test_only_the_prompt(served: Served, byte: Tokenizer, stream: bool, token: int) -> None:
+    served.says([token])
+    body = {"model": BYTE, "prompt": "the answer", "max_tokens": 0, "echo": True, "logprobs": 1}
+    if stream:
+        options = {"include_usage": True}
+        chunks = list(
+            served.client.completions.create(stream=True, stream_options=options, **body)  # pyright: ignore
+        )
+        assert len(chunks) == 2
+        (choice,), usage = chunks[0].choices, chunks[1].usage
+    else:
+        answer = served.client.completions.create(**body)  # pyright: ignore
+        (choice,), usage = answer.choices, answer.usage
+    prompt = byte.encode("the answer").ids
+    assert (choice.text, choice.finish_reason) == ("the answer", "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens is not None
+    assert len(choice.logprobs.tokens) == len(prompt)
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 0)
+
+
+def test_only_the_prompt_may_fill_the_context(served: Served) -> None:
+    body = {"model": BYTE, "prompt": [9] * 256, "max_tokens": 0, "echo": True}
+    assert served.http.post("/v1/completions", json=body).status_code == 200
+    body["prompt"] = [9] * 257
+    answer = served.http.post("/v1/completions", json=body)
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_no_output_needs_echo(served: Served) -> None:
+    answer = served.http.post(
+        "/v1/completions", json={"model": BYTE, "prompt": "x", "max_tokens": 0}
+    )
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "max_tokens"
+    chat = {"model": BYTE, "messages": HELLO, "max_tokens": 0}
+    answer = served.http.post("/v1/chat/completions", json=chat)
+    assert answer.json()["error"]["param"] == "max_tokens"

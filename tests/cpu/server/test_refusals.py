@@ -27,16 +27,15 @@ UNSUPPORTED = [
     ("completions", "top_logprobs", 2),
     ("chat", "tools", [TOOL]),
     ("chat", "tool_choice", "auto"),
-    ("chat", "parallel_tool_calls", True),
     ("chat", "functions", [{"name": "f"}]),
     ("chat", "function_call", "auto"),
     ("chat", "audio", {"voice": "alloy", "format": "wav"}),
     ("chat", "modalities", ["audio"]),
     ("chat", "prediction", {"type": "content", "content": "x"}),
-    ("chat", "reasoning_effort", "low"),
+    ("chat", "reasoning_effort", "a lot"),
     ("chat", "web_search_options", {}),
-    ("chat", "service_tier", "priority"),
-    ("chat", "store", True),
+    ("chat", "service_tier", "gold"),
+    ("chat", "verbosity", "low"),
     ("chat", "prompt", "x"),
     ("chat", "echo", True),
     ("chat", "no_such_field", 1),
@@ -132,6 +131,46 @@ def test_wrong_values_name_their_field(served: Served, api: str, field: str, val
 def test_wrong_completion_fields(served: Served, field: str, value: object) -> None:
     error = refused(served, PATHS["completions"][0], {**COMPLETION, field: value})
     assert field in (error["param"] or "")
+
+
+@pytest.mark.parametrize("role", ["user", "system", "assistant", "tool"])
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "file", "file": {"file_id": "x"}},
+        {"type": "video_url", "video_url": {"url": "x"}},
+        {"type": "input_image", "image_url": "x"},
+    ],
+)
+def test_other_contents_than_text(served: Served, role: str, part: dict[str, Any]) -> None:
+    content = [{"type": "text", "text": "what is this?"}, part]
+    messages = [{"role": "user", "content": "fine"}, {"role": role, "content": content}]
+    for path in (PATHS["chat"][0], "/tokenize"):
+        error = refused(served, path, {"model": BYTE, "messages": messages})
+        assert error["param"] == "messages.1.content.1.type"
+        assert error["code"] == "unsupported_parameter"
+        assert error["message"].startswith(
+            f"messages.1.content.1.type: {part['type']!r} is not supported: the models here read "
+            "text only"
+        )
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "reason"),
+    [
+        ("chat", "logits_processors", "no code of its clients"),
+        ("completions", "logits_processors", "no code of its clients"),
+        ("completions", "suffix", "fills in the middle"),
+        ("chat", "audio", "write text only"),
+    ],
+)
+def test_some_fields_say_why(served: Served, api: str, field: str, reason: str) -> None:
+    path, body = PATHS[api]
+    error = refused(served, path, {**body, field: ["x"]})
+    assert (error["param"], error["code"]) == (field, "unsupported_parameter")
+    assert reason in error["message"]
 
 
 def test_wrong_chat_fields(served: Served) -> None:

@@ -10,6 +10,7 @@ from served import BYTE, Served
 from transformers import PreTrainedTokenizerFast
 
 from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.vocabulary import TokenizerError
 
 CHAT = [
     {"role": "system", "content": "be <brief> & kind"},
@@ -48,6 +49,29 @@ def test_like_transformers(
         CHAT, chat_template=template, tokenize=False, add_generation_prompt=True, **extra
     )
     assert Tokenizer(tmp_path).render(CHAT, extra) == expected
+
+
+@pytest.mark.parametrize(
+    "written", [5, ["x"], [{"name": "default"}], [{"name": 1, "template": "x"}], "{% if"]
+)
+def test_templates_of_the_wrong_kind(byte_dir: Path, tmp_path: Path, written: object) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((byte_dir / "tokenizer.json").read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": written}))
+    with pytest.raises(TokenizerError, match="template cannot be read"):
+        Tokenizer(tmp_path)
+
+
+def test_chats_with_tools_may_have_a_template_of_their_own(byte_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((byte_dir / "tokenizer.json").read_bytes())
+    written = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools }}<tool_call>"},
+    ]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": written}))
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.call_format == "hermes"
+    assert tokenizer.render(CHAT, {}) == "plain"
+    assert tokenizer.render(CHAT, {"tools": [1]}) == "[1]<tool_call>"
 
 
 def test_refusals_are_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:

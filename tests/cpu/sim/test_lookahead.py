@@ -39,7 +39,7 @@ def test_clients_see_the_same(models: int, gap_s: float) -> None:
     for name, (ttft_s, last_s) in single.items():
         assert ahead[name][0] == pytest.approx(ttft_s, abs=0.05)
         # Whose requests are finished first is looked at once in a plan
-        # (`policy.simulated.weight_swapping`).
+        # (`policy.weights.weight_swapping`).
         assert ahead[name][1] == pytest.approx(last_s, rel=0.03, abs=0.3)
 
 

@@ -1,13 +1,14 @@
 """Planning: what fits, what binds, and that more of what binds is what helps."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
-from c2cserve.sim.planning.bottleneck import RESOURCES
+from c2cserve.sim.planning.bottleneck import RESOURCES, faster_gpus
 from c2cserve.sim.planning.plan import Plan, Planner, grown
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
@@ -124,6 +125,34 @@ def test_reliefs_give_more_of_one_thing() -> None:
         assert (more.hardware.pool_bytes > machine.hardware.pool_bytes) == (name == "host memory")
         assert (faster.prefill_s(0, 512) < table.prefill_s(0, 512)) == (name == "compute")
         assert (faster.decode_s(4, 512) < table.decode_s(4, 512)) == (name == "HBM bandwidth")
+
+
+def test_a_faster_link_loads_weights_faster_where_it_alone_limits_them() -> None:
+    machine = build("h200-x1")
+    [one, *_] = [each for each in machine.slices if each.h2d]
+    rate = dict(machine.links)[one.h2d[0]]
+    for load, expected in ((rate, 2 * rate), (rate / 4, rate / 4)):
+        slow = replace(machine, slices=(replace(one, load_bytes_per_s=load),))
+        [faster] = RESOURCES["link"](slow, 2.0).slices
+        assert faster.load_bytes_per_s == expected
+        assert faster.slice.link_bytes_per_s == 2 * one.slice.link_bytes_per_s
+
+
+def test_faster_gpus_take_less_time_for_every_step_and_cpus_the_same() -> None:
+    machine = build("a100x4+xeon6462cx4")
+    faster = faster_gpus(machine, 2.0)
+    for one, other in zip(machine.slices, faster.slices, strict=True):
+        share = 2.0 if one.h2d else 1.0
+        assert other.flops == share * one.flops
+        assert other.step_s == one.step_s / share
+        table, less = (
+            each.hardware.tables.get("llama-2-7b", one.table) for each in (machine, faster)
+        )
+        assert table is not None
+        assert less is not None
+        assert less.decode_s(4, 512) == pytest.approx(table.decode_s(4, 512) / share)
+        assert less.prefill_s(0, 512) == pytest.approx(table.prefill_s(0, 512) / share)
+    assert faster.links == machine.links
 
 
 def test_a_servers_own_catalogue_has_its_sizes_and_targets() -> None:

@@ -12,7 +12,7 @@ from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import SliceFault
 from c2cserve.sim.world.hardware import SliceSettings
 from c2cserve.sim.world.requests import SimRequest
-from c2cserve.sim.world.shapes import catalogue
+from c2cserve.sim.world.shapes import catalogue, interleaved
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -88,3 +88,19 @@ def test_short_of_kv_beside_kept_weights_everybody_ends(
     simulation = prepare(scenario, names, asked)
     simulation.run()
     check_end(simulation)
+
+
+def test_a_request_may_be_refused_while_its_last_step_runs() -> None:
+    """The slice learns of it too late, and what it computed is for no client. Some of these seeds
+    have such requests."""
+    names = interleaved(catalogue("llama-3.2-3b*12"))
+    for seed in range(8):
+        load = "synthetic:rate=80,duration=4,sources=12,prompt=1000,output=1"
+        asked = workload(WorkloadSettings(load, seed=seed), names)
+        scenario = Scenario(
+            "gh200:mig3", "", WorkloadSettings(""), "1,0.1", patience=5.0,
+            slices=SliceSettings(kv_share=0.5), seed=seed,
+        )  # fmt: skip
+        simulation = prepare(scenario, names, asked)
+        simulation.run()
+        check_end(simulation)

@@ -3,7 +3,7 @@
     rows of a step     1  2  4  8  16  24 .. 64  68 .. 128  136 .. 256  272 ..
                        `--- x 2 -'`--- + 8 ---'`--- + 4 --'`--- + 8 --'`- + 16
 
-A graph is wanted when its size was seen before, and while the allowance lasts. The allowance keeps
+A graph is wanted when its size was met before, and while the allowance lasts. The allowance keeps
 traffic that sweeps through all sizes from capturing in every step. When there are too many graphs,
 the one that was unused for longest is dropped.
 """
@@ -16,11 +16,15 @@ from c2cserve.kernels.gpu.gemm.choice.choose import ROWS_STREAMED
 
 _GRAPHS_MOST = 128
 """Graphs of a slice. Two contexts of one model have some 60 sizes each up to 512 sequences."""
-_SEEN_MOST = 8 * _GRAPHS_MOST
+_MET_MOST = 8 * _GRAPHS_MOST
 _BURST = 8
 _STEPS_PER_CAPTURE = 8
 """Decode steps that earn one capture, of which up to `_BURST` are saved. A capture takes about as
 long as launching its step kernel by kernel."""
+_STEPS_PER_RETRY = 256
+_RETRY_EXPONENT_MOST = 6
+"""Decode steps until a size whose capture failed is tried again: 256, and four times as many after
+each further failure, up to a million."""
 
 
 class GraphKey(NamedTuple):
@@ -59,8 +63,11 @@ class GraphCache(Generic[_Graph]):
         self._most = most
         self._graphs: dict[GraphKey, _Graph] = {}
         """The one that was used last at the end."""
-        self._seen: dict[GraphKey, None] = {}
-        self._refused: set[GraphKey] = set()
+        self._met: dict[GraphKey, None] = {}
+        self._refused: dict[GraphKey, tuple[int, int]] = {}
+        """How often in a row the capture failed, and the step from which on it may be tried again.
+        """
+        self._steps = 0
         self._allowance = float(_BURST)
         self.dropped = 0
 
@@ -69,6 +76,7 @@ class GraphCache(Generic[_Graph]):
 
     def begin_step(self) -> None:
         """Count a decode step: captures are earned by steps."""
+        self._steps += 1
         self._allowance = min(_BURST, self._allowance + 1 / _STEPS_PER_CAPTURE)
 
     def get(self, key: GraphKey) -> _Graph | None:
@@ -89,17 +97,22 @@ class GraphCache(Generic[_Graph]):
             rows = bucket(rows + 1)
         return None
 
+    def meet(self, key: GraphKey) -> bool:
+        """Note that a step would use such a graph; return whether one has before.
+
+        The first one has to be launched kernel by kernel, with the graph's rows, even if a larger
+        graph could serve it. What loads on first use does so in that step, not in a capture."""
+        if key in self._met:
+            return True
+        self._met[key] = None
+        if len(self._met) > _MET_MOST:
+            del self._met[next(iter(self._met))]
+        return False
+
     def wants(self, key: GraphKey) -> bool:
-        """Note that a step would have used such a graph; return whether to capture it now."""
-        if key in self._refused:
-            return False
-        if key not in self._seen:
-            # What loads on first use does so in a step that is launched kernel by kernel.
-            self._seen[key] = None
-            if len(self._seen) > _SEEN_MOST:
-                del self._seen[next(iter(self._seen))]
-            return False
-        if self._allowance < 1:
+        """Return whether to capture this graph now, of a size that was met before."""
+        _, again = self._refused.get(key, (0, 0))
+        if self._steps < again or self._allowance < 1:
             return False
         self._allowance -= 1
         return True
@@ -109,10 +122,13 @@ class GraphCache(Generic[_Graph]):
         while len(self._graphs) >= self._most:
             self._drop(next(iter(self._graphs)))
         self._graphs[key] = graph
+        self._refused.pop(key, None)
 
     def refuse(self, key: GraphKey) -> None:
-        """Never want this one again: it could not be captured."""
-        self._refused.add(key)
+        """Do not want this one for a while: its capture failed, maybe for want of memory."""
+        failures = self._refused.get(key, (0, 0))[0] + 1
+        wait = _STEPS_PER_RETRY * 4 ** min(failures - 1, _RETRY_EXPONENT_MOST)
+        self._refused[key] = failures, self._steps + wait
 
     def forget(self, model: int) -> None:
         """Drop the graphs that know the addresses of this model's weights."""
@@ -123,14 +139,14 @@ class GraphCache(Generic[_Graph]):
         self._forget(lambda key: key.model != 0 and key.model not in alive)
 
     def clear(self) -> None:
-        """Drop all graphs, and forget the sizes that were seen."""
+        """Drop all graphs, and forget the sizes that were met."""
         self._forget(lambda _key: True)
 
     def _forget(self, gone: Callable[[GraphKey], bool]) -> None:
         for key in [key for key in self._graphs if gone(key)]:
             self._drop(key)
-        self._seen = {key: None for key in self._seen if not gone(key)}
-        self._refused = {key for key in self._refused if not gone(key)}
+        self._met = {key: None for key in self._met if not gone(key)}
+        self._refused = {key: since for key, since in self._refused.items() if not gone(key)}
 
     def _drop(self, key: GraphKey) -> None:
         del self._graphs[key]

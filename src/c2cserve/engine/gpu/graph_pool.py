@@ -1,7 +1,9 @@
 """Memory that the graphs of a slice share between their kernels, and their capture into it.
 
 torch gives a pool up with the last graph in it, and refuses to capture into it from then on
-(`use_count > 0` fails in its allocator). So the pool here has an owner besides its graphs.
+(`use_count > 0` fails in its allocators). For GPU memory the pool here has an owner besides its
+graphs, but for pinned host memory torch has no such thing. So a pool without graphs is not used
+again. That of a first capture that failed is one.
 
 A capture that CUDA gives up leaves torch's two allocators recording into the pool, that of GPU
 memory and that of pinned host memory. Both forget to stop where `cudaStreamEndCapture` fails. The
@@ -14,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -46,11 +49,13 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+        """Those in the pool that are left."""
 
     def capture(self, launch: Callable[[], _Result]) -> Captured[_Result]:
         """Capture what `launch` puts on the current stream. Raises `CaptureError`."""
-        if self._pool is None:
-            self._pool = torch.cuda.MemPool()
+        if self._pool is None or not self._graphs:
+            self._pool, self._graphs = torch.cuda.MemPool(), WeakSet()
         pool, graph = self._pool, torch.cuda.CUDAGraph()
         with no_collection():
             try:
@@ -66,6 +71,7 @@ class GraphPool:
                     raise CaptureError(f"{type(error).__name__}: {error}") from error
                 raise
             self._end(graph)
+        self._graphs.add(graph)
         return Captured(graph, result, pool)
 
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:

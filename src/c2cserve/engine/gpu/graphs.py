@@ -6,10 +6,13 @@ them. A graph is one launch. There are two kinds:
 - Up to 64 sequences, a graph serves any model of its architecture (`engine.gpu.tables`), so a
   switch captures nothing. It has the kernels that would be launched one by one, and so their bits.
 - Above 64 sequences, GEMMs are cuBLAS's, which is given addresses. Such a graph belongs to one
-  model, for as long as all of its weights stay where they are in HBM. The step's rows are padded
-  to the same number with and without a graph, so its bits are the same too.
+  model, for as long as all of its weights stay where they are in HBM.
 
-A capture that fails is logged and counted. Steps of its size are launched kernel by kernel then.
+A step that a graph could run is padded to the graph's rows without a graph, too. Above 64 sequences
+every decode step is. So the same kernels run, and the bits are the same.
+
+A capture that fails is logged and counted. Steps of its size are launched kernel by kernel then,
+for a while.
 """
 
 import logging
@@ -128,16 +131,19 @@ class DecodeGraphs:
         decodes = len(hidden) == len(rows.context_len)
         whole = layers[0].index == 0 and len(layers) == layers[0].shape.kv.layers
         model = self._model(layers, hidden.device) if whole else None
+        key = None
         if decodes:
             self._graphs.begin_step()
-            if model is not None and self._replayed(step, model):
+            key = None if model is None else self._key(step, model)
+            if model is not None and key is not None and self._replayed(step, model, key):
                 return
         resident = None if model is None else model.tables.resident
         if model is not None and resident is not None:
             self._count(model.tables)
             step = _Step(hidden, resident, rows, rope, arena)
-        if decodes and len(hidden) > ROWS_STREAMED:
-            self._launch_padded(step)
+        if key is not None or (decodes and len(hidden) > ROWS_STREAMED):
+            repeated = model is not None and key is not None and _repeated(key, model)
+            self._launch_padded(step, repeated=repeated)
         else:
             hidden += self._launch(hidden, step.layers, rows, rope, arena)
 
@@ -165,11 +171,8 @@ class DecodeGraphs:
 
     # ---- decode steps ---------------------------------------------------------------------------
 
-    def _replayed(self, step: _Step, model: _Model) -> bool:
+    def _replayed(self, step: _Step, model: _Model, key: GraphKey) -> bool:
         """Run a decode step of a whole model as a graph. Return False where there is none."""
-        key = self._key(step, model)
-        if key is None:
-            return False
         binding = self._bindings.get(key.kind)
         if binding is None:
             binding = GraphBinding.like(step.layers, step.hidden.device)
@@ -216,6 +219,8 @@ class DecodeGraphs:
         """Return the step's graph, captured now if it is time; None if there is none."""
         graphs = self._graphs
         graph = graphs.get(key)
+        if graph is None and not graphs.meet(key):
+            return None
         if graph is None and graphs.wants(key):
             graphs.keep_models({model.number for model in self._models.values()})
             try:
@@ -252,13 +257,13 @@ class DecodeGraphs:
         self.captures += 1
         return _Graph(captured, fixed, launched)
 
-    def _launch_padded(self, step: _Step) -> None:
+    def _launch_padded(self, step: _Step, *, repeated: bool) -> None:
         """Launch a decode step kernel by kernel, with as many rows as its graph has."""
         hidden, rows = step.hidden, step.rows
         context = rows.block_table.shape[1] * BLOCK_TOKENS
         count = bucket(len(hidden))
         fixed = GraphInputs.make(count, hidden.shape[1], context, hidden.dtype, hidden.device)
-        fixed.copy_in(hidden, rows)
+        fixed.copy_in(hidden, rows, repeated=repeated)
         branch = self._launch(fixed.hidden, step.layers, fixed.rows, step.rope, step.arena)
         _add(fixed, branch, hidden)
 

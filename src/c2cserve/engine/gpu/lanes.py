@@ -8,7 +8,7 @@ Each lane has a stream, work memory, graphs with their memory, staging buffers, 
 Lanes share the arena, the weight cache and kernels. All belong to the slice's thread.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from c2cserve.core.step import Lane
 from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
 from c2cserve.engine.gpu.ops import GpuOps
@@ -122,38 +123,41 @@ class LaneFence:
 
     Blocks of KV need no fence: the policy gives them to another request after the last step of the
     one before has ended. Weights are dropped at once, though, while launched steps read them.
+
+    What else writes into the arena, loads and copies of KV, waits for the resident lane alone. So
+    it waits for a step of the streaming lane exactly where the resident lane does.
     """
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream]) -> None:
+    def __init__(self, streams: Mapping[Lane, torch.cuda.Stream]) -> None:
         self._streams = streams
-        self.in_flight: Callable[[], Collection[str]] = tuple[str, ...]
-        """Returns the models with steps that are launched or parked."""
+        self.reading: Callable[[str], Collection[Lane]] = lambda _: ()
+        """Returns the lanes in which steps of a model are launched or parked."""
         self.waits = 0
-        """How often lanes have waited for each other."""
+        """How often a lane has waited for another one."""
 
     def dropped(self, model: str) -> None:
         """Note that weights of `model` are dropped, whose place may be written from now on.
 
-        If steps read them now, all that is launched later waits for all that was launched before.
+        If steps of a lane read them now, what is launched later in the other lane waits for all
+        that was launched in that one.
         """
-        if len(self._streams) > 1 and model in self.in_flight():
-            events = [stream.record_event() for stream in self._streams]
-            for stream in self._streams:
-                for event in events:
-                    stream.wait_event(event)
-            self.waits += 1
+        for reader in self.reading(model):
+            for lane, stream in self._streams.items():
+                if lane != reader:
+                    stream.wait_event(self._streams[reader].record_event())
+                    self.waits += 1
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """The end of all that was launched in all lanes; `memory.peer_pool.Mark`."""
+    """The end of all that was launched in all lanes, and of loads; `memory.peer_pool.Mark`."""
 
     events: Sequence[torch.cuda.Event]
 
     @classmethod
     def of(cls, streams: Sequence[torch.cuda.Stream]) -> "Mark":
-        """Record an event after all work of each stream. Streams wait for the copy engines, so the
-        events cover their work too."""
+        """Record an event after all work of each stream. Lanes wait for the copy engines of their
+        steps, so the events cover their work too."""
         events = [torch.cuda.Event(blocking=True) for _ in streams]
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)

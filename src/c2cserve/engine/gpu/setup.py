@@ -4,6 +4,7 @@ Everything that can fail or take long is done here, before the slice reports tha
 """
 
 import logging
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.step import LANES
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
@@ -20,9 +22,11 @@ from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
+from c2cserve.engine.gpu.load_stream import CopyEngineStream
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
@@ -62,6 +66,8 @@ class GpuParts:
     arena: Tensor
     to_device: Staging
     cache: HbmCache | None
+    loads: WeightLoads[torch.cuda.Event] | None
+    """The loads of whole models, on a slice that swaps weights."""
     peers: Borrower | None
     """The slice's view of weights copied to other GPUs."""
     host_kv: HostKv
@@ -114,19 +120,13 @@ class GpuParts:
         CUDA's errors stick, and a slice without memory is rebuilt with all of it. Triton and cuBLAS
         raise a plain `RuntimeError`: then the state of the stream shows whether the error stuck.
         """
-        if isinstance(fault, _FATAL):
-            return True
-        try:
-            self.stream.query()
-        except torch.AcceleratorError:
-            return True
-        return False
+        return _fatal(fault, self.stream)
 
     def renew(self) -> None:
         """Build anew what a failed step may have left half done. Raises CUDA's errors.
 
         That is all of the slice's state on the GPU but KV: graphs, work memory, plans, and weights
-        on their way into the cache. Models and kernels stay.
+        on their way into the cache. Models and kernels stay, and whole models in the cache.
         """
         self.finish()
         with self.current():  # a step of the other lane may have failed
@@ -138,6 +138,8 @@ class GpuParts:
             self.streaming.renew()
         if self.cache is not None:
             self.cache.clear()
+        if self.loads is not None:
+            self.loads.drop()
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the thread's work goes to the resident lane."""
@@ -149,6 +151,8 @@ class GpuParts:
         self.context.copies.synchronize()
         if self.streaming is not None:
             self.streaming.finish()
+        if self.loads is not None:
+            self.loads.synchronize()
 
 
 def open_gpu(
@@ -161,6 +165,7 @@ def open_gpu(
     kernels: Path | None = None,
     notify: Callable[[], None] | None = None,
     cache_policy: CachePolicy | None = None,
+    swaps_weights: bool = False,
     peers: PeerPool | None = None,
     host_kv_bytes: int = 0,
     lanes: int = 1,
@@ -170,11 +175,12 @@ def open_gpu(
     The thread's work goes to the slice's own stream from now on. The stream runs on `partition`'s
     SMs, or on all of the GPU `device`.
 
-    `notify` is called from another thread when a step is over. `cache_policy` decides which weights
-    stay in the part of the arena that KV leaves; without one no weight does. `peers` knows which
-    other weights can be read on another GPU. `host_kv_bytes` is the size of the host memory,
-    registered here, that KV may rotate through. With two `lanes` steps whose weights stream have a
-    lane of their own (`engine.gpu.lanes`); partitions have one lane.
+    `notify` is called from another thread when a step or a load is over. With `swaps_weights` whole
+    models are loaded into the part of the arena that KV leaves. Else `cache_policy` decides which
+    weights stay there as they stream by; without one no weight does. `peers` knows which other
+    weights can be read on another GPU. `host_kv_bytes` is the size of the host memory, registered
+    here, that KV may rotate through. With two `lanes` steps whose weights stream have a lane of
+    their own (`engine.gpu.lanes`); partitions have one lane.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `PinningError` and `CudaError`.
@@ -195,22 +201,23 @@ def open_gpu(
         contexts = lane_contexts(device, repository, chooser, lanes)
     else:
         contexts = [LaunchContext(device, repository, partition.sms)]
+    wake = notify or _nothing
+    load_stream = CopyEngineStream(torch_device, streams, wake) if swaps_weights else None
     borrower = None
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
-        borrower = Borrower(peers, marker(streams))
-    fence = LaneFence(streams)
-    cache = None
-    if cache_policy is not None:
-        cache = HbmCache(arena, cache_policy, borrower, fence.dropped)
+        readers = streams if load_stream is None else [*streams, load_stream.stream]
+        borrower = Borrower(peers, marker(readers))
+    fence = LaneFence(dict(zip(LANES, streams, strict=False)))
+    cache, loads = _weight_cache(arena, streams[0], load_stream, cache_policy, borrower, fence)
     lane, *beside = [
         GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
         for stream, context in zip(streams, contexts, strict=True)
     ]
-    host_kv = _host_kv(arena, host_kv_bytes, lane.stream, notify)
+    host_kv = _host_kv(arena, host_kv_bytes, lane.stream, wake)
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
-        cache, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
+        cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
     )  # fmt: skip
     for sizes in COMMON:
         warm(sizes, torch_device)
@@ -218,15 +225,34 @@ def open_gpu(
     return parts
 
 
+def _weight_cache(
+    arena: Tensor, stream: torch.cuda.Stream, load_stream: CopyEngineStream | None,
+    policy: CachePolicy | None, borrower: Borrower | None, fence: LaneFence,
+) -> tuple[HbmCache | None, WeightLoads[torch.cuda.Event] | None]:  # fmt: skip
+    if load_stream is None:
+        cache = None if policy is None else HbmCache(arena, policy, borrower, fence.dropped)
+        return cache, None
+    cache = HbmCache(arena, None, borrower, fence.dropped)
+
+    def fatal(fault: Exception) -> bool:
+        return _fatal(fault, stream)
+
+    return cache, WeightLoads(cache, load_stream, time.monotonic, fatal)
+
+
+def _nothing() -> None:
+    pass
+
+
 def _host_kv(
-    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None] | None
+    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None]
 ) -> HostKv:
     """Allocate and register host memory for KV. Raises PinningError."""
     if not size:
         return HostKv(0, no_copies)
     memory = make_arena(size)
     region = pin_array(memory.numpy())
-    copies = KvCopies(arena, memory, region, stream, notify or (lambda: None))
+    copies = KvCopies(arena, memory, region, stream, notify)
     return HostKv(size, copies)
 
 
@@ -262,6 +288,17 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     assumed = assumed_profile(name, torch.cuda.get_device_properties(device).total_memory)
     log.warning("dataflows on %s are picked by %s", name, assumed.note)
     return assumed.profile
+
+
+def _fatal(fault: Exception, stream: torch.cuda.Stream) -> bool:
+    """See `GpuParts.fatal`."""
+    if isinstance(fault, _FATAL):
+        return True
+    try:
+        stream.query()
+    except torch.AcceleratorError:
+        return True
+    return False
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:

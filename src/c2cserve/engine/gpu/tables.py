@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.tensors import Home
-from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf
+from c2cserve.engine.gpu.layers import DenseHalf, GpuLayer, Matrix, SparseHalf, handle_of
 from c2cserve.kernels.gpu.driver import MAP_BYTES
 from c2cserve.kernels.gpu.gemm.launchers.direct import gated_map, weight_map
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle, for_libraries
-from c2cserve.kernels.layer import LayerWeights, Mlp
+from c2cserve.kernels.layer import Layer, LayerWeights, Mlp
 from c2cserve.memory.hbm_cache import HbmCache
 
 _ALIGNMENT = 16
@@ -39,6 +39,13 @@ def matrices(layer: GpuLayer) -> Iterator[WeightHandle]:
             yield from (gate_up.weight, down.weight)
         case SparseHalf(router, w13, w2):
             yield from (router.weight, w13, w2)
+
+
+def all_matrices(layers: Sequence[Layer], head: Tensor, device: torch.device) -> list[WeightHandle]:
+    """Return all matrices that steps multiply by, at their home, in the order of their use."""
+    mine = [layer for layer in layers if isinstance(layer, GpuLayer)]
+    assert len(mine) == len(layers), "layers were prepared by other operators"
+    return [*(w for layer in mine for w in matrices(layer)), handle_of(head, device)]
 
 
 def _map_makers(layer: GpuLayer) -> Iterator[Callable[[WeightHandle], bytes]]:

@@ -148,15 +148,27 @@ def _architecture(raw: Mapping[str, Any]) -> str:
             return ARCHITECTURES[name]
     raise ConfigError(
         f"architecture {', '.join(names) or 'unknown'} is not supported; supported are "
-        f"{', '.join(ARCHITECTURES)}"
+        f"{', '.join(ARCHITECTURES)}{_other_kind(names, raw)}"
     )
+
+
+def _other_kind(names: list[str], raw: Mapping[str, Any]) -> str:
+    """Return what kind of model this is if it generates no text, or not from text alone."""
+    if "vision_config" in raw or "audio_config" in raw or "text_config" in raw:
+        return ". It is a multimodal model: serve a text model of the same family"
+    if raw.get("is_encoder_decoder"):
+        return ". It is an encoder with a decoder: only decoders are served"
+    if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return ". It does not generate text"
+    return ""
 
 
 def _refuse_unsupported(raw: Mapping[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(
-            f"quantized weights ({method}) are not supported; use the plain checkpoint"
+            f"quantized weights ({method}) are not supported; serve the checkpoint that they were "
+            "made from, in bfloat16 or float16"
         )
     activation = raw.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:

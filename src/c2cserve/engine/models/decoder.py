@@ -5,7 +5,7 @@ executor can go on with other models meanwhile. All state of a pass is in its `F
 frame: a slice runs many models, and nothing here is global.
 """
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -72,8 +72,7 @@ class Decoder:
         self._layers: list[Layer] = []
         """The first layers, as far as their weights are known to be loaded."""
         self._groups = [weights.group(layer_group(i)) for i in range(config.layers)]
-        self._head: Tensor | None = None
-        self._norm: Tensor | None = None
+        self._last: tuple[Tensor, Tensor] | None = None
         self._embed: Tensor | None = None
         self._head_group = weights.group(HEAD)
         self._embed_group = weights.group(HEAD if config.tied else EMBED)
@@ -102,12 +101,28 @@ class Decoder:
         wanted = rows.shape[0]
         if not wanted:
             return hidden.new_empty((0, self.config.vocab))  # a chunk that samples nothing
-        if self._head is None or self._norm is None:
+        if self._last is None:
             yield from self._wait([self._head_group])
-            self._norm = self._vector(NORM)
-            self._head = self._weights.tensor(EMBED if self.config.tied else HEAD)
+        norm, head = self._norm_and_head()
         last = hidden if wanted == hidden.shape[0] else hidden[rows]
-        return ops.linear(ops.rms_norm(last, self._norm, self._shape.eps), self._head)
+        return ops.linear(ops.rms_norm(last, norm, self._shape.eps), head)
+
+    def prepared(self, ops: Ops) -> tuple[Sequence[Layer], Tensor] | None:
+        """Return all layers and the head's matrix. None while weights are being loaded, those of
+        layers are asked for then. Raises `WeightsLost`."""
+        missing = self._weights.missing([*self._groups, self._head_group])
+        self._weights.want(missing)
+        if missing or not self._weights.complete:
+            return None
+        self._take_layers(ops)
+        return self._layers, self._norm_and_head()[1]
+
+    def _norm_and_head(self) -> tuple[Tensor, Tensor]:
+        """Return the last norm's weight and the head's matrix, which are loaded."""
+        if self._last is None:
+            head = self._weights.tensor(EMBED if self.config.tied else HEAD)
+            self._last = self._vector(NORM), head
+        return self._last
 
     def _wait(self, groups: list[int]) -> Wait:
         while missing := self._weights.missing(groups):

@@ -186,7 +186,10 @@ class Admission:
         backlog = Backlog()
         if self._standing.is_long and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
-            backlog = Backlog(self.throughput.per_s, tuple(sorted(waiting.items())))
+            models = self._queue.models_in_time(self._usable)
+            backlog = Backlog(
+                self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models)
+            )  # fmt: skip
         if backlog == self._notified:
             return None
         self._notified = backlog

@@ -10,6 +10,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop
+from math import isinf
+from typing import Protocol
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
@@ -40,42 +42,38 @@ class Ask:
     budgets: "Budgets"
 
 
-class Budgets:
-    """A slice's memory and its share of a link, where their sizes are known. Here they are not: a
-    live slice's memory is a cache of weights, and its link is measured by step times."""
+class Budgets(Protocol):
+    """A slice's memory and its share of a link, where their sizes are known."""
 
     def bounded(self, load: SliceLoad) -> bool:
         """Return whether the slice can run out of memory."""
-        return False
+        ...
 
     def holds(self, ask: Ask, load: SliceLoad, weight_bytes: int) -> bool:
         """Return whether there is memory for the request's KV and so many bytes of weights, beside
         what is there."""
-        return True
+        ...
 
     def resumes(self, ask: Ask, load: SliceLoad, instance: Instance) -> bool:
         """Return whether an instance without requests can go on as it is."""
-        return True
+        ...
 
     def resumed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         """Return the memory that the instance's weights take once it has a request again."""
-        return 0
+        ...
 
     def freed_bytes(self, load: SliceLoad, instance: Instance) -> int:
         """Return the memory that is free once the instance, without requests, is deactivated."""
-        return 0
+        ...
 
     def activation(self, ask: Ask, load: SliceLoad) -> tuple[bool, int] | None:
         """Return whether the weights of one more model would be kept as a whole, and the memory
         that they take. None: there is no budget for the model."""
-        return False, 0
+        ...
 
     def link_bytes_per_s(self, load: SliceLoad) -> int:
         """Return what the slice asks of its link."""
-        return 0
-
-
-UNBOUNDED = Budgets()
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +88,15 @@ class Activation:
 
     def placement(self) -> Placement:
         return Placement(self.load.slice.id, True, self.keep, self.victims)
+
+
+def _predictable(load: SliceLoad, request: Request) -> bool:
+    """Return whether all times on the slice are known.
+
+    If some are not, only its other budgets tell whether the request can be in time there. What is
+    never tried is never known.
+    """
+    return not isinf(load.work().round_s + load.times(request.model).decode_s(1, 1))
 
 
 def in_time(
@@ -138,7 +145,7 @@ def place(
     now: float,
     *,
     late: bool = False,
-    budgets: Budgets = UNBOUNDED,
+    budgets: Budgets,
 ) -> Placement | None:
     """Return where the request should go, of open slices; None: nowhere now.
 
@@ -180,11 +187,14 @@ def place(
     first = idle[0][-1] if idle else None
     while idle:
         move = heappop(idle)[-1]
-        if not budgets.bounded(move.load) or in_time(move.load, request, now, 1.0):
+        if not budgets.bounded(move.load) or _may_be_in_time(ask, move.load):
             return move.placement()
     able = _first_in_time(ask, here, 1.0)
     if able is not None:
         return able
+    for load, victims in here:
+        if budgets.bounded(load) and not _predictable(load, request):
+            return Placement(load.slice.id, deactivate=victims)
     slices = [load for load, _ in here]
     busy = _busy(ask, slices, others)
     if busy is not None or not late:
@@ -196,7 +206,7 @@ def place(
 
 def place_owed(
     request: Request, spec: ModelSpec, loads: Sequence[SliceLoad], value: Value, now: float,
-    budgets: Budgets = UNBOUNDED,
+    budgets: Budgets,
 ) -> Placement | None:  # fmt: skip
     """Return where to send a request whose tenant has less than its share of each of the `loads`.
     It goes where the tenant has fewest, with its model active if possible. Others' requests make
@@ -229,6 +239,12 @@ def _first_in_time(
     return None
 
 
+def _may_be_in_time(ask: Ask, load: SliceLoad, *, late: bool = False) -> bool:
+    if not _predictable(load, ask.request):
+        return True
+    return in_time(load, ask.request, ask.now, 1.0, late=late)
+
+
 def _busy(
     ask: Ask, here: Sequence[SliceLoad], others: Sequence[SliceLoad], *, late: bool = False
 ) -> Placement | None:
@@ -242,7 +258,7 @@ def _busy(
     heapify(bounded)
     while bounded:
         load = heappop(bounded)[3]
-        if in_time(load, ask.request, ask.now, 1.0, late=late):
+        if _may_be_in_time(ask, load, late=late):
             move = _activation(ask, load)
             if move is not None:
                 return move.placement()

@@ -104,6 +104,13 @@ class WaitingQueue:
                         counts[tenant] += last - first
         return counts
 
+    def models_in_time(self, usable: Callable[[str], bool]) -> list[str]:
+        """Return the usable models, sorted, with requests that are not late."""
+        return sorted(
+            model for model, lines in self._by_model.items()
+            if usable(model) and any(_before(line, LATE) for line in lines.of_tenant.values())
+        )  # fmt: skip
+
     def push(self, request: Request, *, displaced: bool = False) -> None:
         kind = DISPLACED if displaced else FRESH
         self._insert(((kind, due_s(request, 0), request.id), request))

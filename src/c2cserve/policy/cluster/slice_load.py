@@ -142,7 +142,7 @@ class SliceLoad:
     kv_bytes: float = 0.0
     """Expected of all its requests."""
     keeps: bool = False
-    """Weights stream or are kept, by model (`policy.simulated.link_and_memory`)."""
+    """Weights stream or are kept, by model (`policy.cluster.link_and_memory`)."""
     memory: InstanceMemory | None = None
     """Where every instance has weights and KV of its own."""
     most_requests: int = field(init=False)

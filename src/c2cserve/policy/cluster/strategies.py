@@ -1,8 +1,8 @@
 """What the controller's policy is composed of: parts with more than one implementation.
 
-                 a server                     simulations and baselines
-    placing      `placement`, unbounded       `simulated.link_and_memory`, `baselines.placing`
-    instances    weights are read in place    `baselines.instances`
+                 a server                        simulations and baselines
+    placing      `placement`, `link_and_memory`  the same, `baselines.placing`
+    instances    kept, or read in place          `baselines.instances`
 
 `ExtraT` is the type of the actions that these parts add to `actions.ClusterAction`. On a server
 they add none, so its controller is never handed an action that it cannot carry out.
@@ -17,7 +17,8 @@ from c2cserve.core.actions import Activate, ClusterAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
-from c2cserve.policy.cluster.placement import UNBOUNDED, Budgets, Value, place, place_owed
+from c2cserve.policy.cluster.link_and_memory import LINK_AND_MEMORY, stream_step_s
+from c2cserve.policy.cluster.placement import Budgets, Value, place, place_owed
 from c2cserve.policy.cluster.slice_load import (
     Instance,
     Outputs,
@@ -54,11 +55,13 @@ class Placing(Protocol):
 
 
 class BudgetedPlacing:
-    """`policy.cluster.placement`, within the budgets that are known of slices: none on a server."""
+    """`policy.cluster.placement`, within the budgets that are known of slices."""
 
     ours = True
 
-    def __init__(self, mean_output: Callable[[str], float], budgets: Budgets = UNBOUNDED) -> None:
+    def __init__(
+        self, mean_output: Callable[[str], float], budgets: Budgets = LINK_AND_MEMORY
+    ) -> None:
         self._mean_output = mean_output
         self._budgets = budgets
 
@@ -76,8 +79,9 @@ class BudgetedPlacing:
 
 
 class InstanceRules(Generic[ExtraT_co]):
-    """How instances begin, get memory and end. Here they read weights in place, share one KV arena,
-    and stay until another model needs their place on the slice."""
+    """How instances begin, get memory and end. Here they share one arena, and stay until another
+    model needs their place on the slice. Where a slice swaps weights, those of an instance are kept
+    or stream (`link_and_memory`). Elsewhere they are read in place."""
 
     @property
     def wakeup(self) -> float | None:
@@ -86,14 +90,18 @@ class InstanceRules(Generic[ExtraT_co]):
 
     def opened(self, slice_: Slice, load: SliceLoad) -> bool:
         """Note that a slice is up. Return whether it is used."""
+        load.keeps = slice_.swaps_weights
         return True
 
     def start(
         self, load: SliceLoad, spec: ModelSpec, placement: Placement
     ) -> Sequence[ClusterAction | ExtraT_co]:
         """Make the model an instance of the slice."""
-        load.activate(spec)
-        return (Activate(spec.id, load.slice.id),)
+        keep = load.keeps and placement.keep
+        streams = load.keeps and not keep
+        step_s = stream_step_s(load, spec) if streams else 0.0
+        load.activate(spec, ready=not keep, streams=streams, stream_step_s=step_s)
+        return (Activate(spec.id, load.slice.id, keep),)
 
     def joined(
         self, load: SliceLoad, instance: Instance, placement: Placement
@@ -114,6 +122,8 @@ class InstanceRules(Generic[ExtraT_co]):
     def changed(
         self, load: SliceLoad, instance: Instance, event: Changed
     ) -> Sequence[ClusterAction | ExtraT_co]:
+        """Note that the instance's weights or its KV's size have changed."""
+        instance.ready = True  # nothing is resized here
         return ()
 
     def shrink(self, now: float) -> Sequence[ExtraT_co]:

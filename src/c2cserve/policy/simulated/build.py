@@ -19,13 +19,11 @@ from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.policy.cluster.slice_load import Outputs
 from c2cserve.policy.cluster.strategies import BudgetedPlacing, Strategies
-from c2cserve.policy.simulated.link_and_memory import LINK_AND_MEMORY
 from c2cserve.policy.simulated.lookahead import SwappingLookahead
 from c2cserve.policy.simulated.presets import Chunks, Preset
-from c2cserve.policy.simulated.weight_swapping import WeightSwapping
 from c2cserve.policy.slice.batching import BY_HEADROOM, PrefillBudget, headroom_budget
 from c2cserve.policy.slice.policy import SlicePolicy
-from c2cserve.policy.slice.strategies import SliceStrategies, arena_of
+from c2cserve.policy.slice.strategies import SliceStrategies, arena_of, swapping_of
 
 SimulatedClusterPolicy = ClusterPolicy[SimulatedClusterAction]
 SimulatedSlicePolicy = SlicePolicy[SimulatedSliceAction]
@@ -47,10 +45,7 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
     outputs = Outputs()
     placer = Placer(preset, outputs.mean)
     ours = preset.placing == "c2cserve"
-    if ours:
-        placing = BudgetedPlacing(outputs.mean, LINK_AND_MEMORY)
-    else:
-        placing = BaselinePlacing(preset, placer)
+    placing = BudgetedPlacing(outputs.mean) if ours else BaselinePlacing(preset, placer)
     strategies: Strategies[SimulatedClusterAction] = Strategies(
         outputs, placing, PresetInstances(preset, placer)
     )
@@ -60,7 +55,7 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
 def slice_policy(slice_: Slice, preset: Preset, lookahead: int) -> SimulatedSlicePolicy:
     """Build one slice's policy. `lookahead`: decode steps that may be decided at once; 1: none."""
     arena = arena_of(slice_)
-    swapping = WeightSwapping(arena, slice_, rotates=preset.keeps)
+    swapping = swapping_of(arena, slice_, rotates=preset.keeps)
     rotation = preset.rotation if slice_.host_kv_bytes else None
     by_headroom = preset.turn == "headroom"
     several = lookahead > 1 and rotation is None and slice_.lanes == 1

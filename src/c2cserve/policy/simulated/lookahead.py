@@ -12,10 +12,10 @@ from c2cserve.core.actions import RunStep
 from c2cserve.core.request import blocks_of
 from c2cserve.core.step import Step
 from c2cserve.policy.headroom import next_turn
-from c2cserve.policy.simulated.weight_swapping import EASE_S, WeightSwapping
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.strategies import DecidedSteps
+from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
 
 _STEPS_SCARCE = 8
 """Steps decided at once while a model waits for memory."""

@@ -64,6 +64,9 @@ class KvArena:
         """Slabs in which something is held: what eviction cannot free."""
         self._withheld = 0
         """Slabs that hold something else, wherever they lie."""
+        self.weights_above = False
+        """What is withheld lies at the arena's end, where a real slice has its weights. KV grows
+        below it, and what is cached there makes way for it first."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0
 
@@ -116,6 +119,8 @@ class KvArena:
         `free_slabs`. What is cached makes way."""
         assert slabs <= self.free_slabs, "KV is held there"
         self._withheld = slabs
+        if self.weights_above:
+            self._forget_above(self.slabs - slabs)
         while self._taken.count(0) < slabs:
             idle = (
                 (tick, span.first_slab, kv, span)
@@ -124,6 +129,13 @@ class KvArena:
             )
             _, _, kv, span = min(idle, key=lambda one: one[:2])
             self._forget_span(kv, span)
+
+    def _forget_above(self, slab: int) -> None:
+        """Forget spans with cached blocks only that reach beyond a slab."""
+        for kv in self._models.values():
+            for span in list(kv.idle):
+                if span.first_slab + kv.span_slabs > slab:
+                    self._forget_span(kv, span)
 
     # ---- prefix cache ---------------------------------------------------------------------------
 

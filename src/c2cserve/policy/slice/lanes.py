@@ -3,6 +3,9 @@
     resident     models whose weights are in the slice's memory, as far as is known
     streaming    all others: what they read comes over a link
 
+Of a model whose weights are kept as a whole, the slice's memory knows which it is
+(`policy.weights.weight_swapping`). Of others, their last step shows it.
+
 A step that streams takes as long as a hundred others. In one lane, all of these would wait for it.
 In lanes of their own, each takes little from the other: a stream needs few SMs. Steps of a lane run
 one after another. So at most one model streams at a time, and it has all of the link that C2CServe
@@ -11,9 +14,7 @@ one after another. So at most one model streams at a time, and it has all of the
 
 from collections.abc import Sequence
 
-from c2cserve.core.step import Lane
-
-LANES: tuple[Lane, ...] = ("resident", "streaming")
+from c2cserve.core.step import LANES, Lane
 
 STREAMED_BYTES = 64 << 20
 """A step that reads more over a link belongs in the streaming lane. A host's link brings so much in
@@ -41,9 +42,12 @@ class Lanes:
             return self._names
         return (self.short, *(name for name in self._names if name != self.short))
 
-    def of(self, model: str) -> Lane:
-        """Return the lane for the model's next step. Steps of an unknown model may stream."""
-        return "resident" if model in self._resident else self._names[-1]
+    def of(self, model: str, streams: bool | None = None) -> Lane:
+        """Return the lane for the model's next step. `streams`: whether it reads its weights over a
+        link. None: not known, as its last step did. Steps of an unknown model may stream."""
+        if streams is None:
+            streams = model not in self._resident
+        return self._names[-1 if streams else 0]
 
     def landed(self, model: str, streamed_bytes: int) -> None:
         """Note that a step of the model has ended, which read so much over a link."""

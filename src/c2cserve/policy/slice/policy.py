@@ -11,7 +11,7 @@ from itertools import count
 from typing import Never, overload
 
 from c2cserve.core import events as ev
-from c2cserve.core.actions import Drop, Fail, Return, RunStep, SliceAction
+from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, SliceAction
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -76,8 +76,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
         match event:
             case ev.Activated(spec, keep):
                 self._activate(spec, keep)
-            case ev.Fetched(name, took_s):
-                self._weights.fetched(name, took_s)
+            case ev.Fetched(name, took_s, refused):
+                if refused:
+                    self._weights.refused(name)
+                else:
+                    self._weights.fetched(name, took_s)
             case ev.Deactivated(name):
                 model = self._models.pop(name)
                 self._weights.deactivated(name)
@@ -111,13 +114,16 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
-            time = self._time(spec.id, self._lanes.of(spec.id))
-            key = f"{spec.id}#{next(self._keys)}"
+            lane = self._lanes.of(spec.id, False if keep else None)
+            time, key = self._time(spec.id, lane), f"{spec.id}#{next(self._keys)}"
             model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, self._strategies.rank)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
             if keep:
                 self._weights.activated(model, spec)
+
+    def _lane_of(self, name: str) -> Lane:
+        return self._lanes.of(name, self._weights.streams(name))
 
     def _time(self, name: str, lane: Lane) -> StepTime:
         return self._times.setdefault((name, lane), StepTime())
@@ -221,7 +227,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
-        self._short_of_room = False
         self._now = now
         self._shares.refresh(now)
         self._actions += self._weights.plan(now, self._in_flight.models())
@@ -238,12 +243,16 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 break
         if not self._in_flight:
             self._actions += self._weights.break_deadlock()
+            self.wakeup = self._weights.wakeup
         actions, self._actions = self._actions, []
+        if any(isinstance(action, Fetch) for action in actions):
+            actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
 
     def _fill(self, lane: Lane, now: float) -> bool:
         """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and
         the requests that could be preempted are in a step: its end comes first."""
+        self._short_of_room = False
         tried: set[str] = set()
         while self._may_launch(lane, now):
             turn = self._turn(lane, tried, now)
@@ -270,7 +279,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             (model.first(), model.last_step, name)
             for name, model in self._models.items()
             if model.seqs and name not in tried and self._weights.computes(name)
-            and self._lanes.of(name) == lane
+            and self._lane_of(name) == lane
             and not any(step.holds_up or step.step.lane != lane
                         for step in self._in_flight.of(model))
         ]  # fmt: skip
@@ -317,7 +326,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
-            beside = [m for m in self._models.values() if self._lanes.of(m.name) == lane]
+            beside = [m for m in self._models.values() if self._lane_of(m.name) == lane]
             budget = self._strategies.prefill_budget(
                 beside, model, prefills[0], now, len(decodes), self._slice.max_step_tokens
             )
@@ -349,3 +358,15 @@ class SlicePolicy(SliceMemory[ExtraT]):
         model.last_step = step.id
         self._actions.append(RunStep(step))
         return True
+
+
+def _with_kv_end(
+    actions: Sequence[SliceAction | ExtraT], kv_end_bytes: int
+) -> list[SliceAction | ExtraT]:
+    """Tell loads how far KV reaches once all that was decided with them is done. Weights that leave
+    do so first: some of that KV may have been promised their places."""
+    releases: list[SliceAction | ExtraT] = [one for one in actions if isinstance(one, Release)]
+    return releases + [
+        Fetch(action.model, kv_end_bytes) if isinstance(action, Fetch) else action
+        for action in actions if not isinstance(action, Release)
+    ]  # fmt: skip

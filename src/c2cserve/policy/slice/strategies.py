@@ -1,7 +1,8 @@
 """What a slice's policy is composed of: parts with more than one implementation.
 
                     a live slice                    simulations and baselines
-    memory          weights are read in place       `simulated.weight_swapping`
+    memory          `weights.weight_swapping`,      the same
+                    or weights are read in place
     prefill_budget  `batching.headroom_budget`      `baselines.c2cserve.chunk_budgets`
     rank            least headroom first            order of arrival
     lookahead       none: one step per decision     `simulated.lookahead`
@@ -11,15 +12,13 @@
 none, so a live executor is never handed an action that it cannot carry out.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Never, Protocol, TypeVar
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.events import GemmsMeasured
 from c2cserve.core.machine import Slice
-from c2cserve.core.model import ModelSpec
-from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import (
     BY_HEADROOM,
     ActiveModel,
@@ -30,60 +29,11 @@ from c2cserve.policy.slice.batching import (
 )
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import RotationSettings
+from c2cserve.policy.weights.weight_memory import WeightMemory
+from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
-
-
-class WeightMemory(Generic[ExtraT_co]):
-    """Decides which models' weights lie in the slice's memory, beside KV. Here no model's do: steps
-    read weights where they lie, and the executor caches them."""
-
-    wakeup: float | None = None
-    """When `plan` has to be asked again, in clock seconds."""
-
-    def __init__(self, arena: KvArena) -> None:
-        self._arena = arena
-
-    def computes(self, name: str) -> bool:
-        """Return whether steps of the model find their weights now."""
-        return True
-
-    def capacity(self, model: ActiveModel) -> int:
-        """Return the blocks of KV that the model could have at most, beside its own weights."""
-        return self._arena.capacity(model.key)
-
-    def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        """Note that the model's weights are to be resident as a whole (`events.Activated.keep`)."""
-        raise AssertionError(f"{spec.id}: this slice keeps no weights as a whole")
-
-    def deactivated(self, name: str) -> None: ...
-
-    def fetched(self, name: str, took_s: float) -> None: ...
-
-    def requested(self, name: str, now: float) -> None:
-        """Note that a request for the model has arrived."""
-
-    def plan(self, now: float, in_flight: Collection[str]) -> Sequence[ExtraT_co]:
-        """Return loads to begin and weights to release. `in_flight`: models with steps under
-        way, whose weights must stay."""
-        return ()
-
-    def turn(
-        self, candidates: Sequence[Candidate[str]], now: float, late_ran: bool
-    ) -> tuple[bool, str] | None:
-        """Return which model runs next, as `headroom.next_turn` does."""
-        return next_turn(candidates, now, late_ran)
-
-    def make_room(
-        self, model: ActiveModel, in_flight: Collection[str], now: float
-    ) -> Sequence[ExtraT_co]:
-        """Release weights of other models for KV of this one. Empty: none can go."""
-        return ()
-
-    def break_deadlock(self) -> Sequence[ExtraT_co]:
-        """Load a model that waits, because nothing is in flight and nothing could be launched."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +64,7 @@ class GemmControl(Protocol[ExtraT_co]):
 @dataclass(frozen=True, slots=True)
 class SliceStrategies(Generic[ExtraT_co]):
     arena: KvArena
-    memory: WeightMemory[ExtraT_co]
+    memory: WeightMemory
     prefill_budget: PrefillBudget = headroom_budget
     rank: Callable[[Seq], float] = BY_HEADROOM
     rotation: RotationSettings | None = None
@@ -124,13 +74,25 @@ class SliceStrategies(Generic[ExtraT_co]):
 
 
 def arena_of(slice_: Slice) -> KvArena:
-    """Return the empty arena of a slice. On GPUs, what KV leaves of it is a cache of weights."""
+    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights."""
     cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
     return KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
 
 
+def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwapping:
+    """Return the rules of weights that are kept in a slice's memory.
+
+    Where KV may have all of that memory, weights lie at its end, in what KV leaves."""
+    arena.weights_above = rotates and slice_.swaps_weights and slice_.kv_bytes >= slice_.hbm_bytes
+    return WeightSwapping(arena, slice_, rotates=rotates)
+
+
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
-    """Return what a server runs. KV rotates where the slice has host memory for it."""
+    """Return what a server runs. Weights are swapped where memory and link are known, and KV
+    rotates where the slice has host memory for it."""
     arena = arena_of(slice_)
+    memory = WeightMemory(arena)
+    if slice_.swaps_weights:
+        memory = swapping_of(arena, slice_, rotates=True)
     rotation = RotationSettings() if slice_.host_kv_bytes else None
-    return SliceStrategies(arena, WeightMemory[Never](arena), rotation=rotation)
+    return SliceStrategies(arena, memory, rotation=rotation)

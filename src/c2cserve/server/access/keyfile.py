@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from c2cserve.server.access.mistakes import mistake
 from c2cserve.server.access.quota import KeyLimits
 
 _BYTES_MAX = 64 << 20
@@ -89,7 +90,7 @@ def read_keys(path: Path) -> KeysFile:
     try:
         keys = msgspec.json.decode(data, type=KeysFile)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise KeysFileError(f"keys file {path}: {error}") from error
+        raise KeysFileError(f"keys file {path}: {mistake(error)}") from error
     for field in ("id", "name"):
         seen: set[str] = set()
         for key in keys.keys:

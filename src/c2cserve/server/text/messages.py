@@ -4,15 +4,16 @@ from typing import Literal
 
 import msgspec
 
-from c2cserve.core.request import Sampling
+from c2cserve.core.request import Sampling, SamplingDefaults
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.vocabulary import VocabularyFacts
+from c2cserve.server.tools.reading import ReadingPlan
 
 FRAME_HEAD_BYTES = 4
 """Bytes of the head of a frame: the length of the message behind it, little-endian."""
 
-Api = Literal["completions", "chat"]
+Api = Literal["completions", "chat", "tokenize", "detokenize"]
 
 
 class OpenModel(msgspec.Struct, tag=True):
@@ -33,14 +34,18 @@ class Target(msgspec.Struct, frozen=True):
     max_context: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    defaults: SamplingDefaults
 
     @classmethod
     def of(cls, files: ModelFiles) -> "Target":
-        return cls(files.key, files.max_context, files.vocab_size, files.eos_token_ids)
+        return cls(
+            files.key, files.max_context, files.vocab_size, files.eos_token_ids, files.defaults
+        )
 
 
 class TextRequest(msgspec.Struct, tag=True):
-    """Validate a request's body, render and tokenize it. Answered by `TextResult`."""
+    """Validate a request's body, render and tokenize it. Answered by `TextResult`, or for
+    /tokenize and /detokenize by `TextAnswer`."""
 
     api: Api
     body: bytes
@@ -64,10 +69,18 @@ class Asked(msgspec.Struct):
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
+    """Usage in every chunk of a stream."""
+    service_tier: bool
+    """The answer says which tier served it."""
     echo: bool
+    no_output: bool
+    """Only the prompt is answered with. A job samples at least one token, which is not shown."""
     stops: tuple[str, ...]
     priority: int | None
     sampling: Sampling
+    reading: ReadingPlan | None
+    """What to look for in the outputs of a chat, None for nothing."""
 
 
 class TokenizedPrompt(msgspec.Struct):
@@ -85,6 +98,15 @@ class TextResult(msgspec.Struct, tag=True):
     prompts: list[TokenizedPrompt]
 
 
+class TextAnswer(msgspec.Struct, tag=True):
+    """The answer to a request that needs no slice."""
+
+    model: str
+    """The model's name in the request."""
+    content: bytes
+    """JSON; empty if the request had no target."""
+
+
 class TextFailure(msgspec.Struct, tag=True):
     """`OpenModel` or `TextRequest` failed; the fields are those of the client's error."""
 
@@ -97,7 +119,7 @@ class TextFailure(msgspec.Struct, tag=True):
 
 
 ToText = OpenModel | TextRequest
-FromText = ModelOpened | TextResult | TextFailure
+FromText = ModelOpened | TextResult | TextAnswer | TextFailure
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_text = msgspec.msgpack.Decoder(ToText).decode

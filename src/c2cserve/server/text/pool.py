@@ -25,6 +25,7 @@ from c2cserve.server.text.messages import (
     FromText,
     ModelOpened,
     OpenModel,
+    TextAnswer,
     TextFailure,
     TextRequest,
     TextResult,
@@ -183,7 +184,7 @@ class TextPool:
 
     async def work(
         self, work: TextRequest, files: ModelFiles | None, param: str
-    ) -> tuple[TextResult, Vocabulary | None]:
+    ) -> tuple[TextResult | TextAnswer, Vocabulary | None]:
         """Have a process prepare a request. `files`: those of its target; without them, there is no
         vocabulary. `param`: the field to blame when it takes too long. Raises ApiError, and
         `Refused` when the tokenizer's files have changed."""
@@ -201,7 +202,7 @@ class TextPool:
                     "limit (--text-timeout)"
                 )
                 raise ApiError(400, message, param=param, code="limit_exceeded") from error
-            assert isinstance(answer, TextResult | TextFailure)
+            assert isinstance(answer, TextResult | TextAnswer | TextFailure)
             if isinstance(answer, TextFailure):
                 raise _api_error(answer)
             return answer, vocabulary

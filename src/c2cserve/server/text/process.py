@@ -4,17 +4,19 @@ Its standard input is its socket. It may take for ever, run out of memory or cra
 kills it and starts another, and only one request has failed.
 """
 
-import ctypes
 import os
 import resource
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
+    Api,
     FromText,
     ModelOpened,
     OpenModel,
@@ -25,10 +27,13 @@ from c2cserve.server.text.messages import (
     frame,
 )
 from c2cserve.server.text.tokenizer import Tokenizer
+from c2cserve.server.text.tokenizing import do_detokenize, do_tokenize
 from c2cserve.server.text.vocabulary import TokenizerError
 from c2cserve.server.text.work import do_work
 
-_PR_SET_PDEATHSIG = 1
+_WORK: dict[Api, Callable[[TextRequest, Tokenizer | None], FromText]] = {
+    "completions": do_work, "chat": do_work, "tokenize": do_tokenize, "detokenize": do_detokenize,
+}  # fmt: skip
 
 
 class _Texts:
@@ -60,7 +65,9 @@ class _Texts:
 
     def _work(self, message: TextRequest) -> FromText:
         target = message.target
-        return do_work(message, None if target is None else self._tokenizers[target.version])
+        return _WORK[message.api](
+            message, None if target is None else self._tokenizers[target.version]
+        )
 
 
 def _receive(end: socket.socket, size: int) -> bytes | None:
@@ -77,7 +84,7 @@ def _receive(end: socket.socket, size: int) -> bytes | None:
 def _set_limits(memory_bytes: int) -> None:
     """Set up the process: it dies with the server, ignores signals meant for the server, and has a
     limit of memory."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))

@@ -13,6 +13,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, read_text
 from c2cserve.server.text.templates import ChatTemplate
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary, VocabularyFacts, refusal
+from c2cserve.server.tools.reading import CallFormat
 
 _NORMALIZED = 3
 """Largest factor by which a normal form (NFC) makes a text shorter, in bytes of UTF-8."""
@@ -99,11 +100,22 @@ class Tokenizer(Vocabulary):
             raise refusal(error, "the tokenizer cannot take this text") from error
         return encoding.ids
 
+    @property
+    def call_format(self) -> CallFormat | None:
+        """The format in which the model's template asks for calls of tools, None if unknown."""
+        return self._template.call_format
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        """Return the tokens as the vocabulary spells them; empty for ids without a token."""
+        return [self._pieces.get(token, "") for token in tokens]
+
     def render(
-        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None
-    ) -> str:
-        """Return the chat as the model's template writes it. Raises TokenizerError."""
-        return self._template.render(messages, extra, chars_max)
+        self, messages: list[dict[str, Any]], extra: dict[str, Any], chars_max: int | None = None,
+        *, prompted: bool = True,
+    ) -> str:  # fmt: skip
+        """Return the chat as the model's template writes it. `prompted`: with the beginning of the
+        answer. Raises TokenizerError."""
+        return self._template.render(messages, extra, chars_max, prompted=prompted)
 
     def prefix_hashes(self, tokens: list[int], salt: bytes = b"") -> tuple[int, ...]:
         """Return a chained 64-bit hash per full block. Hashes are equal for equal prefixes of the

@@ -6,19 +6,22 @@ checkpoint's template. So they run in processes that can be killed (server/text/
 
 import random
 from array import array
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from c2cserve.core.model import name_of
 from c2cserve.core.request import Sampling
 from c2cserve.server.cache_salts import request_salt
 from c2cserve.server.errors import ApiError, of_validation
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
+from c2cserve.server.text.limits import check_vocabulary, check_vocabulary_ids, within
 from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.server.tools.reading import ReadingPlan
+
+T = TypeVar("T", int, float)
 
 _COMPLETION_TOKENS = 16
 """OpenAI's default for /v1/completions."""
@@ -36,13 +39,19 @@ def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
     body = _validated(work)
     texts = _texts(body)
     _check_counts(body, len(texts), work.limits)
+    if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
+        raise ApiError(
+            400, "max_tokens: 0 is for completions with echo; ask for at least 1",
+            param="max_tokens",
+        )  # fmt: skip
     if work.target is None or tokenizer is None:
-        return TextResult(_asked(body, Sampling(seed=0)), [])
+        return TextResult(_asked(body, Sampling(seed=0), None), [])
     sampling = _sampling(body, work.target)
     salt = request_salt(work.cache_salt, body.cache_salt)
     reader = _Reader(tokenizer, work.target, body, work.limits, salt)
     try:
-        return TextResult(_asked(body, sampling), [reader.read(text) for text in texts])
+        prompts = [reader.read(text) for text in texts]
+        return TextResult(_asked(body, sampling, reader.plan), prompts)
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
 
@@ -92,15 +101,6 @@ def _check_counts(body: CompletionBody | ChatBody, prompts: int, limits: Request
     )  # fmt: skip
 
 
-def within(param: str, what: str, count: int, limit: int, option: str) -> None:
-    """Check one limit. Raises ApiError (400), which names the field, the limit and its option."""
-    if count > limit:
-        raise ApiError(
-            400, f"{what}; this server's limit is {limit} (--max-{option})", param=param,
-            code="limit_exceeded",
-        )  # fmt: skip
-
-
 # ---- prompts ------------------------------------------------------------------------------------
 
 
@@ -120,6 +120,8 @@ class _Reader:
         self._field = _prompt_field(body)
         self._tokens = 0
         """Prompt tokens of all choices so far."""
+        self.plan: ReadingPlan | None = None
+        """What to look for in outputs; known when a chat was read."""
 
     def read(self, given: Any) -> TokenizedPrompt:
         body, text = self._body, ""
@@ -146,18 +148,26 @@ class _Reader:
     def _checked(self, tokens: list[int]) -> str:
         """Return given token ids as text, for `echo`. Raises ApiError for ids outside the
         vocabulary."""
-        vocab_size = self._target.vocab_size
-        if max(tokens) >= vocab_size:
-            raise ApiError(
-                400, f"token id {max(tokens)} is not in the vocabulary of {vocab_size}",
-                param="prompt",
-            )  # fmt: skip
+        check_vocabulary_ids(tokens, self._target, "prompt")
         return self._tokenizer.decode(tokens) if getattr(self._body, "echo", None) else ""
 
     def _render(self, body: ChatBody) -> str:
         messages = [message.plain() for message in body.messages]
-        extra = body.chat_template_kwargs or {}
-        return self._tokenizer.render(messages, extra, self._limits.prompt_chars)
+        if body.offered and self._tokenizer.call_format is None:
+            raise ApiError(
+                400, "this model's chat template has no tools, or calls in a format that is not"
+                " known here (known are those of Hermes and Qwen, and Llama 3's JSON)",
+                param="tools", code="unsupported_parameter",
+            )  # fmt: skip
+        text = self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
+        if body.offered or body.separate_reasoning:
+            self.plan = ReadingPlan(
+                self._tokenizer.call_format if body.offered else None,
+                tuple(tool.function.name for tool in body.offered),
+                body.parallel_tool_calls is False,
+                bool(body.separate_reasoning), text.rstrip().endswith("<think>"),
+            )  # fmt: skip
+        return text
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text. A text that is too long for any tokens is refused before it
@@ -173,19 +183,8 @@ class _Reader:
                 param=self._field, code="context_length_exceeded",
             )  # fmt: skip
         tokens = self._tokenizer.encode(text, special=special)
-        self._check_vocabulary(tokens)
+        check_vocabulary(tokens, self._target, self._field)
         return tokens
-
-    def _check_vocabulary(self, tokens: list[int]) -> None:
-        """Check that the model has embeddings of all tokens: its tokenizer may make others. Raises
-        ApiError."""
-        if tokens and (largest := max(tokens)) >= self._target.vocab_size:
-            raise ApiError(
-                400,
-                f"the tokenizer of {name_of(self._target.version)!r} made token id {largest} of "
-                f"this text, and the model's vocabulary is {self._target.vocab_size}",
-                param=self._field,
-            )
 
     def _count(self, tokens: int) -> None:
         """Count the tokens of a prompt for all its choices. Raises ApiError beyond the limit."""
@@ -201,10 +200,12 @@ class _Reader:
         if count == 0:
             raise ApiError(400, "the prompt has no tokens", param=self._field)
         body, room = self._body, self._target.max_context - count
+        usual = self._target.defaults.max_new_tokens
         wanted = body.max_tokens
         if isinstance(body, ChatBody):
-            wanted = wanted or body.max_completion_tokens or max(1, room)
-        wanted = wanted or _COMPLETION_TOKENS
+            wanted = wanted or body.max_completion_tokens or max(1, min(room, usual or room))
+        if wanted is None:
+            wanted = min(_COMPLETION_TOKENS, usual or _COMPLETION_TOKENS)
         if wanted > room:
             raise ApiError(
                 400,
@@ -215,13 +216,15 @@ class _Reader:
             )  # fmt: skip
         if (body.min_tokens or 0) > wanted:
             raise ApiError(400, "min_tokens is larger than max_tokens", param="min_tokens")
-        return wanted
+        return wanted or 1  # the token sampled for 0 is not fed back, and needs no room
 
 
 # ---- everything else ----------------------------------------------------------------------------
 
 
-def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
+def _asked(
+    body: CompletionBody | ChatBody, sampling: Sampling, reading: ReadingPlan | None
+) -> Asked:
     options = body.stream_options
     return Asked(
         model=body.model,
@@ -229,10 +232,14 @@ def _asked(body: CompletionBody | ChatBody, sampling: Sampling) -> Asked:
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=options is not None and options.include_usage,
+        continuous_usage=options is not None and bool(options.continuous_usage_stats),
+        service_tier=body.service_tier is not None,
         echo=isinstance(body, CompletionBody) and bool(body.echo),
+        no_output=body.max_tokens == 0,
         stops=body.stops,
         priority=body.priority,
         sampling=sampling,
+        reading=reading,
     )
 
 
@@ -257,14 +264,15 @@ def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
         logprobs = body.logprobs
         prompt_logprobs = logprobs if body.echo else None
     eos = () if body.ignore_eos else target.eos_token_ids
-    temperature = 1.0 if body.temperature is None else body.temperature
+    usual = target.defaults
+    temperature = _first(body.temperature, usual.temperature, 1.0)
     return Sampling(
         seed=random.getrandbits(63) if body.seed is None else body.seed % 2**64,
         temperature=0.0 if temperature < _GREEDY_BELOW else temperature,
-        top_p=1.0 if body.top_p is None else max(_TOP_P_MIN, body.top_p),
-        top_k=min(max(0, body.top_k or 0), target.vocab_size),
-        min_p=body.min_p or 0.0,
-        repetition_penalty=body.repetition_penalty or 1.0,
+        top_p=max(_TOP_P_MIN, _first(body.top_p, usual.top_p, 1.0)),
+        top_k=min(max(0, _first(body.top_k, usual.top_k, 0)), target.vocab_size),
+        min_p=_first(body.min_p, usual.min_p, 0.0),
+        repetition_penalty=_first(body.repetition_penalty, usual.repetition_penalty, 1.0),
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=bias,
@@ -273,3 +281,10 @@ def _sampling(body: CompletionBody | ChatBody, target: Target) -> Sampling:
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
     )
+
+
+def _first(asked: T | None, usual: T | None, otherwise: T) -> T:
+    """Return what the request asks for, else the checkpoint's default, else `otherwise`."""
+    if asked is not None:
+        return asked
+    return otherwise if usual is None else usual

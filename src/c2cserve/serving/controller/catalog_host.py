@@ -17,12 +17,13 @@ import msgspec
 
 from c2cserve.catalog.checkpoint import INDEX
 from c2cserve.catalog.entry import CatalogEntry, CatalogError
+from c2cserve.catalog.generation import read_defaults
 from c2cserve.catalog.hub import fetch
 from c2cserve.catalog.parse import check_files, parse_entry
 from c2cserve.catalog.roots import ModelRoots
 from c2cserve.core.events import ClusterEvent, ModelFailed, ModelLoaded, ModelUsable
 from c2cserve.core.model import ModelSpec, version_id
-from c2cserve.core.request import BLOCK_TOKENS
+from c2cserve.core.request import BLOCK_TOKENS, SamplingDefaults
 from c2cserve.engine.models.config import ConfigError, ModelConfig, parse_config, read_config
 from c2cserve.engine.models.layout import plan_layout
 from c2cserve.files.reading import FileProblem, one_line
@@ -78,6 +79,7 @@ class _Checked:
     seal: Seal
     tokenizer: Seal
     """The seal of the tokenizer's files alone."""
+    defaults: SamplingDefaults
 
 
 class CatalogHost:
@@ -90,11 +92,14 @@ class CatalogHost:
         make_pool: Callable[[Listener], Pool],
         post: Callable[[ClusterEvent], None],
         kv_bytes: int,
+        defaults: SamplingDefaults | None = None,
     ) -> None:
         """`base_dir`: what relative paths of entries start from. `roots`: the directories for
         checkpoints of entries that are not in the catalogue's file. `post` takes the pool's events.
-        `kv_bytes`: the largest slice's KV memory."""
+        `kv_bytes`: the largest slice's KV memory. `defaults`: of all models, instead of those of
+        each checkpoint."""
         self._kv_bytes = kv_bytes
+        self._defaults = defaults
         self._base_dir = base_dir
         self._roots = roots
         self._post = post
@@ -126,6 +131,8 @@ class CatalogHost:
         with self._lock:
             self._versions[parsed.id] += 1
             version = version_id(parsed.id, self._versions[parsed.id])
+        if self._defaults is None and (said := str(checked.defaults)):
+            log.info("model %s: generation_config.json sets %s", parsed.id, said)
         check = partial(self._check_unchanged, parsed.id, checked.tokenizer)
         return _hosted(entry, parsed, checked, version, size, check)
 
@@ -149,6 +156,7 @@ class CatalogHost:
         if roots is not None:
             roots.check_files(sealed)
         raw = read_config(directory)
+        defaults = read_defaults(directory) if self._defaults is None else self._defaults
         config = parse_config(raw, parsed.dtype)
         _check_encodable(raw)
         weights = find_files(directory)
@@ -161,7 +169,7 @@ class CatalogHost:
         self._check_tokenizer(directory, config.vocab, tokenizer)
         if (what := seal.changed()) is not None:
             raise CheckpointError(f"{directory}: {what} changed while it was read; try again")
-        return _Checked(directory, raw, config, plan, sources, seal, tokenizer)
+        return _Checked(directory, raw, config, plan, sources, seal, tokenizer, defaults)
 
     def _check_tokenizer(self, directory: Path, vocab_size: int, seal: Seal) -> None:
         """Try a tokenizer, unless the same one passed before: models often share one."""
@@ -293,6 +301,7 @@ def _hosted(
         priority=parsed.priority,
         version=version,
         check_tokenizer=check_tokenizer,
+        defaults=checked.defaults,
     )
     return _Prepared(
         spec, files, parsed.aliases, checked.raw, config.dtype, entry,

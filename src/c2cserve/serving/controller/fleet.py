@@ -71,13 +71,20 @@ class WorkerSlot:
     """The worker before, killed but not gone: the device memory that it holds is not free yet."""
     started_s: float = 0.0
     restart_at_s: float = 0.0
-    failures: int = 0
-    """Consecutive incarnations that could not start, or died before they were up for ten
-    seconds."""
+    deaths: int = 0
+    """Consecutive incarnations that died before they were up for ten seconds."""
+    refusals: int = 0
+    """Starts in a row that the machine refused: no room, no processes. A worker that comes up ends
+    them, so that its death is not taken for one more failure of the same kind."""
     reason: str = ""
     """Why the last incarnation ended."""
     awaited: bool = False
     """Its next worker's process was asked for."""
+
+    @property
+    def failures(self) -> int:
+        """Failures in a row, which delay the next start."""
+        return self.deaths + self.refusals
 
     @property
     def backs_off(self) -> bool:
@@ -157,6 +164,7 @@ class Fleet:
             except OSError as error:
                 # No descriptors, processes or shared memory now: that is not for ever.
                 slot.awaited = False
+                slot.refusals += 1
                 self._failed(slot, f"cannot be started: {error}", now)
                 continue
             slot.awaited = slot.worker is None
@@ -189,10 +197,9 @@ class Fleet:
             self._forks_failing = True
 
     def _failed(self, slot: WorkerSlot, reason: str, now: float) -> None:
-        """Count a failed incarnation, and delay the next one. Raises `FleetDown`."""
+        """Note why an incarnation failed, and delay the next one. Raises `FleetDown`."""
         if reason != slot.reason:
             log.error("worker of slice %s: %s", slot.slice.id, reason)
-        slot.failures += 1
         slot.reason = reason
         if slot.failures >= self.settings.start_tries and not self._ever_up:
             raise FleetDown(f"slice {slot.slice.id} does not start: {reason}")
@@ -218,6 +225,8 @@ class Fleet:
         self._reaped_s = now
         for slot in self.slots.values():
             worker = slot.worker
+            if worker is not None and worker.up:
+                slot.refusals = 0
             if worker is None or (reason := self._verdict(slot, worker, now)) is None:
                 continue
             worker.kill()
@@ -228,9 +237,10 @@ class Fleet:
             self._excused.discard(slot.slice.id)
             sound = worker.up and now - slot.started_s > _SOUND_S
             if sound or excused:
-                slot.failures = 0 if sound else slot.failures
+                slot.deaths = 0 if sound else slot.deaths
                 slot.reason, slot.restart_at_s = reason, now
             else:
+                slot.deaths += 1
                 slot.reason = reason  # logged above
                 self._failed(slot, reason, now)
 

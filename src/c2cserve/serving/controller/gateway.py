@@ -140,9 +140,11 @@ class LiveGateway:
             raise Refused(503, f"the model {model.name!r} cannot be served: {model.error}")
         return None if model is None else model.hosted.files
 
-    def overload(self, tenant: str, ttft_s: float, preparing: Mapping[str, int]) -> Refused | None:
-        now = time.monotonic()
-        return self._overload.refusal(self._world.backlog, tenant, ttft_s, preparing, now)
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
+    ) -> Refused | None:
+        backlog, now = self._world.backlog, time.monotonic()
+        return self._overload.refusal(backlog, model, tenant, ttft_s, preparing, now)
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)

@@ -29,20 +29,22 @@ class OverloadCheck:
         self._preparing.finished()
 
     def refusal(
-        self, backlog: Backlog, tenant: str, ttft_s: float, preparing: Mapping[str, int], now: float
-    ) -> Refused | None:
+        self, backlog: Backlog, model: str, tenant: str, ttft_s: float,
+        preparing: Mapping[str, int], now: float,
+    ) -> Refused | None:  # fmt: skip
         """Return why a request that arrives now is refused; None if it can be in time, or if there
         is no overload.
 
-        `backlog`: the policy's latest one. `preparing`: tenant -> its requests that have arrived
-        and have not reached the controller yet."""
+        `backlog`: the policy's latest one. It concerns only models that requests wait for: some may
+        wait for their weights while others have room. `preparing`: tenant -> its requests that
+        have arrived and have not reached the controller yet."""
         crowd = sum(preparing.values())
         self._preparing.refresh(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
         expected_s = 0.0
         if standing:
             expected_s = self._preparing.wait_s(turns_before(tenant, preparing))
-        if backlog.per_s:
+        if backlog.per_s and model in backlog.models:
             waiting = Counter(dict(backlog.waiting))
             waiting.update(preparing)
             expected_s = max(expected_s, turns_before(tenant, waiting) / backlog.per_s)

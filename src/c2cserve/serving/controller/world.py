@@ -38,6 +38,7 @@ from c2cserve.core.events import (
     ClusterEvent,
     Draining,
     InstanceFailed,
+    InstanceReady,
     InstanceRecovered,
     Recalled,
     SliceLost,
@@ -210,6 +211,8 @@ class ControllerWorld:
                     yield from self._guarded(delta.request_id, receive)
             case msg.Measured(model, decode_step_s, prefill_token_s):
                 yield StepTimes(worker.slice.id, model, decode_step_s, prefill_token_s)
+            case msg.Ready(model, took_s):
+                yield InstanceReady(model, worker.slice.id, took_s)
             case msg.Returned(request_id):
                 give_back = partial(self._give_back, request_id, worker.slice.id)
                 yield from self._guarded(request_id, give_back)
@@ -316,9 +319,9 @@ class ControllerWorld:
                 self._follow_ups += self._guarded(action.request_id, carry_out)
             case Load(model):
                 self._models.load(model)
-            case Activate(model, slice_id):
+            case Activate(model, slice_id, keep):
                 self._directory.get(model).slices.add(slice_id)
-                self._send(slice_id, msg.Switch(model, active=True))
+                self._send(slice_id, msg.Switch(model, active=True, keep=keep))
             case Deactivate(model, slice_id):
                 self._directory.get(model).slices.discard(slice_id)
                 self._send(slice_id, msg.Switch(model, active=False))
@@ -335,15 +338,13 @@ class ControllerWorld:
     def _carry_out(self, action: Dispatch | Withdraw | Reject | Recall) -> Sequence[ClusterEvent]:
         match action:
             case Dispatch(request_id, slice_id):
-                live = self._jobs.get(request_id)
-                if live is not None:
+                if (live := self._jobs.get(request_id)) is not None:
                     live.slice_id = slice_id
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))
             case Recall(request_id, slice_id):
-                live = self._jobs.get(request_id)
-                if live is not None:
+                if (live := self._jobs.get(request_id)) is not None:
                     live.recalled = True
                     self._send(slice_id, msg.Recall(request_id))
             case Reject(request_id, 500, reason):

@@ -47,6 +47,8 @@ class Switch(msgspec.Struct, frozen=True, tag=True):
 
     model: str
     active: bool
+    keep: bool = False
+    """`core.actions.Activate.keep`: its weights are loaded into the slice's memory as a whole."""
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
@@ -116,6 +118,14 @@ class Attached(msgspec.Struct, frozen=True, tag=True):
     segment: str
 
 
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """A model that is kept computes from now on (`core.events.Fetched`), out of the slice's memory.
+    If its weights were refused a place there, it streams."""
+
+    model: str
+    took_s: float
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """`core.actions.GiveUp`: every request of the model fails on this slice."""
 
@@ -143,8 +153,9 @@ class ResetDone(msgspec.Struct, frozen=True, tag=True):
 
 
 ToController = (
-    Hello | Output | Measured | Unusable | Attached | Failed | Recovered | Returned | ResetDone
-)
+    Hello | Output | Measured | Unusable | Attached | Ready | Failed | Recovered | Returned
+    | ResetDone
+)  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)

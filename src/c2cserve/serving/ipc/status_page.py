@@ -10,8 +10,9 @@ import mmap
 import os
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
-from c2cserve.runtime.slice_stats import STATS, SliceStats, StatSource
+from c2cserve.runtime.slice_stats import STATS, SliceStats, Stat, StatSource
 
 
 class Field(IntEnum):
@@ -88,7 +89,12 @@ class StatusPage:
         return bool(self.stat("running") or self.stat("waiting"))
 
     def stats(self) -> SliceStats:
-        return SliceStats(**{name: int(self._fields[index]) for name, index in _INDEX.items()})
+        return SliceStats(**{stat.name: self._value(stat) for stat in STATS})
+
+    def _value(self, stat: Stat) -> Any:
+        """All rows are whole numbers but those in seconds."""
+        value = self._fields[_INDEX[stat.name]]
+        return value if stat.unit == "seconds" else int(value)
 
     def remove(self) -> None:
         """Remove the file. The mapping ends with its last reader: another thread may be taking a

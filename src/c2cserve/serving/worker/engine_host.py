@@ -4,12 +4,14 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from c2cserve.core.actions import ExecutorAction, Move, RunStep
+from c2cserve.core.actions import EngineAction, Fetch, Move, Release, RunStep
+from c2cserve.core.events import Fetched
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
+    from c2cserve.kernels.gpu.gemm.weight import WeightHandle
     from c2cserve.memory.peer_pool import PeerPool
 
 _SAMPLER_THREADS = 4
@@ -67,6 +70,19 @@ class _Backend(Protocol):
         """Prepare for KV that is about to be copied back, somewhere below `kv_end_bytes`."""
         ...
 
+    def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
+        """Begin to load a model, of which `decoder` knows the weights (None: not attached)."""
+        ...
+
+    def release(self, model: str) -> None:
+        """Drop the weights of a model that was fetched, or cancel its load."""
+        ...
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a load waits for weights that are being loaded into the pool."""
+        ...
+
     @property
     def stats(self) -> SliceStats:
         """The engine's rows of which only this kind of slice knows the values."""
@@ -78,6 +94,7 @@ class _CpuBackend:
 
     device: torch.device | None = None
     stats = SliceStats()
+    waiting = False
 
     def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
@@ -109,9 +126,16 @@ class _CpuBackend:
     def make_room(self, kv_end_bytes: int | None) -> None:
         pass
 
+    def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
+        raise AssertionError(f"{fetch.model}: a CPU slice reads weights in place")
+
+    def release(self, model: str) -> None:
+        raise AssertionError(f"{model}: a CPU slice reads weights in place")
+
 
 class _GpuBackend:
-    """A GPU slice: weights are mapped and registered once per process, and cached when used."""
+    """A GPU slice: weights are mapped and registered once per process. They are loaded into HBM by
+    policy, or cached there when used."""
 
     def __init__(
         self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
@@ -121,6 +145,7 @@ class _GpuBackend:
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
         self._id = slice_.id
         self._shared = shared
+        self._report = world.report
         self._names: dict[str, str] = {}
         """Model -> the name of its segment."""
         self.device = gpu.device
@@ -131,7 +156,7 @@ class _GpuBackend:
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
         )  # fmt: skip
-        gpu.fence.in_flight = self.executor.models_in_flight
+        gpu.fence.reading = self.executor.lanes_in_flight
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -145,6 +170,8 @@ class _GpuBackend:
         return segment
 
     def close(self, model: str, path: Path) -> None:
+        if self._gpu.loads is not None:
+            self._gpu.loads.release(model)
         self._gpu.finish()
         if self._gpu.cache is not None:
             self._gpu.cache.forget(model)
@@ -160,15 +187,47 @@ class _GpuBackend:
         if peers is not None and step.model in self._names:
             peers.refresh()
             peers.pool.used(self._names[step.model])
+        if self._gpu.loads is not None:
+            self._gpu.loads.make_room(step.kv_end_bytes)
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
     def polled(self, *, computing: bool) -> None:
         self._refresh_peers()
+        if self._gpu.loads is not None:
+            for one in self._gpu.loads.poll():
+                self._report(Fetched(one.model, one.took_s, one.refused), ())
         if not computing:
             self._shared.streaming.discard(self._id)
 
+    def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
+        loads = self._gpu.loads
+        assert loads is not None, f"{fetch.model}: this slice swaps no weights"
+        loads.fetch(fetch.model, partial(self._matrices, fetch.model, decoder), fetch.kv_end_bytes)
+
+    def _matrices(self, model: str, decoder: Decoder | None) -> "list[WeightHandle] | None":
+        from c2cserve.engine.gpu.tables import all_matrices
+
+        if decoder is None:
+            raise LookupError(f"{model} is not attached to this slice")
+        prepared = decoder.prepared(self._gpu.ops)
+        if prepared is None:
+            return None
+        if self._gpu.streaming is not None:  # it may have to stream after all
+            self._gpu.streaming.parts.attached()
+        return all_matrices(*prepared, self._gpu.device)
+
+    def release(self, model: str) -> None:
+        if self._gpu.loads is not None:
+            self._gpu.loads.release(model)
+
+    @property
+    def waiting(self) -> bool:
+        return self._gpu.loads is not None and self._gpu.loads.waiting
+
     def make_room(self, kv_end_bytes: int | None) -> None:
+        if self._gpu.loads is not None:
+            self._gpu.loads.make_room(kv_end_bytes)
         if self._gpu.cache is not None:
             self._gpu.cache.make_room(kv_end_bytes)
 
@@ -190,6 +249,13 @@ class _GpuBackend:
         if cache is None:
             return steps
         counts, peers = cache.counts, self._gpu.peers
+        if self._gpu.loads is not None:
+            loads = self._gpu.loads.counts
+            steps = replace(
+                steps, weight_fetches=loads.fetches, weight_fetched_bytes=loads.copied_bytes,
+                weight_fetch_seconds=loads.seconds, weight_releases=loads.releases,
+                weight_fetches_cancelled=loads.cancelled, weight_fetches_refused=loads.refused,
+            )  # fmt: skip
         return replace(
             steps, weights_kept_bytes=cache.bytes, weights_hit_bytes=counts.hit_bytes,
             weights_streamed_bytes=counts.streamed_bytes, weights_peer_bytes=counts.peer_bytes,
@@ -218,6 +284,7 @@ class WorkerEngine:
             self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
         self._executor = self._backend.executor
         self._paths: dict[str, Path] = {}
+        self._decoders: dict[str, Decoder] = {}
         self.isa = self._backend.isa
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
@@ -227,9 +294,11 @@ class WorkerEngine:
         weights = Weights(self._backend.open(spec.id, path))
         self._paths[spec.id] = path
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
+        self._decoders[spec.id] = decoder
         self._executor.attach(spec.id, decoder)
 
     def detach(self, model: str) -> None:
+        self._decoders.pop(model, None)
         self._executor.detach(model)
         path = self._paths.pop(model, None)
         if path is not None:
@@ -238,12 +307,20 @@ class WorkerEngine:
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
-    def submit(self, action: ExecutorAction) -> None:
-        if isinstance(action, RunStep):
-            self._backend.begin(action.step)
-        elif isinstance(action, Move) and action.direction == "in":
-            self._backend.make_room(action.kv_end_bytes)
-        self._executor.submit(action)
+    def submit(self, action: EngineAction) -> None:
+        match action:
+            case Fetch(model):
+                self._backend.fetch(action, self._decoders.get(model))
+            case Release(model):
+                self._backend.release(model)
+            case RunStep(step):
+                self._backend.begin(step)
+                self._executor.submit(action)
+            case Move(direction="in", kv_end_bytes=kv_end_bytes):
+                self._backend.make_room(kv_end_bytes)
+                self._executor.submit(action)
+            case _:
+                self._executor.submit(action)
 
     def poll(self) -> EngineState:
         state = self._executor.poll()
@@ -252,7 +329,7 @@ class WorkerEngine:
             self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
-        return EngineState(state.parked, stats)
+        return EngineState(state.parked or self._backend.waiting, stats)
 
 
 class SharedGpu:
@@ -292,9 +369,11 @@ class SharedGpu:
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
                 partition = self._partitions[share.part] if share.parts else None
+                swaps = slice_.swaps_weights
                 return open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, notify=notify, cache_policy=Residency(slice_.kv_bytes),
+                    profile=share.profile, notify=notify, swaps_weights=swaps,
+                    cache_policy=None if swaps else Residency(slice_.kv_bytes),
                     peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:

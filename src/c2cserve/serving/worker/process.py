@@ -1,6 +1,5 @@
 """`c2cserve worker`: the fork server of `c2cserve serve`, and one slice's process."""
 
-import ctypes
 import errno
 import gc
 import logging
@@ -21,6 +20,7 @@ from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
 from c2cserve.core.machine import Slice
 from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
@@ -46,7 +46,6 @@ _CPU_NICE = 5
 """Niceness of CPU slices. They compute without pause on cores that the server and its text
 processes use too. With equal priority, each hop of a request between those processes would wait for
 a step."""
-_PR_SET_PDEATHSIG = 1
 _LINGER_S = 1.0
 _ORPHAN_POLL_S = 0.0005
 _NO_ENGINE = 3
@@ -216,7 +215,7 @@ def _max_in_flight(slice_: Slice) -> int:
 
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when the server ends, in whatever way."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     if os.getppid() != parent:
         sys.exit(1)  # it ended before the line above
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from c2cserve.core.actions import ExecutorAction
+from c2cserve.core.actions import EngineAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
@@ -12,7 +12,8 @@ from c2cserve.runtime.slice_stats import SliceStats
 @dataclass(frozen=True, slots=True)
 class EngineState:
     parked: bool
-    """A step waits for weights that are still loading."""
+    """A step, or a load into the slice's memory, waits for weights that are being loaded into the
+    pool. The end of that is not notified of, so `poll` has to look."""
     stats: SliceStats
     """The rows of the table whose source is the engine; the others are 0."""
 
@@ -36,7 +37,7 @@ class SliceEngine(Protocol):
         fault of this request alone."""
         ...
 
-    def submit(self, action: ExecutorAction) -> None: ...
+    def submit(self, action: EngineAction) -> None: ...
 
     def poll(self) -> EngineState:
         """Report what is done, go on with what can, and return how things stand then."""

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
+from c2cserve.core.actions import GiveUp, Recover, Release, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    Fetched,
     RecallAsked,
     SliceEvent,
     StepDone,
@@ -69,7 +70,8 @@ class WorkerWorld:
         """Messages that arrived during a reset; they are handled when it is done."""
         self._accepted: set[str] = set()
         """Requests that were accepted and have not ended or been returned."""
-        self._active: set[str] = set()
+        self._active: dict[str, bool] = {}
+        """Active models, and whether their weights are kept as a whole."""
         self._resetting: int | None = None
         self._last_models: dict[Lane, str] = {}
         self._in_flight: dict[int, tuple[Lane, float]] = {}
@@ -115,6 +117,8 @@ class WorkerWorld:
         self._events.append(event)
         if isinstance(event, StepDone | StepFailed | StepParked):
             self._note_outcome(event)
+        elif isinstance(event, Fetched):
+            self._channel.send(msg.encode(msg.Ready(event.model, event.took_s)))
 
     def _note_outcome(self, event: StepDone | StepFailed | StepParked) -> None:
         now = time.monotonic()
@@ -188,8 +192,8 @@ class WorkerWorld:
                 self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
                 self._events.append(RecallAsked(request_id))
-            case msg.Switch(model, active):
-                self._switch(model, active)
+            case msg.Switch(model, active, keep):
+                self._switch(model, active=active, keep=keep)
             case msg.Attach():
                 self._attach(message)
             case msg.Detach(model):
@@ -220,15 +224,20 @@ class WorkerWorld:
         reason = f"{type(fault).__name__}: {fault}"
         self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
 
-    def _switch(self, model: str, active: bool) -> None:
+    def _switch(self, model: str, *, active: bool, keep: bool = False) -> None:
         """Activate or deactivate a model. A model that is not attached stays inactive: its requests
         fail one by one."""
         if active and model in self._specs:
-            self._active.add(model)
-            self._events.append(Activated(self._specs[model]))
+            self._active[model] = keep
+            self._events.append(Activated(self._specs[model], keep))
         elif not active and model in self._active:
-            self._active.discard(model)
-            self._events.append(Deactivated(model))
+            self._deactivate(model)
+
+    def _deactivate(self, model: str) -> None:
+        """The weights of a model that was kept go at once, and with them a load under way."""
+        if self._active.pop(model):
+            self.engine.submit(Release(model))
+        self._events.append(Deactivated(model))
 
     # ---- beginning anew -------------------------------------------------------------------------
 
@@ -240,9 +249,8 @@ class WorkerWorld:
         for request_id in sorted(self._accepted):
             self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
-            self._events.append(Deactivated(model))
+            self._deactivate(model)
         self._accepted.clear()
-        self._active.clear()
 
     def _end_reset(self) -> None:
         """End a reset when the policy has seen all withdrawals and holds no request, not even in a

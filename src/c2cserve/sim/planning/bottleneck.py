@@ -13,9 +13,14 @@ def _link(machine: SimMachine, factor: float) -> SimMachine:
         (name, rate if name.endswith(".compute") else rate * factor) for name, rate in machine.links
     )
 
+    rates = dict(machine.links)
+
     def faster(simulated: SimulatedSlice) -> SimulatedSlice:
-        rate = simulated.slice.link_bytes_per_s * factor
-        return replace(simulated, slice=replace(simulated.slice, link_bytes_per_s=rate))
+        rate, load = simulated.slice.link_bytes_per_s * factor, simulated.load_bytes_per_s
+        if simulated.h2d and load >= rates[simulated.h2d[0]]:  # the link alone limits its loads
+            load *= factor
+        slice_ = replace(simulated.slice, link_bytes_per_s=rate)
+        return replace(simulated, load_bytes_per_s=load, slice=slice_)
 
     return replace(machine, links=links, slices=tuple(map(faster, machine.slices)))
 
@@ -63,6 +68,32 @@ def _capacity(machine: SimMachine, factor: float) -> SimMachine:
         )
 
     return replace(machine, slices=tuple(map(larger, machine.slices)))
+
+
+def faster_gpus(machine: SimMachine, factor: float) -> SimMachine:
+    """Divide all times of steps on GPUs by `factor`, fixed costs too. CPUs and links stay."""
+    devices = {one.table for one in machine.slices if one.h2d}
+
+    def faster(simulated: SimulatedSlice) -> SimulatedSlice:
+        return replace(
+            simulated, flops=simulated.flops * factor, step_s=simulated.step_s / factor,
+            hbm_bytes_per_s=simulated.hbm_bytes_per_s * factor,
+        ) if simulated.h2d else simulated  # fmt: skip
+
+    def steps(device: str, table: StepTable) -> StepTable:
+        if device not in devices:
+            return table
+        prefill = [(x, y / factor) for x, y in table.prefill]
+        return StepTable(prefill, _less(table.decode, factor), table.base_s / factor)
+
+    tables = Tables(
+        {
+            model: {device: steps(device, table) for device, table in rows.items()}
+            for model, rows in machine.hardware.tables.steps.items()
+        }
+    )
+    hardware = replace(machine.hardware, tables=tables)
+    return replace(machine, hardware=hardware, slices=tuple(map(faster, machine.slices)))
 
 
 def _pool(machine: SimMachine, factor: float) -> SimMachine:

@@ -43,7 +43,12 @@ class TrackedRequest:
     preempted: int = 0
 
     def receive(self, tokens: int, now: float, gap_s: float = 0.0) -> None:
-        """Receive `tokens` tokens, the last one now, each `gap_s` after the one before."""
+        """Receive `tokens` tokens, the last one now, each `gap_s` after the one before.
+
+        Tokens of a request that has ended are for no client: it was refused while a step of it
+        ran."""
+        if self.ending:
+            return
         slo, before = self.request.slo, self.sampled
         due_s = self.request.arrival_s + slo.ttft_s + slo.tpot_s * before
         first_s = now - gap_s * (tokens - 1)

@@ -336,6 +336,17 @@ def test_models(world: World) -> None:
         with pytest.raises(openai.PermissionDeniedError) as caught:
             call()
         assert (caught.value.code, caught.value.param) == ("model_not_allowed", "model")
+    for path, more in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
+        headers = {"authorization": f"Bearer {key}"}
+        statuses = [
+            world.served.http.post(path, json={"model": one, **more}, headers=headers).status_code
+            for one in (BYTE, PIECE)
+        ]
+        assert statuses == [200, 403]
+    for name, meant in (("pieces", False), ("bytes", True)):
+        with pytest.raises(openai.NotFoundError) as unknown:
+            client.models.retrieve(name)
+        assert ("did you mean" in str(unknown.value)) == meant, "no name that it may not use"
     assert world.post(key, {**COMPLETION, "model": "nick"}).status_code == 200, "an alias of one"
     assert world.post(key, {**COMPLETION, "model": "none"}).status_code == 404
     twice = json.dumps(COMPLETION)[:-1] + f', "model": "{PIECE}"}}'
@@ -454,7 +465,7 @@ def test_a_broken_file_keeps_the_old_keys_and_says_so(
     key, before = world.keys.texts["first"], world.keys.path.read_bytes()
     failed = world.metric("keys_reloads_total", result="failed")
     for breakage, says in (
-        (lambda: world.keys.path.write_text("{"), "truncated"),
+        (lambda: world.keys.path.write_text("{"), "not JSON"),
         (lambda: world.keys.path.chmod(0o644), "chmod 600"),
         (world.keys.path.unlink, "No such file"),
     ):

@@ -17,6 +17,7 @@ from c2cserve.server.access.keyfile import (
     change_keys,
     read_keys,
 )
+from c2cserve.server.access.mistakes import requirement
 from c2cserve.server.access.quota import KeyLimits
 from c2cserve.server.access.secret import hash_secret, is_secret, make_key, split_key
 
@@ -85,19 +86,27 @@ GOOD = {
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ("", "truncated"),
-        ("{", "truncated"),
-        ("[]", "object"),
-        ("{}", "version"),
-        ('{"version": 2, "keys": []}', "version"),
-        ('{"version": 1, "keys": [], "more": 1}', "more"),
-        ([{**GOOD, "limits": {"request_per_minute": 5}}], "request_per_minute"),
-        ([{**GOOD, "limits": {"concurrency": 0}}], "limits.concurrency"),
-        ([{**GOOD, "limits": {"max_priority": 101}}], "max_priority"),
-        ([{**GOOD, "name": "a b"}], "name"),
-        ([{**GOOD, "name": "a\n"}], "name"),
-        ([{**GOOD, "created": "2030-01-01T00:00:00"}], "created"),
-        ([{**GOOD, "sha256": "0"}], "sha256"),
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("not", "not JSON"),
+        ("[]", "not an object with the fields 'version' and 'keys'"),
+        ("{}", "the object lacks the field 'version'"),
+        ('{"version": 2, "keys": []}', "version is not 1"),
+        ('{"version": 1, "keys": {}}', "keys is not a list"),
+        ('{"version": 1, "keys": [], "more": 1}', "the object has an unknown field 'more'"),
+        ('{"version": 1, "keys": [], "a\\n`": 1}', r"field 'a\\n`'"),
+        ([1], r"keys\[0\] is not an object"),
+        ([{}], r"keys\[0\] lacks the field 'id'"),
+        ([{**GOOD, "limits": {"request_per_minute": 5}}], "unknown field 'request_per_minute'"),
+        ([{**GOOD, "limits": []}], "limits is not an object"),
+        ([{**GOOD, "limits": {"concurrency": 0}}], r"limits.concurrency is not a whole number"),
+        ([{**GOOD, "limits": {"concurrency": "many"}}], r"keys\[0\].limits.concurrency is not"),
+        ([{**GOOD, "limits": {"models": ["", "a"]}}], r"limits.models is not a list of patterns"),
+        ([{**GOOD, "limits": {"max_priority": 101}}], "max_priority is not .* -100 to 100"),
+        ([{**GOOD, "name": "a b"}], r"keys\[0\].name is not 1 to 64 letters"),
+        ([{**GOOD, "name": "a\n"}], "name is not 1 to 64 letters"),
+        ([GOOD, {**GOOD, "created": "2030-01-01T00:00:00"}], r"keys\[1\].created .* its zone"),
+        ([{**GOOD, "sha256": "0"}], "sha256 is not 64 hexadecimal digits"),
         ([GOOD, {**GOOD, "id": "1" * 12}], "two keys have the name 'a'"),
         ([GOOD, {**GOOD, "name": "b"}], "two keys have the id"),
         ("[" * 100_000, "keys file"),
@@ -114,9 +123,15 @@ def test_wrong_files_say_where(tmp_path: Path, content: Any, says: str) -> None:
         read_keys(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert not any(raw in str(caught.value) for raw in ("Expected", "$", "regex", "RFC"))
     with pytest.raises(KeysFileError):
         add(path, record("z"))
     assert path.read_bytes() == content.encode(errors="surrogatepass"), "nothing is lost"
+
+
+def test_what_every_field_has_to_be_can_be_said() -> None:
+    fields = {field for of in (KeysFile, KeyRecord, KeyLimits) for field in of.__struct_fields__}
+    assert all(requirement(field) for field in fields)
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:

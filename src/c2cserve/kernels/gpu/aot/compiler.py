@@ -19,9 +19,9 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-from c2cserve.kernels.gpu.aot.variants import Source, Variant
+from c2cserve.kernels.gpu.aot.variants import BuiltKernel
 
 SOURCES = Path(__file__).parents[1] / "cuda"
 ARCH = "sm_90a"
@@ -39,6 +39,7 @@ _TOOLKIT = Path("/usr/local/cuda")
 _UNFINISHED = ".build-*"
 """Folders of builds that are under way or were killed."""
 
+KernelT = TypeVar("KernelT", bound=BuiltKernel)
 State = Literal["built", "stale", "missing"]
 """stale: the cubin there was built from other sources or flags, and is not loaded."""
 
@@ -101,14 +102,14 @@ def _with_includes(source: Path) -> dict[Path, str]:
     return texts
 
 
-def _sources_digest(source: Source) -> str:
+def _sources_digest(source: str) -> str:
     digest = hashlib.sha256()
     for path, text in sorted(_with_includes(SOURCES / f"{source}.cu").items()):
         digest.update(f"{path.name}\0{text}\0".encode())
     return digest.hexdigest()
 
 
-def key(variant: Variant) -> str:
+def key(variant: BuiltKernel) -> str:
     """Return the key in the name of the variant's cubin.
 
     The compiler's version is in the report beside the cubin, not in the key: machines that only run
@@ -120,11 +121,11 @@ def key(variant: Variant) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def cubin_path(folder: Path, variant: Variant) -> Path:
+def cubin_path(folder: Path, variant: BuiltKernel) -> Path:
     return folder / f"{variant.name}.{key(variant)}.cubin"
 
 
-def report_path(folder: Path, variant: Variant) -> Path:
+def report_path(folder: Path, variant: BuiltKernel) -> Path:
     return cubin_path(folder, variant).with_suffix(".json")
 
 
@@ -158,7 +159,7 @@ def nvcc_version(nvcc: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def compile_variant(variant: Variant, folder: Path, nvcc: str) -> Report:
+def compile_variant(variant: BuiltKernel, folder: Path, nvcc: str) -> Report:
     """Build one cubin into `folder`. Raises `BuildError` with the compiler's output."""
     folder.mkdir(parents=True, exist_ok=True)
     defines = [f"-D{name}={value}" for name, value in variant.defines.items()]
@@ -204,7 +205,7 @@ def _install(file: Path, path: Path) -> None:
     file.replace(path)
 
 
-def read_report(folder: Path, variant: Variant) -> Report | None:
+def read_report(folder: Path, variant: BuiltKernel) -> Report | None:
     """Return the report of a built variant; None if it is not built, or its report is damaged."""
     if not cubin_path(folder, variant).exists():
         return None
@@ -218,7 +219,7 @@ def read_report(folder: Path, variant: Variant) -> Report | None:
         return None
 
 
-def state(folder: Path, variant: Variant) -> State:
+def state(folder: Path, variant: BuiltKernel) -> State:
     """Return whether `folder` has the variant's cubin, one of other sources, or neither."""
     if read_report(folder, variant) is not None:
         return "built"
@@ -226,12 +227,12 @@ def state(folder: Path, variant: Variant) -> State:
 
 
 def build(
-    variants: Iterable[Variant],
+    variants: Iterable[KernelT],
     folder: Path,
     *,
     force: bool = False,
-    built: Callable[[Variant, Report], None] | None = None,
-) -> list[Variant]:
+    built: Callable[[KernelT, Report], None] | None = None,
+) -> list[KernelT]:
     """Compile what `folder` lacks (all, with `force`), as many at a time as there are cores.
 
     Return what was compiled. `built` is called in this thread after each one. Raises `BuildError`
@@ -255,7 +256,7 @@ def build(
     return lacking
 
 
-def check(variants: Iterable[Variant], folder: Path) -> list[str]:
+def check(variants: Iterable[BuiltKernel], folder: Path) -> list[str]:
     """Return a line for each variant that is missing, stale or uses local memory."""
     problems: list[str] = []
     for variant in variants:
@@ -269,7 +270,7 @@ def check(variants: Iterable[Variant], folder: Path) -> list[str]:
     return problems
 
 
-def clean(variants: Iterable[Variant], folder: Path) -> int:
+def clean(variants: Iterable[BuiltKernel], folder: Path) -> int:
     """Remove cubins that no variant's present sources produce, and what killed builds left.
 
     Return the number of files and folders that were removed.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
-from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, Variant
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, BuiltKernel, Variant
 from c2cserve.kernels.gpu.driver import checked, cu
 
 _core: Any = import_module("cuda.core")  # compiled, like the driver's module
@@ -17,7 +17,7 @@ _core: Any = import_module("cuda.core")  # compiled, like the driver's module
 class KernelMissingError(LookupError):
     """A variant was asked for that is not built; names it and the command that builds it."""
 
-    def __init__(self, variant: Variant, folder: Path) -> None:
+    def __init__(self, variant: BuiltKernel, folder: Path) -> None:
         self.variant = variant
         where = "" if folder == default_folder() else f" --folder {folder}"
         super().__init__(

@@ -5,9 +5,25 @@ sizes of its shared memory are computed here, and the device code asserts them w
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 from c2cserve.core.tensors import HalfDtype
+
+
+class BuiltKernel(Protocol):
+    """What the build compiles: a source, and the constants it is compiled with."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def source(self) -> str:
+        """The file of device code, which is the kernel's name in it, too."""
+        ...
+
+    @property
+    def defines(self) -> dict[str, str]: ...
+
 
 Source = Literal["direct", "split", "grouped", "ring", "hybrid"]
 
@@ -103,3 +119,21 @@ class Variant:
             case _:
                 defines |= {"CLUSTER": self.cluster}
         return {name: str(value) for name, value in defines.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class RelayKernel:
+    """The kernel that copies between host memory and another GPU's memory (`transfer.gpu`)."""
+
+    pieces: int = 64
+    """Contiguous pieces that one launch copies, at most. They are parameters of the launch."""
+    threads: int = 512
+    name: str = "relay"
+    source: str = "relay"
+
+    @property
+    def defines(self) -> dict[str, str]:
+        return {"PIECES": str(self.pieces), "THREADS": str(self.threads)}
+
+
+RELAY = RelayKernel()

@@ -13,11 +13,16 @@ Then the resident models that will be missed last make room, if they can be abse
 loaded again. Models without requests go at once. While there is room, none waits.
 
 While all are far ahead they do not take turns: the model that makes room soonest and for longest
-runs until it is done (`favourite`)."""
+runs until it is done (`favourite`).
+
+A load may be refused: these books count slabs, and the free ones may lie in pieces that are too
+small for a matrix. The model asks again, with more room. If that does not help either, it streams
+until KV has made way (`_reconsider`). So does a model that has
+a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from math import frexp, isinf
+from math import frexp, inf, isinf
 from typing import Literal
 
 from c2cserve.core.actions import Fetch, Release
@@ -27,7 +32,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.strategies import WeightMemory
+from c2cserve.policy.weights.weight_memory import WeightMemory
 
 _MARGIN_S = 0.25
 """How long before the latest start a load begins. Several steps that were decided at once may be
@@ -37,6 +42,16 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
+_TRIES = 3
+"""Loads of a model that may be refused in a row before it streams."""
+_MORE_ROOM = 1 / 16
+"""The share of a model's weights that each further try asks for beyond them."""
+_REFUSED_S = 2.0
+"""The least time for which a model whose loads were refused streams,"""
+_REFUSED_MOST_S = 20.0
+"""and the most, where KV reaches as far as it did then."""
+_STREAM_S = 0.001
+"""How soon a model that streams to break a deadlock is run."""
 _WEIGHT = 0.2
 
 
@@ -44,24 +59,40 @@ _WEIGHT = 0.2
 class _Weights:
     model: ActiveModel
     size: int
-    state: Literal["absent", "loading", "resident"] = "absent"
+    tokens_beside: float
+    """The longest request's whose KV fits beside the weights; infinite if all do."""
+    state: Literal["absent", "loading", "resident", "refused"] = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
     asked_s: float = float("-inf")
     """When the last of them came."""
+    tries: int = 0
+    """Loads that were refused since the last one that was not."""
+    refused_s: float | None = None
+    """When it was seen that its loads were refused,"""
+    kv_end_bytes: int = 0
+    """and how far KV reached then."""
 
     @property
     def due_s(self) -> float:
-        return self.model.most_urgent_due_s()
+        """When its most urgent request is due; infinite without requests."""
+        return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
+
+    @property
+    def too_long(self) -> bool:
+        """Whether a request of the model needs more KV than fits beside its weights."""
+        return not isinf(self.tokens_beside) and any(
+            seq.length > self.tokens_beside for seq in self.model.seqs.values()
+        )
 
     def needed_s(self, now: float) -> float:
         """When a client will wait for it, if it is absent: its next token is due, or its next
         request is expected. After a long gap the next request is expected after as long again."""
         next_s = now + max(self.gap_s, now - self.asked_s)
-        return min(next_s, self.due_s) if self.model.seqs else next_s
+        return min(next_s, self.due_s)
 
 
-class WeightSwapping(WeightMemory[Fetch | Release]):
+class WeightSwapping(WeightMemory):
     """Books of one slice's kept weights. What KV has not taken of the arena, and what of the
     slice's memory lies outside of it, is theirs."""
 
@@ -74,6 +105,10 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         self._outside_bytes = max(0, outside_bytes)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._weights: dict[str, _Weights] = {}
+        self._freeing: tuple[str, frozenset[str]] = "", frozenset()
+        """The model that broke a deadlock, and its requests that held KV then. It stays until they
+        have ended: else the models that wait for that KV would make it leave again at once."""
+        self._now = 0.0
 
     @property
     def scarce(self) -> bool:
@@ -83,17 +118,28 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
     def computes(self, name: str) -> bool:
         """Its weights are here, or are not kept as a whole."""
         one = self._weights.get(name)
-        return one is None or one.state == "resident"
+        return (
+            one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
+        )
+
+    def streams(self, name: str) -> bool | None:
+        """A model that is kept streams only where it was refused; of others nothing is known."""
+        one = self._weights.get(name)
+        return None if one is None else one.state == "refused"
 
     def capacity(self, model: ActiveModel) -> int:
-        """Blocks of KV there could be for the model, beside its own weights."""
+        """Blocks of KV there could be for the model. A model that may stream can do without its own
+        weights."""
         one = self._weights.get(model.name)
-        return self._arena.capacity(model.key, 0 if one is None else self._inside(one.size))
+        beside = 0 if one is None or self._rotates else self._inside(one.size)
+        return self._arena.capacity(model.key, beside)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        self._weights[model.name] = _Weights(model, spec.weight_bytes)
+        beside = self._arena.capacity(model.key, self._inside(spec.weight_bytes)) * BLOCK_TOKENS
+        tokens = inf if beside >= spec.max_context or not self._rotates else beside
+        self._weights[model.name] = _Weights(model, spec.weight_bytes, tokens)
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
@@ -102,9 +148,21 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
         if one is not None and one.state == "loading":
-            one.state = "resident"
+            one.state, one.tries = "resident", 0
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
+
+    def refused(self, name: str) -> None:
+        """There was no place for its weights, or KV has taken it. It asks for more room, or streams
+        for a while."""
+        one = self._weights.get(name)
+        if one is not None and one.state in ("loading", "resident"):
+            one.tries += 1
+            one.state = "absent"
+            if one.tries == _TRIES or not self._rotates:
+                one.state, one.refused_s, one.tries = "refused", None, 0
+                one.kv_end_bytes = self._arena.end_bytes
+            self._arena.withhold(self._slabs())
 
     def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
@@ -119,7 +177,9 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
         which stay."""
         self.wakeup = None
-        actions: list[Fetch | Release] = []
+        self._now = now
+        self._reconsider(now)
+        actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
         while sum(one.state == "loading" for one in self._weights.values()) < most:
             out = sorted(
@@ -137,6 +197,29 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
                 self.wakeup = begin_s
                 break
             actions += self._bring(first, victims)
+        return actions
+
+    def _reconsider(self, now: float) -> None:
+        """Models whose loads were refused may be loaded again once KV reaches less far. After a
+        while they may in any case: other weights may have made way."""
+        for one in self._weights.values():
+            if one.state == "refused" and not one.too_long:
+                since_s = one.refused_s = now if one.refused_s is None else one.refused_s
+                less = self._arena.end_bytes < one.kv_end_bytes
+                if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
+                    one.state = "absent"
+
+    def _make_way_for_long(self, in_flight: Collection[str]) -> list[Fetch | Release]:
+        """Let models stream whose longest request does not fit beside their weights. Steps in
+        flight end first; there are no new ones meanwhile."""
+        actions: list[Fetch | Release] = []
+        for one in self._weights.values():
+            if one.state in ("absent", "resident") and one.too_long:
+                if one.state == "resident" and one.model.name in in_flight:
+                    continue
+                if one.state == "resident":
+                    actions.append(self._release(one))
+                one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
         return actions
 
     def turn(
@@ -188,11 +271,22 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
             return []
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
         there = [one for one in self._weights.values() if one.state == "resident"]
-        there.sort(key=lambda one: (bool(one.model.seqs), -one.due_s, one.model.name))
+        there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
+                held = frozenset(name for name, seq in first.model.seqs.items() if seq.started)
+                self._freeing = first.model.name, held
                 return self._bring(first, there[:count])
+        # KV of all leaves no room for it, whatever else goes: it streams until that has changed.
+        first.state, first.refused_s, first.kv_end_bytes = "refused", None, self._arena.end_bytes
+        self.wakeup = self._now + _STREAM_S
         return []
+
+    def _frees_kv(self, one: _Weights) -> bool:
+        """Whether it has broken a deadlock, and its KV is not free yet."""
+        name, held = self._freeing
+        seqs = one.model.seqs
+        return one.model.name == name and any(id_ in seqs and seqs[id_].started for id_ in held)
 
     def _bring(self, one: _Weights, victims: Iterable[_Weights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
@@ -234,6 +328,7 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
         able = [
             one for other, one in self._weights.items()
             if one.state == "resident" and other != name and other not in in_flight
+            and not self._frees_kv(one)
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))
@@ -250,8 +345,14 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
 
     def _fits(self, one: _Weights, victims: Collection[_Weights]) -> bool:
         """Is there room for its weights, and for a prompt if it has nothing else, once these
-        left? (A prompt that is longer than the memory ends as such.)"""
-        size = one.size - sum(other.size for other in victims)
+        left? (A prompt that is longer than the memory ends as such.) KV may have gaps where no
+        weights fit. So where weights have places, they must fit above it."""
+        more = int(one.tries * _MORE_ROOM * one.size)
+        size = one.size + more - sum(other.size for other in victims)
+        if self._arena.weights_above:
+            slabs = self._arena.slabs - -(-self._arena.end_bytes // self._arena.slab_bytes)
+            if self._slabs(size) > slabs:
+                return False
         blocks = 0
         if not one.model.started:
             blocks = min(seq.length for seq in one.model.seqs.values()) // BLOCK_TOKENS + 1
@@ -262,7 +363,10 @@ class WeightSwapping(WeightMemory[Fetch | Release]):
     def _slabs(self, more: int = 0) -> int:
         """Slabs of the arena for weights beyond the memory outside of it."""
         return self._inside(
-            more + sum(one.size for one in self._weights.values() if one.state != "absent")
+            more
+            + sum(
+                one.size for one in self._weights.values() if one.state in ("loading", "resident")
+            )
         )
 
     def _inside(self, size: int) -> int:

@@ -13,12 +13,9 @@ from heapq import nlargest
 from math import ceil
 
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.cluster.link_budget import link_demand
 from c2cserve.policy.cluster.placement import ROOMY, Ask, Budgets
-from c2cserve.policy.cluster.slice_load import (
-    Instance,
-    SliceLoad,
-)
-from c2cserve.policy.simulated.link_budget import link_demand
+from c2cserve.policy.cluster.slice_load import Instance, SliceLoad
 
 SWAP_TOKENS = 24
 """The tokens that a model is on average ahead of its clients when its weights make room.
@@ -117,7 +114,7 @@ def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool
 
     The new model's size comes last. Loads under way must leave time for its own. If that alone
     takes longer than there is time, no other model may be waiting for its first load. See
-    `policy.simulated.weight_swapping`.
+    `policy.weights.weight_swapping`.
     """
     link_bytes_per_s = load.slice.link_bytes_per_s
     period_s = SWAP_TOKENS * min(ask.request.slo.tpot_s, load.work().tpot_s)

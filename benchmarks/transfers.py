@@ -1,0 +1,291 @@
+"""Host to GPU and back over the links of 1 to N GPUs, against CUDA's own copies in the same run.
+
+python benchmarks/transfers.py [--gpus N] [--gib 4] [--parts paths,sizes,...] [--out FILE]
+
+Every transfer's bytes are compared with what its source had. With one GPU, only what has one path
+is measured. Parts:
+
+native      copies by CUDA
+paths       1 to N links
+hops        relays of two copies and a buffer
+sizes       from which size more paths are faster
+tasks       sizes of micro-tasks, depths
+ctas        CTAs of relay kernels
+segments    many small segments
+contention  two engines
+fault       a relay that stalls
+"""
+
+import argparse
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import report
+from transfer_faults import stalling
+from transfers_run import Buffers, Engine, make_buffers, moved, native, opened, timed, two_hops
+
+from c2cserve.transfer.gpu.links import GpuLinks
+from c2cserve.transfer.moves import Segment
+
+_MIB = 1 << 20
+_SIZES_MIB = (1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, 512)
+_TASKS_MIB = (1, 2, 3, 4, 5, 8, 16)
+_DEPTHS = (1, 2, 3, 4)
+_CTAS = (1, 2, 4, 8, 16)
+_SMALL_BYTES, _SMALL_COUNT = 64 << 10, 8192
+_STALL_AT = 0.1
+"""Of the undisturbed time."""
+Rows = list[dict[str, Any]]
+
+
+class Bench:
+    def __init__(self, gpus: int, size: int) -> None:
+        self.gpus, self.size = gpus, size
+        self.buffers: Buffers = make_buffers(gpus, size)
+        self._one_link: dict[str, float] = {}
+
+    def native(self) -> Rows:
+        """CUDA's copies: of one GPU, both ways at once, of all GPUs at once."""
+        b = self.buffers
+        inward = [b.inward(gpu) for gpu in range(self.gpus)]
+        cases: dict[str, list[Segment]] = {
+            "in": inward[:1], "out": [b.outward()], "both": [inward[0], b.outward()],
+        }  # fmt: skip
+        cases |= {f"in, {n} GPUs": inward[:n] for n in range(2, self.gpus + 1)}
+        rows: Rows = []
+        for name, segments in cases.items():
+            taken = timed(native(segments), sum(one.size for one in segments))
+            self._one_link[name] = taken.row["gb_per_s"]
+            rows.append({"what": name, **taken.row})
+        return rows
+
+    def paths(self) -> Rows:
+        """One GPU's transfers over the links of 1 to N GPUs."""
+        rows: Rows = []
+        for n in range(1, self.gpus + 1):
+            with opened(n) as engine:
+                for name, segments in self._directions().items():
+                    row = self._checked(engine, segments)
+                    one = self._one_link.get(name)
+                    ratio = row["gb_per_s"] / one if one else None
+                    rows.append({"links": n, "what": name, **row, "to_native": ratio})
+        return rows
+
+    def _directions(self) -> dict[str, list[Segment]]:
+        inward, outward = self.buffers.inward(), self.buffers.outward()
+        return {"in": [inward], "out": [outward], "both": [inward, outward]}
+
+    def _checked(self, engine: Engine, segments: Sequence[Segment]) -> dict[str, Any]:
+        """Each segment as a transfer, all at once; what arrived is compared."""
+        self.buffers.clear()
+        run = moved(engine, [[one] for one in segments])
+        taken = timed(run, sum(one.size for one in segments))
+        self._check(segments)
+        links = {
+            name: {"direct_gb": one.direct_bytes / 1e9, "relayed_gb": one.relayed_bytes / 1e9}
+            for name, one in engine.counts().items()
+            if one.tasks
+        }
+        resent = sum(one.resent for one in engine.counts().values())
+        return {**taken.row, "by_link": links, "resent": resent}
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        for one in segments:
+            if one.target_gpu >= 0:
+                self.buffers.check_inward(one.target_gpu, one.size)
+            else:
+                self.buffers.check_outward(one.size)
+
+    def sizes(self) -> dict[str, Any]:
+        """Time of one transfer, over all links and as one copy; from which size all are faster."""
+        rows: Rows = []
+        b = self.buffers
+        with opened(self.gpus) as many, opened(1, one_path_bytes=1 << 40) as one:
+            for mib in _SIZES_MIB:
+                size = min(mib * _MIB, self.size)
+                for name, segment in (("in", b.inward(size=size)), ("out", b.outward(size=size))):
+                    b.clear(size)
+                    rows.append({
+                        "mib": mib, "what": name,
+                        "us_all_links": 1e6 * timed(moved(many, [[segment]]), size, 9).seconds,
+                        "us_one_copy": 1e6 * timed(moved(one, [[segment]]), size, 9).seconds,
+                        "us_cuda": 1e6 * timed(native([segment]), size, 9).seconds,
+                    })  # fmt: skip
+                    self._check([segment])
+        return {"rows": rows, "break_even_mib": {name: _break_even(rows, name)
+                                                 for name in ("in", "out")}}  # fmt: skip
+
+    def tasks(self) -> Rows:
+        """Sizes of micro-tasks, and depths."""
+        return [
+            {"task_mib": mib, "depth": depth, "what": name, **row}
+            for mib in _TASKS_MIB
+            for depth in (_DEPTHS if mib in (4, 5) else (2,))
+            for name, row in self._with(task_bytes=mib * _MIB, depth=depth).items()
+        ]
+
+    def ctas(self) -> Rows:
+        return [
+            {"ctas": ctas, "what": name, **row}
+            for ctas in _CTAS
+            for name, row in self._with(ctas=ctas).items()
+        ]
+
+    def _with(self, **settings: Any) -> dict[str, dict[str, Any]]:
+        found: dict[str, dict[str, Any]] = {}
+        with opened(self.gpus, **settings) as engine:
+            for name, segments in list(self._directions().items())[:2]:
+                found[name] = self._checked(engine, segments)
+        return {name: {k: row[k] for k in ("gb_per_s", "cpu_s_per_gb")}
+                for name, row in found.items()}  # fmt: skip
+
+    def hops(self) -> Rows:
+        """The other relay, for comparison with `paths` of two links: a copy to a buffer on the
+        neighbour and one from there, half of the bytes, planned beforehand."""
+        rows: Rows = []
+        for mib in (2, 4, 8):
+            self.buffers.clear()
+            taken = timed(two_hops(self.buffers, mib * _MIB), self.size)
+            self.buffers.check_inward()
+            rows.append({"task_mib": mib, **taken.row})
+        return rows
+
+    def segments(self) -> Rows:
+        """Many segments of 64 KiB, each to a place of its own, in reverse order."""
+        count = min(_SMALL_COUNT, self.size // _SMALL_BYTES)
+        b = self.buffers
+        places = [at * _SMALL_BYTES for at in reversed(range(count))]
+        cases = {
+            "in": [b.inward(size=_SMALL_BYTES, at=at) for at in places],
+            "out": [b.outward(size=_SMALL_BYTES, at=at) for at in places],
+        }
+        size, rows = count * _SMALL_BYTES, list[dict[str, Any]]()
+        for n in sorted({1, self.gpus}):
+            with opened(n) as engine:
+                for name, segments in cases.items():
+                    b.clear(size)
+                    taken = timed(moved(engine, [segments]), size)
+                    self._check([b.inward(size=size) if name == "in" else b.outward(size)])
+                    rows.append({"links": n, "what": name, **taken.row})
+        return rows
+
+    def contention(self) -> dict[str, Any]:
+        """Two engines, which know nothing of each other, each for a GPU of its own."""
+        b, half = self.buffers, self.size // 2 // _MIB * _MIB
+        with opened(self.gpus) as one, opened(self.gpus) as other:
+            runs = [
+                moved(one, [[b.inward(0, half)]]),
+                moved(other, [[b.inward(self.gpus - 1, half)]]),
+            ]
+            _at_once(runs)
+            b.clear()
+            began_s = time.perf_counter()
+            seconds = _at_once(runs)
+            whole_s = time.perf_counter() - began_s
+            b.check_inward(0, half)
+            b.check_inward(self.gpus - 1, half)
+        each = [half / 1e9 / one_s for one_s in seconds]
+        return {"gb_per_s_each": each, "gb_per_s": 2 * half / 1e9 / whole_s}
+
+    def fault(self) -> dict[str, Any]:
+        """A neighbour's relays stall in the middle, and never go on during the transfer."""
+        b = self.buffers
+        with opened(self.gpus) as engine:
+            links = engine._links
+            assert isinstance(links, GpuLinks)
+            run = moved(engine, [[b.inward()]])
+            alone = timed(run, self.size)
+            b.clear()
+            with stalling(links, self.gpus - 1) as stall:
+                began_s = time.perf_counter()
+                ticket = engine.submit([b.inward()])
+                time.sleep(_STALL_AT * alone.seconds)
+                stall()
+                engine.wait(ticket)
+                seconds = time.perf_counter() - began_s
+                b.check_inward()
+                b.gpu[0].fill_(7)
+                torch.cuda.synchronize(0)
+            torch.cuda.synchronize(self.gpus - 1)
+            late = not bool((b.gpu[0] == 7).all())
+            counts = engine.counts()[f"in{self.gpus - 1}"]
+        return {
+            "undisturbed_s": alone.seconds, "stalled_s": seconds, "resent": counts.resent,
+            "stalls": counts.stalls, "stall_limit_s": engine.settings.stall_s,
+            "late_writes": late, "met": not late and counts.resent > 0,
+        }  # fmt: skip
+
+
+def _break_even(rows: Rows, name: str) -> int | None:
+    """The size from which on all links are faster than one copy."""
+    found: int | None = None
+    for row in rows:
+        if row["what"] == name:
+            faster = row["us_all_links"] < min(row["us_one_copy"], row["us_cuda"])
+            found = (found or row["mib"]) if faster else None
+    return found
+
+
+def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each of some runs in threads that begin together."""
+    start, seconds = threading.Barrier(len(runs)), [0.0] * len(runs)
+
+    def work(place: int) -> None:
+        start.wait(60)
+        began_s = time.perf_counter()
+        runs[place]()
+        seconds[place] = time.perf_counter() - began_s
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds
+
+
+_ONE_GPU = ("native", "paths", "tasks", "segments")
+_PARTS = (*_ONE_GPU[:2], "hops", "sizes", *_ONE_GPU[2:], "ctas", "contention", "fault")
+
+
+def main() -> None:
+    given = _arguments()
+    if not torch.cuda.is_available():
+        raise SystemExit("transfers: torch sees no GPU")
+    gpus = min(given.gpus or torch.cuda.device_count(), torch.cuda.device_count())
+    began_s = time.perf_counter()
+    bench = Bench(gpus, int(given.gib * (1 << 30)) // _MIB * _MIB)
+    results: dict[str, Any] = {
+        "gpu": torch.cuda.get_device_name(0), "gpus": gpus, "bytes": bench.size,
+        "setup_s": time.perf_counter() - began_s,
+    }  # fmt: skip
+    for part in given.parts:
+        if gpus > 1 or part in _ONE_GPU:
+            part_s = time.perf_counter()
+            results[part] = getattr(bench, part)()
+            print(f"{part}: {time.perf_counter() - part_s:.1f} s", flush=True)
+    results["wall_s"] = time.perf_counter() - began_s
+    report(results, given.out, gpus=gpus, gib=given.gib, parts=",".join(given.parts))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, help="default: all")
+    parser.add_argument("--gib", type=float, default=4.0, help="of every transfer")
+    parser.add_argument("--parts", default=",".join(_PARTS), help="with commas between")
+    parser.add_argument("--out", type=Path, help="JSON")
+    given = parser.parse_args()
+    given.parts = given.parts.split(",")
+    if unknown := set(given.parts) - set(_PARTS):
+        parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
+    return given
+
+
+if __name__ == "__main__":
+    main()

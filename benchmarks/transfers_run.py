@@ -1,0 +1,196 @@
+"""Measurements of `benchmarks/transfers.py`: buffers with contents that are checked, and times."""
+
+import contextlib
+import mmap
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from host_memory import grow_memory
+from torch import Tensor
+
+from c2cserve.kernels.gpu.driver import copy_async, new_stream
+from c2cserve.memory.pinning import PinnedRegion
+from c2cserve.transfer.engine import Ticket, TransferEngine
+from c2cserve.transfer.gpu.links import open_engine
+from c2cserve.transfer.moves import HOST, Segment
+from c2cserve.transfer.settings import Settings
+
+Engine = TransferEngine[torch.cuda.Stream]
+_REPEATS = 3
+_WORD = 8
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
+_CHECKED = 32 << 20
+"""Words compared at a time."""
+
+
+class WrongBytes(RuntimeError):
+    """A transfer's target has other bytes than its source."""
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Memory for transfers of `size` bytes each way, on the host and on each GPU.
+
+    Word i of a source is a hash of i and of a seed, so that bytes in a wrong place are noticed.
+    """
+
+    size: int
+    host_source: Tensor
+    host_target: Tensor
+    gpu: Sequence[Tensor]
+    """Of each GPU: a target; the first GPU's source is `gpu_source`."""
+    gpu_source: Tensor
+    pinned: Sequence[PinnedRegion]
+
+    def inward(self, gpu: int = 0, size: int | None = None, at: int = 0) -> Segment:
+        target, source = self.gpu[gpu].data_ptr() + at, self.pinned[0].device_address + at
+        return Segment(target, source, size or self.size, gpu, HOST)
+
+    def outward(self, size: int | None = None, at: int = 0) -> Segment:
+        target, source = self.pinned[1].device_address + at, self.gpu_source.data_ptr() + at
+        return Segment(target, source, size or self.size, HOST, 0)
+
+    def clear(self, size: int | None = None) -> None:
+        for one in (*self.gpu, self.host_target):
+            one[: size or self.size].zero_()
+        _synchronize(len(self.gpu))
+
+    def check_inward(self, gpu: int = 0, size: int | None = None) -> None:
+        _check(self.gpu[gpu][: size or self.size], 0)
+
+    def check_outward(self, size: int | None = None) -> None:
+        there = torch.empty_like(self.gpu_source)
+        there.copy_(self.host_target)
+        _check(there[: size or self.size], 1)
+
+
+def make_buffers(gpus: int, size: int) -> Buffers:
+    grow_memory(2 * size)
+    host = [
+        torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS),
+                         dtype=torch.uint8)
+        for _ in range(2)
+    ]  # fmt: skip
+    for one in host:
+        one.zero_()
+    pinned = [PinnedRegion(one.data_ptr(), one.numel()) for one in host]
+    there = [torch.zeros(size, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(gpus)]
+    source = torch.empty_like(there[0])
+    for start, words in _words(source, 0):
+        source.view(torch.int64)[start : start + words.numel()] = words
+    host[0].copy_(source)
+    for start, words in _words(source, 1):
+        source.view(torch.int64)[start : start + words.numel()] = words
+    _synchronize(gpus)
+    return Buffers(size, host[0], host[1], there, source, pinned)
+
+
+def _words(like: Tensor, seed: int) -> Generator[tuple[int, Tensor]]:
+    count = like.numel() // _WORD
+    for start in range(0, count, _CHECKED):
+        stop = min(start + _CHECKED, count)
+        index = torch.arange(start + 1, stop + 1, dtype=torch.int64, device=like.device)
+        yield start, (index + seed * (1 << 40)) * _FACTOR
+
+
+def _check(data: Tensor, seed: int) -> None:
+    mine = data.view(torch.int64)
+    for start, words in _words(data, seed):
+        if not torch.equal(mine[start : start + words.numel()], words):
+            raise WrongBytes(f"in the {_WORD * words.numel()} bytes from {_WORD * start} on")
+
+
+def _synchronize(gpus: int) -> None:
+    for gpu in range(gpus):
+        torch.cuda.synchronize(gpu)
+
+
+@dataclass(frozen=True)
+class Taken:
+    seconds: float
+    cpu_s: float
+    bytes: int
+
+    @property
+    def row(self) -> dict[str, float]:
+        gb = self.bytes / 1e9
+        return {"gb_per_s": gb / self.seconds, "cpu_s_per_gb": self.cpu_s / gb}
+
+
+def timed(run: Callable[[], object], size: int, repeats: int = _REPEATS) -> Taken:
+    """The fastest of some runs, after one that is not counted. CPU seconds are of all threads."""
+    run()
+    best: Taken | None = None
+    for _ in range(repeats):
+        cpu_s, began_s = time.process_time(), time.perf_counter()
+        run()
+        seconds = time.perf_counter() - began_s
+        taken = Taken(seconds, time.process_time() - cpu_s, size)
+        best = taken if best is None or seconds < best.seconds else best
+    assert best is not None
+    return best
+
+
+def native(segments: Sequence[Segment]) -> Callable[[], None]:
+    """Copies by CUDA, each on a stream of its own, and a wait for all of them."""
+    streams = [
+        new_stream(one.target_gpu if one.source_gpu == HOST else one.source_gpu) for one in segments
+    ]
+
+    def run() -> None:
+        for one, stream in zip(segments, streams, strict=True):
+            with torch.cuda.device(stream.device):
+                copy_async(one.target, one.source, one.size, stream.cuda_stream)
+        for stream in streams:
+            stream.synchronize()
+
+    return run
+
+
+def moved(engine: Engine, transfers: Sequence[Sequence[Segment]]) -> Callable[[], list[Ticket]]:
+    """Transfers at once, and a wait for all of them."""
+
+    def run() -> list[Ticket]:
+        tickets = [engine.submit(one) for one in transfers]
+        for ticket in tickets:
+            engine.wait(ticket)
+        return tickets
+
+    return run
+
+
+def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
+    """Half of the bytes by GPU 0's copy engine, half through two buffers on GPU 1, in two pipelined
+    streams: the relay that needs no kernel."""
+    size, half = buffers.size, buffers.size // 2 // task_bytes * task_bytes
+    whole, direct = buffers.inward(), new_stream(0)
+    streams = [new_stream(1) for _ in range(2)]
+    places = [torch.empty(task_bytes, dtype=torch.uint8, device="cuda:1") for _ in streams]
+
+    def run() -> None:
+        with torch.cuda.device(0):
+            rest = size - half
+            copy_async(whole.target + half, whole.source + half, rest, direct.cuda_stream)
+        with torch.cuda.device(1):
+            for number, start in enumerate(range(0, half, task_bytes)):
+                place, stream = places[number % 2].data_ptr(), streams[number % 2].cuda_stream
+                copy_async(place, whole.source + start, task_bytes, stream)
+                copy_async(whole.target + start, place, task_bytes, stream)
+        for stream in (direct, *streams):
+            stream.synchronize()
+
+    return run
+
+
+@contextlib.contextmanager
+def opened(gpus: int, *, ctas: int | None = None, **settings: Any) -> Generator[Engine]:
+    """An engine over the first GPUs, which has every transfer in micro-tasks."""
+    chosen = Settings(**{"one_path_bytes": 0, **settings})
+    engine = open_engine(range(gpus), chosen, **({} if ctas is None else {"ctas": ctas}))
+    try:
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,1 @@
+"""How processes of the program depend on each other."""

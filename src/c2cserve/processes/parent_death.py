@@ -1,0 +1,19 @@
+"""Processes that do not outlive the one that started them."""
+
+import ctypes
+import os
+import signal
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None, use_errno=True).prctl
+"""Found when this is imported: between fork and exec a process may not load anything."""
+
+
+def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends, in whatever way.
+
+    The parent is the thread that forked this process. One that has ended before is not noticed. The
+    call may be a `preexec_fn` of `subprocess.Popen`. Raises OSError."""
+    if _prctl(_PR_SET_PDEATHSIG, by) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

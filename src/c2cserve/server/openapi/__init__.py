@@ -1,0 +1,1 @@
+"""The description of the HTTP API at /openapi.json."""

@@ -1,0 +1,202 @@
+"""Reading an output: which of its text is reasoning, content or a call of a tool.
+
+    <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
+
+Formats of calls: `hermes` (Hermes, Qwen) writes each call between tags. `llama3` writes nothing but
+JSON objects with `parameters`. A text is held while it could still become a tag or a call. What
+turns out to be no call is content, so no text is lost.
+"""
+
+import json
+import secrets
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import msgspec
+
+CallFormat = Literal["hermes", "llama3"]
+_THINK, _THOUGHT = "<think>", "</think>"
+_CALL, _CALLED = "<tool_call>", "</tool_call>"
+_SEPARATORS = " \t\r\n;"
+
+
+class ReadingPlan(msgspec.Struct, frozen=True):
+    """What to look for in the outputs of a request."""
+
+    calls: CallFormat | None = None
+    names: tuple[str, ...] = ()
+    """The tools that may be called."""
+    single: bool = False
+    """Only the first call counts."""
+    reasoning: bool = False
+    """Text between the tags of thoughts is split off."""
+    thinking: bool = False
+    """The prompt ends inside a thought."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """What new text turned out to be."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Calls in OpenAI's shape."""
+
+
+class OutputReader:
+    """Reads one growing output. It takes text up to the next tag as what its state says it is."""
+
+    def __init__(self, plan: ReadingPlan) -> None:
+        self._plan = plan
+        self._names = frozenset(plan.names)
+        self.held = ""
+        """Text that is searched for the next tag."""
+        self._written: list[str] = []
+        """The call so far, before `held`. It may be long, so it is not searched again."""
+        self._state = "thought" if plan.reasoning and plan.thinking else "start"
+        self.called = False
+        """Whether there was a call."""
+
+    def add(self, text: str) -> Parts:
+        self.held += text
+        parts = Parts()
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> Parts:
+        """Return what was held back."""
+        parts = Parts()
+        held, self.held = "".join([*self._written, self.held]), ""
+        if self._state == "thought":
+            parts.reasoning = held
+        elif self._state == "objects":
+            calls = self._objects(held)
+            self._add_calls(parts, calls, held)
+        elif self._state == "call":
+            self._add_calls(parts, self._calls_in(held), _CALL + held)
+        else:
+            parts.content = held
+        return parts
+
+    def _step(self, parts: Parts) -> bool:
+        """Take the text up to the next tag. Return whether there may be more to take."""
+        if self._state == "start":
+            return self._begin()
+        if self._state == "thought":
+            text, found = self._until(_THOUGHT)
+            parts.reasoning += text
+            if found:
+                self._state = "start-content"
+            return found
+        if self._state == "start-content":
+            self.held = self.held.lstrip()  # the line breaks between a thought and its answer
+            if self.held:
+                self._state = "start" if self._plan.calls == "llama3" else "content"
+                self._plan = _without_reasoning(self._plan)
+            return bool(self.held)
+        if self._state == "content":
+            if self._plan.calls != "hermes":
+                parts.content, self.held = parts.content + self.held, ""
+                return False
+            text, found = self._until(_CALL)
+            parts.content += text
+            if found:
+                self._state = "call"
+            return found
+        if self._state == "call":
+            text, found = self._until(_CALLED)
+            self._written.append(text)
+            if not found:
+                return False
+            written = "".join(self._written)
+            self._written.clear()
+            self._add_calls(parts, self._calls_in(written), f"{_CALL}{written}{_CALLED}")
+            self._state = "content"
+            return True
+        # Objects are read at the end.
+        self._written.append(self.held)
+        self.held = ""
+        return False
+
+    def _begin(self) -> bool:
+        """Choose the state by the first characters that are no spaces."""
+        begun = self.held.lstrip()
+        if not begun:
+            return False
+        if self._plan.reasoning:
+            if begun.startswith(_THINK):
+                self.held, self._state = begun[len(_THINK) :], "thought"
+                return True
+            if _THINK.startswith(begun):
+                return False
+        objects = self._plan.calls == "llama3" and begun.startswith("{")
+        self._state = "objects" if objects else "content"
+        return True
+
+    def _until(self, tag: str) -> tuple[str, bool]:
+        """Take the text before a tag, and the tag. Return the text, and whether the tag was there.
+        The end of the text is held if it could be the beginning of the tag."""
+        before, found, after = self.held.partition(tag)
+        if found:
+            self.held = after
+            return before, True
+        keep = next((size for size in range(len(tag) - 1, 0, -1) if before.endswith(tag[:size])), 0)
+        cut = len(before) - keep
+        self.held = before[cut:]
+        return before[:cut], False
+
+    # ---- calls ----------------------------------------------------------------------------------
+
+    def _add_calls(self, parts: Parts, calls: list[dict[str, Any]] | None, written: str) -> None:
+        """Add calls; what is none stays content."""
+        if not calls:
+            parts.content += written
+            return
+        for call in calls:
+            if not (self._plan.single and self.called):
+                parts.calls.append(call)
+                self.called = True
+
+    def _calls_in(self, text: str) -> list[dict[str, Any]] | None:
+        call = self._call(_loaded(text), "arguments")
+        return None if call is None else [call]
+
+    def _objects(self, text: str) -> list[dict[str, Any]] | None:
+        """Return the calls of a text that is nothing but objects, None for any other text."""
+        decoder, at, calls = json.JSONDecoder(), 0, list[dict[str, Any]]()
+        text = text.strip(_SEPARATORS)
+        while at < len(text):
+            try:
+                value, end = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return None
+            call = self._call(value, "parameters")
+            if call is None:
+                return None
+            calls.append(call)
+            at = end + len(text[end:]) - len(text[end:].lstrip(_SEPARATORS))
+        return calls
+
+    def _call(self, value: object, key: str) -> dict[str, Any] | None:
+        """Return an object as a call in OpenAI's shape, None if it calls no tool of the request."""
+        if not isinstance(value, dict):
+            return None
+        fields = cast("dict[str, Any]", value)
+        name, arguments = fields.get("name"), fields.get(key, fields.get("arguments", {}))
+        if not (isinstance(name, str) and name in self._names and isinstance(arguments, dict)):
+            return None
+        function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _without_reasoning(plan: ReadingPlan) -> ReadingPlan:
+    return ReadingPlan(plan.calls, plan.names, plan.single)
+
+
+def _loaded(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

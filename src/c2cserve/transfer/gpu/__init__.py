@@ -1,0 +1,1 @@
+"""The links of GPUs: copy engines, and relay kernels on neighbours."""

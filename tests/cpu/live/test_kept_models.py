@@ -1,0 +1,172 @@
+"""A worker whose model is kept: its weights are loaded, then it computes; also in the record."""
+
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from c2cserve.core.actions import EngineAction, Fetch, Release, RunStep, SliceAction
+from c2cserve.core.events import Fetched, SeqOutcome, SliceEvent, StepDone
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Job, Request, Sampling
+from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.runtime.driver import tick
+from c2cserve.runtime.record import Record
+from c2cserve.runtime.replay import replay
+from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.ipc import messages as msg
+from c2cserve.serving.ipc.channel import Channel
+from c2cserve.serving.ipc.status_page import StatusPage
+from c2cserve.serving.worker.slice_engine import EngineState
+from c2cserve.serving.worker.world import WorkerWorld
+
+SLAB = 1 << 10
+SLICE = Slice(
+    "s", "gpu", kv_bytes=100 * SLAB, slab_bytes=SLAB, gpu=GpuShare("g", 1), hbm_bytes=100 * SLAB,
+    link="l", link_bytes_per_s=1e9,
+)  # fmt: skip
+SPEC = ModelSpec("m", 40 * SLAB, 1, 512, 4096)
+OTHER = ModelSpec("n", 50 * SLAB, 1, 512, 4096)
+
+
+class Engine:
+    """Loads and steps are over when the test says so."""
+
+    def __init__(self, world: WorkerWorld) -> None:
+        self._world = world
+        self.told: list[EngineAction] = []
+        self.over: list[SliceEvent] = []
+
+    def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
+        pass
+
+    def detach(self, model: str) -> None:
+        pass
+
+    def add(self, job: Job) -> bool:
+        return True
+
+    def submit(self, action: EngineAction) -> None:
+        self.told.append(action)
+
+    def poll(self) -> EngineState:
+        while self.over:
+            self._world.report(self.over.pop(0), ())
+        return EngineState(False, SliceStats())
+
+
+class Worker:
+    def __init__(self, folder: Path) -> None:
+        self.controller, self.channel = map(Channel, socket.socketpair())
+        self.policy = SlicePolicy(SLICE, 2)
+        page = StatusPage(folder / "page", create=True)
+        self.world = WorkerWorld(self.channel, page, SliceStats, list)
+        self.engine = Engine(self.world)
+        arguments = {"slice": SLICE, "max_in_flight": 2}
+        self.path = folder / "record"
+        self.record: Record = Record(self.path, "s/1", "slice", arguments)
+        self.world.start(self.engine, "", 1)
+        self.heard()
+
+    def tell(self, *messages: msg.ToWorker) -> None:
+        for message in messages:
+            self.controller.send(msg.encode(message))
+
+    def heard(self) -> list[msg.ToController]:
+        return [msg.decode_to_controller(data) for data in self.controller.receive()]
+
+    def run(self, *over: SliceEvent) -> list[EngineAction]:
+        """One tick, after these events; return what the engine was told in it."""
+        self.engine.told.clear()
+        self.engine.over += over
+        now, events = self.world.wait(time.monotonic() + 10.0)
+        tick(self.policy, now, events, self.world, self._recorded)
+        return list(self.engine.told)
+
+    def _recorded(
+        self, now: float, events: "list[SliceEvent]", actions: "list[SliceAction]"
+    ) -> None:
+        self.record(now, events, actions)
+
+    def activate(self, *specs: ModelSpec, keep: bool = True) -> None:
+        for spec in specs:
+            self.tell(msg.Attach(spec, f"segment.{spec.id}", {}, ""))
+            self.tell(msg.Switch(spec.id, active=True, keep=keep))
+
+    def ask(self, name: str, model: str) -> None:
+        request = Request(name, model, 20, 3, time.monotonic())
+        self.tell(msg.Submit(Job(request, (1,) * 20, Sampling(0))))
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    worker = Worker(tmp_path)
+    yield worker
+    worker.record.close()
+    worker.world.stop()
+    worker.controller.close()
+    worker.channel.close()
+    result = replay(worker.path)
+    assert result.equal, result
+    assert result.streams[0].ticks > 0
+
+
+def steps(actions: list[EngineAction]) -> list[int]:
+    return [action.step.id for action in actions if isinstance(action, RunStep)]
+
+
+def test_a_kept_model_is_fetched_then_it_computes(worker: Worker) -> None:
+    worker.activate(SPEC)
+    worker.ask("r", "m")
+    assert worker.run() == [Fetch("m", 0)], "it waits for its weights"
+    worker.heard()
+    [step] = steps(worker.run(Fetched("m", 0.5)))
+    assert msg.Ready("m", 0.5) in worker.heard()
+    done = StepDone(step, (SeqOutcome("r", 1, finished=True),), 0.01)
+    worker.run(done)
+    worker.tell(msg.Switch("m", active=False))
+    assert worker.run() == [Release("m")]
+
+
+def test_a_model_that_is_refused_places_streams(worker: Worker) -> None:
+    worker.activate(SPEC)
+    worker.ask("r", "m")
+    worker.run()
+    for _ in range(2):
+        assert not steps(worker.run(Fetched("m", 0.0, refused=True))), "it asks again"
+    assert steps(worker.run(Fetched("m", 0.0, refused=True)))
+    assert msg.Ready("m", 0.0) in worker.heard(), "the controller waits for it no more"
+
+
+def test_a_model_that_is_not_kept_computes_at_once(worker: Worker) -> None:
+    worker.activate(SPEC, keep=False)
+    worker.ask("r", "m")
+    assert steps(worker.run())
+    worker.tell(msg.Switch("m", active=False))
+    assert worker.run() == []
+
+
+def test_an_idle_model_leaves_for_one_with_requests(worker: Worker) -> None:
+    large = ModelSpec("n", 70 * SLAB, 1, 512, 4096)
+    worker.activate(SPEC, large)
+    worker.ask("a", "m")
+    assert worker.run() == [Fetch("m", 0)]
+    [step] = steps(worker.run(Fetched("m", 0.5)))
+    worker.run(StepDone(step, (SeqOutcome("a", 1, finished=True),), 0.01))
+    worker.ask("b", "n")
+    assert worker.run() == [Release("m"), Fetch("n", 0)]
+
+
+def test_a_reset_drops_the_weights_of_all_kept_models(worker: Worker) -> None:
+    worker.activate(SPEC, OTHER)
+    worker.ask("a", "m")
+    worker.run()
+    worker.tell(msg.Reset(1))
+    told = worker.run()
+    assert [action for action in told if isinstance(action, Release)] == [
+        Release("m"), Release("n"),
+    ]  # fmt: skip
+    assert worker.policy.arena.free_slabs == 100

@@ -1,0 +1,33 @@
+"""What a server checks before it listens."""
+
+import resource
+
+import pytest
+
+from c2cserve.serving.startup import check_open_files
+from c2cserve.terminal.output import CliError
+
+
+@pytest.mark.parametrize(
+    ("files", "slices", "texts", "enough"),
+    [(32, 1, 2, False), (79, 1, 2, False), (80, 1, 2, True), (80, 2, 2, False),
+     (80, 1, 3, False), (1024, 64, 8, True)],
+)  # fmt: skip
+def test_a_server_says_how_many_open_files_it_needs(
+    monkeypatch: pytest.MonkeyPatch, files: int, slices: int, texts: int, enough: bool
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    if enough:
+        check_open_files(slices, texts)
+        return
+    with pytest.raises(CliError) as caught:
+        check_open_files(slices, texts)
+    needed = 64 + 8 * slices + 4 * texts
+    said = f"{files} open files are allowed (ulimit -n), and this server needs at least {needed}"
+    assert str(caught.value).startswith(said)
+    assert "ulimit -n 65536" in str(caught.value)
+
+
+def test_no_limit_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
+    check_open_files(64, 8)

@@ -1,0 +1,386 @@
+"""The transfer engine on GPUs: right bytes, in stream order, whatever happens to relays."""
+
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+from transfer_faults import stalling
+
+from c2cserve.kernels.gpu.driver import CudaError
+from c2cserve.transfer.engine import TransferEngine
+from c2cserve.transfer.gpu.links import GpuLinks, open_engine
+from c2cserve.transfer.gpu.slots import RelaySlot
+from c2cserve.transfer.moves import HOST, Piece, Port, Segment
+from c2cserve.transfer.settings import Settings
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
+
+Engine = TransferEngine[torch.cuda.Stream]
+SIZE = 64 << 20
+ONLY_TASKS = Settings(task_bytes=256 << 10, one_path_bytes=0)
+"""Small micro-tasks, so that relays have their part in small transfers too."""
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour")
+LINKS = [1, pytest.param(2, marks=needs_two)]
+_SLEEP_CYCLES = 100_000_000
+"""About 50 ms."""
+
+
+@dataclass
+class Case:
+    engine: Engine
+    links: GpuLinks
+    host: Tensor
+    gpu: Tensor
+
+    def inward(self, target: int = 0, source: int = 0, size: int = SIZE) -> Segment:
+        return Segment(self.gpu.data_ptr() + target, self.host.data_ptr() + source, size, 0, HOST)
+
+    def outward(self, target: int = 0, source: int = 0, size: int = SIZE) -> Segment:
+        return Segment(self.host.data_ptr() + target, self.gpu.data_ptr() + source, size, HOST, 0)
+
+    def move(self, segments: list[Segment], stream: torch.cuda.Stream | None = None) -> None:
+        assert self.engine.wait(self.engine.submit(segments, stream), 60)
+
+
+def opened(links: int, settings: Settings = ONLY_TASKS) -> Iterator[Case]:
+    made = open_engine(range(links), settings)
+    gpu_links = made._links
+    assert isinstance(gpu_links, GpuLinks)
+    host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    host.copy_(noise())
+    gpu = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
+    # Loads kernels and allocates memory: not while a stream is held.
+    gpu.fill_(1).clone().zero_()
+    torch.cuda._sleep(1)
+    gpu.zero_()
+    torch.cuda.synchronize()
+    yield Case(made, gpu_links, host, gpu)
+    made.close()
+    for number in range(links):
+        torch.cuda.synchronize(number)
+
+
+@pytest.fixture(params=LINKS)
+def case(request: pytest.FixtureRequest) -> Iterator[Case]:
+    yield from opened(request.param)
+
+
+@pytest.fixture
+def pair() -> Iterator[Case]:
+    yield from opened(2)
+
+
+def noise(seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(256, (SIZE,), dtype=torch.uint8, generator=generator)
+
+
+def relayed_bytes(case: Case) -> int:
+    return sum(one.relayed_bytes for one in case.engine.counts().values())
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_large_transfer(case: Case, direction: str) -> None:
+    if direction == "in":
+        case.move([case.inward()])
+    else:
+        case.gpu.copy_(case.host)
+        case.host.zero_()
+        torch.cuda.synchronize()
+        case.move([case.outward()])
+    assert torch.equal(case.host, case.gpu.cpu())
+    assert torch.equal(case.host, noise())
+    assert relayed_bytes(case) > 0 or len(case.links.relays) == 3, "one GPU has no neighbour"
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_segments_of_any_size_and_alignment(case: Case, direction: str, seed: int) -> None:
+    """Also from 1 byte, and with targets that are aligned otherwise than their sources."""
+    source, expected = noise(seed), torch.zeros(SIZE, dtype=torch.uint8)
+    segments: list[Segment] = []
+    make = case.inward if direction == "in" else case.outward
+    for target, start, size in random_places(random.Random(seed)):
+        segments.append(make(target, start, size))
+        expected[target : target + size] = source[start : start + size]
+    ends = (case.host, case.gpu) if direction == "in" else (case.gpu, case.host)
+    ends[0].copy_(source)
+    ends[1].zero_()
+    torch.cuda.synchronize()
+    case.move(segments)
+    assert torch.equal(ends[1].cpu(), expected)
+
+
+def random_places(rng: random.Random) -> list[tuple[int, int, int]]:
+    """(target, source, size) whose targets do not overlap, in no order."""
+    count = rng.choice([1, 10, 300, 3000])
+    cuts = sorted(rng.sample(range(SIZE), 2 * count))
+    places: list[tuple[int, int, int]] = []
+    for start, stop in list(pairwise(cuts))[::2]:
+        size = min(stop - start, rng.choice([1, 2, 15, 16, 17, 4095, 4096, 4097, 65536, SIZE]))
+        source = rng.randrange(SIZE - size + 1)
+        if rng.random() < 0.5:  # addresses that are equal modulo 16, as in the product
+            source = max(0, source - source % 16 + start % 16 - 16)
+        places.append((start, source, size))
+    rng.shuffle(places)
+    return places
+
+
+@needs_two
+@pytest.mark.parametrize("apart", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("size", [1, 15, 31, 4095, 4096, 4111, 1_000_003])
+def test_the_relay_kernel_alone(pair: Case, apart: int, size: int) -> None:
+    """Every alignment of the kernel, and no byte besides."""
+    slot = pair.links._relay_slots[Port(1, "in"), ONLY_TASKS.depth]
+    for offset in (0, 3, 16):
+        pair.gpu.fill_(99)
+        torch.cuda.synchronize()
+        target = pair.gpu.data_ptr() + 64 + offset
+        with torch.cuda.device(1):
+            slot.copy([Piece(target, pair.host.data_ptr() + 128 + offset + apart, size)])
+        torch.cuda.synchronize(0)
+        torch.cuda.synchronize(1)
+        assert slot.is_over()
+        got = pair.gpu[: size + 256].cpu()
+        start = 64 + offset
+        assert (got[:start] == 99).all()
+        assert (got[start + size :] == 99).all()
+        source = 128 + offset + apart
+        assert torch.equal(got[start : start + size], pair.host[source : source + size])
+
+
+@needs_two
+def test_both_directions_at_once(pair: Case) -> None:
+    back = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
+    there = noise(2).to("cuda:0")
+    torch.cuda.synchronize()
+    out = Segment(back.data_ptr(), there.data_ptr(), SIZE, HOST, 0)
+    tickets = [pair.engine.submit([one]) for one in (pair.inward(), out)]
+    assert all(pair.engine.wait(ticket, 60) for ticket in tickets)
+    assert torch.equal(pair.gpu.cpu(), pair.host)
+    assert torch.equal(back, noise(2))
+
+
+@needs_two
+def test_between_gpus(pair: Case) -> None:
+    there = noise(3).to("cuda:1")
+    torch.cuda.synchronize(1)
+    pair.move([Segment(pair.gpu.data_ptr(), there.data_ptr(), SIZE, 0, 1)])
+    assert torch.equal(pair.gpu.cpu(), noise(3))
+
+
+def test_small_transfers_are_one_copy() -> None:
+    for case in opened(1, Settings()):
+        stream = torch.cuda.Stream(0)
+        for hold in (False, True):
+            case.gpu.zero_()
+            torch.cuda.synchronize()
+            pieces = [case.inward(at, at, 1000) for at in range(0, 100_000, 1000)]
+            ticket = case.engine.submit(pieces, stream, hold=hold)
+            assert case.engine.wait(ticket, 60)
+            assert torch.equal(case.gpu[:100_000].cpu(), case.host[:100_000])
+        assert all(one.tasks == 0 for one in case.engine.counts().values())
+
+
+# ---- stream order -------------------------------------------------------------------------------
+
+
+def test_a_transfer_comes_after_what_the_stream_had(case: Case) -> None:
+    stream = torch.cuda.Stream(0)
+    case.host.zero_()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        case.gpu.fill_(5)
+    ticket = case.engine.submit([case.outward()], stream, hold=True)
+    assert case.engine.wait(ticket, 60)
+    assert (case.host == 5).all()
+
+
+def test_a_transfer_comes_before_what_the_stream_is_given_later(case: Case) -> None:
+    stream, seen = torch.cuda.Stream(0), torch.empty_like(case.gpu)
+    for turn in range(10):
+        with torch.cuda.stream(stream):
+            case.gpu.fill_(turn)
+        ticket = case.engine.submit([case.inward()], stream, hold=True)
+        with torch.cuda.stream(stream):
+            seen.copy_(case.gpu)
+            case.gpu.fill_(100)
+        stream.synchronize()
+        assert case.engine.wait(ticket, 60)
+        assert torch.equal(seen.cpu(), case.host)
+        assert (case.gpu == 100).all(), "the transfer writes nothing after its end"
+
+
+def test_out_is_read_before_it_is_overwritten(case: Case) -> None:
+    stream = torch.cuda.Stream(0)
+    with torch.cuda.stream(stream):
+        case.gpu.fill_(3)
+    case.engine.submit([case.outward()], stream, hold=True)
+    with torch.cuda.stream(stream):
+        case.gpu.fill_(4)
+    stream.synchronize()
+    assert (case.host == 3).all()
+
+
+def test_without_a_hold_the_stream_goes_on(case: Case) -> None:
+    stream = torch.cuda.Stream(0)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_SLEEP_CYCLES)
+    ticket = case.engine.submit([case.inward()], stream)
+    assert not case.engine.poll(ticket), "it waits for the stream"
+    stream.synchronize()
+    assert case.engine.wait(ticket, 60)
+    assert torch.equal(case.gpu.cpu(), case.host)
+
+
+HELD = """
+import torch
+from cuda.bindings import driver
+from c2cserve.transfer.gpu.links import open_engine
+from c2cserve.transfer.moves import HOST, Segment
+from c2cserve.transfer.settings import Settings
+size, count = 8 << 20, 100
+gpus = min(torch.cuda.device_count(), 2)
+torch.zeros(1, device="cuda:0")
+host = torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(1)
+engine = open_engine(range(gpus), Settings(task_bytes=1 << 20, one_path_bytes=0))
+made = [int(driver.cuStreamCreate(1)[1]) for _ in range(count)]
+streams = [torch.cuda.ExternalStream(one, device=0) for one in made]
+targets = [torch.zeros(size, dtype=torch.uint8, device="cuda:0") for _ in streams]
+targets[0].add_(1).zero_()  # loads kernels: not while a stream is held
+torch.cuda.synchronize()
+tickets = []
+for stream, target in zip(streams, targets):
+    segment = Segment(target.data_ptr(), host.data_ptr(), size, 0, HOST)
+    tickets.append(engine.submit([segment], stream, hold=True))
+    with torch.cuda.stream(stream):
+        target.add_(1)
+assert all(engine.wait(ticket, 60) for ticket in tickets)
+torch.cuda.synchronize()
+assert all(bool((target == 2).all()) for target in targets)
+engine.close()
+print("done")
+"""
+
+
+def test_many_held_streams_do_not_hold_up_the_links() -> None:
+    """More streams than a GPU has work queues. A deadlock ends this process's child only."""
+    command = [sys.executable, "-c", HELD]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+def test_memory_that_is_not_pinned_is_refused(case: Case) -> None:
+    plain = torch.empty(SIZE, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="is not pinned"):
+        case.engine.submit([Segment(case.gpu.data_ptr(), plain.data_ptr(), SIZE, 0, HOST)])
+
+
+# ---- ends ---------------------------------------------------------------------------------------
+
+
+def test_cancelled_transfers_write_nothing_after_their_end(case: Case) -> None:
+    for pause_s in (0.0, 1e-4, 5e-4):
+        ticket = case.engine.submit([case.inward()])
+        time.sleep(pause_s)
+        case.engine.cancel(ticket)
+        assert case.engine.wait(ticket, 60)
+        case.gpu.fill_(9)
+        time.sleep(0.05)
+        torch.cuda.synchronize()
+        assert (case.gpu == 9).all()
+    assert case.engine.state(ticket) in ("cancelled", "done")
+
+
+def test_a_stream_is_let_go_when_its_transfer_is_cancelled(case: Case) -> None:
+    stream = torch.cuda.Stream(0)
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_SLEEP_CYCLES)
+    ticket = case.engine.submit([case.inward()], stream, hold=True)
+    case.engine.cancel(ticket)
+    assert case.engine.wait(ticket, 60)
+    assert case.engine.state(ticket) == "cancelled"
+    stream.synchronize()
+    assert not case.gpu.any()
+
+
+# ---- relays that fail ---------------------------------------------------------------------------
+
+
+@needs_two
+@pytest.mark.parametrize("direction", ["in", "out"])
+def test_a_stalled_relay_costs_only_time(pair: Case, direction: str) -> None:
+    case = pair
+    if direction == "out":
+        case.gpu.copy_(case.host)
+        case.host.zero_()
+    target = case.gpu if direction == "in" else case.host
+    torch.cuda.synchronize()
+    with stalling(case.links, 1) as stall:
+        stall()
+        case.move([case.inward() if direction == "in" else case.outward()])
+        assert torch.equal(target.cpu(), noise())
+        target.fill_(9)
+        torch.cuda.synchronize(0)
+    torch.cuda.synchronize(1)  # what was launched meanwhile has run now
+    assert (target == 9).all(), "a relay that was recalled wrote"
+    assert case.engine.counts()[f"{direction}1"].resent > 0
+
+
+@needs_two
+def test_stalls_in_the_middle() -> None:
+    """Relays begin, stall, are recalled, and come back."""
+    for case in opened(2, Settings(task_bytes=256 << 10, one_path_bytes=0, pause_s=1e-3)):
+        for turn in range(10):
+            case.gpu.zero_()
+            torch.cuda.synchronize()
+            with stalling(case.links, 1) as stall:
+                ticket = case.engine.submit([case.inward()])
+                time.sleep(1e-4 * turn)
+                stall()
+                assert case.engine.wait(ticket, 60)
+                assert torch.equal(case.gpu.cpu(), case.host)
+        assert relayed_bytes(case) > 0
+
+
+@needs_two
+def test_a_relay_with_an_error_is_dropped(pair: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(slot: RelaySlot, pieces: object) -> None:
+        raise CudaError("made by hand")
+
+    monkeypatch.setattr(RelaySlot, "copy", fail)
+    pair.move([pair.inward()])
+    assert torch.equal(pair.gpu.cpu(), pair.host)
+    counts = pair.engine.counts()["in1"]
+    assert (counts.errors, counts.relayed_bytes) == (1, 0)
+
+
+@needs_two
+def test_two_engines_at_once(pair: Case) -> None:
+    for other in opened(2):
+        both = (pair, other)
+        threads = [threading.Thread(target=one.move, args=([one.inward()],)) for one in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torch.equal(pair.gpu.cpu(), pair.host)
+        assert torch.equal(other.gpu.cpu(), other.host)
+
+
+def test_an_idle_engine_uses_no_processor(case: Case) -> None:
+    case.move([case.inward()])
+    before_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before_s < 0.1
