@@ -227,6 +227,16 @@ def test_loads_and_kv_wait_for_a_stream_that_reads_what_was_dropped() -> None:
     assert slice_.fence.waits == 1
 
 
+def test_a_stream_waits_for_copies_where_its_kv_grows() -> None:
+    slice_ = FakeSlice(ARENA, ROWS, lanes=2)
+    slice_.fetch("d", 0)
+    slice_.step("a", ARENA - 30 * ROW, "streaming")
+    slice_.stream.streaming.run()
+    assert slice_.arena.max() < KV, "the stream waits"
+    slice_.finish()
+    assert not slice_.flying
+
+
 Turn = st.one_of(
     st.tuples(st.just("fetch"), st.sampled_from("abcd"), st.integers(0, 40)),
     st.tuples(st.just("release"), st.sampled_from("abcd"), st.just(0)),
