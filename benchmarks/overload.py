@@ -68,7 +68,8 @@ def main() -> None:
             row["of_best"] = round(row["met_per_s"] / best, 3) if best else 0.0
     _show(results)
     report(
-        results, given.out, show=False, catalog=str(given.catalog), serve=given.serve,
+        results, given.out, show=False, serve=given.serve,
+        catalog=os.path.relpath(given.catalog, ROOT),
         seconds=given.seconds, prompt=given.prompt, output=given.output,
         ttft_s=given.slo.ttft_s, tpot_s=given.slo.tpot_s,
     )  # fmt: skip

@@ -22,11 +22,12 @@ from typing import IO, Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from c2cserve.catalog.entry import CatalogError
+from c2cserve.core.backoff import back_off_s
 
 _CHUNK_BYTES = 1 << 20
 _STALL_S = 30.0
 """A connection without a byte for longer counts as broken."""
-_BACKOFF_MAX_S = 30.0
+_BACKOFF_FIRST_S, _BACKOFF_MAX_S = 0.5, 30.0
 _BROKEN = (
     urllib.error.URLError, ConnectionError, TimeoutError, ssl.SSLError, http.client.HTTPException,
 )  # fmt: skip
@@ -122,17 +123,38 @@ class HubClient:
         """Fetch a file to `target`, continuing `target`.incomplete if there is one. The content is
         checked against its etag before it gets its name. Raises `HubError`, `OSError` (disk)."""
         partial = target.with_name(f"{target.name}.incomplete")
-        with partial.open("ab+") as out:
-            # One of several processes downloads, the others wait here and find it done.
-            fcntl.flock(out, fcntl.LOCK_EX)
-            if target.exists():
-                advance(file.size_bytes)
-                return
+        done = False
+        while not done:
+            with partial.open("ab+") as out:
+                # One of several downloads it, the others wait here and find it done.
+                fcntl.flock(out, fcntl.LOCK_EX)
+                done = target.exists()
+                if done:
+                    advance(file.size_bytes)
+                elif _is_at(out, partial):  # else the one before found it damaged and removed it
+                    self._download(repo, commit, file, out, partial, advance)
+                    partial.rename(target)
+                    done = True
+
+    def _download(
+        self, repo: str, commit: str, file: HubFile, out: IO[bytes], partial: Path, advance: Advance
+    ) -> None:
+        """Complete `out`, and write all of it to the disk. If it is damaged and began earlier, that
+        part may be the cause: it is fetched anew. Raises `HubError`, after removing `partial`."""
+        began_earlier = out.seek(0, os.SEEK_END) > 0
+        self._complete(repo, commit, file, out, advance)
+        sound = _is_sound(file, out)
+        if began_earlier and not sound:
+            out.truncate(0)
             self._complete(repo, commit, file, out, advance)
-            _verify(file, out, partial)
-            out.flush()
-            os.fsync(out.fileno())
-            partial.rename(target)
+            sound = _is_sound(file, out)
+        if not sound:
+            partial.unlink()
+            raise HubError(
+                f"{file.name} arrived damaged (its hash is wrong): start the download again"
+            )
+        out.flush()
+        os.fsync(out.fileno())
 
     def _complete(
         self, repo: str, commit: str, file: HubFile, out: IO[bytes], advance: Advance
@@ -187,7 +209,7 @@ class HubClient:
         """Wait before the next try, or give up by raising `Unreachable`."""
         if failures > self._retries:
             raise Unreachable(f"{what}: {problem}") from problem
-        wait_s = min(_BACKOFF_MAX_S, 0.5 * 2 ** (failures - 1))
+        wait_s = back_off_s(failures - 1, _BACKOFF_FIRST_S, _BACKOFF_MAX_S)
         if isinstance(problem, urllib.error.HTTPError):
             wait_s = max(wait_s, _retry_after_s(problem.headers))
         self._sleep(min(wait_s, _BACKOFF_MAX_S))
@@ -242,14 +264,20 @@ def _retry_after_s(headers: Message) -> float:
     return float(value) if value.isdigit() else 0.0
 
 
-def _verify(file: HubFile, out: IO[bytes], partial: Path) -> None:
-    """Check the content's hash. Raises `HubError`, after removing the file, if it is wrong."""
+def _is_at(out: IO[bytes], path: Path) -> bool:
+    """Return whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(os.fstat(out.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_sound(file: HubFile, out: IO[bytes]) -> bool:
+    """Return whether the content's hash is right."""
     digest = hashlib.sha256()
     if len(file.etag) != 64:
         digest = hashlib.sha1(f"blob {file.size_bytes}\0".encode(), usedforsecurity=False)
     out.seek(0)
     while chunk := out.read(_CHUNK_BYTES):
         digest.update(chunk)
-    if digest.hexdigest() != file.etag:
-        partial.unlink()
-        raise HubError(f"{file.name} arrived damaged (its hash is wrong): start the download again")
+    return digest.hexdigest() == file.etag

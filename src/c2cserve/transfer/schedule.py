@@ -19,12 +19,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from c2cserve.core.backoff import back_off_s
 from c2cserve.transfer.moves import Piece, Port
 from c2cserve.transfer.settings import Settings
 
 State = Literal["moving", "done", "cancelled", "failed"]
 
-_DOUBLINGS_MAX = 6
+_PAUSE_MOST = 64
+"""Times the first one: the longest pause of a link whose relays stall again and again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -327,8 +329,10 @@ class Schedule:
     def _pause(self, link: _Link, now: float) -> None:
         link.counts.stalls += 1
         if now >= link.relays_from_s:  # the first of those that stall together
-            link.relays_from_s = now + self._settings.pause_s * 2**link.stalls_in_row
-            link.stalls_in_row = min(link.stalls_in_row + 1, _DOUBLINGS_MAX)
+            first_s = self._settings.pause_s
+            pause_s = back_off_s(link.stalls_in_row, first_s, _PAUSE_MOST * first_s)
+            link.relays_from_s = now + pause_s
+            link.stalls_in_row += 1
 
     def give_up(self, one: Outstanding) -> None:
         """Send again what a relay carried, as the first of its queue. It writes nothing any more.

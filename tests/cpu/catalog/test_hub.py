@@ -161,6 +161,18 @@ def test_damaged_content_never_gets_its_name(hub: FakeHub, tmp_path: Path) -> No
     assert (fetch(ENTRY, tmp_path, client=client(hub)) / "model.safetensors").exists()
 
 
+def test_a_damaged_beginning_of_an_earlier_download_is_fetched_anew(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    path = fetch(ENTRY, tmp_path, client=client(hub)) / "model.safetensors"
+    blob, content = path.resolve(), path.read_bytes()
+    blob.with_name(f"{blob.name}.incomplete").write_bytes(b"?" * (len(content) // 2))
+    blob.unlink()
+    fetch(ENTRY, tmp_path, client=client(hub))
+    assert path.read_bytes() == content
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 def test_the_token_goes_to_the_hub_and_not_to_its_storage(hub: FakeHub, tmp_path: Path) -> None:
     hub.repos["org/m"].token = "secret"
     fetch(ENTRY, tmp_path, client=client(hub, "secret"))

@@ -54,8 +54,7 @@ def test_a_reader_that_stops_costs_lines_and_no_time(reader: Reader) -> None:
     assert 0 < lost < count
     reader.start()
     deadline = time.monotonic() + 60
-    last = b"%06d x" % (count - lost - 1)
-    while last not in reader.text[-4096:]:
+    while reader.text.count(b" x") < count - lost:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     output.flush()
@@ -63,7 +62,8 @@ def test_a_reader_that_stops_costs_lines_and_no_time(reader: Reader) -> None:
     told = [line for line in lines if "were lost" in line]
     assert sum(int(line.split()[0]) for line in told) == output.lost == lost
     numbers = [int(line.split()[0]) for line in lines if "were lost" not in line]
-    assert numbers == list(range(count - lost))
+    assert len(numbers) == count - lost
+    assert numbers == sorted(set(numbers)), "what was written while lines were lost comes in order"
 
 
 def test_the_end_waits_for_a_stopped_reader_only_a_moment(reader: Reader) -> None:

@@ -37,6 +37,7 @@ def test_requests_for_models_that_none_wait_for_are_let_in() -> None:
     slow = Backlog(2.0, (("A", 1),), ("m",))
     assert check.refusal(slow, "m", "A", 0.9, {}, now=0.0) is not None
     assert check.refusal(slow, "n", "A", 0.9, {}, now=0.0) is None
+    assert check.refusal(LONG, "n", "A", 0.9, {}, now=0.0) is not None, "so many wait for places"
 
 
 def test_another_tenant_is_let_in() -> None:

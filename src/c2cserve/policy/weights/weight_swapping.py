@@ -160,8 +160,8 @@ class WeightSwapping(WeightMemory):
             one.tries += 1
             one.state = "absent"
             if one.tries == _TRIES or not self._rotates:
-                one.state, one.refused_s, one.tries = "refused", None, 0
-                one.kv_end_bytes = self._arena.end_bytes
+                one.tries = 0
+                self._stream(one)
             self._arena.withhold(self._slabs())
 
     def requested(self, name: str, now: float) -> None:
@@ -214,12 +214,11 @@ class WeightSwapping(WeightMemory):
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
         for one in self._weights.values():
-            if one.state in ("absent", "resident") and one.too_long:
-                if one.state == "resident" and one.model.name in in_flight:
-                    continue
-                if one.state == "resident":
+            if one.too_long:
+                if one.state == "resident" and one.model.name not in in_flight:
                     actions.append(self._release(one))
-                one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
+                if one.state == "absent":
+                    self._stream(one)
         return actions
 
     def turn(
@@ -278,7 +277,7 @@ class WeightSwapping(WeightMemory):
                 self._freeing = first.model.name, held
                 return self._bring(first, there[:count])
         # KV of all leaves no room for it, whatever else goes: it streams until that has changed.
-        first.state, first.refused_s, first.kv_end_bytes = "refused", None, self._arena.end_bytes
+        self._stream(first)
         self.wakeup = self._now + _STREAM_S
         return []
 
@@ -335,6 +334,10 @@ class WeightSwapping(WeightMemory):
         busy = [one for one in able if one.model.seqs]
         busy.sort(key=lambda one: (-one.needed_s(now), one.model.name))
         return unused + busy
+
+    def _stream(self, one: _Weights) -> None:
+        """Let a model without weights here stream, until it is reconsidered."""
+        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
 
     def _release(self, one: _Weights) -> Release:
         one.state = "absent"

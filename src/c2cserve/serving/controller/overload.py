@@ -12,6 +12,9 @@ from c2cserve.core.actions import Backlog
 from c2cserve.policy.cluster.admission import IN_TIME_SHARE, Standing, Throughput, turns_before
 from c2cserve.runtime.gateway import Refused
 
+_LONG = 16
+"""Requests that wait for places. From so many on, all models' are taken to wait."""
+
 
 class OverloadCheck:
     """Decides which requests are refused because their first token would be late. Used on the
@@ -35,17 +38,17 @@ class OverloadCheck:
         """Return why a request that arrives now is refused; None if it can be in time, or if there
         is no overload.
 
-        `backlog`: the policy's latest one. It concerns only models that requests wait for: some may
-        wait for their weights while others have room. `preparing`: tenant -> its requests that
-        have arrived and have not reached the controller yet."""
+        `backlog`: the policy's latest one. A short one concerns only models that requests wait for:
+        they may wait for their weights, while others have room. `preparing`: tenant -> its requests
+        that have arrived and have not reached the controller yet."""
         crowd = sum(preparing.values())
         self._preparing.refresh(now, saturated=crowd > 0)
         standing = self._standing.note(waiting=crowd > 0, now=now)
         expected_s = 0.0
         if standing:
             expected_s = self._preparing.wait_s(turns_before(tenant, preparing))
-        if backlog.per_s and model in backlog.models:
-            waiting = Counter(dict(backlog.waiting))
+        waiting = Counter(dict(backlog.waiting))
+        if backlog.per_s and (model in backlog.models or waiting.total() >= _LONG):
             waiting.update(preparing)
             expected_s = max(expected_s, turns_before(tenant, waiting) / backlog.per_s)
         if expected_s <= IN_TIME_SHARE * ttft_s:

@@ -75,7 +75,6 @@ def worker() -> None:
             control.close()
             os.dup2(ends[0], sys.stdin.fileno())
             os.close(ends[0])
-            os.setpgid(0, 0)  # a terminal's ctrl-C is for the server, which drains first
             _die_with(server)
             _serve_slice()
         os.close(ends[0])
@@ -103,12 +102,15 @@ def _fork() -> int:
 
 def _fork_and_end(writable: int, readable: int) -> int:
     """Fork, write the child's process id or minus an errno, and end. Return 0 in the child, once it
-    is an orphan."""
+    is an orphan. It has a process group of its own: a terminal's ctrl-C is for the server, which
+    drains first."""
     middle = os.getpid()
     try:
         answer = os.fork()
     except OSError as error:
         answer = -_errno(error)
+    if answer > 0:
+        os.setpgid(answer, answer)
     if answer != 0:
         os.write(writable, PID.pack(answer))
         os._exit(0)
