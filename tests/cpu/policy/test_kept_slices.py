@@ -188,3 +188,33 @@ def test_a_request_that_does_not_fit_beside_the_weights_makes_its_model_stream(l
         ["resident", "streaming", "resident"] if lanes == 2 else ["resident"]
     )
     assert world.policy.arena.held_bytes == 0
+
+
+@pytest.mark.parametrize("seed", [26, 119, 1, 2, 3])
+def test_a_deadlock_of_resident_models_does_not_last_as_long_as_a_stream(seed: int) -> None:
+    """Resident models find no free KV, because absent ones hold it (seeds 26 and 119). The stream
+    beside them always has a step in flight, and goes on for much longer than all of their work."""
+    random = Random(seed)
+    slabs = random.randint(24, 60)
+    slice_ = Slice(
+        "s", "gpu", kv_bytes=slabs * SLAB, slab_bytes=SLAB, max_batch=8, max_step_tokens=64,
+        gpu=GpuShare("g", 1), hbm_bytes=slabs * SLAB, link="l", link_bytes_per_s=1e6, lanes=2,
+    )  # fmt: skip
+    specs = [
+        ModelSpec(name, random.randint(slabs // 4, slabs // 2) * SLAB, 2, block, 4096)
+        for name, block in zip("abc", (1000, 2048, 4096), strict=True)
+    ]
+    specs.append(ModelSpec("d", SLAB, 2, 512, 4096))
+    world = KeptWorld(slice_, seed, specs, 0.0, 0.0, frozenset("d"))
+    world.activate()
+    world.submit_at(0.0, Request("stream", "d", 16, 400, 0.0, Slo(8.0, 1.0)), None, True)
+    for i in range(random.randint(4, 16)):
+        one = Request(
+            f"r{i}", random.choice("abc"), random.randint(1, 120), random.randint(1, 60),
+            random.uniform(0.0, 3.0), Slo(random.choice((0.1, 1.0, 8.0)), 0.1),
+        )  # fmt: skip
+        world.submit_at(one.arrival_s, one, None, True)
+    world.run()
+    assert all(job.ended for job in world.jobs.values())
+    last_s = {part.request_id: now for now, step in world.steps for part in step.seqs}
+    assert max(last_s, key=lambda name: last_s[name]) == "stream"

@@ -12,9 +12,9 @@ one after another. So at most one model streams at a time, and it has all of the
 (section 6.2) would divide among several.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from c2cserve.core.step import LANES, Lane
+from c2cserve.core.step import LANES, Lane, Step
 
 STREAMED_BYTES = 64 << 20
 """A step that reads more over a link belongs in the streaming lane. A host's link brings so much in
@@ -41,6 +41,16 @@ class Lanes:
         if self.short is None:
             return self._names
         return (self.short, *(name for name in self._names if name != self.short))
+
+    def stuck(self, in_flight: Iterable[Step], streams: Callable[[str], bool | None]) -> bool:
+        """Return whether resident models cannot run, and no step in flight will change that.
+
+        Steps of models that stream may go on for minutes beside a deadlock of the other lane, so
+        they do not count. A lane that is short of memory does wait for them.
+        """
+        return self.short is None and all(
+            step.lane != self._names[0] and streams(step.model) is not False for step in in_flight
+        )
 
     def of(self, model: str, streams: bool | None = None) -> Lane:
         """Return the lane for the model's next step. `streams`: whether it reads its weights over a

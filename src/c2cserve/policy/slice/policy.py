@@ -241,9 +241,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
             if not self._fill(lane, now):
                 self._lanes.short = lane
                 break
-        if not self._in_flight:
+        if self._lanes.stuck((one.step for one in self._in_flight), self._weights.streams):
             self._actions += self._weights.break_deadlock()
-            self.wakeup = self._weights.wakeup
+            self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
             actions = _with_kv_end(actions, self.arena.end_bytes)
@@ -307,8 +307,12 @@ class SlicePolicy(SliceMemory[ExtraT]):
     def _is_time(self, lane: Lane, now: float) -> bool:
         begin_s = self._in_flight.next_plan_s(now, lane)
         if now < begin_s < float("inf"):
-            self.wakeup = begin_s if self.wakeup is None else min(begin_s, self.wakeup)
+            self._wake_by(begin_s)
         return now >= begin_s
+
+    def _wake_by(self, when: float | None) -> None:
+        if when is not None:
+            self.wakeup = when if self.wakeup is None else min(when, self.wakeup)
 
     def _launch(self, model: ActiveModel, lane: Lane, now: float) -> bool:
         """Start the model's next step. Return False if nothing of it can run now."""
