@@ -110,9 +110,6 @@ class GpuParts:
                 with self.streaming.current():
                     self.streaming.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
         _touch_libraries(sizes, self.device)
-        if self.streaming is not None:
-            with self.streaming.current():
-                _touch_libraries(sizes, self.device)
 
     def fatal(self, fault: Exception) -> bool:
         """Return whether the process must not serve another request.
@@ -219,9 +216,7 @@ def open_gpu(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
     )  # fmt: skip
-    for sizes in COMMON:
-        warm(sizes, torch_device)
-    parts.finish()
+    _warm_common(parts)
     return parts
 
 
@@ -299,6 +294,16 @@ def _fatal(fault: Exception, stream: torch.cuda.Stream) -> bool:
     except torch.AcceleratorError:
         return True
     return False
+
+
+def _warm_common(parts: GpuParts) -> None:
+    """Load what most models need, before there are any."""
+    for sizes in COMMON:
+        warm(sizes, parts.device)
+    if parts.streaming is not None:
+        with parts.streaming.current():  # now: later it would wait for a stream's steps
+            _touch_libraries(COMMON[0], parts.device)
+    parts.finish()
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:
