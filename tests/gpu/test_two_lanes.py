@@ -34,8 +34,8 @@ LIKELY = Sampling(seed=0, temperature=0.0, logprobs=0)
 """Greedy, with the log-probability of each token: its bits are compared."""
 PROMPT = torch.randint(3, 1000, (20,), generator=torch.Generator().manual_seed(9)).tolist()
 NEAR_TOKENS, FAR_TOKENS = 200, 12
-SLEEP_CYCLES = 100_000_000
-"""About 50 ms of a GPU."""
+SLEEP_CYCLES = 200_000_000
+"""About 100 ms of a GPU."""
 SHAPES: dict[str, dict[str, Any]] = {
     "near": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 12},
     "far": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 8},
@@ -287,6 +287,8 @@ def test_what_a_stream_still_reads_is_not_reused_by_the_other_lane(gpu: GpuParts
     """Rotary tables were made in the resident lane. They grow while a stream's step reads them, and
     neither waits for the other."""
     assert gpu.streaming is not None
+    grown = RopeTables(parse_config(ROTATED), 16384, gpu.device).upto(5000)
+    torch.full_like(grown[0], 7.0)  # whatever is loaded at first use
     tables = RopeTables(parse_config(ROTATED), 16384, gpu.device)
     before = tables.upto(1)[0].cpu()
     gpu.streaming.parts.attached()
