@@ -15,6 +15,7 @@ import torch
 from engine_case import COMMON, Lane, LateModel, no_sampler, shared_folder
 from tiny import make_model
 
+from c2cserve.core.events import StepFailed
 from c2cserve.core.request import Sampling
 from c2cserve.core.step import Lane as LaneName
 from c2cserve.engine.gpu import lanes as gpu_lanes
@@ -70,7 +71,7 @@ class TwoLanes(Lane):
         assert gpu.streaming is not None
         super().__init__(
             gpu.ops, arena=gpu.arena, to_device=gpu.to_device, streaming=gpu.streaming.parts,
-            streamed_bytes=gpu.streamed_bytes,
+            streamed_bytes=gpu.streamed_bytes, renew=gpu.renew,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
         self.ends_s: dict[str, list[float]] = {}
@@ -304,3 +305,36 @@ def test_what_a_stream_still_reads_is_not_reused_by_the_other_lane(gpu: GpuParts
     assert torch.equal(read.cpu(), before)
     assert torch.equal(tables.upto(1)[0][: len(before)].cpu(), before)
     assert all(bool((one == 7.0).all()) for one in others)
+
+
+def test_a_failed_step_beside_a_stream_changes_none_of_its_tokens(
+    gpu: GpuParts, slice_: TwoLanes
+) -> None:
+    """Both lanes are built anew while a stream's step is under way."""
+    answers: list[list[tuple[int, float]]] = []
+    for name in ("sound", "disturbed"):
+        slice_.begin(name, "far", FAR_TOKENS)
+        part = (name, 0, len(PROMPT))
+        for i in range(FAR_TOKENS):
+            disturbed = name == "disturbed" and i % 4 == 3
+            if disturbed:
+                _busy(gpu)
+            slice_.launch(part, lane="streaming")
+            if disturbed:
+                _fail_resident_step(slice_, f"failing{i}")
+            while not slice_.take_done():
+                pass
+            part = (name, len(PROMPT) + i, 1)
+        answers.append(slice_.answer(name))
+    assert len(answers[0]) == FAR_TOKENS
+    assert answers[0] == answers[1]
+
+
+def _fail_resident_step(slice_: TwoLanes, name: str) -> None:
+    slice_.add(name, "near", PROMPT, 4, LIKELY)
+    slice_.executor.detach("near")
+    failing = slice_.launch((name, 0, len(PROMPT)))
+    failed = slice_.events.pop()  # the stream's step has ended before it
+    assert isinstance(failed, StepFailed)
+    assert failed.step_id == failing
+    slice_.drop(name)

@@ -27,6 +27,7 @@ class TwoLanes(Lane):
 
     def __init__(self, folder: Path) -> None:
         self.near, self.far = LateOps(), LateOps()
+        self.renewals = 0
         self.inside = 0
         """Launches under way within the streaming lane."""
         self.attached = 0
@@ -44,10 +45,19 @@ class TwoLanes(Lane):
             self.attached += 1
 
         streaming = LaneParts(self.far, None, current, attached)
-        super().__init__(self.near, streaming=streaming, streamed_bytes=lambda: self.streamed)
+        super().__init__(
+            self.near, streaming=streaming, streamed_bytes=lambda: self.streamed,
+            renew=self._renew,
+        )  # fmt: skip
         for name in ("near", "far"):
             self.attach(name, LateModel(folder).load_all().decoder)
             self.add(name, name, PROMPT, 40)
+
+    def _renew(self) -> None:
+        """Wait for both lanes, as a GPU's parts do before they are built anew."""
+        self.renewals += 1
+        for ops in (self.near, self.far):
+            ops.finish(len(ops.samples))
 
     def done_ids(self) -> list[int]:
         return [done.step_id for done in self.take_done()]
@@ -132,6 +142,29 @@ def test_a_failed_step_ends_after_those_of_both_lanes(lanes: TwoLanes) -> None:
     assert isinstance(near, StepFailed)
     assert near.step_id == failed
     assert len(lanes.tokens("far")) == 1, "what it sampled is not lost"
+
+
+def test_a_step_that_fails_at_its_end_takes_nothing_from_the_other_lane(lanes: TwoLanes) -> None:
+    """All is built anew while a stream has one step running and one behind it."""
+    stream = lanes.launch(("far", 0, 7), lane="streaming")
+    behind = lanes.launch(("far", 7, 1), lane="streaming")
+    failing = lanes.launch(("near", 0, 7))
+    lanes.near.samples[0].fault = RuntimeError("no")
+    lanes.near.finish()
+    lanes.executor.poll()
+    [failed, *done] = lanes.events
+    assert isinstance(failed, StepFailed)
+    assert failed.step_id == failing
+    assert lanes.renewals == 1
+    assert [one.step_id for one in done if isinstance(one, StepDone)] == [stream, behind]
+    assert len(lanes.tokens("far")) == 2
+    assert lanes.tokens("near") == []
+    lanes.preempt("near")
+    lanes.launch(("near", 0, 7))
+    lanes.near.finish()
+    lanes.executor.poll()
+    assert isinstance(lanes.events[-1], StepDone), "it begins anew"
+    assert lanes.tokens("near") == lanes.tokens("far")[:1]
 
 
 # ---- lanes of a GPU ------------------------------------------------------------------------------
