@@ -58,6 +58,14 @@ GpuProfile = Annotated[
 GpuPeerBytes = Annotated[
     int, typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes.")
 ]
+GpuLanes = Annotated[
+    int,
+    typer.Option(
+        min=1, max=2,
+        help="2: on a whole GPU or MIG instance, models whose weights stream run beside the"
+        " others. 1: all take turns.",
+    ),
+]  # fmt: skip
 HostKvBytes = Annotated[
     int,
     typer.Option(

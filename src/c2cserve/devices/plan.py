@@ -29,6 +29,8 @@ class SliceWishes:
     """Memory that each GPU without slices lends to each GPU that has some."""
     host_kv_bytes: int = 0
     """Host memory of each slice for KV of requests that are paused."""
+    gpu_lanes: int = 2
+    """Lanes of each GPU slice that is a whole GPU or MIG instance."""
 
 
 def plan_all(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
@@ -54,5 +56,6 @@ def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
     if not machine.gpus:
         raise SlicePlanError(f"{wishes.gpu_slices} GPU slices: there is no GPU")
     return plan_gpu_slices(
-        machine, layout, wishes.gpu_kv_bytes, wishes.gpu_profile, wishes.gpu_peer_bytes
-    )
+        machine, layout, wishes.gpu_kv_bytes, wishes.gpu_profile, wishes.gpu_peer_bytes,
+        wishes.gpu_lanes,
+    )  # fmt: skip

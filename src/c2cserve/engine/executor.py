@@ -6,13 +6,13 @@ given what computes: operators, and an arena in memory that they reach.
     launched   [ step 7 | step 8 ]      collected in this order; step 8 may read step 7's sample
     parked     [ step 5 | step 6 ]      step 6 has requests of step 5 and cannot start before it
 
-`submit` launches a step. Where operators compute inline the step is over at once, else `poll`
+A slice may have a second lane (`engine.lanes`), which has launched steps of its own. `submit`
+launches a step. Where operators compute inline the step is over at once, else `poll`
 collects its sample when that is known. A step that meets weights still loading is parked, and
 `poll` resumes it.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -35,7 +35,8 @@ from c2cserve.core.events import (
     StepParked,
 )
 from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
-from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.step import Lane, SeqStep, Step
+from c2cserve.engine.lanes import LaneParts, LaneSteps, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
@@ -48,7 +49,8 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """The `runtime.ports.Executor` of slice actions. Not thread-safe."""
+    """The `runtime.ports.Executor` of slice actions; its length is the number of requests held. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -62,6 +64,8 @@ class Executor:
         fatal: Callable[[Exception], bool] = lambda _: False,
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
+        streaming: LaneParts | None = None,
+        streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
         where the operators read it (None: that is the host).
@@ -70,11 +74,13 @@ class Executor:
         `poll`, and the executor must not be used again. After any other exception `renew` waits for
         what is launched, and builds anew what operators keep from step to step (None: they keep
         nothing). `host_kv` holds the KV of paused requests, if the policy pauses any.
+
+        `ops` and `to_device` are the resident lane's; `streaming` is the other, if there is one.
+        `streamed_bytes` counts the bytes of weights that launches of both read over a link.
         """
-        self._launched: deque[Run] = deque()
-        self._collected_s = 0.0
+        self._lanes = lanes_of(LaneParts(ops, to_device), streaming)
+        self._streamed_bytes = streamed_bytes
         self._slice_id = slice_id
-        self._to_device = to_device
         self._fatal = fatal
         self._renew = renew
         self._renewals = 0
@@ -85,13 +91,14 @@ class Executor:
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
-        self._last_model = ""
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
 
     # ---- models and requests --------------------------------------------------------------------
 
     def attach(self, model: str, decoder: Decoder) -> None:
         self._models[model] = decoder
+        for lane in self._lanes.values():
+            lane.parts.attached()
 
     def detach(self, model: str) -> None:
         self._models.pop(model, None)
@@ -108,8 +115,13 @@ class Executor:
         return seq.chained
 
     def __len__(self) -> int:
-        """Return the number of requests held."""
         return len(self._seqs)
+
+    def lanes_in_flight(self, model: str) -> set[Lane]:
+        """Return the lanes in which steps of the model are launched or parked."""
+        launched = [run for lane in self._lanes.values() for run in lane.launched]
+        steps = (run.step for run in (*launched, *(run for run, _ in self._parked)))
+        return {step.lane for step in steps if step.model == model}
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -136,7 +148,7 @@ class Executor:
     def poll(self) -> ExecutorState:
         """Collect what is done, and resume parked steps. Steps that still wait park again. Return
         how things stand then."""
-        self._collect()
+        self._collect_all(wait=False)
         host_kv = self._host_kv
         for move in host_kv.finished():
             self._report(MoveDone(move.request_id, move.direction), ())
@@ -149,7 +161,8 @@ class Executor:
             else:
                 self._advance(run, work)
         return ExecutorState(
-            bool(self._launched), bool(self._parked), self._renewals, host_kv.used_bytes,
+            any(lane.launched for lane in self._lanes.values()), bool(self._parked),
+            self._renewals, host_kv.used_bytes,
             host_kv.counts.out_bytes, host_kv.counts.in_bytes,
         )  # fmt: skip
 
@@ -170,8 +183,9 @@ class Executor:
             self._host_kv.forget(request_id)
 
     def _start(self, step: Step) -> None:
-        switched = bool(self._last_model) and self._last_model != step.model
-        self._last_model = step.model
+        lane = self._lanes[step.lane]
+        switched = bool(lane.last_model) and lane.last_model != step.model
+        lane.last_model = step.model
         run = Run(step, self._clock(), switched)
         if self._behind_parked(run):
             self._park(run, self._work(run))
@@ -191,6 +205,7 @@ class Executor:
 
     def _work(self, run: Run) -> Work:
         """Do all of a step that can fail. What it raises fails this step alone."""
+        lane = self._lanes[run.step.lane].parts
         source = self._take_parts(run)
         if not run.parts:
             return SampledTokens([], [])
@@ -198,18 +213,18 @@ class Executor:
         if decoder is None:
             raise RuntimeError(f"{run.step.model} is not attached to this slice")
         batch = build_batch(run.parts, run.seqs)
-        if self._to_device is not None:
-            batch = self._to_device(batch)
+        if lane.to_device is not None:
+            batch = lane.to_device(batch)
         if source is not None:
-            batch = replace(batch, ids=self._ops.chained(batch.ids, source))
+            batch = replace(batch, ids=lane.ops.chained(batch.ids, source))
         started_s = self._clock()
         for seq in run.seqs:
             if seq.clock.started_s is None:
                 seq.clock.started_s = run.picked_s
                 seq.clock.switched = run.switched
                 seq.clock.switch_s = started_s - run.picked_s
-        logits = yield from decoder.forward(batch, self._ops, self._arena)
-        return self._sample(run, logits)
+        logits = yield from decoder.forward(batch, lane.ops, self._arena)
+        return self._sample(run, logits, lane.ops)
 
     def _take_parts(self, run: Run) -> Tensor | None:
         """Bring the sequences up to date with the policy, and note those that are present.
@@ -226,7 +241,7 @@ class Executor:
         source = None if sample is None else sample.chain
         if any(not seq.chained or seq.sample is not sample for seq in unknown):
             source = None
-            self._collect(wait=True)
+            self._collect(self._lanes[run.step.lane], wait=True)
         for part in run.step.seqs:
             seq = self._present(part)
             if seq is not None:
@@ -241,7 +256,7 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(self, run: Run, logits: Tensor) -> Sample:
+    def _sample(self, run: Run, logits: Tensor, ops: Ops) -> Sample:
         rows: list[int] = []
         row = 0
         for part, seq in zip(run.parts, run.seqs, strict=True):
@@ -254,7 +269,7 @@ class Executor:
                 run.sampled.append(seq)
                 rows.append(row - 1)
         picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        sample = self._ops.sample(picked, [seq.row_sampling() for seq in run.sampled])
+        sample = ops.sample(picked, [seq.row_sampling() for seq in run.sampled])
         for row, seq in enumerate(run.sampled):
             seq.in_flight += 1
             seq.sample, seq.row = sample, row
@@ -262,26 +277,30 @@ class Executor:
 
     def _advance(self, run: Run, work: Work) -> None:
         """Launch the step, or what of it has its weights."""
+        lane, streamed = self._lanes[run.step.lane], self._streamed_bytes()
         started_s = self._clock()
         if run.parked_since_s is not None:
             for seq in run.seqs:
                 seq.clock.parked_s += started_s - run.parked_since_s
         try:
-            next(work)
+            with lane.parts.current():
+                next(work)
         except StopIteration as end:
             run.sample = end.value
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            self._collect(wait=True)  # what earlier steps sampled is not lost
+            self._collect_all()  # what earlier steps sampled is not lost
             self._survive(run, fault)
         else:
             run.compute_s += self._clock() - started_s
             self._park(run, work)
             return
+        finally:
+            run.streamed_bytes += self._streamed_bytes() - streamed
         run.launched_s = started_s
-        self._launched.append(run)
-        self._collect()
+        lane.launched.append(run)
+        self._collect(lane)
 
     def _survive(self, run: Run, fault: Exception) -> None:
         """Survive a failed step: neither the slice nor any other step fails with it.
@@ -299,16 +318,20 @@ class Executor:
 
     # ---- outcomes -------------------------------------------------------------------------------
 
-    def _collect(self, *, wait: bool = False) -> None:
-        """Complete the steps that are done, in their order; if `wait`, all that are launched."""
-        while self._launched:
-            run = self._launched[0]
+    def _collect(self, lane: LaneSteps, *, wait: bool = False) -> None:
+        """Complete the lane's steps that are done, in their order; if `wait`, all launched ones."""
+        while lane.launched:
+            run = lane.launched[0]
             if not (wait or run.sample is None or run.sample.done):
                 return
-            self._launched.popleft()
-            self._complete(run)
+            lane.launched.popleft()
+            self._complete(run, lane)
 
-    def _complete(self, run: Run) -> None:
+    def _collect_all(self, *, wait: bool = True) -> None:
+        for lane in self._lanes.values():
+            self._collect(lane, wait=wait)
+
+    def _complete(self, run: Run, lane: LaneSteps) -> None:
         tokens: SampledTokens | None = None
         try:
             if run.sample is not None:
@@ -322,8 +345,8 @@ class Executor:
             self._survive(run, fault)
         now = self._clock()
         # It ran from its launch on, or from the end of what was launched before.
-        run.compute_s += now - max(run.launched_s, self._collected_s)
-        self._collected_s = now
+        run.compute_s += now - max(run.launched_s, lane.collected_s)
+        lane.collected_s = now
         if run.sample is not None:
             for seq in run.sampled:
                 seq.in_flight -= 1
@@ -333,11 +356,9 @@ class Executor:
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
         self._record(run, tokens)
-        self._report(StepDone(run.step.id, tuple(run.outcomes), run.compute_s), run.deltas)
-
-    def _holds(self, seq: Sequence) -> bool:
-        """Return whether the request is held. It may have ended in the step before this one."""
-        return self._seqs.get(seq.job.request.id) is seq
+        outcomes = tuple(run.outcomes)
+        done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
+        self._report(done, run.deltas)
 
     def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
         request_id = seq.job.request.id
@@ -349,7 +370,8 @@ class Executor:
 
     def _record(self, run: Run, tokens: SampledTokens) -> None:
         for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
-            if seq.lost or not self._holds(seq):
+            # It may have ended in the step before this one.
+            if seq.lost or self._seqs.get(seq.job.request.id) is not seq:
                 continue
             if token < 0:
                 self._fail(run, seq, "the model computed values that are not numbers")

@@ -33,6 +33,8 @@ class Run:
     """The parts whose prompt tokens' log-probabilities are wanted, and their logits."""
     sample: Sample | None = None
     compute_s: float = 0.0
+    streamed_bytes: int = 0
+    """Bytes of weights that it reads over a link."""
     launched_s: float = 0.0
     """The time when the launch of its last part began."""
     parked_since_s: float | None = None

@@ -144,6 +144,15 @@ def copy_async(target: int, source: int, size: int, stream: int) -> None:
     checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))
 
 
+def hold_back(stream: int, word: int) -> None:
+    """Have no later kernel of the stream begin before all earlier work has ended.
+
+    A kernel that may begin early does so beside a kernel before it, but not beside a memset. Four
+    bytes at `word`, which nothing reads, are set to 0. Raises `CudaError`.
+    """
+    checked("cuMemsetD32Async", cu.cuMemsetD32Async(word, 0, 1, cu.CUstream(stream)))
+
+
 def signal(stream: int, flag: int, value: int) -> None:
     """Set a 32-bit flag in GPU memory once all earlier work of the stream is done."""
     checked("cuStreamWriteValue32", cu.cuStreamWriteValue32(cu.CUstream(stream), flag, value, 0))

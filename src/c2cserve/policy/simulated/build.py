@@ -58,7 +58,7 @@ def slice_policy(slice_: Slice, preset: Preset, lookahead: int) -> SimulatedSlic
     swapping = swapping_of(arena, slice_, rotates=preset.keeps)
     rotation = preset.rotation if slice_.host_kv_bytes else None
     by_headroom = preset.turn == "headroom"
-    several = lookahead > 1 and rotation is None
+    several = lookahead > 1 and rotation is None and slice_.lanes == 1
     strategies: SliceStrategies[SimulatedSliceAction] = SliceStrategies(
         arena, swapping, _BUDGETS[preset.chunks], BY_HEADROOM if by_headroom else BY_ARRIVAL,
         rotation,

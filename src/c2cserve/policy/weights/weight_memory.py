@@ -23,6 +23,10 @@ class WeightMemory:
         """Return whether steps of the model find their weights now."""
         return True
 
+    def streams(self, name: str) -> bool | None:
+        """Return whether the model's next step reads its weights over a link. None: not known."""
+        return None
+
     def capacity(self, model: ActiveModel) -> int:
         """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)

@@ -122,6 +122,11 @@ class WeightSwapping(WeightMemory):
             one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
         )
 
+    def streams(self, name: str) -> bool | None:
+        """A model that is kept streams only where it was refused; of others nothing is known."""
+        one = self._weights.get(name)
+        return None if one is None else one.state == "refused"
+
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
         weights."""

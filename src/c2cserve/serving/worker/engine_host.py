@@ -153,7 +153,10 @@ class _GpuBackend:
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
+            streaming=None if gpu.streaming is None else gpu.streaming.parts,
+            streamed_bytes=gpu.streamed_bytes,
         )  # fmt: skip
+        gpu.fence.reading = self.executor.lanes_in_flight
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -178,7 +181,8 @@ class _GpuBackend:
     def begin(self, step: Step) -> None:
         streaming = self._shared.streaming
         streaming.add(self._id)
-        self._gpu.linear.neighbours = len(streaming) - 1
+        for linear in self._gpu.linears:
+            linear.neighbours = len(streaming) - 1
         peers = self._gpu.peers
         if peers is not None and step.model in self._names:
             peers.refresh()
@@ -207,7 +211,11 @@ class _GpuBackend:
         if decoder is None:
             raise LookupError(f"{model} is not attached to this slice")
         prepared = decoder.prepared(self._gpu.ops)
-        return None if prepared is None else all_matrices(*prepared, self._gpu.device)
+        if prepared is None:
+            return None
+        if self._gpu.streaming is not None:  # it may have to stream after all
+            self._gpu.streaming.parts.attached()
+        return all_matrices(*prepared, self._gpu.device)
 
     def release(self, model: str) -> None:
         if self._gpu.loads is not None:
@@ -229,15 +237,14 @@ class _GpuBackend:
 
     @property
     def stats(self) -> SliceStats:
-        cache, graphs = self._gpu.cache, self._gpu.ops.graphs
-        flash = self._gpu.flashinfer.flash
+        cache, graphs, flashes = self._gpu.cache, self._gpu.graphs, self._gpu.flashes
         steps = SliceStats(
-            graph_steps=0 if graphs is None else graphs.replays,
-            graph_captures=0 if graphs is None else graphs.captures,
-            graph_capture_failures=0 if graphs is None else graphs.failures,
-            graphs_dropped=0 if graphs is None else graphs.dropped,
-            flash_steps=flash.steps,
-            flash_missed_steps=flash.missed,
+            graph_steps=sum(one.replays for one in graphs),
+            graph_captures=sum(one.captures for one in graphs),
+            graph_capture_failures=sum(one.failures for one in graphs),
+            graphs_dropped=sum(one.dropped for one in graphs),
+            flash_steps=sum(one.steps for one in flashes),
+            flash_missed_steps=sum(one.missed for one in flashes),
         )
         if cache is None:
             return steps
@@ -367,7 +374,7 @@ class SharedGpu:
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, notify=notify, swaps_weights=swaps,
                     cache_policy=None if swaps else Residency(slice_.kv_bytes),
-                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
+                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
