@@ -9,7 +9,7 @@ little and frees the rest at once. A request that comes in takes any free block,
 one that is still being read. A request can be paused when it is in no step and no move, and has run
 since it came in."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from c2cserve.core.actions import Direction, Move
 from c2cserve.core.machine import Slice
@@ -20,10 +20,15 @@ from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, Rotati
 
 
 class KvRotation:
-    def __init__(self, arena: KvArena, slice_: Slice, settings: RotationSettings) -> None:
+    def __init__(
+        self, arena: KvArena, slice_: Slice, settings: RotationSettings,
+        release_weights: Callable[[ActiveModel], bool],
+    ) -> None:  # fmt: skip
+        """`release_weights` releases weights for KV of a model. It returns whether any could go."""
         self._arena = arena
         self._slice = slice_
         self._settings = settings
+        self._release_weights = release_weights
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
@@ -33,17 +38,18 @@ class KvRotation:
         """A request that wants to run found no room. Requests in a running step cannot be paused,
         so the next step is better decided when this one has ended."""
 
-    def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
+    def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:
         """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
         and start, and which blocks of the others are copied meanwhile. Room that is about to be
         free counts as free. The request that it was made for has the largest lag in the next
-        iteration too."""
+        iteration too. `weight_bytes` of the arena are taken by weights that are needed. Other
+        weights make way."""
         by_id = {seq.request.id: seq for seq in seqs}
         claims = self._claims(by_id.values(), now)
         held = self._arena.held_bytes - self._outgoing_bytes
         running = sum(one.state is KvState.RUNNING for one in claims)
         growth_bytes = running * max((seq.model.block_bytes for seq in by_id.values()), default=0)
-        free = max(0, self._arena.size - held - growth_bytes)
+        free = max(0, self._arena.size - weight_bytes - held - growth_bytes)
         rotation = rotate(claims, free, self._settings, now)
         self.contended = len(claims) > running + len(rotation.prioritized)
         moves: list[Move] = []
@@ -122,9 +128,10 @@ class KvRotation:
 
     def _resume(self, seq: Seq, now: float) -> Move | None:
         """Bring a request into HBM, if there is room by now."""
-        blocks = self._arena.allocate(seq.model.key, blocks_of(seq.length))
-        if blocks is None:
-            return None
+        needed = blocks_of(seq.length)
+        while (blocks := self._arena.allocate(seq.model.key, needed)) is None:
+            if not self._release_weights(seq.model):
+                return None
         seq.blocks, seq.notified, seq.since_s = blocks, 0, now
         lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
         return self._move(seq, "in", 0, blocks[: blocks_of(seq.computed)], lasting, end_bytes)

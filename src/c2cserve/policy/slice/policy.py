@@ -225,7 +225,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
         if self._rotation is not None and self._may_launch(now):
-            self._actions += self._rotation.plan(self._seqs.values(), now)
+            self._actions += self._rotation.plan(
+                self._in_hbm_or_ready(), now, self._weights.needed_bytes
+            )
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         while self._may_launch(now):
@@ -258,6 +260,14 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if any(isinstance(action, Fetch) for action in actions):
             actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
+
+    def _in_hbm_or_ready(self) -> list[Seq]:
+        """Return the requests that rotate. Of a model whose weights are absent, these are the ones
+        with KV in HBM. They may leave, and the others come in after the weights."""
+        return [
+            seq for seq in self._seqs.values()
+            if self._weights.computes(seq.model.name) or (seq.started and not seq.paused)
+        ]  # fmt: skip
 
     def _may_launch(self, now: float) -> bool:
         """Steps do not overlap while requests compete for memory: only between steps can they

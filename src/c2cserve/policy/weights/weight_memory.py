@@ -23,6 +23,11 @@ class WeightMemory:
         """Return whether steps of the model find their weights now."""
         return True
 
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the arena that weights of models with requests take, or will once loaded."""
+        return 0
+
     def capacity(self, model: ActiveModel) -> int:
         """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)

@@ -122,6 +122,14 @@ class WeightSwapping(WeightMemory):
             one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
         )
 
+    @property
+    def needed_bytes(self) -> int:
+        size = sum(
+            one.size for one in self._weights.values()
+            if one.state in ("loading", "resident") and one.model.seqs
+        )  # fmt: skip
+        return self._inside(size) * self._arena.slab_bytes
+
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
         weights."""
