@@ -32,6 +32,8 @@ class KvRotation:
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
+        self._room_bytes = arena.size
+        """The arena without weights that are needed."""
         self.may_start: set[str] = set()
         """Waiting requests that may start in this iteration."""
         self.contended = False
@@ -45,11 +47,12 @@ class KvRotation:
         iteration too. `weight_bytes` of the arena are taken by weights that are needed. Other
         weights make way."""
         by_id = {seq.request.id: seq for seq in seqs}
+        self._room_bytes = self._arena.size - weight_bytes
         claims = self._claims(by_id.values(), now)
         held = self._arena.held_bytes - self._outgoing_bytes
         running = sum(one.state is KvState.RUNNING for one in claims)
         growth_bytes = running * max((seq.model.block_bytes for seq in by_id.values()), default=0)
-        free = max(0, self._arena.size - weight_bytes - held - growth_bytes)
+        free = max(0, self._room_bytes - held - growth_bytes)
         rotation = rotate(claims, free, self._settings, now)
         self.contended = len(claims) > running + len(rotation.prioritized)
         moves: list[Move] = []
@@ -103,8 +106,10 @@ class KvRotation:
         return self._claim(seq, state, blocks_of(seq.length + 1), since_s)
 
     def _claim(self, seq: Seq, state: KvState, blocks: int, since_s: float) -> KvClaim:
-        # The token after a prompt that fills the arena may be the last one, which has no KV.
-        size = min(self._arena.size, blocks * seq.model.block_bytes)
+        # The token after a prompt that fills the room beside the weights may be the last one, which
+        # has no KV. If it is not, the model streams from then on.
+        least = min(blocks, blocks_of(seq.length)) * seq.model.block_bytes
+        size = max(least, min(self._room_bytes, blocks * seq.model.block_bytes))
         return KvClaim(seq.request.id, state, size, since_s, seq.request.slo)
 
     def pause(self, seq: Seq, now: float) -> Move | None:
@@ -176,6 +181,11 @@ class KvRotation:
             self._arena.release(seq.model.key, seq.blocks)
             seq.blocks = []
         return seq
+
+    @property
+    def under_way(self) -> bool:
+        """Whether KV is being moved."""
+        return bool(self._moving)
 
     def moving(self, model: ActiveModel) -> bool:
         """Whether some of the model's blocks are being read or written by moves."""

@@ -253,7 +253,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 tried.add(name)
             if self._in_flight.running and self._short_of_room:
                 break  # the requests that could be preempted are in a step: its end comes first
-        if not self._in_flight:
+        if not self._in_flight and (self._rotation is None or not self._rotation.under_way):
             self._actions += self._weights.break_deadlock()
             self.wakeup = self._weights.wakeup
         actions, self._actions = self._actions, []
