@@ -134,7 +134,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._in_flight.landed(event.step_id)
-        if times := event.times:
+        times = event.times
+        if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
