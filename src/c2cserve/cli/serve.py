@@ -54,7 +54,7 @@ def serve(
     gpu_profile: opt.GpuProfile = "measured",
     gpu_peer_bytes: opt.GpuPeerBytes = 0,
     gpu_lanes: opt.GpuLanes = 2,
-    host_kv_bytes: opt.HostKvBytes = 0,
+    host_kv_bytes: opt.HostKvBytes = None,
     pool_bytes: opt.PoolBytes = None,
     pool_dir: opt.PoolDir = Path("/dev/shm"),
     record: opt.RecordFile = None,

@@ -67,11 +67,11 @@ GpuLanes = Annotated[
     ),
 ]  # fmt: skip
 HostKvBytes = Annotated[
-    int,
+    int | None,
     typer.Option(
         min=0,
         help="Host memory of each slice for KV of requests that make room for others, bytes;"
-        " without it they are computed again.",
+        " 0: they are computed again. Default: up to 4 GiB of each GPU slice, none of CPU slices.",
     ),
 ]
 PoolBytes = Annotated[int | None, typer.Option(min=1, help="Host weight pool, bytes.")]

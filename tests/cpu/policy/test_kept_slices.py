@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slice_world import STREAM_STEPS, SliceTestWorld
 
-from c2cserve.core.actions import Fetch, Release, RunStep, SliceAction
+from c2cserve.core.actions import Fetch, Move, Release, RunStep, SliceAction
 from c2cserve.core.events import Activated, Fetched, SliceEvent
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
@@ -28,7 +28,7 @@ class KeptWorld(SliceTestWorld):
     ) -> None:  # fmt: skip
         """`refuse`: how often a load is refused for no reason that the policy could know. The
         models `unkept` always stream."""
-        super().__init__(slice_, seed, specs, 2, park)
+        super().__init__(slice_, seed, specs, 2, park, contents=slice_.host_kv_bytes > 0)
         self.slabs = slice_.kv_bytes // SLAB
         self.refuse = refuse
         self.unkept = unkept
@@ -59,6 +59,10 @@ class KeptWorld(SliceTestWorld):
                 self._check_place(step)
                 assert step.kv_end_bytes is not None
                 self._grow(step.kv_end_bytes)
+                super()._act(action)
+            case Move(direction="in", kv_end_bytes=kv_end_bytes):
+                assert kv_end_bytes is not None
+                self._grow(kv_end_bytes)
                 super()._act(action)
             case _:
                 super()._act(action)
@@ -123,13 +127,15 @@ class KeptWorld(SliceTestWorld):
 
 @pytest.mark.parametrize("lanes", [1, 2])
 @settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**9))
-def test_all_requests_end_whatever_is_refused(lanes: int, seed: int) -> None:
+@given(seed=st.integers(0, 10**9), host_slabs=st.sampled_from((0, 4, 1 << 10)))
+def test_all_requests_end_whatever_is_refused(lanes: int, seed: int, host_slabs: int) -> None:
+    """With host memory KV rotates, and there may be more of it than the arena holds."""
     random = Random(seed)
     slabs = random.randint(30, 90)
     slice_ = Slice(
         "s", "gpu", kv_bytes=slabs * SLAB, slab_bytes=SLAB, max_batch=8, max_step_tokens=64,
         gpu=GpuShare("g", 1), hbm_bytes=slabs * SLAB, link="l", link_bytes_per_s=1e6, lanes=lanes,
+        host_kv_bytes=host_slabs * SLAB,
     )  # fmt: skip
     # One in five may be as large as all memory, beside which little KV fits, or none.
     most = [random.choice((slabs // 3,) * 4 + (slabs,)) for _ in "abcd"]
@@ -149,7 +155,7 @@ def test_all_requests_end_whatever_is_refused(lanes: int, seed: int) -> None:
         # What the controller promises: the two largest models fit beside all KV.
         blocks = -(-one.max_len // BLOCK_TOKENS) + 1
         kv_slabs += -(-blocks * world.specs[one.model].kv_block_bytes // SLAB) + 1
-        if kv_slabs > slabs // 3:
+        if kv_slabs > slabs // (1 if host_slabs else 3):
             break
         world.submit_at(one.arrival_s, one, None, random.random() < 0.8)
         if random.random() < 0.15:

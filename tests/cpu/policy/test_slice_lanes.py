@@ -133,8 +133,8 @@ def test_step_times_are_those_of_a_lane() -> None:
     hand = LanesHand()
     step = resident(hand)
     hand.over(step, 0, 0.004)
-    assert hand.policy.step_times()["near"].decode_s == pytest.approx(0.004)
-    assert hand.policy._time("near", "streaming").decode_s != pytest.approx(0.004)
+    assert hand.policy.step_times()["near"].decode_step_s(1) == pytest.approx(0.004)
+    assert hand.policy._time("near", "streaming").decode_step_s(1) != pytest.approx(0.004)
 
 
 @pytest.mark.parametrize(("kind", "gpu"), [("cpu", None), ("gpu", GpuShare("GPU", 0))])

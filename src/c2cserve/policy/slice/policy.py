@@ -141,7 +141,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._in_flight.landed(event.step_id)
-        if times := event.times:
+        times = event.times
+        if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
             self._lanes.landed(flight.step.model, event.streamed_bytes)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
@@ -233,7 +234,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self.wakeup = self._weights.wakeup
         lanes = self._lanes.in_order()
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
-            self._actions += self._rotation.plan(self._seqs.values(), now)
+            self._actions += self._rotation.plan(
+                self._in_hbm_or_ready(), now, self._weights.needed_bytes
+            )
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         self._lanes.short = None
@@ -241,7 +244,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
             if not self._fill(lane, now):
                 self._lanes.short = lane
                 break
-        if self._lanes.stuck((one.step for one in self._in_flight), self._weights.streams):
+        rotates = self._rotation is not None and self._rotation.under_way
+        in_flight = (one.step for one in self._in_flight)
+        if not rotates and self._lanes.stuck(in_flight, self._weights.streams):
             self._actions += self._weights.break_deadlock()
             self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
@@ -285,6 +290,14 @@ class SlicePolicy(SliceMemory[ExtraT]):
         ]  # fmt: skip
         candidates = self._shares.candidates(candidates, self._models)
         return self._weights.turn(candidates, now, self._lanes.late_ran[lane])
+
+    def _in_hbm_or_ready(self) -> list[Seq]:
+        """Return the requests that rotate. Of a model whose weights are absent, these are the ones
+        with KV in HBM. They may leave, and the others come in after the weights."""
+        return [
+            seq for seq in self._seqs.values()
+            if self._weights.computes(seq.model.name) or (seq.started and not seq.paused)
+        ]  # fmt: skip
 
     def _may_launch(self, lane: Lane, now: float) -> bool:
         """Steps of a lane do not overlap while requests compete for memory: only between steps can

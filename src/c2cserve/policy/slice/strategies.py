@@ -87,6 +87,12 @@ def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwappi
     return WeightSwapping(arena, slice_, rotates=rotates)
 
 
+def live_steps_in_flight(slice_: Slice) -> int:
+    """Return how many steps of a slice a server has in flight. A GPU's next step is launched while
+    one runs. A CPU slice computes its steps on the thread that plans them."""
+    return 1 if slice_.gpu is None else 2
+
+
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
     """Return what a server runs. Weights are swapped where memory and link are known, and KV
     rotates where the slice has host memory for it."""

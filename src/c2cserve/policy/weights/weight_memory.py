@@ -27,6 +27,11 @@ class WeightMemory:
         """Return whether the model's next step reads its weights over a link. None: not known."""
         return None
 
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the arena that weights of models with requests take, or will once loaded."""
+        return 0
+
     def capacity(self, model: ActiveModel) -> int:
         """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)

@@ -127,6 +127,14 @@ class WeightSwapping(WeightMemory):
         one = self._weights.get(name)
         return None if one is None else one.state == "refused"
 
+    @property
+    def needed_bytes(self) -> int:
+        size = sum(
+            one.size for one in self._weights.values()
+            if one.state in ("loading", "resident") and one.model.seqs
+        )  # fmt: skip
+        return self._inside(size) * self._arena.slab_bytes
+
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
         weights."""
@@ -264,10 +272,13 @@ class WeightSwapping(WeightMemory):
 
     def break_deadlock(self) -> list[Fetch | Release]:
         """Deadlock: resident models find no free KV blocks, and the models that hold them are
-        absent. Load the holder that is due first, with as many victims as it takes."""
+        absent. Load the holder that is due first, with as many victims as it takes. Or none is
+        absent, and weights leave too little room for any KV: the model that is due last streams."""
         absent = [one for one in self._weights.values() if one.state == "absent" and one.model.seqs]
-        if not absent or any(one.state == "loading" for one in self._weights.values()):
+        if any(one.state == "loading" for one in self._weights.values()):
             return []
+        if not absent:
+            return self._give_way()
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
         there = [one for one in self._weights.values() if one.state == "resident"]
         there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
@@ -280,6 +291,18 @@ class WeightSwapping(WeightMemory):
         self._stream(first)
         self.wakeup = self._now + _STREAM_S
         return []
+
+    def _give_way(self) -> list[Fetch | Release]:
+        there = [
+            one for one in self._weights.values() if one.state == "resident" and one.model.seqs
+        ]
+        if not there or not self._rotates:
+            return []
+        last = max(there, key=lambda one: (one.due_s, one.model.name))
+        release = self._release(last)
+        self._stream(last)
+        self.wakeup = self._now + _STREAM_S
+        return [release]
 
     def _frees_kv(self, one: _Weights) -> bool:
         """Whether it has broken a deadlock, and its KV is not free yet."""

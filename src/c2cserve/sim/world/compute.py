@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf, sqrt
 
 from c2cserve.core import events as ev
@@ -137,8 +138,8 @@ class Compute:
         self._started_s = self._context.timeline.now
         order = run.order
         if not run.then:
-            steps = self._steps = (run.step,)
-            self._parts = [self._begin(run.step, len(order) or 1)]
+            steps = self._steps = (self._present(run.step),)
+            self._parts = [self._begin(steps[0], len(order) or 1)]
             self._times, self._took_s = [0], [0.0]
         else:
             steps = self._steps = (run.step, *run.then)
@@ -146,9 +147,20 @@ class Compute:
             self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
         self._position = 0
-        if not order or not self._start_burst(run, steps):
+        if not steps[0].seqs:
+            self._times[0] = 1
+            self._finish()
+        elif not order or not self._start_burst(run, steps):
             self._current = order[0] if order else 0
             self._start_step(steps[self._current])
+
+    def _present(self, step: Step) -> Step:
+        """Return the step without requests that have ended since it was decided."""
+        if all(part.request_id in self._seqs for part in step.seqs):
+            return step
+        return replace(
+            step, seqs=tuple(part for part in step.seqs if part.request_id in self._seqs)
+        )
 
     def _begin(self, step: Step, times: int) -> Parts:
         """Begin a step that runs `times` times, and return its sequences."""

@@ -33,6 +33,9 @@ _BESIDE_RESIDENT = 2.0
 """How many times as long a step's arithmetic takes in the streaming lane while a resident step is
 under way, whose CTAs go first. (Assumed, not measured.)"""
 
+_REPORT_S = 1.0
+"""How often a live worker tells the controller what steps took."""
+
 
 class SliceSimulation:
     """`runtime.ports.Executor` of all of a slice's actions."""
@@ -43,7 +46,12 @@ class SliceSimulation:
         context: SimulationContext,
         policy: SimulatedSlicePolicy,
         record: Recorder[ev.SliceEvent, SliceAction | SimulatedSliceAction],
+        *,
+        chained: bool = False,
+        reports: bool = False,
     ) -> None:
+        """`chained`: a request's next step may be decided before its last one has ended.
+        `reports`: the controller is told what steps took, as a live worker tells it."""
         self.simulated = simulated
         self.loop: PolicyLoop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = PolicyLoop(
             policy, self, record
@@ -53,6 +61,8 @@ class SliceSimulation:
         self.active: dict[str, SimModel] = {}
         self.book = BlockBook(simulated.slice)
         self._context = context
+        self._chained, self._reports = chained, reports
+        self._reported_s = 0.0
         self._cache: WeightCache | None = None
         if simulated.h2d:
             self._cache = WeightCache(max(0, simulated.slice.hbm_bytes - simulated.slice.kv_bytes))
@@ -113,7 +123,7 @@ class SliceSimulation:
             self._used_since_s = self._context.timeline.now
         spec = self.active[request.model].spec
         self.seqs[request.id] = SeqState(tracked, spec, request.prompt_len)
-        self._notify(ev.Submitted(request))
+        self._notify(ev.Submitted(request, self._chained))
 
     def withdraw(self, request_id: str) -> None:
         self._notify(ev.Withdrawn(request_id))
@@ -151,6 +161,8 @@ class SliceSimulation:
             compute.update_use()
 
     def _notify(self, event: ev.SliceEvent) -> None:
+        if self._reports:
+            self._report()
         self._interrupt()
         self._context.loops.notify(self.loop, event)
 
@@ -167,6 +179,17 @@ class SliceSimulation:
         if lane == "streaming":
             return _BESIDE_RESIDENT
         return 1.0 + simulated.load_bytes_per_s / simulated.hbm_bytes_per_s
+
+    def _report(self) -> None:
+        """Tell the controller about once a second what steps took."""
+        now = self._context.timeline.now
+        if now - self._reported_s <= _REPORT_S:
+            return
+        self._reported_s = now
+        for name, time in self.policy.step_times().items():
+            if time.settled is not None:
+                times = ev.StepTimes(self.simulated.slice.id, name, *time.settled)
+                self._context.controller.notify(times)
 
     # ---- resident weights (CPUs read theirs in the pool) ---------------------------------------
 
