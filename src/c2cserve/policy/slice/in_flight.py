@@ -42,8 +42,15 @@ class InFlight:
     def parked(self, model: ActiveModel) -> bool:
         return any(step.parked for step in self.of(model))
 
-    def models(self) -> set[str]:
-        return {step.model.name for step in self}
+    def models(self) -> dict[str, float]:
+        """Return the models with steps in flight, and in how many seconds these end at the latest,
+        as far as is known. Steps run in the order of their launch."""
+        ends_s: dict[str, float] = {}
+        total_s = 0.0
+        for step in self:
+            total_s += step.expected_s
+            ends_s[step.model.name] = total_s
+        return ends_s
 
     def next_plan_s(self, now: float) -> float:
         """Return when to plan the next step: at once if nothing runs, else shortly before what runs
