@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from slice_world import STREAM_STEPS, SliceTestWorld
 
 from c2cserve.core.actions import Fetch, Move, Release, RunStep, SliceAction
-from c2cserve.core.events import Activated, Fetched, SliceEvent
+from c2cserve.core.events import Activated, Fetched, SliceEvent, StepDone
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request, Slo
@@ -57,6 +57,7 @@ class KeptWorld(SliceTestWorld):
                 self._leave(model, "absent")
             case RunStep(step):
                 self._check_place(step)
+                assert self.policy._weights.computes(step.model), "it is leaving"  # pyright: ignore
                 assert step.kv_end_bytes is not None
                 self._grow(step.kv_end_bytes)
                 super()._act(action)
@@ -165,6 +166,31 @@ def test_all_requests_end_whatever_is_refused(lanes: int, seed: int, host_slabs:
     assert world.policy.arena.held_bytes == 0
     kept = {job.request.model for job in world.jobs.values()} - unkept
     assert world.fetches > 0 or not kept or max(most) == slabs
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_model_that_computes_all_the_time_makes_room_in_time(seed: int) -> None:
+    """One step or two of it are in flight at any time. It is far ahead of its client, and so leaves
+    for a model that is due."""
+    slice_ = Slice(
+        "s", "gpu", kv_bytes=60 * SLAB, slab_bytes=SLAB, max_batch=8, max_step_tokens=64,
+        gpu=GpuShare("g", 1), hbm_bytes=60 * SLAB, link="l", link_bytes_per_s=1e6,
+    )  # fmt: skip
+    specs = [ModelSpec("ahead", 35 * SLAB, 2, 512, 4096), ModelSpec("due", 35 * SLAB, 2, 512, 4096)]
+    world = KeptWorld(slice_, seed, specs, 0.0, 0.0)
+    world.activate()
+    world.submit_at(0.0, Request("r1", "ahead", 20, 900, 0.0, Slo(60.0, 0.1)), None, True)
+    world.submit_at(2.0, Request("r2", "due", 20, 20, 2.0, Slo(1.0, 0.1)), None, True)
+    world.run()
+    assert {job.ended for job in world.jobs.values()} == {"finished"}
+    began_s = next(
+        now for now, _, actions in world.log
+        if any(isinstance(one, Fetch) and one.model == "due" for one in actions)
+    )  # fmt: skip
+    longest_s = max(done.compute_s for _, events, _ in world.log for done in events
+                    if isinstance(done, StepDone))  # fmt: skip
+    assert began_s <= 3.0 + 2 * longest_s
+    assert (world.fetches, world.releases) == (3, 2)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])

@@ -47,8 +47,16 @@ class InFlight:
         """Return the number of the lane's steps that are not parked."""
         return sum(not step.parked for step in self if step.step.lane == lane)
 
-    def models(self) -> set[str]:
-        return {step.model.name for step in self}
+    def models(self) -> dict[str, float]:
+        """Return the models with steps in flight, and in how many seconds these end at the latest,
+        as far as is known. Steps of a lane run in the order of their launch."""
+        ends_s: dict[str, float] = {}
+        total_s: dict[Lane, float] = {}
+        for one in self:
+            lane, name = one.step.lane, one.model.name
+            total_s[lane] = total_s.get(lane, 0.0) + one.expected_s
+            ends_s[name] = max(ends_s.get(name, 0.0), total_s[lane])
+        return ends_s
 
     def next_plan_s(self, now: float, lane: Lane) -> float:
         """Return when to plan a lane's next step: at once if nothing runs there, else shortly
