@@ -166,23 +166,6 @@ def wait_at_least(stream: int, flag: int, value: int) -> None:
 
 
 @cache
-def _libcuda() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchHostFunc.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    return library
-
-
-def call_on_host(stream: int, function: int, argument: int) -> None:
-    """Let the driver call a C function, `void (void *)`, after what the stream has.
-
-    cuda-bindings may wrap such functions in ones that take the interpreter's lock. So the driver is
-    called without them.
-    """
-    code = _libcuda().cuLaunchHostFunc(stream, function, argument)
-    checked("cuLaunchHostFunc", (cu.CUresult(code),))
-
-
-@cache
 def enable_peer(device: int, peer: int) -> None:
     """Let kernels on `device` read `peer`'s memory. Raises `CudaError` if they cannot.
 

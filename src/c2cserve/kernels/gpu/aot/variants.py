@@ -125,7 +125,7 @@ class Variant:
 class RelayKernel:
     """The kernel that copies between host memory and another GPU's memory (`transfer.gpu`)."""
 
-    pieces: int = 64
+    pieces: int = 160
     """Contiguous pieces that one launch copies, at most. They are parameters of the launch."""
     threads: int = 512
     name: str = "relay"
