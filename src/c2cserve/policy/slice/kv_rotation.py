@@ -170,6 +170,11 @@ class KvRotation:
             seq.blocks = []
         return seq
 
+    @property
+    def under_way(self) -> bool:
+        """Whether KV is being moved."""
+        return bool(self._moving)
+
     def moving(self, model: ActiveModel) -> bool:
         """Whether some of the model's blocks are being read or written by moves."""
         return any(seq.model is model for seq, _ in self._moving.values())

@@ -241,13 +241,20 @@ class SlicePolicy(SliceMemory[ExtraT]):
             if not self._fill(lane, now):
                 self._lanes.short = lane
                 break
-        if self._lanes.stuck((one.step for one in self._in_flight), self._weights.streams):
+        if self._stuck():
             self._actions += self._weights.break_deadlock()
             self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
             actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
+
+    def _stuck(self) -> bool:
+        """Return whether resident models cannot run, and will not by themselves. Beside a stream,
+        they may also wait for KV that is on its way."""
+        moving = self._rotation is not None and self._rotation.under_way
+        steps = (one.step for one in self._in_flight)
+        return self._lanes.stuck(steps, self._weights.streams) and not (moving and self._in_flight)
 
     def _fill(self, lane: Lane, now: float) -> bool:
         """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and
