@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -120,6 +121,29 @@ def test_after_a_failed_step_nothing_is_known_of_weights() -> None:
     step = resident(hand)
     actions = hand.tell(StepFailed(step.id, "no"))
     assert {one.lane for one in hand.steps(actions)} == {"streaming"}
+
+
+def test_a_resident_lane_that_waits_for_its_kv_is_in_no_deadlock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else weights that its KV comes back to would leave."""
+    hand = LanesHand()
+    asked: list[bool] = []
+    moving = SimpleNamespace(under_way=True, contended=False, plan=lambda *_: [])
+
+    def break_deadlock() -> list[SliceAction]:
+        asked.append(moving.under_way)
+        return []
+
+    monkeypatch.setattr(hand.policy._weights, "break_deadlock", break_deadlock)
+    hand.ask("far")
+    asked.clear()
+    monkeypatch.setattr(hand.policy, "_rotation", moving)
+    hand.tell()
+    assert asked == []
+    moving.under_way = False
+    hand.tell()
+    assert asked == [False]
 
 
 def test_the_lane_that_is_short_of_memory_goes_first() -> None:

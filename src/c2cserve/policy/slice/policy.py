@@ -244,15 +244,21 @@ class SlicePolicy(SliceMemory[ExtraT]):
             if not self._fill(lane, now):
                 self._lanes.short = lane
                 break
-        rotates = self._rotation is not None and self._rotation.under_way
-        in_flight = (one.step for one in self._in_flight)
-        if not rotates and self._lanes.stuck(in_flight, self._weights.streams):
+        if self._stuck():
             self._actions += self._weights.break_deadlock()
             self._wake_by(self._weights.wakeup)
         actions, self._actions = self._actions, []
         if any(isinstance(action, Fetch) for action in actions):
             actions = _with_kv_end(actions, self.arena.end_bytes)
         return actions
+
+    def _stuck(self) -> bool:
+        """Return whether resident models cannot run, and will not by themselves. KV that is on its
+        way may let them."""
+        if self._rotation is not None and self._rotation.under_way:
+            return False
+        steps = (one.step for one in self._in_flight)
+        return self._lanes.stuck(steps, self._weights.streams)
 
     def _fill(self, lane: Lane, now: float) -> bool:
         """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and
