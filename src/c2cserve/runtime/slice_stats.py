@@ -97,6 +97,10 @@ class SliceStats:
     weight_fetches_refused: int = _counter(
         "loads", _ENGINE, "Loads without a place, and loaded models that KV displaced: they stream."
     )
+    attaches: int = _counter("models", _ENGINE, "Models attached: mapped, prepared, pinned.")
+    attach_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds for which attaching models kept the slice from planning steps."
+    )
     graph_steps: int = _counter("steps", _ENGINE, "Steps launched as one CUDA graph.")
     graph_captures: int = _counter("graphs", _ENGINE, "CUDA graphs captured.")
     graph_capture_failures: int = _counter(

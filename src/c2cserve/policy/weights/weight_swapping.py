@@ -271,8 +271,8 @@ class WeightSwapping(WeightMemory):
         if not absent:
             return self._give_way()
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
-        if first.model.name in self._tried:
-            return self._give_way()
+        if first.model.name in self._tried and (actions := self._give_way()):
+            return actions
         self._tried.add(first.model.name)
         there = [one for one in self._weights.values() if one.state == "resident"]
         there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))

@@ -1,5 +1,6 @@
 """The worker's engine half. Importing this module imports torch; the server never does."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -37,6 +38,10 @@ if TYPE_CHECKING:
     from c2cserve.kernels.gpu.gemm.weight import WeightHandle
     from c2cserve.memory.peer_pool import PeerPool
 
+log = logging.getLogger(__name__)
+
+_ATTACH_LOGGED_S = 0.25
+"""Models that take longer to attach are logged. Clients of other models notice it."""
 _SAMPLER_THREADS = 4
 """Threads of a GPU slice for rows that its GPU does not sample itself."""
 
@@ -285,9 +290,11 @@ class WorkerEngine:
         self._executor = self._backend.executor
         self._paths: dict[str, Path] = {}
         self._decoders: dict[str, Decoder] = {}
+        self._attaches, self._attach_s = 0, 0.0
         self.isa = self._backend.isa
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
+        began_s = time.monotonic()
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
@@ -296,6 +303,11 @@ class WorkerEngine:
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._decoders[spec.id] = decoder
         self._executor.attach(spec.id, decoder)
+        took_s = time.monotonic() - began_s
+        self._attaches += 1
+        self._attach_s += took_s
+        if took_s > _ATTACH_LOGGED_S:
+            log.info("%s took %.1f s to attach: no step was planned meanwhile", spec.id, took_s)
 
     def detach(self, model: str) -> None:
         self._decoders.pop(model, None)
@@ -326,7 +338,8 @@ class WorkerEngine:
         state = self._executor.poll()
         self._backend.polled(computing=state.computing)
         stats = replace(
-            self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
+            self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
+            parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
         return EngineState(state.parked or self._backend.waiting, stats)
