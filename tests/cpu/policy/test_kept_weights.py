@@ -121,7 +121,8 @@ def test_a_model_that_kv_displaced_is_loaded_again() -> None:
 def test_kv_never_grows_beyond_the_line_of_weights(seed: int) -> None:
     """Weights lie at the end of the arena; no KV is there that was not there before them."""
     random = Random(seed)
-    arena = KvArena(60, 1, 30)
+    arena = KvArena(60, 1)
+    arena.limit_cache(0.5)
     arena.weights_above = True
     for name in "ab":
         arena.add_model(name, 1)

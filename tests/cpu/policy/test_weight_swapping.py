@@ -142,6 +142,50 @@ def test_who_would_be_missed_stays_and_who_has_no_requests_goes_first() -> None:
     assert world.plan(13.0) == [], "nobody could be away for so long"
 
 
+def leave_cached(world: World, model: ActiveModel, count: int) -> None:
+    """Let blocks of ended requests stay in the arena, to be found by their hashes."""
+    blocks = world.arena.allocate(model.key, count)
+    assert blocks is not None
+    for offset in blocks:
+        world.arena.seal(model.key, offset, hash((model.name, offset)))
+    world.arena.release(model.key, blocks)
+
+
+def test_what_is_cached_of_ended_requests_is_room_for_weights() -> None:
+    """It reaches far into the arena, above what is held. Else a model would stream beside it."""
+    world = World(100)
+    world.arena.weights_above = True
+    first, second = world.activate("first", 30), world.activate("second", 60)
+    world.ask(first, "r1", 0.0)
+    world.plan(0.0)
+    world.arrive("first", 3.0)
+    leave_cached(world, first, 50)
+    world.ask(second, "r2", 3.0)
+    assert world.plan(3.0) == [Fetch("second")], "both fit beside what is held"
+    assert world.arena.end_bytes <= 10
+
+
+def test_little_is_cached_where_not_all_weights_fit() -> None:
+    """New requests would come to lie above what is cached, and weights above these."""
+    world = World(320)
+    world.arena.weights_above = True
+    one, other = world.activate("one", 100), world.activate("other", 60)
+    leave_cached(world, one, 90)
+    leave_cached(world, other, 60)
+    assert world.arena.end_bytes == 150, "the weights of all fit beside half of the arena"
+    world.activate("third", 300)
+    assert world.arena.end_bytes <= 10
+    for _ in range(40):
+        held = world.arena.allocate(one.key, 8)
+        assert held is not None
+        assert max(held) < 10, "though others were cached meanwhile"
+        leave_cached(world, other, 2)
+        world.arena.release(one.key, held)
+    world.swapping.deactivated("third")
+    leave_cached(world, other, 60)
+    assert world.arena.end_bytes >= 60, "the weights of all fit again"
+
+
 def busy_and_waiting() -> tuple[World, ActiveModel, ActiveModel]:
     """A model that computes far ahead of its client, and one that is due for which it must leave
     (first due at 2, and six seconds to load)."""

@@ -30,7 +30,7 @@ from c2cserve.policy.slice.batching import (
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
-from c2cserve.policy.weights.weight_swapping import WeightSwapping
+from c2cserve.policy.weights.weight_swapping import CACHE_SHARE, WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)
@@ -74,9 +74,12 @@ class SliceStrategies(Generic[ExtraT_co]):
 
 
 def arena_of(slice_: Slice) -> KvArena:
-    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights."""
-    cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
-    return KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
+    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights, which are
+    worth more than prefixes that may be asked for again."""
+    arena = KvArena(slice_.kv_bytes, slice_.slab_bytes)
+    if slice_.gpu is not None:
+        arena.limit_cache(CACHE_SHARE)
+    return arena
 
 
 def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwapping:

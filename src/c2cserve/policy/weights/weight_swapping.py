@@ -49,6 +49,11 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
+CACHE_SHARE = 0.5
+"""The share of a GPU's arena up to which prefixes of ended requests keep KV growing,"""
+_SCARCE_CACHE_SHARE = 1 / 32
+"""and the share while not all weights fit beside that. One load of an 8B is worth the prefill of
+10,000 tokens."""
 _TRIES = 3
 """Loads of a model that may be refused in a row before it streams."""
 _MORE_ROOM = 1 / 16
@@ -126,10 +131,19 @@ class WeightSwapping(WeightMemory):
         beside = self._arena.capacity(model.key, self._inside(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
         self._weights[model.name] = ModelWeights(model, spec.weight_bytes, tokens)
+        self._limit_cache()
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
             self._arena.withhold(self._slabs())
+            self._limit_cache()
+
+    def _limit_cache(self) -> None:
+        """Keep few prefixes of ended requests while not all weights fit: KV of the next requests
+        would lie above them, and weights lie above KV."""
+        wanted = self._inside(sum(one.size for one in self._weights.values()))
+        fits = wanted <= self._arena.slabs * (1 - CACHE_SHARE)
+        self._arena.limit_cache(CACHE_SHARE if fits else _SCARCE_CACHE_SHARE)
 
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
@@ -203,7 +217,7 @@ class WeightSwapping(WeightMemory):
         for one in self._weights.values():
             if one.state == "refused" and not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
-                less = self._arena.end_bytes < one.kv_end_bytes
+                less = self._arena.held_end_bytes < one.kv_end_bytes
                 if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
                     one.state = "absent"
 
@@ -364,7 +378,7 @@ class WeightSwapping(WeightMemory):
 
     def _stream(self, one: ModelWeights) -> None:
         """Let a model without weights here stream, until it is reconsidered."""
-        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
+        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.held_end_bytes
 
     def _release(self, one: ModelWeights) -> Release:
         one.state = "absent"
@@ -377,11 +391,11 @@ class WeightSwapping(WeightMemory):
     def _fits(self, one: ModelWeights, victims: Collection[ModelWeights]) -> bool:
         """Is there room for its weights, and for a prompt if it has nothing else, once these
         left? (A prompt that is longer than the memory ends as such.) KV may have gaps where no
-        weights fit. So where weights have places, they must fit above it."""
+        weights fit. So where weights have places, they must fit above what is held."""
         more = int(one.tries * _MORE_ROOM * one.size)
         size = one.size + more - sum(other.size for other in victims)
         if self._arena.weights_above:
-            slabs = self._arena.slabs - -(-self._arena.end_bytes // self._arena.slab_bytes)
+            slabs = self._arena.slabs - self._arena.held_end_bytes // self._arena.slab_bytes
             if self._slabs(size) > slabs:
                 return False
         blocks = 0
