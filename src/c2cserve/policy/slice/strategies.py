@@ -30,7 +30,8 @@ from c2cserve.policy.slice.batching import (
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
-from c2cserve.policy.weights.weight_swapping import CACHE_SHARE, WeightSwapping
+from c2cserve.policy.weights.weight_room import CACHE_SHARE
+from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
 ExtraT_co = TypeVar("ExtraT_co", covariant=True)

@@ -40,6 +40,7 @@ from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.weights.model_weights import ModelWeights
 from c2cserve.policy.weights.weight_memory import WeightMemory
+from c2cserve.policy.weights.weight_room import WeightRoom
 
 _MARGIN_S = 0.25
 """How long before the latest start a load begins. Several steps that were decided at once may be
@@ -49,15 +50,8 @@ _AT_A_TIME = 2
 EASE_S = 4.0
 """While all models have so much headroom, they do not take turns (chosen in simulation)."""
 _LONG_S = 1e4
-CACHE_SHARE = 0.5
-"""The share of a GPU's arena up to which prefixes of ended requests keep KV growing,"""
-_SCARCE_CACHE_SHARE = 1 / 32
-"""and the share while not all weights fit beside that. One load of an 8B is worth the prefill of
-10,000 tokens."""
 _TRIES = 3
 """Loads of a model that may be refused in a row before it streams."""
-_MORE_ROOM = 1 / 16
-"""The share of a model's weights that each further try asks for beyond them."""
 _REFUSED_S = 2.0
 """The least time for which a model whose loads were refused streams,"""
 _REFUSED_MOST_S = 20.0
@@ -76,15 +70,14 @@ class WeightSwapping(WeightMemory):
         for them until they are deactivated."""
         super().__init__(arena)
         self._rotates = rotates
-        outside_bytes = slice_.hbm_bytes - slice_.kv_bytes if slice_.hbm_bytes else 1 << 60
-        self._outside_bytes = max(0, outside_bytes)
+        self._room = WeightRoom(arena, slice_)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._weights: dict[str, ModelWeights] = {}
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
         have ended: else the models that wait for that KV would make it leave again at once."""
         self._tried: set[str] = set()
-        """Models that were loaded to break a deadlock since the last step ran."""
+        """Models that were loaded to break a deadlock since a resident model's last step."""
         self._draining: dict[str, float] = {}
         """Victims whose steps in flight end first -> when they were needed as they were chosen,"""
         self._newcomer = ""
@@ -116,34 +109,27 @@ class WeightSwapping(WeightMemory):
             one.size for one in self._weights.values()
             if one.state in ("loading", "resident") and one.model.seqs
         )  # fmt: skip
-        return self._inside(size) * self._arena.slab_bytes
+        return self._room.slabs(size) * self._arena.slab_bytes
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
         weights."""
         one = self._weights.get(model.name)
-        beside = 0 if one is None or self._rotates else self._inside(one.size)
+        beside = 0 if one is None or self._rotates else self._room.slabs(one.size)
         return self._arena.capacity(model.key, beside)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        beside = self._arena.capacity(model.key, self._inside(spec.weight_bytes)) * BLOCK_TOKENS
+        beside = self._arena.capacity(model.key, self._room.slabs(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
         self._weights[model.name] = ModelWeights(model, spec.weight_bytes, tokens)
-        self._limit_cache()
+        self._room.wanted(sum(one.size for one in self._weights.values()))
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
-            self._arena.withhold(self._slabs())
-            self._limit_cache()
-
-    def _limit_cache(self) -> None:
-        """Keep few prefixes of ended requests while not all weights fit: KV of the next requests
-        would lie above them, and weights lie above KV."""
-        wanted = self._inside(sum(one.size for one in self._weights.values()))
-        fits = wanted <= self._arena.slabs * (1 - CACHE_SHARE)
-        self._arena.limit_cache(CACHE_SHARE if fits else _SCARCE_CACHE_SHARE)
+            self._withhold()
+            self._room.wanted(sum(one.size for one in self._weights.values()))
 
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
@@ -162,7 +148,7 @@ class WeightSwapping(WeightMemory):
             if one.tries == _TRIES or not self._rotates:
                 one.tries = 0
                 self._stream(one)
-            self._arena.withhold(self._slabs())
+            self._withhold()
 
     def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
@@ -178,7 +164,7 @@ class WeightSwapping(WeightMemory):
         which stay until these have ended, and in how many seconds that is expected."""
         self.wakeup = None
         self._now = now
-        if in_flight:
+        if any(self.streams(name) is False for name in in_flight):
             self._tried.clear()
         self._reconsider(now)
         actions = self._make_way_for_long(in_flight)
@@ -268,7 +254,8 @@ class WeightSwapping(WeightMemory):
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
         more urgent. Else the two would make each other leave in turn."""
         victim = next(iter(self._victims(model.name, in_flight, now)), None)
-        if victim is None or self._slabs(-victim.size) == self._slabs():
+        there = self._there_bytes()
+        if victim is None or self._room.slabs(there - victim.size) == self._room.slabs(there):
             return []
         if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
             return []
@@ -321,7 +308,7 @@ class WeightSwapping(WeightMemory):
     def _bring(self, one: ModelWeights, victims: Iterable[ModelWeights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
         one.state = "loading"
-        self._arena.withhold(self._slabs())
+        self._withhold()
         return [*actions, Fetch(one.model.name)]
 
     def latest_start_s(self, out: Iterable[tuple[float, str]]) -> float:
@@ -383,36 +370,16 @@ class WeightSwapping(WeightMemory):
     def _release(self, one: ModelWeights) -> Release:
         one.state = "absent"
         self._draining.pop(one.model.name, None)
-        self._arena.withhold(self._slabs())
+        self._withhold()
         return Release(one.model.name)
 
-    # ---- memory ---------------------------------------------------------------------------------
-
     def _fits(self, one: ModelWeights, victims: Collection[ModelWeights]) -> bool:
-        """Is there room for its weights, and for a prompt if it has nothing else, once these
-        left? (A prompt that is longer than the memory ends as such.) KV may have gaps where no
-        weights fit. So where weights have places, they must fit above what is held."""
-        more = int(one.tries * _MORE_ROOM * one.size)
-        size = one.size + more - sum(other.size for other in victims)
-        if self._arena.weights_above:
-            slabs = self._arena.slabs - self._arena.held_end_bytes // self._arena.slab_bytes
-            if self._slabs(size) > slabs:
-                return False
-        blocks = 0
-        if not one.model.started:
-            blocks = min(seq.length for seq in one.model.seqs.values()) // BLOCK_TOKENS + 1
-        kv_slabs = -(-blocks * one.model.block_bytes // self._arena.slab_bytes)
-        kv_slabs = min(kv_slabs, self._arena.slabs - self._inside(one.size))
-        return self._slabs(size) + kv_slabs <= self._arena.free_slabs
+        return self._room.fits(one, self._there_bytes() - sum(other.size for other in victims))
 
-    def _slabs(self, more: int = 0) -> int:
-        """Slabs of the arena for weights beyond the memory outside of it."""
-        return self._inside(
-            more
-            + sum(
-                one.size for one in self._weights.values() if one.state in ("loading", "resident")
-            )
+    def _there_bytes(self) -> int:
+        return sum(
+            one.size for one in self._weights.values() if one.state in ("loading", "resident")
         )
 
-    def _inside(self, size: int) -> int:
-        return -(-max(0, size - self._outside_bytes) // self._arena.slab_bytes)
+    def _withhold(self) -> None:
+        self._arena.withhold(self._room.slabs(self._there_bytes()))

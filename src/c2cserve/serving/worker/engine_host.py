@@ -1,9 +1,7 @@
 """The worker's engine half. Importing this module imports torch; the server never does."""
 
 import logging
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,18 +23,13 @@ from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
-from c2cserve.policy.weights.hbm_residency import Residency
-from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.shared_gpu import SharedGpu
 from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
-    from c2cserve.devices.partitions import Partition
-    from c2cserve.engine.gpu.segments import PinnedSegments
-    from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.kernels.gpu.gemm.weight import WeightHandle
-    from c2cserve.memory.peer_pool import PeerPool
 
 log = logging.getLogger(__name__)
 
@@ -268,10 +261,6 @@ class _GpuBackend:
         )  # fmt: skip
 
 
-class NoEngine(Exception):
-    """The slice cannot compute here; the message is one line with the reason and what helps."""
-
-
 class WorkerEngine:
     """The `serving.worker.slice_engine.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
@@ -343,63 +332,3 @@ class WorkerEngine:
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
         return EngineState(state.parked or self._backend.waiting, stats)
-
-
-class SharedGpu:
-    """Resources of a GPU that exist once per process, for all its slices there. Thread-safe."""
-
-    def __init__(self, share: GpuShare) -> None:
-        self._share = share
-        self._lock = threading.Lock()
-        self._device: int | None = None
-        self._partitions: list[Partition] = []
-        self._segments: PinnedSegments | None = None
-        self._peers: PeerPool | None = None
-        self.streaming: set[str] = set()
-        """Slices that have steps in flight: they share the link."""
-
-    @property
-    def segments(self) -> "PinnedSegments":
-        assert self._segments is not None, "no slice has opened the GPU"
-        return self._segments
-
-    def open(
-        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
-    ) -> "GpuParts":
-        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
-        # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
-        from c2cserve.devices.binding import BindingError, bind
-        from c2cserve.devices.partitions import PartitionError, split_sms
-        from c2cserve.engine.gpu.segments import PinnedSegments
-        from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
-
-        with self._lock:
-            try:
-                if self._device is None:
-                    self._device = bind(self._share)
-                    self._peers = self._borrow(self._device)
-                    self._segments = PinnedSegments(peers=self._peers)
-                if share.parts and not self._partitions:
-                    self._partitions = split_sms(self._device, share.sms, share.parts)
-                partition = self._partitions[share.part] if share.parts else None
-                swaps = slice_.swaps_weights
-                return open_gpu(
-                    self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, notify=notify, swaps_weights=swaps,
-                    cache_policy=None if swaps else Residency(slice_.kv_bytes),
-                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
-                )  # fmt: skip
-            except (BindingError, PartitionError, *SETUP_ERRORS) as error:
-                raise NoEngine(str(error)) from error
-
-    def _borrow(self, device: int) -> "PeerPool | None":
-        """Open the memory that other GPUs lend; None if none does."""
-        from c2cserve.devices.binding import find_device
-        from c2cserve.engine.gpu.peers import open_peers
-
-        share = self._share
-        if not share.lenders:
-            return None
-        lenders = [find_device(uuid) for uuid in share.lenders]
-        lending = Lending(share.lent_bytes * len(lenders))
-        return open_peers(device, lenders, share.lent_bytes, lending)

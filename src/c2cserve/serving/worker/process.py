@@ -148,7 +148,8 @@ def _serve_slice() -> NoReturn:
 
 def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
     """Serve a part of a GPU: one process computes for all slices that are parts of the same GPU."""
-    from c2cserve.serving.worker.engine_host import SharedGpu, WorkerEngine
+    from c2cserve.serving.worker.engine_host import WorkerEngine
+    from c2cserve.serving.worker.shared_gpu import SharedGpu
 
     share = config.slice.gpu
     assert share is not None
@@ -175,7 +176,7 @@ def _serve(
     config: WorkerConfig, channel: Channel, make: "Callable[[WorkerWorld], WorkerEngine]"
 ) -> None:
     """Serve one slice on the calling thread until `Quit`. A failure ends the process."""
-    from c2cserve.serving.worker.engine_host import NoEngine
+    from c2cserve.serving.worker.shared_gpu import NoEngine
 
     policy = SlicePolicy(config.slice, live_steps_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
