@@ -76,6 +76,7 @@ def case(cuda: FakeCuda) -> Iterator[Case]:
     engine = opened(cuda)
     source = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     yield Case(cuda, engine, source, np.zeros(SIZE, dtype=np.uint8))
+    cuda.unpin(0, 0)
     cuda.pump()
     closing = threading.Thread(target=engine.close)
     closing.start()
