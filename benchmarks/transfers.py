@@ -299,11 +299,11 @@ def main() -> None:
             results[part] = getattr(bench, part)()
             print(f"{part}: {time.perf_counter() - part_s:.1f} s", flush=True)
     results["bars"] = bars(results, gpus)
+    results["wall_s"] = time.perf_counter() - began_s
+    report(results, given.out, gpus=gpus, gib=given.gib, parts=",".join(given.parts))
     for row in results["bars"]:
         limit = f", bar {row['limit']:g}: {row['met']}" if "limit" in row else ""
         print(f"{row['bar']}: {row['value']:.4g}{limit}" if row["value"] else row, flush=True)
-    results["wall_s"] = time.perf_counter() - began_s
-    report(results, given.out, gpus=gpus, gib=given.gib, parts=",".join(given.parts))
 
 
 def _arguments() -> argparse.Namespace:

@@ -28,13 +28,13 @@ class RelayLaunch:
     @property
     def started(self) -> int:
         """The number of the last launch that has begun."""
-        return int(self._flags[32])
+        return int(self._flags.view(torch.uint32)[32])
 
     def copy(self, pieces: Sequence[tuple[int, int, int]], *, recalled: bool = False) -> None:
         """Copy pieces of (target, source, size)."""
         self.number += 1
         if recalled:
-            self._flags[0] = self.number
+            self._flags.view(torch.uint32)[0] = self.number
         flags = self._flags.data_ptr()
         params = struct.pack("=QQII", flags, flags + 128, self.number, len(pieces))
         params += b"".join(struct.pack("=QQQ", *piece) for piece in pieces)

@@ -157,6 +157,19 @@ def test_a_kernel_that_was_recalled_writes_nothing(pair: Case) -> None:
 
 
 @needs_two
+def test_numbers_of_launches_come_round(pair: Case) -> None:
+    """A recall of an old launch is none of a new one, however far apart their numbers are."""
+    relay = RelayLaunch(1)
+    for number in (1 << 31, (1 << 32) - 2):
+        pair.gpu.zero_()
+        torch.cuda.synchronize()
+        relay.number = number
+        relay.copy([(pair.gpu.data_ptr(), pair.host.data_ptr(), 4096)])
+        torch.cuda.synchronize(0)
+        assert torch.equal(pair.gpu[:4096].cpu(), pair.host[:4096])
+
+
+@needs_two
 def test_both_directions_at_once(pair: Case) -> None:
     back = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
     there = noise(2).to("cuda:0")

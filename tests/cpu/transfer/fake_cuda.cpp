@@ -35,7 +35,7 @@ std::recursive_mutex mutex;
 std::set<Stream*> streams;
 std::set<Event*> events;
 std::map<char*, size_t> host;
-std::vector<std::pair<uint64_t, uint64_t>> unpinned;
+std::pair<uint64_t, uint64_t> unpinned;
 int64_t counts[4];  // copies, batches, launches, contexts that are current
 thread_local std::vector<void*> current;
 
@@ -59,7 +59,7 @@ bool move(const Piece& piece) {
 
 bool relay(const Relay& p) {
   *p.started = p.number;
-  if (int32_t(*p.recalled - p.number) >= 0) return true;
+  if (*p.recalled == p.number) return true;
   for (uint32_t i = 0; i < p.pieces; ++i) move(p.piece[i]);
   return true;
 }
@@ -90,9 +90,9 @@ void fake_fail(void* stream) {
   static_cast<Stream*>(stream)->failing = true;
 }
 
-void fake_unpinned(uint64_t start, uint64_t stop) {
+void fake_unpin(uint64_t start, uint64_t stop) {
   const Lock lock(mutex);
-  unpinned.push_back({start, stop});
+  unpinned = {start, stop};
 }
 
 int64_t fake_count(int which) {  // 0 to 3: as `counts`; 4: what is still there
@@ -145,8 +145,7 @@ int cuMemFreeHost(void* memory) {
 int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   const Lock lock(mutex);
   if (current.empty() || attribute != 2) return kInvalidContext;
-  for (auto [start, stop] : unpinned)
-    if (start <= address && address < stop) return 1;
+  if (unpinned.first <= address && address < unpinned.second) return 1;
   *static_cast<int*>(value) = 1;
   return 0;
 }

@@ -56,7 +56,8 @@ class FakeCuda:
         self._library.fake_fail(ctypes.c_void_p(stream))
 
     def unpin(self, start: int, stop: int) -> None:
-        self._library.fake_unpinned(ctypes.c_uint64(start), ctypes.c_uint64(stop))
+        """Let these addresses be memory that is not pinned, and all others pinned."""
+        self._library.fake_unpin(ctypes.c_uint64(start), ctypes.c_uint64(stop))
 
     def copy(self, target: int, source: int, size: int, stream: FakeStream) -> None:
         """Copy on a caller's stream."""

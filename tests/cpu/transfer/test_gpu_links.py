@@ -3,7 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from c2cserve.transfer.settings import Settings
 SIZE = 1 << 20
 SETTINGS = Settings(
     task_bytes=1 << 14, task_bytes_most=1 << 16, alone_bytes=1 << 16, depth=2,
-    one_path_bytes=1 << 10, stall_s=0.02, pause_s=100.0,
+    one_path_bytes=1 << 10, stall_s=100.0, pause_s=100.0,
 )  # fmt: skip
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
@@ -64,18 +64,31 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
     return FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("cuda")))
 
 
-def opened(cuda: FakeCuda, path: Path | None = None) -> TransferEngine:
+def opened(
+    cuda: FakeCuda, path: Path | None = None, settings: Settings = SETTINGS
+) -> TransferEngine:
     ports, relays = ports_of([0, 1], permutations([0, 1], 2))
     contexts = [port.carrier + 1 for port in ports]
-    return open_on(ports, relays, contexts, b"code", SETTINGS, driver=str(path or cuda.path))
+    return open_on(ports, relays, contexts, b"code", settings, driver=str(path or cuda.path))
 
 
 @pytest.fixture
 def case(cuda: FakeCuda) -> Iterator[Case]:
+    yield from closed_after(cuda, SETTINGS)
+
+
+@pytest.fixture
+def impatient(cuda: FakeCuda) -> Iterator[Case]:
+    """It takes relays for stalled that are a little late."""
+    yield from closed_after(cuda, replace(SETTINGS, stall_s=0.02))
+
+
+def closed_after(cuda: FakeCuda, settings: Settings) -> Iterator[Case]:
     before = cuda.left
-    engine = opened(cuda)
+    engine = opened(cuda, settings=settings)
     source = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     yield Case(cuda, engine, source, np.zeros(SIZE, dtype=np.uint8))
+    cuda.unpin(0, 0)
     cuda.pump()
     closing = threading.Thread(target=engine.close)
     closing.start()
@@ -146,7 +159,8 @@ def test_a_stream_follows_what_is_under_way_of_a_cancelled_transfer(case: Case) 
     case.cuda.destroy(stream)
 
 
-def test_stalled_relays_are_recalled_and_write_nothing(case: Case) -> None:
+def test_stalled_relays_are_recalled_and_write_nothing(impatient: Case) -> None:
+    case = impatient
     for stream in case.relay_streams():
         case.cuda.block(stream)
     ticket = case.engine.submit([case.segment()])

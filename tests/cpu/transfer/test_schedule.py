@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,16 @@ def counts(simulation: Simulation, port: Port) -> LinkCounts:
 def test_segments_are_packed_in_order() -> None:
     segments = [inward(5), outward(7, 2, 100)]
     assert list(pack(segments)) == [0, 0, 5, 0, HOST, 100, 100, 7, HOST, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"depth": 0}, {"task_bytes": 0}, {"alone_bytes": 0}, {"task_bytes_most": 1}, {"poll_s": 0.0}],
+    ids=str,
+)
+def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"1 byte|smallest|sleeps"):
+        Settings(**wrong)
 
 
 def test_ports_and_what_they_relay_for() -> None:

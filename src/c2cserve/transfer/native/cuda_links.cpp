@@ -124,7 +124,10 @@ void CudaLinks::start(const Task& task) {
 
 void CudaLinks::launch_relay(Slot& slot, const std::vector<Piece>& pieces, void* stream) {
   RelayParams& params = slot.params;  // a launch copies them
-  ++params.number;
+  // Numbers come round after weeks, and an old recall must not meet a new launch. The last launch of
+  // the slot is over, and 0 is no launch.
+  __atomic_store_n(slot.recalled, 0, __ATOMIC_SEQ_CST);
+  if (++params.number == 0) ++params.number;
   params.pieces = uint32_t(pieces.size());
   std::copy(pieces.begin(), pieces.end(), params.piece);
   void* pointers[] = {&params};

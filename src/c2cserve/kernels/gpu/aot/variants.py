@@ -123,7 +123,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class RelayKernel:
-    """The kernel that copies between host memory and another GPU's memory (`transfer.gpu`)."""
+    """The kernel that copies between host memory and another GPU's memory (`transfer.gpus`)."""
 
     pieces: int = 160
     """Contiguous pieces that one launch copies, at most. They are parameters of the launch."""
