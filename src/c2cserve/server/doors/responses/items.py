@@ -48,6 +48,7 @@ class CallItem(Strict):
     status: Status | None = None
     namespace: None = None
     caller: None = None
+    async_: Annotated[None, Field(alias="async")] = None
 
 
 class CallOutputItem(Strict):
