@@ -144,6 +144,8 @@ def of_problem(first: ErrorDetails) -> ApiError:
         message = f"{param}: {_shown(tag)} is not supported{why}"
         return ApiError(400, message, param=param, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "union_tag_not_found":
+        message = "Field required"
     named = [part for part in where if part in _UNIONS]
     if first["type"] == "literal_error":
         message += f", not {_shown(first['input'])}"

@@ -38,9 +38,9 @@ class Block:
     index: int
     kind: Kind
     id: str = ""
-    """Of a call, as OpenAI's chats have it."""
+    """The id of a call, as OpenAI's chats have it."""
     name: str = ""
-    """Of the tool that is called."""
+    """The tool that is called."""
     parts: list[str] = field(default_factory=list[str])
 
     @property

@@ -48,7 +48,7 @@ class Writer(Protocol):
 
     @property
     def media_type(self) -> str:
-        """Of its streams."""
+        """The media type of its streams."""
         ...
 
     def begin(self, piece: ChoicePiece) -> bytes:

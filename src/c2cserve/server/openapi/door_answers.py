@@ -184,7 +184,7 @@ class OllamaModel(Shape):
     modified_at: str
     size: int
     digest: str
-    """Of the model's id, not of its files."""
+    """A digest of the model's id, not of its files."""
     details: OllamaDetails
 
 

@@ -29,9 +29,11 @@ _TAGS = frozenset(
 
 
 def _type_of(item: Any) -> str | None:
-    """Return the type of an input item: one that does not say is a message."""
-    kind: Any = item.get("type", "message") if isinstance(item, dict) else item.type
-    return kind if isinstance(kind, str) else "message" if kind is None else None
+    """Return the type of an input item: an object that does not say is a message."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    if kind is None and isinstance(item, dict | MessageItem):
+        return "message"
+    return kind if isinstance(kind, str) else None
 
 
 Item = Annotated[
