@@ -25,7 +25,7 @@ from c2cserve.server.bodies import Bodies
 from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.doors.ollama.models import catalogue_name
-from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_response
+from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_response, id_headers
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
@@ -178,7 +178,7 @@ class _Routes:
 
     def _sent(self, http: HttpRequest, response: Response, route: str, request_id: str) -> Response:
         """Complete an answer: its request's id, and the remaining rate limits of its key."""
-        response.headers["x-request-id"] = request_id
+        response.headers.update(id_headers(http.url.path, request_id))
         if getattr(http.state, "rated", False):
             response.headers.update(rate_headers(http.state.key))
         self._metrics.responded(route, response.status_code)

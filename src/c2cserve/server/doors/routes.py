@@ -36,10 +36,12 @@ _TEXT_PATHS: dict[str, Api] = {
 }  # fmt: skip
 WEB_PATHS = ("/v1/{name:path}", "/api/{name:path}", "/tokenize", "/detokenize")
 """Routes that web pages of allowed origins may use."""
+_ANTHROPIC = "/v1/messages"
 _ERROR_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {
-    "/v1/messages": anthropic.error_body,
+    _ANTHROPIC: anthropic.error_body,
     "/api/": ollama.error_body,
 }
+"""The beginning of a path -> errors there, where they have not OpenAI's shape."""
 
 
 def error_response(path: str, error: ApiError) -> Response:
@@ -48,6 +50,14 @@ def error_response(path: str, error: ApiError) -> Response:
         if path.startswith(begin):
             return error.response(body(error))
     return error.response()
+
+
+def id_headers(path: str, request_id: str) -> dict[str, str]:
+    """Return the header fields with a request's id. Anthropic's client reads one of its own."""
+    headers = {"x-request-id": request_id}
+    if path.startswith(_ANTHROPIC):
+        headers["request-id"] = request_id
+    return headers
 
 
 class DoorRoutes:

@@ -193,6 +193,7 @@ def test_errors_are_anthropics(served: Served, byte: Tokenizer) -> None:
             with pytest.raises(anthropic.RateLimitError) as refused:
                 client.messages.create(model=BYTE, max_tokens=9, messages=HELLO, stream=stream)  # pyright: ignore
             assert refused.value.response.headers["retry-after"] == "8"
+            assert refused.value.request_id == refused.value.response.headers["x-request-id"]
             assert refused.value.body == {
                 "type": "error", "error": {"type": "rate_limit_error", "message": "too much to do"}
             }  # fmt: skip

@@ -12,6 +12,7 @@ from c2cserve.server.doors.door import EVENTS, Answer
 from c2cserve.server.errors import ApiError
 
 _json = msgspec.json.Encoder()
+_fields_of = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 _DELTAS = {
     "text": "response.output_text", "reasoning": "response.reasoning_text",
@@ -29,7 +30,8 @@ class ResponseWriter:
         self._answer = answer
         self._choice = answer.choices[0]
         self._blocks = Blocks(answer.asked.reading, self)
-        self._repeated: dict[str, Any] = msgspec.json.decode(answer.asked.repeated)
+        # Instructions and tools may be long: they are copied as they are, never read here.
+        self._repeated = _fields_of(answer.asked.repeated)
         self._created_s = int(time.time())
         self._number = 0
         self._out: list[bytes] = []
