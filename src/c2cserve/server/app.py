@@ -25,7 +25,7 @@ from c2cserve.server.bodies import Bodies
 from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.doors.ollama.models import catalogue_name
-from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_response, id_headers
+from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
@@ -196,7 +196,7 @@ class _Routes:
                 "code": error.code, "key": key.name or None if key else None,
             },
         )  # fmt: skip
-        return self._sent(http, error_response(http.url.path, error), route, request_id)
+        return self._sent(http, error.response(error_body(http.url.path, error)), route, request_id)
 
     async def preflight(self, http: HttpRequest) -> Response:
         return Response(status_code=204, headers=self._guard.preflight(http))

@@ -65,15 +65,15 @@ class ApiError(Exception):
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self, body: dict[str, Any] | None = None) -> "Response":
-        """Return the error as a response. `body`: in another shape than OpenAI's."""
+    def response(self, body: dict[str, Any]) -> "Response":
+        """Return the error as a response. `body`: the error in the shape of its API."""
         # A text process raises errors too, and sends no responses.
         from starlette.responses import Response
 
         headers = dict(self.headers)
         if self.retry_after_s is not None:
             headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        content = msgspec.json.encode(self.body() if body is None else body)
+        content = msgspec.json.encode(body)
         return Response(content, self.status, headers, media_type="application/json")
 
 

@@ -26,7 +26,7 @@ DOORS: dict[Api, Door] = {
     "responses": ResponseWriter, "ollama_chat": ollama.ChatLineWriter,
     "ollama_generate": ollama.LineWriter,
 }  # fmt: skip
-_PATHS: dict[str, Api] = {
+ANSWER_PATHS: dict[str, Api] = {
     "/v1/completions": "completions", "/v1/chat/completions": "chat", "/v1/messages": "messages",
     "/v1/responses": "responses", "/api/chat": "ollama_chat", "/api/generate": "ollama_generate",
 }  # fmt: skip
@@ -44,12 +44,12 @@ _ERROR_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {
 """The beginning of a path -> errors there, where they have not OpenAI's shape."""
 
 
-def error_response(path: str, error: ApiError) -> Response:
-    """Return an error as the API that a path belongs to has it."""
+def error_body(path: str, error: ApiError) -> dict[str, Any]:
+    """Return an error in the shape of the API that a path belongs to."""
     for begin, body in _ERROR_BODIES.items():
         if path.startswith(begin):
-            return error.response(body(error))
-    return error.response()
+            return body(error)
+    return error.body()
 
 
 def id_headers(path: str, request_id: str) -> dict[str, str]:
@@ -75,7 +75,10 @@ class DoorRoutes:
     def table(self) -> list[tuple[str, str, Handler, Role]]:
         """Return method, path, handler and kind of key."""
         return [
-            *(("POST", path, _with(self._answer, api), "user") for path, api in _PATHS.items()),
+            *(
+                ("POST", path, _with(self._answer, api), "user")
+                for path, api in ANSWER_PATHS.items()
+            ),
             *(
                 ("POST", path, _with(self._of_text, api), "user")
                 for path, api in _TEXT_PATHS.items()
