@@ -51,6 +51,11 @@ class ChoiceStream:
         self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
         self._stops = StopStrings(prepared.asked.stops)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output, None if another reason did."""
+        return self._stops.found or None
+
     async def pieces(self, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
         """Yield the output. Raises `Refused` from the first step if the job is not accepted, and
         ApiError (500) if it fails."""

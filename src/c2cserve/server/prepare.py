@@ -29,10 +29,12 @@ from c2cserve.server.text.messages import (
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
-_FIELDS: dict[Api, str] = {
+PROMPT_FIELDS: dict[Api, str] = {
     "completions": "prompt", "chat": "messages", "tokenize": "prompt", "detokenize": "tokens",
+    "messages": "messages", "count_tokens": "messages", "ollama_chat": "messages",
+    "ollama_generate": "prompt", "ollama_show": "model", "responses": "input",
 }  # fmt: skip
-"""The field to blame for a text that takes too long."""
+"""The field to blame for a text that is too long, or takes too long."""
 _JOBS_AT_ONCE = 32
 """Jobs that are made before other tasks get a turn on the event loop."""
 
@@ -107,7 +109,7 @@ class Preparer:
         when the tokenizer cannot be used."""
         target = None if files is None else Target.of(files)
         work = TextRequest(incoming.api, incoming.body, target, self._limits)
-        done, _ = await self._texts.work(work, files, _FIELDS[incoming.api])
+        done, _ = await self._texts.work(work, files, PROMPT_FIELDS[incoming.api])
         assert isinstance(done, TextAnswer)
         self._check_model(incoming, files, done.model)
         return done.content
@@ -145,7 +147,7 @@ class Preparer:
         target = None if files is None else Target.of(files)
         salt = self._salts.of_group(incoming.cache_group)
         work = TextRequest(api, incoming.body, target, self._limits, salt)
-        done, vocabulary = await self._texts.work(work, files, _FIELDS[api])
+        done, vocabulary = await self._texts.work(work, files, PROMPT_FIELDS[api])
         assert isinstance(done, TextResult)
         asked = done.asked
         self._check_model(incoming, files, asked.model)
