@@ -5,6 +5,7 @@ import hmac
 import logging
 import re
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -251,9 +252,11 @@ class _Routes:
     def _incoming(http: HttpRequest, api: Api, body: bytes) -> IncomingRequest:
         state, key = http.state, http.state.key
         state.model = model_of(body)
+        now = time.monotonic()
         return IncomingRequest(
             api, body, state.model, http.headers, state.tenant, state.cache_group,
-            key.quota.limits.allows_model,
+            key.quota.limits.allows_model, getattr(state, "arrived_s", now),
+            getattr(state, "read_s", now),
         )  # fmt: skip
 
     async def _tokenize(self, http: HttpRequest) -> Response:

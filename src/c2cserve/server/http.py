@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import secrets
 import termios
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,6 +25,7 @@ from c2cserve.runtime.gateway import Gateway
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
+from c2cserve.server.door import arrived_s
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
@@ -312,6 +314,8 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._over or self._upgrading:
             return
+        state: dict[str, Any] = self.scope["state"]  # pyright: ignore
+        state["arrived_s"], state["read_s"] = arrived_s(self.transport), time.monotonic()
         super().on_message_complete()
         # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive

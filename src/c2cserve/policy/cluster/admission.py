@@ -2,14 +2,18 @@
 
 A burst waits, an overload is refused. When requests that can still be in time have waited without
 a break for `burst_s`, more is asked than can be done. Then a newcomer whose first token would come
-late is refused on arrival, and so is what waits and is late. Else a late request does no harm,
-because requests that can be in time go before it (`policy.cluster.queue`). It waits for a quiet
-moment, until its patience ends.
+late is refused on arrival, and so is what waits and cannot be in time any more. Else a late request
+does no harm, because requests that can be in time go before it (`policy.cluster.queue`). It waits
+for a quiet moment, until its patience ends.
+
+What delays a first token beside the queue is not foreseen but learned (`InTimeShare`): the more
+first tokens were late, the shorter the queue.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
@@ -18,9 +22,13 @@ from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.slice_load import SliceLoad
 
 BURST_S = 0.25
-IN_TIME_SHARE = 0.5
-"""The share of its TTFT target that a new request may be expected to wait for in an overload. The
-rest is for its prompt, and for what delays it unseen on a busy machine."""
+CALM_S = 2.0
+"""An overload is over when no newcomer has had to wait for so long. Refusals make queues end early:
+without this, each end would let in all that is asked for a burst's time."""
+_LATE_TOLERATED = 0.02
+"""The share of first tokens that may be late in an overload."""
+_LATE_STEP = 0.1
+_SERVICE_WEIGHT = 0.05
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
@@ -79,17 +87,43 @@ class Standing:
     def __init__(self, burst_s: float) -> None:
         self._burst_s = burst_s
         self._since_s: float | None = None
+        self._pressed_s = -inf
         self.is_long = False
-        """Something has waited without a break for longer than a burst."""
+        """Something has waited without a break for longer than a burst, or did, and then newcomers
+        had to wait too, the last one at most `CALM_S` ago."""
 
     def note(self, *, waiting: bool, now: float) -> bool:
         """Whether something waits now; returns `is_long`."""
-        if not waiting:
+        if waiting:
+            self._since_s = now if self._since_s is None else self._since_s
+            self.is_long = self.is_long or now - self._since_s >= self._burst_s
+        else:
             self._since_s = None
-        elif self._since_s is None:
-            self._since_s = now
-        self.is_long = self._since_s is not None and now - self._since_s >= self._burst_s
+            self.is_long = self.is_long and now - self._pressed_s < CALM_S
         return self.is_long
+
+    def press(self, now: float) -> None:
+        """Note that a newcomer had to wait behind what waits already."""
+        if self.is_long:
+            self._pressed_s = now
+
+
+class InTimeShare:
+    """The share of its TTFT target that a request may be expected to wait for in an overload.
+
+    The rest is for its prompt and for what delays it unseen: the event loops of a busy machine,
+    other work on its cores. A late first token lowers the share by a tenth, and one in time raises
+    it by as much as keeps it level while `_LATE_TOLERATED` of them are late."""
+
+    MOST, LEAST = 0.75, 0.05
+
+    def __init__(self) -> None:
+        self.value = 0.5
+
+    def note(self, *, late: bool) -> None:
+        raised = _LATE_STEP * _LATE_TOLERATED / (1.0 - _LATE_TOLERATED)
+        factor = 1.0 - _LATE_STEP if late else 1.0 + raised
+        self.value = min(self.MOST, max(self.LEAST, self.value * factor))
 
 
 def refusal(
@@ -122,16 +156,72 @@ class Admission:
         self._standing = Standing(settings.burst_s)
         """The queue of requests that can be in time: they wait for places, so more is asked than
         can be done."""
+        self.share = InTimeShare()
+        self._late: list[Request] = []
+        """Those that have become late since this was looked at."""
+        self._sent: dict[str, tuple[Request, float]] = {}
+        """Requests without a first token, and when they were sent to their slices."""
+        self._service_s = 0.0
+        """How long first tokens took on their slices lately."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
         self._notified = Backlog()
 
+    @property
+    def wakeup(self) -> float | None:
+        return self.recheck_s if self._queue or self.overload else None
+
+    @property
+    def overload(self) -> bool:
+        """Whether more is asked than can be done."""
+        return self._standing.is_long
+
+    def sent(self, request: Request, now: float) -> None:
+        """Note that a request goes to a slice."""
+        self._sent[request.id] = request, now
+
+    def left(self, request_id: str) -> None:
+        """Note that a request is on no slice any more."""
+        self._sent.pop(request_id, None)
+
+    def first_token(self, request_id: str, after_s: float) -> None:
+        """Learn from a first token, which came so long after its request arrived."""
+        if (sent := self._sent.pop(request_id, None)) is None:
+            return
+        request, sent_s = sent
+        took_s = max(0.0, request.arrival_s + after_s - sent_s)
+        self._service_s += _SERVICE_WEIGHT * (took_s - self._service_s)
+        if self.overload and not request.sent:
+            self.share.note(late=after_s > request.slo.ttft_s)
+
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
-        if self._settings.patience > 0.0:  # else late requests would wait for ever
-            self._queue.age(now)
+        self._age(now)
         if not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
+
+    def _age(self, now: float) -> None:
+        if self._settings.patience > 0.0:  # else late requests would wait for ever
+            self._late += self._queue.age(now, self._service_s if self.overload else 0.0)
+
+    def overdue(self, now: float, loads: Iterable[SliceLoad]) -> Iterator[Reject]:
+        """Refuse requests in an overload before any is placed: those that have become late since
+        the last time, new ones among them, and those that are late on slices."""
+        self._age(now)
+        late, self._late = self._late, []
+        if self.overload and self._settings.patience > 0.0:
+            yield from self._hopeless(now, loads)
+            for one in late:
+                if one.id in self._queue and self._usable(one.model):
+                    yield self._overdue(one, now)
+
+    def _overdue(self, request: Request, now: float) -> Reject:
+        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
+        reason = (
+            f"the first token is due within {request.slo.ttft_s:g} s, and "
+            f"{now - request.arrival_s:.1f} s have passed"
+        )
+        return Reject(request.id, 429, reason, retry_s, "overload")
 
     def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
@@ -147,14 +237,16 @@ class Admission:
         if not self._queue:
             return
         new = {request.id for request in arrived}
+        if any(one in self._queue and not self._queue.late(one) for one in new):
+            self._standing.press(now)
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         ahead = Counter[str]() if everybody else punctual
         for request in waiting:
             strict: float | None = None
-            if self._standing.is_long and self._queue.late(request.id):
+            if self.overload and self._queue.late(request.id):
                 strict = 1.0
-            elif self._standing.is_long and request.id in new:
-                strict = IN_TIME_SHARE
+            elif self.overload and request.id in new:
+                strict = self.share.value
             before = turns_before(request.tenant, ahead)
             reject = self._judge(request, before, now, strict)
             if reject is not None:
@@ -162,38 +254,32 @@ class Admission:
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
 
-    def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
+    def _hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
         """Refuse requests on slices that are late before their first token, once in a while in an
         overload. Requests that can still be in time could have their places."""
-        if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
+        if now < self.recheck_s:
             return []
-        late = [
-            job.request for load in loads for one in load.busy() for job in one.jobs.values()
+        return [
+            self._overdue(job.request, now)
+            for load in loads for one in load.busy() for job in one.jobs.values()
             if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
         ]  # fmt: skip
-        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
-        return [
-            Reject(
-                one.id, 429, f"the first token was due within {one.slo.ttft_s:g} s, and "
-                f"{now - one.arrival_s:.1f} s have passed", retry_s, "overload",
-            )
-            for one in late
-        ]  # fmt: skip
 
-    def backlog(self) -> Backlog | None:
+    def backlog(self) -> list[Backlog]:
         """Return what the server must know to refuse newcomers before anything is done for them;
-        None if nothing has changed."""
+        nothing if that has not changed."""
         backlog = Backlog()
-        if self._standing.is_long and self.throughput.per_s > 0.0:
+        if self.overload and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
             models = self._queue.models_in_time(self._usable)
             backlog = Backlog(
-                self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models)
+                self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models),
+                round(self.share.value, 2),
             )  # fmt: skip
         if backlog == self._notified:
-            return None
+            return []
         self._notified = backlog
-        return backlog
+        return [backlog]
 
     def _too_many(self, arrived: Sequence[Request]) -> Iterator[Reject]:
         most = self._settings.max_waiting
