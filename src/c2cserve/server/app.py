@@ -3,8 +3,6 @@
 import asyncio
 import hmac
 import logging
-import re
-import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -25,6 +23,7 @@ from c2cserve.server.access.usage import as_csv
 from c2cserve.server.bodies import Bodies
 from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
+from c2cserve.server.door import Door, request_id
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
@@ -41,8 +40,6 @@ from c2cserve.server.tls import Tls
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
-_ID = re.compile(r"[!-~]{1,128}")
-"""Request ids of clients that are used: they are safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
 _ALL_KEYS = "*"
@@ -77,6 +74,7 @@ def create_app(
     if tls is not None:
         metrics.registry.register(tls)
     routes = _Routes(gateway, settings, texts, metrics, gate)
+    app.state.door = routes.door
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
     if settings.access.allowed_origins:
@@ -86,15 +84,10 @@ def create_app(
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         fault = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return routes.failed(http, fault, _NO_ROUTE, _request_id(http))
+        return routes.failed(http, fault, _NO_ROUTE, request_id(http.headers))
 
     app.add_exception_handler(HTTPException, http_error)
     return app
-
-
-def _request_id(http: HttpRequest) -> str:
-    given = http.headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -114,6 +107,7 @@ class _Routes:
         self._gate = gate
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
+        self.door = Door(gateway, self._guard, gate, metrics, self._preparer)
         self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
         self._described: dict[str, Any] | None = None
         """The API's description, made when it is first asked for: it takes some 0.1 s."""
@@ -153,21 +147,21 @@ class _Routes:
             return response
 
         async def answered(http: HttpRequest) -> Response:
-            request_id = http.state.request_id = _request_id(http)
+            id_ = http.state.request_id = request_id(http.headers)
             try:
                 self._guard.check(http, role)
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
-                return self.failed(http, error, route, request_id)
+                return self.failed(http, error, route, id_)
             except Refused as refused:
-                return self.failed(http, ApiError.of(refused), route, request_id)
+                return self.failed(http, ApiError.of(refused), route, id_)
             except Exception:
                 # The last resort: a defect answers 500 and is logged, and the server goes on.
-                log.exception("%s failed", route, extra={"request_id": request_id})
+                log.exception("%s failed", route, extra={"request_id": id_})
                 fault = ApiError(500, "internal error; see the server's log")
-                return self.failed(http, fault, route, request_id)
-            return self._sent(http, response, route, request_id)
+                return self.failed(http, fault, route, id_)
+            return self._sent(http, response, route, id_)
 
         return guarded
 

@@ -126,17 +126,22 @@ class Preparer:
         if name != incoming.model:
             raise ApiError(400, "the body names several models", param="model")
 
+    def check_overload(
+        self, files: ModelFiles, tenant: str, headers: Mapping[str, str], arrived_s: float
+    ) -> None:
+        """Check that a request of which nothing was done yet can be in time. Raises ApiError, and
+        `Refused` (429) in an overload."""
+        ttft_s = _header_ms(headers, "x-slo-ttft-ms", files.ttft_s)
+        refused = self._gateway.overload(files.key, tenant, ttft_s, arrived_s, self._preparing)
+        if refused is not None:
+            raise refused
+
     async def prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         """Prepare a request for the model that its name leads to, None if to no model. Raises
         ApiError, and `Refused` in an overload."""
         tenant = incoming.tenant
         if files is not None:
-            ttft_s = _header_ms(incoming.headers, "x-slo-ttft-ms", files.ttft_s)
-            refused = self._gateway.overload(
-                files.key, tenant, ttft_s, incoming.arrived_s, self._preparing
-            )
-            if refused is not None:
-                raise refused
+            self.check_overload(files, tenant, incoming.headers, incoming.arrived_s)
         self._preparing[tenant] += 1
         try:
             return await self._prepare(incoming, files)
