@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from catalogue_server import Server
+from catalogue_server import Server, exit_on_sigterm
 from late_answers import ServerLog, late_first_tokens
 from report import report
 
@@ -58,6 +58,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     given = _arguments()
+    exit_on_sigterm()
     results: Row = {"capacity_per_s": given.capacity, "closed_loops": [], "settings": {}}
     for setting in given.setting:
         print(f"serve {given.serve} {setting}".rstrip(), flush=True)

@@ -17,9 +17,10 @@ from math import inf
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
+from c2cserve.policy.cluster.placement import worth_a_try
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
-from c2cserve.policy.cluster.slice_load import SliceLoad
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 
 BURST_S = 0.25
 CALM_S = 2.0
@@ -314,6 +315,16 @@ class Admission:
         """Whether it waits although it is late, so that it might as well be served."""
         late = self._queue.late(request.id) and self._settings.patience > 1.0
         return late or self.never_refused(request)
+
+    def confirmed(
+        self, placement: Placement | None, request: Request, slices: Mapping[str, SliceLoad],
+        now: float,
+    ) -> Placement | None:  # fmt: skip
+        """Return the placement of a waiting request. In an overload, a busy slice on which it would
+        be late gets none: it would only delay others there."""
+        if placement is None or not self.overload or self.never_refused(request):
+            return placement
+        return placement if worth_a_try(slices[placement.slice_id], request, now) else None
 
     def never_refused(self, request: Request) -> bool:
         """Whether a waiting request is kept however late it is."""

@@ -357,7 +357,8 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
-        return self._placing.place(request, spec, loads, self._value, now, late=late)
+        placement = self._placing.place(request, spec, loads, self._value, now, late=late)
+        return self._admission.confirmed(placement, request, self._slices, now)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """Return what it costs to let a model without requests leave a slice; lowest first."""
