@@ -59,7 +59,10 @@ class Server:
     def __enter__(self) -> Self:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, preexec_fn=_end_with_benchmark
+                self._command,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_end_with_benchmark,  # noqa: PLW1509 - there are no threads yet
             )
         return self
 

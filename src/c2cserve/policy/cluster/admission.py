@@ -127,6 +127,36 @@ class InTimeShare:
         self.value = min(self.MOST, max(self.LEAST, self.value * factor))
 
 
+class Pace:
+    """The share of the targets that predicted times may take on a slice in an overload. Predictions
+    are of decode steps, and leave out what comes between: other prompts, other work on the cores.
+
+    It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
+    new value."""
+
+    LEAST, FIRST, MOST = 0.1, 0.65, 1.0
+    LOWER, HIGHER = 0.75, 1.005
+    SLOW_S = 5.0
+
+    def __init__(self) -> None:
+        self.share = self.FIRST
+        self._lowered_s = self._slow_s = -inf
+
+    def slow(self, now: float) -> bool:
+        """Return whether an answer was too slow lately."""
+        return now - self._slow_s < self.SLOW_S
+
+    def note(self, *, late: bool, sent_s: float, now: float) -> None:
+        """Learn from an answer's time per token. `sent_s`: when it was sent to its slice."""
+        self._slow_s = now if late else self._slow_s
+        if sent_s < self._lowered_s:
+            return
+        factor = self.LOWER if late else self.HIGHER
+        self.share = min(self.MOST, max(self.LEAST, self.share * factor))
+        if late:
+            self._lowered_s = now
+
+
 def refusal(
     request: Request, ahead: int, throughput: Throughput, patience: float, now: float,
     *, foresee: bool = True,
@@ -160,6 +190,12 @@ class Admission:
         self.share = InTimeShare()
         self._late: list[Request] = []
         """Those that have become late since this was looked at."""
+        self._pace = Pace()
+        self._begun: dict[str, tuple[Request, float, float]] = {}
+        """Requests with a first token: when they were sent to their slices, and when that came."""
+        self._ended: list[tuple[Request, float, float, int]] = []
+        """The same of those that have finished, and their lengths: their times are not known yet,
+        because no clock is read while events are applied."""
         self._sent: dict[str, tuple[Request, float]] = {}
         """Requests without a first token, and when they were sent to their slices."""
         self._service_s = 0.0
@@ -184,6 +220,13 @@ class Admission:
     def left(self, request_id: str) -> None:
         """Note that a request is on no slice any more."""
         self._sent.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def finished(self, request_id: str, output_len: int) -> None:
+        """Note that a request has ended by itself."""
+        self.throughput.finished()
+        if (begun := self._begun.pop(request_id, None)) is not None:
+            self._ended.append((*begun, output_len))
 
     def first_token(self, request_id: str, after_s: float) -> None:
         """Learn from a first token, which came so long after its request arrived."""
@@ -191,12 +234,17 @@ class Admission:
             return
         request, sent_s = sent
         took_s = max(0.0, request.arrival_s + after_s - sent_s)
+        self._begun[request_id] = request, sent_s, request.arrival_s + after_s
         self._service_s += _SERVICE_WEIGHT * (took_s - self._service_s)
         if self.overload and not request.sent:
             self.share.note(late=after_s > request.slo.ttft_s)
 
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
+        for request, sent_s, first_s, length in self._ended:
+            tpot_s = (now - first_s) / max(1, length - 1)
+            self._pace.note(late=tpot_s > request.slo.tpot_s, sent_s=sent_s, now=now)
+        self._ended.clear()
         self._age(now)
         if not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
@@ -320,11 +368,15 @@ class Admission:
         self, placement: Placement | None, request: Request, slices: Mapping[str, SliceLoad],
         now: float,
     ) -> Placement | None:  # fmt: skip
-        """Return the placement of a waiting request. In an overload, a busy slice on which it would
-        be late gets none: it would only delay others there."""
-        if placement is None or not self.overload or self.never_refused(request):
+        """Return the placement of a waiting request. In an overload, and while answers are slow, a
+        busy slice gets none on which it or others would be late. What is late already may stay
+        so."""
+        strict = self.overload or self._pace.slow(now)
+        if placement is None or not strict or self.never_refused(request):
             return placement
-        return placement if worth_a_try(slices[placement.slice_id], request, now) else None
+        load, late = slices[placement.slice_id], self._queue.late(request.id)
+        tried = worth_a_try(load, request, now, self._pace.share, late=late)
+        return placement if tried else None
 
     def never_refused(self, request: Request) -> bool:
         """Whether a waiting request is kept however late it is."""

@@ -7,13 +7,16 @@ before they reach `Admission`, where it cannot see them.
 
 from collections import Counter
 from collections.abc import Mapping
+from math import inf
 
 from c2cserve.core.actions import Backlog
 from c2cserve.core.value import value
-from c2cserve.policy.cluster.admission import Standing, Throughput, turns_before
+from c2cserve.policy.cluster.admission import CALM_S, Standing, Throughput, turns_before
 
 _LONG = 16
 """Requests that wait for places. From so many on, all models' are taken to wait."""
+_UNREAD = 0.1
+"""The share of its TTFT target from which on a request was read late."""
 _GOLDEN = 0.6180339887498949
 """Multiples of it, modulo 1, lie evenly in any number."""
 
@@ -33,7 +36,7 @@ class Newcomer:
 class RetryTimes:
     """When refused requests should be sent again: spread evenly, and later the longer more is
     refused than is finished. So clients that keep to it do not come back together, and in the end
-    ask for about twice what can be done."""
+    ask for two to three times what can be done. That is enough to keep all slices busy."""
 
     MOST_S = 30.0
     WINDOW_S = 1.0
@@ -41,17 +44,23 @@ class RetryTimes:
 
     def __init__(self) -> None:
         self.mean_s = 1.0
+        self._per_s = 0.0
         self._since_s = 0.0
         self._refused = 0
         self._count = 0
 
     def after_s(self, least_s: float, per_s: float, now: float) -> float:
         """Return the time for one more refusal, between the mean and twice the mean. `least_s`:
-        when what waits will be gone; `per_s`: requests finished per second."""
+        when what waits will be gone; `per_s`: requests finished per second, 0 if that is not known
+        now."""
+        self._per_s = per_s or self._per_s
         if (elapsed := now - self._since_s) >= self.WINDOW_S:
-            more = self._refused > max(1.0, per_s) * elapsed
-            # A quiet time counts as so many windows.
-            grown = self.GROWTH if more else self.GROWTH ** -(elapsed / self.WINDOW_S)
+            finished = max(1.0, self._per_s) * elapsed
+            grown = 1.0
+            if self._refused > 2.0 * finished:
+                grown = self.GROWTH
+            elif self._refused < finished:  # a quiet time counts as so many windows
+                grown = self.GROWTH ** -(elapsed / self.WINDOW_S)
             self.mean_s = min(self.MOST_S / 2, max(1.0, self.mean_s * grown))
             self._refused, self._since_s = 0, now
         self._refused += 1
@@ -67,6 +76,11 @@ class Entrance:
         self._preparing = Throughput()
         """Requests prepared per second, measured while others wait for it."""
         self._standing = Standing(burst_s)
+        self._unread = Standing(burst_s)
+        """Requests that were read late, one after another: the event loop has too much to do."""
+        self._last = Backlog()
+        """The policy's latest one of an overload."""
+        self._refused_s = -inf
         self.retries = RetryTimes()
         self.refused = 0
 
@@ -74,9 +88,11 @@ class Entrance:
         """Note that a request was prepared and goes to the controller."""
         self._preparing.finished()
 
-    def strict(self, backlog: Backlog) -> bool:
-        """Return whether any newcomer may be refused now."""
-        return self._standing.is_long or backlog.per_s > 0.0
+    def strict(self, backlog: Backlog, now: float) -> bool:
+        """Return whether any newcomer may be refused now. What is refused here never reaches the
+        policy, which may so take the overload for over."""
+        held = backlog.per_s > 0.0 or now - self._refused_s < CALM_S
+        return held or self._standing.is_long or self._unread.is_long
 
     def refusal(
         self, backlog: Backlog, newcomer: Newcomer, preparing: Mapping[str, int],
@@ -91,8 +107,13 @@ class Entrance:
         tenant, crowd = newcomer.tenant, sum(preparing.values())
         self._preparing.refresh(now, saturated=crowd > 0)
         self._standing.note(waiting=crowd > 0, now=now)
-        if not self.strict(backlog):
+        self._unread.note(waiting=newcomer.waited_s > _UNREAD * newcomer.ttft_s, now=now)
+        if not self.strict(backlog, now):
             return None
+        if backlog.per_s:
+            self._last = backlog
+        else:
+            backlog = Backlog(self._last.per_s, share=self._last.share)
         expected_s = 0.0
         if self._standing.is_long:
             expected_s = self._preparing.wait_s(turns_before(tenant, preparing))
@@ -105,6 +126,7 @@ class Entrance:
         if expected_s <= backlog.share * newcomer.ttft_s:
             return None
         self.refused += 1
+        self._refused_s = now
         reason = (
             f"the first token is due within {newcomer.ttft_s:g} s; with what waits already it "
             f"would take {expected_s:.1f} s"
@@ -116,7 +138,7 @@ class Entrance:
     ) -> tuple[str, float] | None:
         """Return why a prepared request is refused after all, and when to try again: there is an
         overload, and it is late already. None if it may go on."""
-        if waited_s <= ttft_s or not self.strict(backlog):
+        if waited_s <= ttft_s or not self.strict(backlog, now):
             return None
         self.refused += 1
         reason = f"the first token was due within {ttft_s:g} s; {waited_s:.1f} s have passed"

@@ -91,7 +91,7 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._instances.first_token(request_id, after_s)
                 self._relocation.tokens(event)
             case ev.Finished():
-                self._admission.throughput.finished()
+                self._admission.finished(event.request_id, event.output_len)
                 self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)

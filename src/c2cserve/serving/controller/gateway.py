@@ -148,13 +148,13 @@ class LiveGateway:
     ) -> Refused | None:  # fmt: skip
         world, now = self._world, time.monotonic()
         newcomer = Newcomer(model, tenant, ttft_s, now - arrived_s)
-        posted = world.inbox.posted() if self._entrance.strict(world.backlog) else {}
+        posted = world.inbox.posted() if self._entrance.strict(world.backlog, now) else {}
         found = self._entrance.refusal(world.backlog, newcomer, preparing, posted, now)
         return None if found is None else Refused(429, *found)
 
     @property
     def refuses_early(self) -> bool:
-        return self._entrance.strict(self._world.backlog)
+        return self._entrance.strict(self._world.backlog, time.monotonic())
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)
