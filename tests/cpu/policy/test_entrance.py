@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.core.actions import Backlog
-from c2cserve.policy.cluster.admission import InTimeShare
+from c2cserve.policy.cluster.admission import InTimeShare, Pace
 from c2cserve.policy.cluster.entrance import Entrance, Newcomer, RetryTimes
 
 NONE = Backlog()
@@ -53,6 +53,43 @@ def test_the_time_that_a_request_waited_to_be_read_counts() -> None:
     check = Entrance(burst_s=0.5)
     assert refused(check, LONG, "m", "A", 2.0) is None
     assert refused(check, LONG, "m", "A", 2.0, waited_s=0.3) is not None
+
+
+def test_requests_that_are_read_late_one_after_another_are_an_overload() -> None:
+    check = Entrance(burst_s=0.5)
+    found = [
+        refused(check, NONE, "m", "A", 1.0, now=tick * 0.01, waited_s=0.6) for tick in range(100)
+    ]
+    assert found[:40] == [None] * 40, "a stall ends"
+    assert all(found[-40:])
+
+
+def test_an_overload_that_only_the_entrance_sees_goes_on() -> None:
+    """All are refused there, so the policy's queue is empty."""
+    check = Entrance(burst_s=0.5)
+    assert refused(check, LONG, "m", "A", 1.0) is not None
+    assert refused(check, NONE, "m", "A", 1.0, posted={"A": 80}, now=0.1) is not None
+    assert refused(check, NONE, "m", "A", 1.0, now=0.2) is None, "nothing is on its way"
+    assert refused(check, NONE, "m", "A", 1.0, posted={"A": 80}, now=9.0) is None, "it is over"
+
+
+def test_the_pace_falls_once_for_all_that_were_sent_before() -> None:
+    pace = Pace()
+    for _ in range(50):
+        pace.note(late=True, sent_s=1.0, now=5.0)
+    assert pace.share == Pace.MOST * Pace.LOWER
+    pace.note(late=True, sent_s=5.5, now=9.0)
+    assert pace.share == Pace.MOST * Pace.LOWER**2
+    assert pace.slow(9.0)
+    assert not pace.slow(9.0 + Pace.SLOW_S)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 20.0)), max_size=200))
+def test_the_pace_stays_within_its_bounds(answers: list[tuple[bool, float]]) -> None:
+    pace = Pace()
+    for number, (late, took_s) in enumerate(answers):
+        pace.note(late=late, sent_s=number - took_s, now=float(number))
+        assert Pace.LEAST <= pace.share <= Pace.MOST
 
 
 def test_the_share_that_may_pass_is_the_policys() -> None:

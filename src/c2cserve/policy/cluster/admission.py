@@ -2,9 +2,9 @@
 
 A burst waits, an overload is refused. When requests that can still be in time have waited without
 a break for `burst_s`, more is asked than can be done. Then a newcomer whose first token would come
-late is refused on arrival, and so is what waits and cannot be in time any more. Else a late request
-does no harm, because requests that can be in time go before it (`policy.cluster.queue`). It waits
-for a quiet moment, until its patience ends.
+late is refused on arrival, and so is what waits and is late. Else a late request does no harm,
+because requests that can be in time go before it (`policy.cluster.queue`). It waits for a quiet
+moment, until its patience ends.
 
 What delays a first token beside the queue is not foreseen but learned (`InTimeShare`): the more
 first tokens were late, the shorter the queue.
@@ -29,7 +29,6 @@ without this, each end would let in all that is asked for a burst's time."""
 _LATE_TOLERATED = 0.02
 """The share of first tokens that may be late in an overload."""
 _LATE_STEP = 0.1
-_SERVICE_WEIGHT = 0.05
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
@@ -128,18 +127,18 @@ class InTimeShare:
 
 
 class Pace:
-    """The share of the targets that predicted times may take on a slice in an overload. Predictions
-    are of decode steps, and leave out what comes between: other prompts, other work on the cores.
+    """The share of the targets that predicted times may take on a CPU slice in an overload.
+    Predictions leave out what comes between steps: other prompts, other work on the cores.
 
     It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
     new value."""
 
-    LEAST, FIRST, MOST = 0.1, 0.65, 1.0
+    LEAST, MOST = 0.1, 1.0
     LOWER, HIGHER = 0.75, 1.005
     SLOW_S = 5.0
 
     def __init__(self) -> None:
-        self.share = self.FIRST
+        self.share = self.MOST
         self._lowered_s = self._slow_s = -inf
 
     def slow(self, now: float) -> bool:
@@ -198,8 +197,6 @@ class Admission:
         because no clock is read while events are applied."""
         self._sent: dict[str, tuple[Request, float]] = {}
         """Requests without a first token, and when they were sent to their slices."""
-        self._service_s = 0.0
-        """How long first tokens took on their slices lately."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
         self._notified = Backlog()
@@ -233,9 +230,7 @@ class Admission:
         if (sent := self._sent.pop(request_id, None)) is None:
             return
         request, sent_s = sent
-        took_s = max(0.0, request.arrival_s + after_s - sent_s)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
-        self._service_s += _SERVICE_WEIGHT * (took_s - self._service_s)
         if self.overload and not request.sent:
             self.share.note(late=after_s > request.slo.ttft_s)
 
@@ -251,7 +246,7 @@ class Admission:
 
     def _age(self, now: float) -> None:
         if self._settings.patience > 0.0:  # else late requests would wait for ever
-            self._late += self._queue.age(now, self._service_s if self.overload else 0.0)
+            self._late += self._queue.age(now)
 
     def overdue(self, now: float, loads: Iterable[SliceLoad]) -> Iterator[Reject]:
         """Refuse requests in an overload before any is placed: those that have become late since
@@ -369,12 +364,14 @@ class Admission:
         now: float,
     ) -> Placement | None:  # fmt: skip
         """Return the placement of a waiting request. In an overload, and while answers are slow, a
-        busy slice gets none on which it or others would be late. What is late already may stay
-        so."""
+        busy CPU slice gets none on which it or others would be late: elsewhere that is looked at
+        before (`placement`). What is late already may stay so."""
         strict = self.overload or self._pace.slow(now)
         if placement is None or not strict or self.never_refused(request):
             return placement
         load, late = slices[placement.slice_id], self._queue.late(request.id)
+        if not load.is_cpu:
+            return placement
         tried = worth_a_try(load, request, now, self._pace.share, late=late)
         return placement if tried else None
 

@@ -117,20 +117,14 @@ class WaitingQueue:
         if not displaced:
             heappush(self._aging, (request.first_token_due_s, request.id))
 
-    def age(self, now: float, service_s: float = 0.0) -> list[Request]:
-        """Move requests whose first token will be overdue behind those that can still be in time.
-        Return those moved. `service_s`: what it takes once a request is placed. At most half of a
-        target counts: what is never placed would never be known to be faster."""
+    def age(self, now: float) -> list[Request]:
+        """Move requests whose first token is overdue behind those that can still be in time. Return
+        those moved."""
         moved: list[Request] = []
-        while self._aging:
-            due_s, request_id = self._aging[0]
+        while self._aging and self._aging[0][0] < now:
+            _, request_id = heappop(self._aging)
             entry = self._entries.get(request_id)
-            fresh = entry is not None and entry[0][0] == FRESH
-            ttft_s = entry[1].slo.ttft_s if entry is not None else 0.0
-            if fresh and due_s - min(service_s, ttft_s / 2) >= now:
-                break
-            heappop(self._aging)
-            if fresh and entry is not None:
+            if entry is not None and entry[0][0] == FRESH:
                 self.remove(request_id)
                 urgency, request = entry
                 self._insert(((LATE, *urgency[1:]), request))
