@@ -120,7 +120,7 @@ class Gateway(Protocol):
         ...
 
     @property
-    def refuses_early(self) -> bool:
+    def may_refuse(self) -> bool:
         """Whether `overload` may refuse any request now."""
         ...
 

@@ -13,9 +13,9 @@ from c2cserve.server.text.detokenize import Detokenizer, StopStrings
 from c2cserve.server.text.vocabulary import TokenizerError
 
 _PARTS = ("unread", "prepare", "queue", "slice", "hand_out")
-"""Parts of the time to a first token: until the server read the request; until it was tokenized;
-until the controller sent it to a slice; until its first token was there; until the event loop had
-that."""
+"""Parts of the time to a first token. They end when the server has read the request, and when it
+is tokenized; when the controller sends it to a slice, and has its first token. The last one ends
+when the event loop has that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,7 +76,7 @@ class Door:
         """Return the fields and the content of a refusal, None if the request may come in. Only an
         overload is refused here: a request with a fault comes in, and is told there."""
         route = scope["path"]
-        if not self._gateway.refuses_early or scope["method"] != "POST" or route not in ROUTES:
+        if not self._gateway.may_refuse or scope["method"] != "POST" or route not in ROUTES:
             return None
         http = HttpRequest(scope)
         try:

@@ -61,7 +61,7 @@ class FakeGateway:
         return self.overloaded
 
     @property
-    def refuses_early(self) -> bool:
+    def may_refuse(self) -> bool:
         return self.overloaded is not None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:

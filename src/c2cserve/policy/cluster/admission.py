@@ -89,8 +89,8 @@ class Standing:
         self._since_s: float | None = None
         self._pressed_s = -inf
         self.is_long = False
-        """Something has waited without a break for longer than a burst, or did, and then newcomers
-        had to wait too, the last one at most `CALM_S` ago."""
+        """Something has waited without a break for longer than a burst. It stays so while newcomers
+        have to wait, and `CALM_S` more."""
 
     def note(self, *, waiting: bool, now: float) -> bool:
         """Whether something waits now; returns `is_long`."""
@@ -112,8 +112,8 @@ class InTimeShare:
     """The share of its TTFT target that a request may be expected to wait for in an overload.
 
     The rest is for its prompt and for what delays it unseen: the event loops of a busy machine,
-    other work on its cores. A late first token lowers the share by a tenth, and one in time raises
-    it by as much as keeps it level while `_LATE_TOLERATED` of them are late."""
+    other work on its cores. A late first token lowers the share by a tenth. One in time raises
+    it a little: the share stays level while `_LATE_TOLERATED` of them are late."""
 
     MOST, LEAST = 0.75, 0.05
 
@@ -249,8 +249,8 @@ class Admission:
             self._late += self._queue.age(now)
 
     def overdue(self, now: float, loads: Iterable[SliceLoad]) -> Iterator[Reject]:
-        """Refuse requests in an overload before any is placed: those that have become late since
-        the last time, new ones among them, and those that are late on slices."""
+        """Refuse requests in an overload before any is placed. These are those that have become
+        late since the last time, and those that are late on slices."""
         self._age(now)
         late, self._late = self._late, []
         if self.overload and self._settings.patience > 0.0:
@@ -364,8 +364,8 @@ class Admission:
         now: float,
     ) -> Placement | None:  # fmt: skip
         """Return the placement of a waiting request. In an overload, and while answers are slow, a
-        busy CPU slice gets none on which it or others would be late: elsewhere that is looked at
-        before (`placement`). What is late already may stay so."""
+        busy CPU slice gets none on which it or others would be late. `placement` has looked at that
+        for other slices. What is late already may stay so."""
         strict = self.overload or self._pace.slow(now)
         if placement is None or not strict or self.never_refused(request):
             return placement

@@ -131,8 +131,8 @@ def in_time(
 def worth_a_try(load: SliceLoad, request: Request, now: float, share: float, *, late: bool) -> bool:
     """Whether the request may be in time on a slice beside what is there (`in_time`). True if times
     are not known."""
-    known = load.requests and _predictable(load, request)
-    return not known or in_time(load, request, now, share, late=late)
+    predictable = load.requests and _predictable(load, request)
+    return not predictable or in_time(load, request, now, share, late=late)
 
 
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:

@@ -153,7 +153,7 @@ class LiveGateway:
         return None if found is None else Refused(429, *found)
 
     @property
-    def refuses_early(self) -> bool:
+    def may_refuse(self) -> bool:
         return self._entrance.strict(self._world.backlog, time.monotonic())
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

@@ -1,5 +1,5 @@
-"""What an overload does to a server whose event loop has costs: requests are read, refused or
-prepared, and tokens handed out, one thing at a time.
+"""What an overload does to a server whose event loop has costs. It reads, refuses or prepares
+requests and hands out tokens, one thing at a time.
 
 It decides with the same `Entrance` as a server. Its clients are open loops, which never wait, or
 closed ones, which ask again when they have an answer, or when a refusal says so.
@@ -25,9 +25,9 @@ class FrontEnd:
     """Seconds of the event loop, and of what holds it up."""
 
     read_s: float = 0.00006
-    """To read a request, and to refuse it."""
+    """The cost of reading a request, and of refusing it."""
     prepare_s: float = 0.0006
-    """To bring one that is not refused to the controller, and to end it."""
+    """The cost of bringing a request to the controller that is not refused."""
     token_s: float = 0.00002
     stall_s: float = 0.0
     """The mean length of stalls, in which other work has the core; about one in a second."""
@@ -40,7 +40,7 @@ class Users:
 
     count: int
     seconds: float
-    draw: Callable[[Random, float], SimRequest]
+    sample: Callable[[Random, float], SimRequest]
     """Returns a request for a time."""
     patient: bool = True
     think_s: float = 0.05
@@ -113,7 +113,7 @@ class FrontEndSimulation(Simulation):
 
     def _ask(self) -> None:
         if self._users is not None and self._more:
-            self._arrive(self._users.draw(self._random, self.timeline.now))
+            self._arrive(self._users.sample(self._random, self.timeline.now))
 
     def notify(self, event: ev.ClusterEvent) -> None:
         match event:
