@@ -14,7 +14,7 @@ from c2cserve.server.text.vocabulary import TokenizerError
 
 _PARTS = ("unread", "prepare", "queue", "slice", "hand_out")
 """Parts of the time to a first token. They end when the server has read the request, and when it
-is tokenized; when the controller sends it to a slice, and has its first token. The last one ends
+is tokenized. The next two end when the controller sends it, and has its first token. The last ends
 when the event loop has that."""
 
 
