@@ -3,8 +3,7 @@
 import asyncio
 import hmac
 import logging
-import re
-import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -26,6 +25,7 @@ from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.doors.ollama.models import catalogue_name
 from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
+from c2cserve.server.early_refusals import EarlyRefusals, request_id
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
@@ -48,8 +48,6 @@ from c2cserve.server.tls import Tls
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
-_ID = re.compile(r"[!-~]{1,128}")
-"""Request ids of clients that are used: they are safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
 _ALL_KEYS = "*"
@@ -84,6 +82,7 @@ def create_app(
     if tls is not None:
         metrics.registry.register(tls)
     routes = _Routes(gateway, settings, texts, metrics, gate)
+    app.state.early_refusals = routes.early
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
     if settings.access.allowed_origins:
@@ -93,15 +92,10 @@ def create_app(
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         fault = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return routes.failed(http, fault, _NO_ROUTE, _request_id(http))
+        return routes.failed(http, fault, _NO_ROUTE, request_id(http.headers))
 
     app.add_exception_handler(HTTPException, http_error)
     return app
-
-
-def _request_id(http: HttpRequest) -> str:
-    given = http.headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -121,6 +115,7 @@ class _Routes:
         self._gate = gate
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
+        self.early = EarlyRefusals(gateway, self._guard, gate, metrics, self._preparer)
         self._inference = Inference(gateway, self._metrics)
         self._doors = DoorRoutes(gateway, self._answer, self._of_text)
         self._described: dict[str, Any] | None = None
@@ -158,21 +153,21 @@ class _Routes:
             return response
 
         async def answered(http: HttpRequest) -> Response:
-            request_id = http.state.request_id = _request_id(http)
+            id_ = http.state.request_id = request_id(http.headers)
             try:
                 self._guard.check(http, role)
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
-                return self.failed(http, error, route, request_id)
+                return self.failed(http, error, route, id_)
             except Refused as refused:
-                return self.failed(http, ApiError.of(refused), route, request_id)
+                return self.failed(http, ApiError.of(refused), route, id_)
             except Exception:
                 # The last resort: a defect answers 500 and is logged, and the server goes on.
-                log.exception("%s failed", route, extra={"request_id": request_id})
+                log.exception("%s failed", route, extra={"request_id": id_})
                 fault = ApiError(500, "internal error; see the server's log")
-                return self.failed(http, fault, route, request_id)
-            return self._sent(http, response, route, request_id)
+                return self.failed(http, fault, route, id_)
+            return self._sent(http, response, route, id_)
 
         return guarded
 
@@ -250,9 +245,11 @@ class _Routes:
     def _incoming(http: HttpRequest, api: Api, body: bytes) -> IncomingRequest:
         state, key = http.state, http.state.key
         state.model = model_of(body)
+        now = time.monotonic()
         return IncomingRequest(
             api, body, state.model, http.headers, state.tenant, state.cache_group,
-            key.quota.limits.allows_model,
+            key.quota.limits.allows_model, getattr(state, "arrived_s", now),
+            getattr(state, "read_s", now),
         )  # fmt: skip
 
     async def _of_text(self, http: HttpRequest, api: Api) -> Response:

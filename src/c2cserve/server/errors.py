@@ -70,11 +70,19 @@ class ApiError(Exception):
         # A text process raises errors too, and sends no responses.
         from starlette.responses import Response
 
-        headers = dict(self.headers)
-        if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
         content = msgspec.json.encode(body)
-        return Response(content, self.status, headers, media_type="application/json")
+        return Response(content, self.status, self.all_headers(), media_type="application/json")
+
+    def all_headers(self) -> dict[str, str]:
+        """Return the header fields beside those of the content. `retry-after-ms` is what OpenAI's
+        clients read first: whole seconds would bring many of them back together."""
+        if self.retry_after_s is None:
+            return self.headers
+        after_s = max(1.0, self.retry_after_s)
+        return {
+            **self.headers, "retry-after": str(math.ceil(after_s)),
+            "retry-after-ms": str(math.ceil(1e3 * after_s)),
+        }  # fmt: skip
 
 
 def unservable(version: str, reason: str) -> ApiError:

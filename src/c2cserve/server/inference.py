@@ -97,6 +97,7 @@ class Inference:
                     "prompt_tokens": request.prompt_len, "cached_tokens": choice.cached_tokens,
                     "output_tokens": choice.output_tokens, "finish": choice.finish,
                     "ttft_ms": first_s and round((first_s - request.arrival_s) * 1e3, 3),
+                    "ttft_parts_ms": choice.ttft_parts_ms(),
                     "total_ms": round((now - request.arrival_s) * 1e3, 3),
                     "slice": timing and timing.slice, "switched": timing and timing.switched,
                 },
