@@ -25,10 +25,10 @@ from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
 from c2cserve.server.doors.ollama.models import catalogue_name
 from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
-from c2cserve.server.early_refusals import EarlyRefusals, request_id
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
+from c2cserve.server.load_shedding import LoadShedder, request_id
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
 from c2cserve.server.openapi.document import describe
@@ -82,7 +82,7 @@ def create_app(
     if tls is not None:
         metrics.registry.register(tls)
     routes = _Routes(gateway, settings, texts, metrics, gate)
-    app.state.early_refusals = routes.early
+    app.state.shedder = routes.shedder
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
     if settings.access.allowed_origins:
@@ -115,7 +115,7 @@ class _Routes:
         self._gate = gate
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
-        self.early = EarlyRefusals(gateway, self._guard, gate, metrics, self._preparer)
+        self.shedder = LoadShedder(gateway, self._guard, gate, metrics, self._preparer)
         self._inference = Inference(gateway, self._metrics)
         self._doors = DoorRoutes(gateway, self._answer, self._of_text)
         self._described: dict[str, Any] | None = None

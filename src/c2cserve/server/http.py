@@ -25,8 +25,8 @@ from c2cserve.runtime.gateway import Gateway
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
-from c2cserve.server.early_refusals import EarlyRefusals, arrived_s
 from c2cserve.server.errors import ApiError
+from c2cserve.server.load_shedding import LoadShedder, arrived_s
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
 
@@ -53,7 +53,7 @@ def http_config(
 
     class Bounded(HttpProtocol):
         all = connections
-        early = app.state.early_refusals
+        shedder = app.state.shedder
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     config = uvicorn.Config(
@@ -71,7 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     all: Connections
-    early: EarlyRefusals
+    shedder: LoadShedder
     wire_bytes_max: int
     """Most bytes of a request: its body in chunks, and what follows it."""
 
@@ -332,7 +332,7 @@ class HttpProtocol(HttpToolsProtocol):
         # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive
         self._enter("idle" if self.cycle.response_complete else "answer")
-        self._refuse_early()
+        self._shed()
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         if self._reading and self._phase == "body":
@@ -345,11 +345,11 @@ class HttpProtocol(HttpToolsProtocol):
         if held is not None:
             super()._start_asgi_task(*held)
 
-    def _refuse_early(self) -> None:
+    def _shed(self) -> None:
         """Answer a request that was read as a whole and is refused in an overload; start others."""
         cycle: Any = self.cycle
         if self._held is not None and not cycle.waiting_for_100_continue:
-            answer = self.early.refusal(cycle.scope, bytes(cycle.body))
+            answer = self.shedder.refusal(cycle.scope, bytes(cycle.body))
             if answer is not None:
                 self._held = None
                 own = b"" if cycle.keep_alive else b"connection: close\r\n"

@@ -59,7 +59,7 @@ def arrived_s(transport: asyncio.BaseTransport) -> float:
     return now if unread_s <= _TICK_S else now - unread_s
 
 
-class EarlyRefusals:
+class LoadShedder:
     """Refuses requests in an overload before anything is made of them: no task, no route, no text
     process. So refusing takes little of the processor time that answers need."""
 

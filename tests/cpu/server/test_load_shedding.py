@@ -118,9 +118,9 @@ def test_refusals_are_counted_and_logged_once_a_second_at_most(
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
     before = counted()
-    with caplog.at_level(logging.INFO, "c2cserve.server.early_refusals"):
+    with caplog.at_level(logging.INFO, "c2cserve.server.load_shedding"):
         for _ in range(20):
             overloaded.http.post("/v1/completions", json=BODY)
     assert counted() == before + 20
-    lines = [one for one in caplog.records if one.name == "c2cserve.server.early_refusals"]
+    lines = [one for one in caplog.records if one.name == "c2cserve.server.load_shedding"]
     assert len(lines) <= 10, "at most one each second"
