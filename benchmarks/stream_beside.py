@@ -11,7 +11,8 @@ One server, one slice, two models with random weights. The slice's memory holds 
     far alone      one request, of a fifth of --tokens
     beside         one request of the far model, of --tokens, while users ask the near one
 
-A phase's times are those between a request's tokens, as they arrive. Of `beside` only those count
+A phase's times are those between a request's tokens, as they arrive; `tpot_p99_ms` is of their
+means by request. Of `beside` only those count
 in which both models were decoding. Alone, the far model may find more of itself in the slice's
 memory than beside the other. So its times are also given per gigabyte that it read over the link.
 
@@ -144,7 +145,8 @@ def measure(server: Server, near: str, far: str, given: argparse.Namespace) -> F
     window = far_beside.first_s, far_beside.last_s
     both = min(r.first_s for r in beside), max(r.last_s for r in beside)
     results: Figures = {
-        "near_alone": _figures(_gaps(alone)), "near_beside": _figures(_gaps(beside, *window)),
+        "near_alone": _figures(_gaps(alone)) | _tpot(alone),
+        "near_beside": _figures(_gaps(beside, *window)) | _tpot(beside, *window),
         "far_alone": _figures(_gaps([far_alone])) | _streamed(far_alone, far_bytes),
         "far_beside": _figures(_gaps([far_beside], *both)) | _streamed(far_beside, beside_bytes),
     }  # fmt: skip
@@ -234,6 +236,16 @@ def _gaps(records: Sequence[Record], since_s: float = -inf, until_s: float = inf
     return sorted(found)
 
 
+def _tpot(records: Sequence[Record], since_s: float = -inf, until_s: float = inf) -> Figures:
+    """Return the p99 of what requests within [since_s, until_s] took per token, in the mean."""
+    means = sorted(
+        sum(record.gaps_s) / len(record.gaps_s)
+        for record in records
+        if record.gaps_s and since_s <= record.first_s and record.last_s <= until_s
+    )
+    return {"tpot_p99_ms": 1e3 * percentile(means, 0.99)} if means else {}
+
+
 def _figures(gaps: Sequence[float]) -> Figures:
     if not gaps:
         raise ValueError("no time between tokens lies within the phase: ask for more tokens")
@@ -253,7 +265,8 @@ def _streamed(record: Record, streamed_bytes: float) -> Figures:
 def _ratios(results: Figures) -> Figures:
     near = {
         share: results["near_beside"][share] / results["near_alone"][share]
-        for share in ("mean_ms", "p50_ms", "p99_ms")
+        for share in ("mean_ms", "p50_ms", "p99_ms", "tpot_p99_ms")
+        if share in results["near_beside"]
     }
     alone, beside = results["far_alone"], results["far_beside"]
     far = {"mean_ms": beside["mean_ms"] / alone["mean_ms"]}

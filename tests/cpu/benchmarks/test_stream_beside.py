@@ -35,6 +35,15 @@ def test_only_times_within_the_window_count() -> None:
     assert stream_beside._gaps([record], 1.2, 3.9) == [1.0]
 
 
+def test_time_per_token_is_the_mean_of_a_request() -> None:
+    records = [
+        Record(0, "m", 0.0, first_s=1.0, last_s=4.0, gaps_s=[0.5, 2.5]),
+        Record(0, "m", 0.0, first_s=0.5, last_s=9.5, gaps_s=[9.0]),
+    ]
+    assert stream_beside._tpot(records, 1.0, 4.0) == {"tpot_p99_ms": pytest.approx(1500.0)}
+    assert stream_beside._tpot(records, 2.0, 3.0) == {}
+
+
 def test_an_answer_that_was_cut_counts_as_far_as_it_came() -> None:
     cut = Record(0, "m", 0.0, first_s=1.0, last_s=2.0, gaps_s=[0.5, 0.5], error="timeout")
     assert stream_beside._answered([cut]) == [cut]
