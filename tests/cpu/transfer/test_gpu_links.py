@@ -122,7 +122,7 @@ def test_segments_are_grouped(case: Case) -> None:
 
 def test_the_kernel_has_the_parameters_that_are_launched() -> None:
     assert RELAY.pieces == 160, "kRelayPieces of cuda_links.h"
-    assert 24 + 24 * RELAY.pieces <= 4096, "kernel parameters"
+    assert 32 + 24 * RELAY.pieces <= 4096, "kernel parameters"
 
 
 @pytest.mark.parametrize("stop", [1000, SIZE], ids=["one copy", "micro-tasks"])
