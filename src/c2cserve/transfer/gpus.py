@@ -30,8 +30,9 @@ def open_engine(
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
-    GPUs without access to each other's memory do not relay for each other. Raises `CudaError`, `LinkError`, `KernelsMissing`, and `KernelMissingError` if
-    there are neighbours and the relay kernel is not built.
+    GPUs without access to each other's memory do not relay for each other. Raises `CudaError`,
+    `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
+    kernel is not built.
     """
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
     ports, relays = ports_of(gpus, reaches)
