@@ -14,7 +14,7 @@ from c2cserve.kernels.gpu.driver import checked, cu
 from c2cserve.transfer.gpus import use
 from c2cserve.transfer.settings import RelayShape
 
-_HEADER = "=QQIIII"
+_HEADER = "=QQIIIII4x"
 _PIECE = "=QQQ"
 _STARTED = 32
 """The place of the second flag, in words: a cache line of its own."""
@@ -62,7 +62,7 @@ class RelayLaunch:
         flags = self._flags.data_ptr()
         params = struct.pack(
             _HEADER, flags, flags + 4 * _STARTED, self.number, len(pieces), self._shape.stages,
-            self._shape.stage_bytes,
+            self._shape.stage_bytes, self._shape.look_bytes,
         )  # fmt: skip
         params += b"".join(struct.pack(_PIECE, *piece) for piece in pieces)
         size = struct.calcsize(_HEADER) + struct.calcsize(_PIECE) * RELAY.pieces

@@ -13,7 +13,7 @@ printed as they come, so that they are there if a later one fails.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -30,12 +30,15 @@ _FORMS_MIB = {"whole": 256, "8 MiB": 8, "2 MiB": 2}
 _LOAD_CTAS = (2, 4, 8, 16)
 _RING_CTAS = (1, 2, 4, 8)
 _RINGS_KIB = ((4, 16), (8, 16), (12, 16), (8, 8), (16, 8), (6, 32), (16, 4))
+_LOOKS_KIB = (16, 64, 1 << 20)
+"""Other than the default: as often as there are stages, and never."""
 _TASKS_MIB = ((2, 8), (4, 16), (8, 32))
 _DEPTHS = (4, 6)
 _TRIED_IN_ENGINE = 3
 _BUDGET_S = 80.0
 BARS = {"in": 1.87, "out": 1.85, "both": 0.93}
 """Two links to one copy, and both ways to CUDA's copies with two GPUs."""
+LOOK_BYTES = RelayShape().look_bytes
 Rows = list[dict[str, Any]]
 
 
@@ -43,6 +46,9 @@ def shapes() -> Iterator[RelayShape]:
     """What needs the least of the hardware comes first."""
     for ctas in _LOAD_CTAS:
         yield RelayShape(ctas, stages=0)
+    for kib in _LOOKS_KIB:
+        yield RelayShape(look_bytes=kib << 10)
+        yield RelayShape(stages=0, look_bytes=kib << 10)
     for (stages, kib), ctas in itertools.product(_RINGS_KIB, _RING_CTAS):
         yield RelayShape(ctas, stages, kib << 10)
 
@@ -58,7 +64,10 @@ class Tuning:
         """Measure everything. `left_out` are cases that the time did not suffice for."""
         kernel = [self._kernel(shape) for shape in shapes()]
         fastest = sorted(kernel, key=_in_tasks, reverse=True)[:_TRIED_IN_ENGINE]
-        chosen = [RelayShape(**row["shape"]) for row in fastest]
+        # What looks more rarely than is safe is there to be compared with, not to be chosen.
+        chosen = list(dict.fromkeys(
+            replace(RelayShape(**row["shape"]), look_bytes=LOOK_BYTES) for row in fastest
+        ))  # fmt: skip
         for extra in (RelayShape(), RelayShape(stages=0)):
             if extra not in chosen:
                 chosen.append(extra)
@@ -171,4 +180,7 @@ def _show(table: str, row: dict[str, Any]) -> None:
     ring = f"{shape['stages']} x {shape['stage_bytes'] >> 10} KiB" if shape["stages"] else "loads"
     cells = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
              for k, v in row.items() if k != "shape"]  # fmt: skip
-    print(f"{table:9s} {shape['ctas']:2d} CTAs {ring:11s} | " + " | ".join(cells), flush=True)
+    look = f"look {shape['look_bytes'] >> 10} KiB"
+    print(
+        f"{table:9s} {shape['ctas']:2d} CTAs {ring:11s} {look} | " + " | ".join(cells), flush=True
+    )

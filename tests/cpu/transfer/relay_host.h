@@ -22,7 +22,7 @@ struct Index {
 
 #define __device__
 #define __global__
-#define __shared__
+#define __shared__ static
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(bytes)

@@ -126,7 +126,7 @@ def test_segments_are_grouped(case: Case) -> None:
 
 def test_the_kernel_has_the_parameters_that_are_launched() -> None:
     assert RELAY.pieces == 160, "kRelayPieces of cuda_links.h"
-    assert 32 + 24 * RELAY.pieces <= 4096, "kernel parameters"
+    assert 40 + 24 * RELAY.pieces <= 4096, "kernel parameters"
     source = (SOURCES / f"{RELAY.source}.cu").read_text()
     assert f"kStagesMost = {STAGES_MOST};" in source
     assert f"kReading = {STAGES_LEAST - 1};" in source

@@ -26,7 +26,7 @@ constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters 
 struct RelayParams {  // of relay.cu
   CudaPointer recalled, started;
   uint32_t number, pieces;
-  uint32_t stages, stage_bytes;
+  uint32_t stages, stage_bytes, look_bytes;
   Piece piece[kRelayPieces];
 };
 
@@ -36,8 +36,8 @@ struct LinkPlace {
   bool relays;
 };
 
-struct RelayShape {                             // of `transfer.settings.RelayShape`
-  int32_t ctas, threads, stages, stage_bytes;  // no stages: loads and stores of registers
+struct RelayShape {  // `transfer.settings.RelayShape`; no stages: warps load and store
+  int32_t ctas, threads, stages, stage_bytes, look_bytes;
 };
 
 struct RelayCode {

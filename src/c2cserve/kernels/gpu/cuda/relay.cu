@@ -24,7 +24,6 @@ constexpr int kVectors = 8;  // 16-byte loads in flight in each thread
 constexpr int kWarp = 32;
 constexpr uint32_t kTileBytes = kVectors * kWarp * 16;  // of a warp; one of the ring is a stage
 constexpr int kWarps = THREADS / kWarp;
-constexpr int kTilesPerLook = 4;  // the answer of one look for a recall is read at the next one
 constexpr int kStagesMost = 16;
 constexpr int kReading = 2;  // stores that may still read their stage when it is loaded next
 
@@ -37,6 +36,7 @@ struct RelayParams {
   uint32_t* started;         // host memory: the last launch of which a CTA has begun
   uint32_t number, pieces;
   uint32_t stages, stage_bytes;  // stages are 0, or kReading + 1 to kStagesMost
+  uint32_t look_bytes;           // of a CTA, between two looks for a recall
   Piece piece[PIECES];
 };
 
@@ -66,13 +66,17 @@ __device__ __forceinline__ uint32_t last_recalled(const RelayParams& p) {
 }
 
 // Looks for a recall now and then. A look takes a round trip over PCIe, so that nothing waits for
-// it: its answer is used a few tiles later.
+// it: its answer is used at the next one. One thread of a CTA looks for all warps, since many reads
+// of one line of host memory may be answered one after the other.
 class Looks {
  public:
   __device__ explicit Looks(const RelayParams& p) : p_(p) {}
 
-  __device__ bool recalled() {
-    if (++tiles_ % kTilesPerLook != 0) return false;
+  // `bytes` are what the CTA has copied since the last call.
+  __device__ bool recalled(uint32_t bytes) {
+    since_ += bytes;
+    if (since_ < p_.look_bytes) return false;
+    since_ = 0;
     const uint32_t seen = seen_;
     seen_ = last_recalled(p_);
     return seen == p_.number;
@@ -80,7 +84,7 @@ class Looks {
 
  private:
   const RelayParams& p_;
-  uint32_t tiles_ = 0;
+  uint32_t since_ = 0;
   uint32_t seen_ = 0;  // no launch has this number
 };
 
@@ -143,6 +147,11 @@ struct RingShared {
   uint64_t full[kStagesMost];  // mbarriers
   uint64_t target[kStagesMost];
   uint32_t bytes[kStagesMost];
+};
+
+struct Shared {
+  RingShared ring;
+  volatile uint32_t recalled;  // for the warps without the ring, by the first of them
 };
 
 // Of one thread. The engine loads a tile into each stage in turn, and stores it from there.
@@ -213,7 +222,7 @@ __device__ __forceinline__ void copy_bodies(const RelayParams& p, Ring& ring) {
     const Body body(piece, true);
     const uint64_t tiles = (body.size + p.stage_bytes - 1) / p.stage_bytes;
     for (; tile < tiles; tile += gridDim.x) {
-      if (looks.recalled()) return ring.drain(false);
+      if (looks.recalled(p.stage_bytes)) return ring.drain(false);
       const uint64_t at = tile * p.stage_bytes;
       const uint64_t bytes = min(uint64_t{p.stage_bytes}, body.size - at);
       ring.push(piece.target + body.begin + at, piece.source + body.begin + at, uint32_t(bytes));
@@ -223,9 +232,11 @@ __device__ __forceinline__ void copy_bodies(const RelayParams& p, Ring& ring) {
   ring.drain(true);
 }
 
-// Copies the rest of all pieces: `worker` is a warp.
-__device__ __forceinline__ void copy_rest(const RelayParams& p, uint32_t worker, uint32_t workers,
-                                          uint32_t lane) {
+// Copies the rest of all pieces, with `warps` warps of each CTA.
+__device__ __forceinline__ void copy_rest(const RelayParams& p, Shared& shared, uint32_t warp,
+                                          uint32_t warps, uint32_t lane) {
+  const uint32_t worker = blockIdx.x * warps + warp, workers = gridDim.x * warps;
+  const bool looker = warp == 0 && lane == 0;
   Looks looks(p);
   uint64_t tile = worker;  // of the current piece: the warp's next one
   for (uint32_t i = 0; i < p.pieces; ++i) {
@@ -242,7 +253,8 @@ __device__ __forceinline__ void copy_rest(const RelayParams& p, uint32_t worker,
     const uint64_t skew = piece.target % 16;
     const uint64_t tiles = (skew + piece.size + kTileBytes - 1) / kTileBytes;
     for (; tile < tiles; tile += workers) {
-      if (__any_sync(0xffffffffu, looks.recalled())) return;
+      if (looker && looks.recalled(warps * kTileBytes)) shared.recalled = 1;
+      if (__any_sync(0xffffffffu, shared.recalled != 0)) return;
       const uint64_t begin = tile == 0 ? 0 : tile * kTileBytes - skew;
       const uint64_t end = min((tile + 1) * kTileBytes - skew, piece.size);
       copy_tile(piece.target + begin, piece.source + begin, end - begin, lane);
@@ -256,11 +268,12 @@ __device__ __forceinline__ void copy_rest(const RelayParams& p, uint32_t worker,
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     relay(const __grid_constant__ RelayParams p) {
   extern __shared__ __align__(128) uint8_t stages[];
-  __shared__ RingShared shared;
+  __shared__ Shared shared;
   // Started is written before recalled is read, by the same thread: the host writes and reads them
   // in the opposite order, so that one of the two sees the other.
   bool stop = false;
   if (threadIdx.x == 0) {
+    shared.recalled = 0;
     asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.started), "r"(p.number) : "memory");
     asm volatile("fence.sc.sys;" ::: "memory");
     stop = last_recalled(p) == p.number;
@@ -271,10 +284,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const uint32_t ring_warps = p.stages > 0 ? 1 : 0;
   if (warp < ring_warps) {
     if (lane != 0) return;
-    Ring ring(shared, stages, p.stages, p.stage_bytes);
+    Ring ring(shared.ring, stages, p.stages, p.stage_bytes);
     copy_bodies(p, ring);
     return;
   }
-  const uint32_t warps = kWarps - ring_warps;
-  copy_rest(p, blockIdx.x * warps + warp - ring_warps, gridDim.x * warps, lane);
+  copy_rest(p, shared, warp - ring_warps, kWarps - ring_warps, lane);
 }
