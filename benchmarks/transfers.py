@@ -13,7 +13,7 @@ segments    many small segments
 contention  two engines
 fault       a relay that stalls
 tasks       sizes of micro-tasks, depths (only if it is named)
-ctas        CTAs of relay kernels (only if it is named)
+tune        shapes of relay kernels, alone and in the engine (only if it is named)
 """
 
 import argparse
@@ -27,6 +27,7 @@ import torch
 from report import report
 from transfer_faults import stalling
 from transfers_run import Buffers, make_buffers, moved, native, opened, timed, two_hops
+from transfers_tune import BARS, Tuning
 
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import Segment
@@ -36,7 +37,6 @@ _MIB = 1 << 20
 _SIZES_MIB = (1, 2, 4, 6, 8, 10, 11, 12, 16, 24, 32, 64, 128, 256, 512)
 _TASKS_MIB = ((1, 4), (2, 4), (2, 8), (2, 16), (4, 4), (4, 16), (8, 32))
 _DEPTHS = (2, 3, 4, 6)
-_CTAS = (1, 2, 4, 8, 16)
 _SMALL_BYTES, _SMALL_COUNT = 64 << 10, 8192
 _STALL_AT = 0.1
 """Of the undisturbed time."""
@@ -133,12 +133,11 @@ class Bench:
             ).items()
         ]
 
-    def ctas(self) -> Rows:
-        return [
-            {"ctas": ctas, "what": name, **row}
-            for ctas in _CTAS
-            for name, row in self._with(ctas=ctas).items()
-        ]
+    def tune(self) -> dict[str, Any]:
+        """Shapes of relay kernels, sizes of micro-tasks and depths, on two GPUs."""
+        if not self._one_link:
+            self.native()
+        return Tuning(self.buffers, self._one_link).run()
 
     def _with(self, **settings: Any) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -233,14 +232,14 @@ def bars(results: dict[str, Any], gpus: int) -> Rows:
         met = value is not None and (value <= limit if at_most else value >= limit)
         rows.append({"bar": what, "value": value, "limit": limit, "met": met})
 
-    for what, one, two in (("in", 0.99, 1.87), ("out", 0.99, 1.85)):
+    for what, one, two in (("in", 0.99, BARS["in"]), ("out", 0.99, BARS["out"])):
         if native and (1, what) in paths:
             hold(f"{what}: one link to one copy", paths[1, what]["gb_per_s"] / native[what], one)
         if native and (2, what) in paths:
             hold(f"{what}: two links to one copy", paths[2, what]["gb_per_s"] / native[what], two)
     if native and (2, "both") in paths:
         both = paths[2, "both"]["gb_per_s"] / native["both, 2 GPUs"]
-        hold("both ways: two links to copies of two GPUs", both, 0.93)
+        hold("both ways: two links to copies of two GPUs", both, BARS["both"])
     for what, mib in results.get("sizes", {}).get("break_even_mib", {}).items():
         hold(f"{what}: break-even, MB", mib and mib * _MIB / 1e6, 12.0, at_most=True)
     for (links, what), row in paths.items():
@@ -279,7 +278,7 @@ def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
 
 _ONE_GPU = ("native", "paths", "segments", "tasks")
 _PARTS = ("native", "paths", "hops", "sizes", "segments", "contention", "fault")
-_MORE_PARTS = ("tasks", "ctas")
+_MORE_PARTS = ("tasks", "tune")
 
 
 def main() -> None:

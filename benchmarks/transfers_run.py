@@ -16,7 +16,7 @@ from c2cserve.memory.pinning import PinnedRegion
 from c2cserve.transfer.engine import Ticket, TransferEngine
 from c2cserve.transfer.gpus import open_engine
 from c2cserve.transfer.moves import HOST, Segment, pack
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import RelayShape, Settings
 
 _REPEATS = 3
 _WORD = 8
@@ -200,10 +200,12 @@ def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def opened(gpus: int, *, ctas: int | None = None, **settings: Any) -> Generator[TransferEngine]:
+def opened(
+    gpus: int, *, relay: RelayShape | None = None, **settings: Any
+) -> Generator[TransferEngine]:
     """An engine over the first GPUs, which has every transfer in micro-tasks."""
     chosen = Settings(**{"one_path_bytes": 0, **settings})
-    engine = open_engine(range(gpus), chosen, **({} if ctas is None else {"ctas": ctas}))
+    engine = open_engine(range(gpus), chosen, relay=relay)
     try:
         yield engine
     finally:

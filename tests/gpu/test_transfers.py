@@ -13,10 +13,11 @@ from relay_launch import RelayLaunch
 from torch import Tensor
 from transfer_faults import stalling
 
+from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.gpus import open_engine
 from c2cserve.transfer.moves import HOST, Segment
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import RelayShape, Settings
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -25,6 +26,12 @@ ONLY_TASKS = Settings(task_bytes=128 << 10, task_bytes_most=1 << 20, one_path_by
 """Small micro-tasks, so that relays have their part in small transfers too."""
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour")
 LINKS = [1, pytest.param(2, marks=needs_two)]
+SHAPES = [
+    pytest.param(RelayShape(), id="ring"),
+    pytest.param(RelayShape(stages=3, stage_bytes=1024), id="small ring"),
+    pytest.param(RelayShape(ctas=1, stages=16, stage_bytes=4096), id="one CTA"),
+    pytest.param(RelayShape(stages=0), id="loads"),
+]
 _SLEEP_CYCLES = 100_000_000
 """About 50 ms."""
 
@@ -130,9 +137,10 @@ def random_places(rng: random.Random) -> list[tuple[int, int, int]]:
 @needs_two
 @pytest.mark.parametrize("apart", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 15, 31, 4095, 4096, 4111, 1_000_003])
-def test_the_relay_kernel_alone(pair: Case, apart: int, size: int) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_relay_kernel_alone(pair: Case, apart: int, size: int, shape: RelayShape) -> None:
     """Every alignment of the kernel, and no byte besides."""
-    relay = RelayLaunch(1)
+    relay = RelayLaunch(1, shape)
     for offset in (0, 3, 16):
         pair.gpu.fill_(99)
         torch.cuda.synchronize()
@@ -148,8 +156,50 @@ def test_the_relay_kernel_alone(pair: Case, apart: int, size: int) -> None:
 
 
 @needs_two
-def test_a_kernel_that_was_recalled_writes_nothing(pair: Case) -> None:
-    relay = RelayLaunch(1)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_relay_kernel_alone_outwards(pair: Case, shape: RelayShape) -> None:
+    """Pieces of all kinds in one launch: tiles are dealt over all of them."""
+    relay = RelayLaunch(1, shape)
+    pair.gpu.copy_(pair.host)
+    pair.host.fill_(99)
+    torch.cuda.synchronize()
+    source_bytes, expected = noise(), torch.full_like(pair.host, 99)
+    pieces: list[tuple[int, int, int]] = []
+    for number in range(RELAY.pieces):
+        start = number * 300_000 + number % 7
+        source, size = start + (number % 3) * 16 + number % 2, 1 + 1733 * number
+        pieces.append((pair.host.data_ptr() + start, pair.gpu.data_ptr() + source, size))
+        expected[start : start + size] = source_bytes[source : source + size]
+    relay.copy(pieces)
+    assert torch.equal(pair.host, expected)
+
+
+@needs_two
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kernel_that_is_recalled_while_it_runs_ends_soon(pair: Case, shape: RelayShape) -> None:
+    """And what it has in flight arrives before its end, or never."""
+    relay = RelayLaunch(1, shape)
+    whole = [(pair.gpu.data_ptr(), pair.host.data_ptr(), SIZE)] * RELAY.pieces
+    began_s = time.monotonic()
+    relay.copy(whole)
+    undisturbed_s = time.monotonic() - began_s
+    began_s = time.monotonic()
+    relay.launch(whole)
+    while relay.started != relay.number:
+        assert time.monotonic() - began_s < 10
+    relay.recall()
+    torch.cuda.synchronize(1)
+    assert time.monotonic() - began_s < undisturbed_s / 2
+    pair.gpu.fill_(9)
+    torch.cuda.synchronize(0)
+    time.sleep(0.01)
+    assert (pair.gpu == 9).all()
+
+
+@needs_two
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_kernel_that_was_recalled_writes_nothing(pair: Case, shape: RelayShape) -> None:
+    relay = RelayLaunch(1, shape)
     relay.copy([(pair.gpu.data_ptr(), pair.host.data_ptr(), SIZE)], recalled=True)
     torch.cuda.synchronize(0)
     assert not pair.gpu.any()

@@ -15,37 +15,36 @@ from c2cserve.kernels.gpu.aot.repository import KernelMissingError
 from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.kernels.gpu.driver import checked, cu
 from c2cserve.transfer.engine import TransferEngine
-from c2cserve.transfer.library import Result, library, machine_of, view_of
+from c2cserve.transfer.library import Result, library, machine_of, relay_view_of, view_of
 from c2cserve.transfer.moves import Port, ports_of
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import RelayShape, Settings
 
-CTAS = 4
-"""CTAs of a relay kernel: as few as fill a PCIe 5 link."""
 _DRIVER = "libcuda.so.1"
 _ENABLED_ALREADY = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, which leaves nothing behind in the driver's API."""
 
 
 def open_engine(
-    gpus: Sequence[int], settings: Settings | None = None, *, ctas: int = CTAS,
-    folder: Path | None = None,
+    gpus: Sequence[int], settings: Settings | None = None, *,
+    relay: RelayShape | None = None, folder: Path | None = None,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
-    GPUs without access to each other's memory do not relay for each other. `ctas` are those of a
-    relay kernel. Raises `CudaError`, `LinkError`, `KernelsMissing`, and `KernelMissingError` if
-    there are neighbours and the relay kernel is not built.
+    GPUs without access to each other's memory do not relay for each other. Raises `CudaError`,
+    `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
+    kernel is not built.
     """
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
     ports, relays = ports_of(gpus, reaches)
     contexts = [int(context_of(port.carrier)) for port in ports]
     cubin = _relay_cubin(folder or default_folder()) if relays else None
-    return open_on(ports, relays, contexts, cubin, settings or Settings(), ctas=ctas)
+    return open_on(ports, relays, contexts, cubin, settings or Settings(), relay)
 
 
 def open_on(
     ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int],
-    cubin: bytes | None, settings: Settings, *, ctas: int = CTAS, driver: str = _DRIVER,
+    cubin: bytes | None, settings: Settings, relay: RelayShape | None = None, *,
+    driver: str = _DRIVER,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over these ports, in contexts of the GPUs that carry them.
 
@@ -55,8 +54,8 @@ def open_on(
     def open_native() -> Result:
         places = (ctypes.c_void_p * len(contexts))(*contexts)
         return library().c2c_transfers_open(
-            machine_of(ports, relays), view_of(settings), driver.encode(), places, cubin, ctas,
-            RELAY.threads,
+            machine_of(ports, relays), view_of(settings), driver.encode(), places, cubin,
+            relay_view_of(relay or RelayShape(), RELAY.threads),
         )  # fmt: skip
 
     return TransferEngine(ports, open_native)

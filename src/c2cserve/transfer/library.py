@@ -8,7 +8,7 @@ from functools import cache
 
 from c2cserve.kernels.native import LIBRARY_FOLDER, KernelsMissing
 from c2cserve.transfer.moves import Port
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import RelayShape, Settings
 
 _FILE = "_transfer.so"
 _DIRECTIONS = ("in", "out", "peer")
@@ -26,6 +26,15 @@ class SettingsView(ctypes.Structure):
         ("one_path_bytes", c_int64), ("depth", c_int32), ("longest_first", c_int32),
         ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32), ("stall_s", c_double),
         ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double), ("spin_s", c_double),
+    )  # fmt: skip
+
+
+class RelayView(ctypes.Structure):
+    """`RelayShape` of cuda_links.h."""
+
+    _fields_ = (
+        ("ctas", c_int32), ("threads", c_int32), ("stages", c_int32), ("stage_bytes", c_int32),
+        ("look_bytes", c_int32),
     )  # fmt: skip
 
 
@@ -88,8 +97,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "error": (c_char_p, ()),
     "open": (
         Result,
-        (POINTER(Machine), POINTER(SettingsView), c_char_p, POINTER(c_void_p), c_char_p, c_int,
-         c_int),
+        (POINTER(Machine), POINTER(SettingsView), c_char_p, POINTER(c_void_p), c_char_p,
+         POINTER(RelayView)),
     ),
     "open_called": (
         Result, (POINTER(Machine), POINTER(SettingsView), POINTER(LinkFunctions), c_int),
@@ -147,3 +156,7 @@ def view_of(settings: Settings) -> SettingsView:
         _PIECES_MOST, settings.stall_s, settings.pause_s, settings.slow, settings.poll_s,
         settings.spin_s,
     )  # fmt: skip
+
+
+def relay_view_of(relay: RelayShape, threads: int) -> RelayView:
+    return RelayView(relay.ctas, threads, relay.stages, relay.stage_bytes, relay.look_bytes)

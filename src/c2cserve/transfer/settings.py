@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES
+
 Order = Literal["direct", "longest"]
 """What a link takes next.
 
@@ -47,3 +49,34 @@ class Settings:
             raise ValueError("the largest micro-task is no smaller than the smallest")
         if self.poll_s <= 0:
             raise ValueError("the engine's thread sleeps between two polls")
+
+
+STAGES_LEAST, STAGES_MOST = 3, 16
+_STATIC_SHARED_BYTES = 1024
+"""More than what the kernel has besides its ring."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayShape:
+    """How a relay kernel moves bytes. The neighbour lends that many SMs and so much of their shared
+    memory to it."""
+
+    ctas: int = 4
+    stages: int = 8
+    """Tiles of a CTA that are loaded or stored at a time, by the bulk copy engine. 0: warps copy
+    by loads and stores instead, and need no shared memory."""
+    stage_bytes: int = 16 << 10
+    look_bytes: int = 256 << 10
+    """What a CTA copies between two looks for a recall."""
+
+    def __post_init__(self) -> None:
+        if self.ctas < 1:
+            raise ValueError("a relay has 1 CTA or more")
+        if self.stages and not STAGES_LEAST <= self.stages <= STAGES_MOST:
+            raise ValueError(f"a relay has {STAGES_LEAST} to {STAGES_MOST} stages, or none")
+        if self.stage_bytes < 128 or self.stage_bytes % 128:
+            raise ValueError("a stage has a multiple of 128 bytes")
+        if self.look_bytes < 1:
+            raise ValueError("a relay looks for a recall after 1 byte or more")
+        if self.stages * self.stage_bytes > SHARED_BYTES - _STATIC_SHARED_BYTES:
+            raise ValueError(f"{self.stages} stages do not fit into shared memory")

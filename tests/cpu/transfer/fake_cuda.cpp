@@ -28,12 +28,14 @@ struct Piece {
 struct Relay {
   uint32_t *recalled, *started;
   uint32_t number, pieces;
+  uint32_t stages, stage_bytes, look_bytes;
   Piece piece[160];
 };
 
 std::recursive_mutex mutex;
 std::set<Stream*> streams;
 std::set<Event*> events;
+std::map<int, unsigned> shared_most;  // of a CTA, on each device
 std::map<char*, size_t> host;
 std::pair<uint64_t, uint64_t> unpinned;
 int64_t counts[4];  // copies, batches, launches, contexts that are current
@@ -150,6 +152,12 @@ int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   return 0;
 }
 
+int cuCtxGetDevice(int* device) {
+  if (current.empty()) return kInvalidContext;
+  *device = int(reinterpret_cast<uintptr_t>(current.back())) - 1;
+  return 0;
+}
+
 // ---- streams and events -------------------------------------------------------------------------
 
 int cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
@@ -252,15 +260,25 @@ int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
   return strcmp(name, "relay") ? kInvalidHandle : 0;
 }
 
+int cuKernelSetAttribute(int attribute, int value, void*, int device) {
+  const Lock lock(mutex);
+  if (attribute != 8 || value < 0 || value > 232448) return kInvalidHandle;
+  shared_most[device] = unsigned(value);
+  return 0;
+}
+
 int cuLibraryUnload(void*) { return 0; }
 
 int cuLaunchKernel(void* kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty,
                    unsigned tz, unsigned shared, void* stream, void** parameters, void** extra) {
   const Lock lock(mutex);
-  if (!kernel || !x || y != 1 || z != 1 || threads % 32 || ty != 1 || tz != 1 || shared || extra)
+  if (!kernel || !x || y != 1 || z != 1 || threads % 32 || ty != 1 || tz != 1 || extra)
     return kInvalidHandle;
-  ++counts[2];
   Relay copied = *static_cast<Relay*>(parameters[0]);
+  int device = -1;
+  if (cuCtxGetDevice(&device) || shared > shared_most[device]) return kInvalidHandle;
+  if (shared != copied.stages * copied.stage_bytes) return kInvalidHandle;
+  ++counts[2];
   return enqueue(stream, [copied] { return relay(copied); });
 }
 

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 
+from c2cserve.kernels.gpu.aot.compiler import SOURCES
 from c2cserve.kernels.gpu.aot.variants import RELAY
 from c2cserve.transfer.engine import LinkError, Ticket, TransferEngine
 from c2cserve.transfer.gpus import open_on
 from c2cserve.transfer.library import library
 from c2cserve.transfer.moves import HOST, Segment, ports_of
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import STAGES_LEAST, STAGES_MOST, RelayShape, Settings
 
 SIZE = 1 << 20
 SETTINGS = Settings(
@@ -65,11 +66,12 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
 
 
 def opened(
-    cuda: FakeCuda, path: Path | None = None, settings: Settings = SETTINGS
-) -> TransferEngine:
+    cuda: FakeCuda, path: Path | None = None, settings: Settings = SETTINGS,
+    relay: RelayShape | None = None,
+) -> TransferEngine:  # fmt: skip
     ports, relays = ports_of([0, 1], permutations([0, 1], 2))
     contexts = [port.carrier + 1 for port in ports]
-    return open_on(ports, relays, contexts, b"code", settings, driver=str(path or cuda.path))
+    return open_on(ports, relays, contexts, b"code", settings, relay, driver=str(path or cuda.path))
 
 
 @pytest.fixture
@@ -83,9 +85,11 @@ def impatient(cuda: FakeCuda) -> Iterator[Case]:
     yield from closed_after(cuda, replace(SETTINGS, stall_s=0.02))
 
 
-def closed_after(cuda: FakeCuda, settings: Settings) -> Iterator[Case]:
+def closed_after(
+    cuda: FakeCuda, settings: Settings, relay: RelayShape | None = None
+) -> Iterator[Case]:
     before = cuda.left
-    engine = opened(cuda, settings=settings)
+    engine = opened(cuda, settings=settings, relay=relay)
     source = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     yield Case(cuda, engine, source, np.zeros(SIZE, dtype=np.uint8))
     cuda.unpin(0, 0)
@@ -122,7 +126,36 @@ def test_segments_are_grouped(case: Case) -> None:
 
 def test_the_kernel_has_the_parameters_that_are_launched() -> None:
     assert RELAY.pieces == 160, "kRelayPieces of cuda_links.h"
-    assert 24 + 24 * RELAY.pieces <= 4096, "kernel parameters"
+    assert 40 + 24 * RELAY.pieces <= 4096, "kernel parameters"
+    source = (SOURCES / f"{RELAY.source}.cu").read_text()
+    assert f"kStagesMost = {STAGES_MOST};" in source
+    assert f"kReading = {STAGES_LEAST - 1};" in source
+
+
+@pytest.mark.parametrize("shape", [RelayShape(), RelayShape(ctas=1, stages=0), RelayShape(2, 3)])
+def test_shapes_of_relays_are_launched_as_they_are(cuda: FakeCuda, shape: RelayShape) -> None:
+    """The driver allows the ring's shared memory on every GPU that relays."""
+    for case in closed_after(cuda, SETTINGS, shape):
+        launches = cuda.launches
+        case.finish(case.engine.submit([case.segment()]))
+        assert np.array_equal(case.target, case.source)
+        assert cuda.launches > launches
+        assert case.engine.counts()["in1"].errors == 0
+
+
+@pytest.mark.parametrize(
+    ("ctas", "stages", "stage_bytes", "said"),
+    [
+        (0, 8, 16384, "1 CTA or more"),
+        (4, 2, 16384, "3 to 16 stages"),
+        (4, 17, 4096, "3 to 16 stages"),
+        (4, 8, 100, "multiple of 128"),
+        (4, 15, 16384, "do not fit"),
+    ],
+)
+def test_shapes_that_no_kernel_has(ctas: int, stages: int, stage_bytes: int, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        RelayShape(ctas, stages, stage_bytes)
 
 
 @pytest.mark.parametrize("stop", [1000, SIZE], ids=["one copy", "micro-tasks"])

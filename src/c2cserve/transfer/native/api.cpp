@@ -71,7 +71,7 @@ const char* c2c_transfers_error() { return last_error.c_str(); }
 
 // `contexts[i]` is that of the GPU whose streams carry what takes port i.
 Result c2c_transfers_open(const Machine* machine, const Settings* settings, const char* library,
-                          void* const* contexts, const void* cubin, int ctas, int threads) {
+                          void* const* contexts, const void* cubin, const RelayShape* relay) {
   return guarded(
       [=]() -> Result {
         std::vector<LinkPlace> places;
@@ -82,7 +82,7 @@ Result c2c_transfers_open(const Machine* machine, const Settings* settings, cons
         for (auto [link, _] : pairs_of(*machine)) places[link].relays = true;
         Settings chosen = *settings;
         chosen.relay_pieces_most = std::min(chosen.relay_pieces_most, kRelayPieces);
-        auto links = std::make_unique<CudaLinks>(library, places, RelayCode{cubin, ctas, threads},
+        auto links = std::make_unique<CudaLinks>(library, places, RelayCode{cubin, *relay},
                                                  chosen.depth);
         return {make(std::move(links), *machine, chosen, true), 0};
       },

@@ -21,6 +21,7 @@ Cuda::Cuda(const std::string& path) {
   find(library, "cuGetErrorName", error_name);
   find(library, "cuCtxPushCurrent_v2", push);
   find(library, "cuCtxPopCurrent_v2", pop);
+  find(library, "cuCtxGetDevice", device);
   find(library, "cuCtxGetStreamPriorityRange", priorities);
   find(library, "cuStreamCreateWithPriority", stream_create);
   find(library, "cuStreamDestroy_v2", stream_destroy);
@@ -38,6 +39,7 @@ Cuda::Cuda(const std::string& path) {
   find(library, "cuPointerGetAttribute", pointer_attribute);
   find(library, "cuLibraryLoadData", library_load);
   find(library, "cuLibraryGetKernel", library_kernel);
+  find(library, "cuKernelSetAttribute", kernel_attribute);
   find(library, "cuLibraryUnload", library_unload);
   find(library, "cuLaunchKernel", launch);
 }

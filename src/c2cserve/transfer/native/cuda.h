@@ -14,6 +14,7 @@ constexpr CudaResult kCudaOk = 0, kCudaNotReady = 600;
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kTimelessEvent = 2;
 constexpr unsigned kPortableMappedMemory = 1 | 2;
+constexpr int kMostDynamicShared = 8;            // an attribute of kernels
 constexpr int kMemoryType = 2, kHostMemory = 1;  // an attribute of pointers, a value of it
 
 struct CudaCopyAttributes {  // CUmemcpyAttributes
@@ -29,6 +30,7 @@ struct Cuda {
   CudaResult (*error_name)(CudaResult, const char**);
   CudaResult (*push)(void* context);
   CudaResult (*pop)(void** context);
+  CudaResult (*device)(int* device);  // of the current context
   CudaResult (*priorities)(int* lowest, int* highest);
   CudaResult (*stream_create)(void** stream, unsigned flags, int priority);
   CudaResult (*stream_destroy)(void* stream);
@@ -50,6 +52,7 @@ struct Cuda {
                              unsigned count, void* library_options, void* library_values,
                              unsigned library_count);
   CudaResult (*library_kernel)(void** kernel, void* library, const char* name);
+  CudaResult (*kernel_attribute)(int attribute, int value, void* kernel, int device);
   CudaResult (*library_unload)(void* library);
   CudaResult (*launch)(void* kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,

@@ -56,6 +56,7 @@ void CudaLinks::make_link(int link, int depth) {
   small_lanes_.push_back(new_stream());
   relay_lanes_.emplace_back();
   const bool relays = places_[link].relays && kernel_ != nullptr;
+  if (relays) allow_shared();
   std::vector<Slot> slots(relays ? 2 * depth : depth);
   for (int i = 0; i < int(slots.size()); ++i) {
     cuda_.check("cuEventCreate", cuda_.event_create(&slots[i].event, kTimelessEvent));
@@ -67,6 +68,9 @@ void CudaLinks::make_link(int link, int depth) {
     const auto address_of = [this](uint32_t* flag) { return flags_address_ + 4 * (flag - flags_); };
     slots[i].params.recalled = address_of(slots[i].recalled);
     slots[i].params.started = address_of(slots[i].started);
+    slots[i].params.stages = relay_.shape.stages;
+    slots[i].params.stage_bytes = relay_.shape.stage_bytes;
+    slots[i].params.look_bytes = relay_.shape.look_bytes;
   }
   for (int i = 0; relays && i < kRelayLanes; ++i) {
     void* stream = new_stream();
@@ -77,6 +81,16 @@ void CudaLinks::make_link(int link, int depth) {
   }
   slots_.push_back(std::move(slots));
 }
+
+// More than 48 KiB of shared memory have to be allowed, once on each GPU.
+void CudaLinks::allow_shared() {
+  int device = 0;
+  cuda_.check("cuCtxGetDevice", cuda_.device(&device));
+  cuda_.check("cuKernelSetAttribute",
+              cuda_.kernel_attribute(kMostDynamicShared, shared_bytes(), kernel_, device));
+}
+
+int CudaLinks::shared_bytes() const { return relay_.shape.stages * relay_.shape.stage_bytes; }
 
 void* CudaLinks::new_stream() {
   int lowest = 0, highest = 0;
@@ -132,8 +146,8 @@ void CudaLinks::launch_relay(Slot& slot, const std::vector<Piece>& pieces, void*
   std::copy(pieces.begin(), pieces.end(), params.piece);
   void* pointers[] = {&params};
   cuda_.check("cuLaunchKernel(relay)",
-              cuda_.launch(kernel_, relay_.ctas, 1, 1, relay_.threads, 1, 1, 0, stream, pointers,
-                           nullptr));
+              cuda_.launch(kernel_, relay_.shape.ctas, 1, 1, relay_.shape.threads, 1, 1,
+                           shared_bytes(), stream, pointers, nullptr));
 }
 
 void CudaLinks::copy_pieces(const std::vector<Piece>& pieces, void* stream) {

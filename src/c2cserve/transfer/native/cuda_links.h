@@ -26,6 +26,7 @@ constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters 
 struct RelayParams {  // of relay.cu
   CudaPointer recalled, started;
   uint32_t number, pieces;
+  uint32_t stages, stage_bytes, look_bytes;
   Piece piece[kRelayPieces];
 };
 
@@ -35,9 +36,13 @@ struct LinkPlace {
   bool relays;
 };
 
+struct RelayShape {  // `transfer.settings.RelayShape`; no stages: warps load and store
+  int32_t ctas, threads, stages, stage_bytes, look_bytes;
+};
+
 struct RelayCode {
   const void* cubin;  // null: nothing relays
-  int ctas, threads;
+  RelayShape shape;
 };
 
 class CudaLinks : public Links {
@@ -68,6 +73,8 @@ class CudaLinks : public Links {
   };
 
   void make_link(int link, int depth);
+  void allow_shared();
+  int shared_bytes() const;  // of a CTA of a relay
   void* new_stream();
   Slot& slot_of(const Task& task) { return slots_[task.link][task.slot]; }
   void copy_pieces(const std::vector<Piece>& pieces, void* stream);
