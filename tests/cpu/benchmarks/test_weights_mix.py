@@ -26,7 +26,7 @@ from mix_load import (
     warm_up,
 )
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
-from mix_run import weights_line
+from mix_run import steps_line, weights_line
 from mix_simulated import simulate, simulated_machine, simulated_models
 from mix_times import measure_times, read_times
 
@@ -184,6 +184,26 @@ def test_what_a_server_counts_of_weights_is_a_line() -> None:
     assert weights_line(counters) == (
         "3 loads of 2.0 GB in 0.5 s, 0 cancelled, 1 refused, 2 released;"
         " steps read 5.0 GB in HBM, 4.0 GB streamed (1.0 GB of them lent)"
+    )
+    rows = {stat.metric for stat in STATS}
+    assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows
+
+
+def test_what_a_server_counts_of_steps_is_a_line() -> None:
+    seconds = (
+        "in_flight", "bubble", "loading_bubble", "contended", "step_wait", "policy", "submit",
+        "action", "poll", "sleep",
+        *(f"{kind}_{name}" for kind in ("prefill", "decode", "switched")
+          for name in ("compute", "batch", "launch", "completion")),
+    )  # fmt: skip
+    counters = {f"{name}_seconds_total": float(i) for i, name in enumerate(seconds)}
+    counters |= {"steps_total": 9.0, "prefill_steps_total": 2.0, "switched_steps_total": 3.0}
+    assert steps_line(counters) == (
+        "p/d/s 2/4/3 steps: computing 10.00/14.00/18.00 s of 0.00 in flight;"
+        " without a step 1.00 (2.00 beside loads), contended 3.00;"
+        " host: batch 11.00/15.00/19.00, launch 12.00/16.00/20.00,"
+        " completion 13.00/17.00/21.00, wait 4.00; policy 5.00, submit 6.00, actions 7.00,"
+        " polls 8.00, asleep 9.00"
     )
     rows = {stat.metric for stat in STATS}
     assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows

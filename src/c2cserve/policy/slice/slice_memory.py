@@ -39,6 +39,11 @@ class SliceMemory(Generic[ExtraT]):
         self.cached_tokens = 0
         self.preemptions = 0
 
+    @property
+    def contended_s(self) -> float:
+        """For how long requests competed for memory, and steps did not overlap for that."""
+        return 0.0 if self._rotation is None else self._rotation.contended_s
+
     # ---- from its start to its end --------------------------------------------------------------
 
     def _admit(self, seq: Seq) -> bool:
