@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mix_checkpoints
-import mix_times
 import pytest
 import weights_mix
 from documents.commands import check
@@ -28,10 +27,7 @@ from mix_load import (
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
 from mix_run import steps_line, weights_line
 from mix_simulated import simulate, simulated_machine, simulated_models
-from mix_times import measure_times, read_times
 
-from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.plan import Shape
 from c2cserve.catalog.file import load_catalog
 from c2cserve.core.step import Step
 from c2cserve.devices.plan import SliceWishes, plan_all
@@ -274,55 +270,6 @@ def test_too_little_memory_is_refused_before_anything_is_written(
     with pytest.raises(SystemExit, match=r"host memory: 0\.2 GB are needed for .*, 0\.0 GB"):
         run(tmp_path, "--tiny", "--cells", "0.05:4")
     assert not list(tmp_path.iterdir())
-
-
-# ---- step times ---------------------------------------------------------------------------------
-
-
-def answered(shape: Shape, ttft_s: float, tpot_s: float) -> Record:
-    gaps = [tpot_s] * (shape.output_tokens - 1)
-    record = Record(0, shape.model, 0.0, output_tokens=shape.output_tokens, gaps_s=gaps)
-    record.first_s = ttft_s
-    return record
-
-
-def test_step_times_are_those_of_requests_less_what_is_outside() -> None:
-    """A server whose step takes 1 ms and 0.1 ms a token, and whose requests take 5 ms beside."""
-
-    def send(asked: Sequence[Shape], together: int) -> list[Record]:
-        step_s = 1e-3 + 1e-4 * together
-        return [answered(one, 6e-3 + 1e-4 * one.input_tokens, step_s) for one in asked]
-
-    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
-    assert times.request_s == pytest.approx(6.4e-3 - 1.1e-3)
-    assert dict(times.prefill["tiny-llama"]) == pytest.approx(
-        {4: 1.1e-3, 16: 2.3e-3, 48: 5.5e-3, 96: 10.3e-3}
-    )
-    assert dict(times.decode["tiny-llama"]["24"]) == pytest.approx(
-        {1: 1.1e-3, 2: 1.2e-3, 4: 1.4e-3}
-    )
-    table = times.tables().get("tiny-llama", mix_times.DEVICE)
-    assert table is not None
-    assert table.decode_s(2, 24) == pytest.approx(1.2e-3)
-    assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
-
-
-def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
-    def send(asked: Sequence[Shape], together: int) -> list[Record]:
-        records = [answered(one, 0.01, 1e-3) for one in asked]
-        if together == 4:
-            records[0].error = "http 429"
-        return records
-
-    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
-    assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]
-
-
-def test_tokens_in_few_pieces_are_spread_evenly() -> None:
-    record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
-    assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="in one piece"):
-        mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
 
 
 # ---- simulated ----------------------------------------------------------------------------------
