@@ -283,6 +283,9 @@ def steps_line(counters: Mapping[str, float]) -> str:
     """Return where a slice's time went by a server's counters, as a line. p, d, s: steps with
     prompts, decode steps of the model of the step before, and those after a switch."""
 
+    if "in_flight_seconds_total" not in counters:
+        return "not counted: an earlier server"
+
     def count(name: str) -> float:
         return counters.get(f"{name}_total", 0.0)
 

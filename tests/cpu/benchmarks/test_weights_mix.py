@@ -201,6 +201,7 @@ def test_what_a_server_counts_of_steps_is_a_line() -> None:
         " completion 13.00/17.00/21.00, wait 4.00; policy 5.00, submit 6.00, actions 7.00,"
         " polls 8.00, asleep 9.00"
     )
+    assert steps_line({"steps_total": 9.0}) == "not counted: an earlier server"
     rows = {stat.metric for stat in STATS}
     assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows
 

@@ -3,8 +3,8 @@
     stream   [begin | copies, kernels ... | end][begin | ... | end]      idle      [begin | ...
 
 A step's first event comes after the step before it, also if it was launched long before. Between
-both events of a step the GPU may wait for kernels that the host launches one by one: that time is
-the step's, because nothing else of the lane can run then.
+both events of a step the GPU may wait for kernels that the host launches one by one. That time is
+the step's: nothing else of the lane can run then.
 """
 
 from collections import deque

@@ -40,7 +40,7 @@ class KvRotation:
         """A request that wants to run found no room. Requests in a running step cannot be paused,
         so the next step is better decided when this one has ended."""
         self.contended_s = 0.0
-        """For how long that was so."""
+        """The seconds for which that was so."""
         self._planned_s = 0.0
 
     def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:

@@ -41,7 +41,7 @@ class SliceMemory(Generic[ExtraT]):
 
     @property
     def contended_s(self) -> float:
-        """For how long requests competed for memory, and steps did not overlap for that."""
+        """The seconds for which requests competed for memory, so that steps did not overlap."""
         return 0.0 if self._rotation is None else self._rotation.contended_s
 
     # ---- from its start to its end --------------------------------------------------------------
