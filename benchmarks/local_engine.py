@@ -31,10 +31,13 @@ class Answer:
 
 
 class LocalEngine:
-    """One model on one slice; `run` answers prompts greedily with continuous batching."""
+    """One slice; `run` answers prompts greedily with continuous batching."""
 
-    def __init__(self, checkpoint: Path, cpus: Sequence[int], kv_bytes: int = 1 << 30) -> None:
-        self.model = checkpoint.name
+    def __init__(
+        self, checkpoint: Path, cpus: Sequence[int], kv_bytes: int = 1 << 30, models: int = 1
+    ) -> None:
+        """`models`: how many there are, all of them the same checkpoint under other names."""
+        self.models = [f"{checkpoint.name}-{i}" for i in range(models)]
         self.slice = Slice("cpu0", "cpu", tuple(cpus), kv_bytes=kv_bytes)
         config = parse_config(read_config(checkpoint))
         names = frozenset(n for file in find_files(checkpoint) for n in read_header(file))
@@ -48,12 +51,13 @@ class LocalEngine:
         self._answers: dict[str, Answer] = {}
         ops = CpuOps(len(cpus), cpus)
         self.executor = Executor("cpu0", ops, make_arena(kv_bytes), self._report, time.monotonic)
-        weights = Weights(Segment.open(self._segment_path))
-        self.executor.attach(self.model, Decoder(config, weights, config.max_position))
-        spec = ModelSpec(
-            self.model, plan.bytes, config.layers, config.kv_block_bytes, config.max_position
-        )
-        self._events.append(Activated(spec))
+        for model in self.models:
+            weights = Weights(Segment.open(self._segment_path))
+            self.executor.attach(model, Decoder(config, weights, config.max_position))
+            spec = ModelSpec(
+                model, plan.bytes, config.layers, config.kv_block_bytes, config.max_position
+            )
+            self._events.append(Activated(spec))
         self._count = 0
 
     def close(self) -> None:
@@ -71,13 +75,13 @@ class LocalEngine:
             answer.last_s = now
 
     def run(self, prompts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[Answer]:
-        """All prompts at once; answer i has lengths[i] tokens."""
+        """All prompts at once, the models taking turns; answer i has lengths[i] tokens."""
         answers: list[Answer] = []
-        for prompt, length in zip(prompts, lengths, strict=True):
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
             self._count += 1
+            model = self.models[i % len(self.models)]
             request = Request(
-                str(self._count), self.model, len(prompt), length, time.monotonic(),
-                Slo(1e6, 1e6),
+                str(self._count), model, len(prompt), length, time.monotonic(), Slo(1e6, 1e6),
             )  # fmt: skip
             job = Job(request, tuple(prompt), Sampling(seed=0, temperature=0.0))
             self.executor.add(job)

@@ -80,7 +80,7 @@ class LiveArena:
     def last_words(self) -> str:
         return self._server.last_words()
 
-    def _send_alone(self, asked: Sequence[Shape], concurrency: int) -> Sequence[Record]:
+    def _send_alone(self, asked: Sequence[Shape], concurrency: int | None) -> Sequence[Record]:
         """Send requests that do not count. Some of several at a time may be refused. Raises
         ServerFailed if another one is not answered."""
         records = self._send(asked, concurrency, _ALONE_S)

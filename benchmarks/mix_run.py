@@ -195,6 +195,7 @@ class Run:
         self._row(cell, size)["live"] = figures(answers) | {"counters": counters}
         self._said(cell, "live")
         self._tell(f"{cell.text} live: {weights_line(counters)}")
+        self._tell(f"{cell.text} live: {steps_line(counters)}")
 
     def _simulated(self, host: Host, arena: Arena, slice_: Slice) -> None:
         given = self._given
@@ -275,6 +276,35 @@ def weights_line(counters: Mapping[str, float]) -> str:
         f" steps read {count('weights_hit_bytes') / 1e9:.1f} GB in HBM,"
         f" {count('weights_streamed_bytes') / 1e9:.1f} GB streamed"
         f" ({count('weights_peer_bytes') / 1e9:.1f} GB of them lent)"
+    )
+
+
+def steps_line(counters: Mapping[str, float]) -> str:
+    """Return where a slice's time went by a server's counters, as a line. p, d, s: steps with
+    prompts, decode steps of the model of the step before, and those after a switch."""
+
+    if "in_flight_seconds_total" not in counters:
+        return "not counted: an earlier server"
+
+    def count(name: str) -> float:
+        return counters.get(f"{name}_total", 0.0)
+
+    def seconds(name: str) -> str:
+        return f"{count(f'{name}_seconds'):.2f}"
+
+    def by_kind(name: str) -> str:
+        return "/".join(seconds(f"{kind}_{name}") for kind in ("prefill", "decode", "switched"))
+
+    prefills, switched = count("prefill_steps"), count("switched_steps")
+    decodes = max(0.0, count("steps") - prefills - switched)
+    return (
+        f"p/d/s {prefills:.0f}/{decodes:.0f}/{switched:.0f} steps: computing {by_kind('compute')} s"
+        f" of {seconds('in_flight')} in flight; without a step {seconds('bubble')}"
+        f" ({seconds('loading_bubble')} beside loads), contended {seconds('contended')};"
+        f" host: batch {by_kind('batch')}, launch {by_kind('launch')},"
+        f" completion {by_kind('completion')}, wait {seconds('step_wait')};"
+        f" policy {seconds('policy')}, submit {seconds('submit')}, actions {seconds('action')},"
+        f" polls {seconds('poll')}, asleep {seconds('sleep')}"
     )
 
 

@@ -2,12 +2,23 @@
 
 They are measured from outside, as a client sees them, one shape after another:
 
-    prefill   time to first token of one prompt, less the time of a request outside of steps
     decode    time between tokens, of so many requests at once
+    prefill   for how long a prompt keeps the slice from another model's decode steps
+    request   time to first token of a prompt alone, less its prefill
+
+    stream    | | | | | |            | | | | | | |            | | | | | | |
+    prompts          [ due .. first ]             [ due .. first ]
+                      `- longer gaps -'            `- their excess is the prefill
+
+What the host does for a step is part of the prefill: while it launches a prompt's kernels one by
+one, no other step runs.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from math import ceil
 from statistics import median
 from typing import Any
 
@@ -22,10 +33,15 @@ DEVICE = "measured"
 _REPEATS = 3
 _DECODED = 32
 """Tokens of requests that decode together."""
+_BESIDE = 4
+"""Prompts of one length beside a stream."""
+_STREAMED = 160
+"""Tokens of a stream, at least."""
+_TRIES = 4
 
-Send = Callable[[Sequence[Shape], int], Sequence[Record]]
-"""Sends requests, so many at a time, and returns their records. One alone was answered; of several
-some may have been refused."""
+Send = Callable[[Sequence[Shape], int | None], Sequence[Record]]
+"""Sends requests, so many at a time, and returns their records. None: each when it is due. One
+alone was answered; of several some may have been refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,21 @@ def read_times(results: Mapping[str, Any]) -> Times | None:
     return None if found is None else msgspec.convert(found, Times)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """A request whose tokens come one after another, measured alone."""
+
+    shape: Shape
+    ttft_s: float
+    gap_s: float
+
+    @classmethod
+    def alone(cls, model: str, prompt: int, send: Send) -> "_Stream":
+        shape = Shape(model, prompt, _STREAMED)
+        [record] = send([shape], 1)
+        return cls(shape, record.ttft_s, sum(record.gaps_s) / (_STREAMED - 1))
+
+
 def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) -> Times:
     """Measure the times of every shape by one of its models (`models`: shape -> model)."""
     ttft_s: dict[str, list[tuple[int, float]]] = {}
@@ -83,13 +114,79 @@ def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) 
             )
             for context in mix.contexts
         }
-    outside_s = [ttft_s[shape][0][1] - next(iter(decode[shape].values()))[0][1] for shape in models]
-    request_s = max(0.0, min(outside_s))
+    streams = {model: _Stream.alone(model, mix.prompts[0], send) for model in set(models.values())}
+    occupied = {
+        shape: _prefills(ttft_s[shape], model, streams[_other(shape, models)],
+                         _step_s(decode[shape]), send)
+        for shape, model in models.items()
+    }  # fmt: skip
+    pairs = {shape: list(zip(ttft_s[shape], occupied[shape], strict=True)) for shape in models}
+    outside_s = [
+        first_s - took_s for of_shape in pairs.values() for (_, first_s), took_s in of_shape
+    ]
+    # A first token comes no sooner than its step is over: noise must not say otherwise.
     prefill = {
-        shape: _rising((n, max(1e-6, took_s - request_s)) for n, took_s in points)
-        for shape, points in ttft_s.items()
+        shape: _rising((n, min(first_s, took_s)) for (n, first_s), took_s in of_shape)
+        for shape, of_shape in pairs.items()
     }
-    return Times(source, request_s, prefill, decode)
+    return Times(source, max(0.0, median(outside_s)), prefill, decode)
+
+
+def _other(shape: str, models: Mapping[str, str]) -> str:
+    """Return a model of another shape, if there is one: its steps and a prompt's take turns."""
+    return next((model for other, model in models.items() if other != shape), models[shape])
+
+
+def _step_s(decode: Mapping[str, Sequence[tuple[int, float]]]) -> float:
+    """Return the time of the smallest decode step."""
+    return min(points[0][1] for points in decode.values() if points)
+
+
+def _prefills(
+    ttft_s: Sequence[tuple[int, float]], model: str, beside: _Stream, least_s: float, send: Send
+) -> list[float]:
+    """Return the seconds of prompts. They read all weights, as a decode step does: it is the
+    least."""
+    return [max(least_s, _occupied_s(model, n, first_s, beside, send)) for n, first_s in ttft_s]
+
+
+def _occupied_s(model: str, prompt: int, first_s: float, stream: _Stream, send: Send) -> float:
+    """Return for how long a prompt of so many tokens keeps a stream's steps from running.
+
+    `first_s`: its time to first token when it is alone. A stream that was faster than alone and
+    ended before the prompts is sent again, with more tokens. Raises ValueError if that is no help,
+    or requests are refused."""
+    apart_s = max(2 * first_s, _STREAMED * stream.gap_s / (_BESIDE + 1))
+    begin_s = stream.ttft_s + apart_s / 2
+    lasts_s = begin_s + _BESIDE * apart_s - stream.ttft_s
+    asked = [Shape(model, prompt, 1, begin_s + i * apart_s) for i in range(_BESIDE)]
+    tokens = max(_STREAMED, ceil(lasts_s / stream.gap_s))
+    for more in range(1, _TRIES + 1):
+        shape = replace(stream.shape, output_tokens=more * tokens)
+        streamed, *prompts = sorted(send([shape, *asked], None), key=lambda one: one.due_s)
+        windows = [(one.due_s, one.first_s) for one in prompts if one.ok]
+        found = excess_s(streamed, windows) if streamed.ok else []
+        if len(found) > _BESIDE // 2:
+            return median(found)
+    raise ValueError(f"{model}: too few prompts of {prompt} tokens were beside a whole stream")
+
+
+def excess_s(stream: Record, windows: Sequence[tuple[float, float]]) -> list[float]:
+    """Return how much longer the gaps of a stream within each window were than those outside of
+    all. A window lasts until the gap after the one in which it ends: the step that is delayed may
+    be the next one. Windows that the stream does not cover are left out."""
+    ends = list(accumulate(stream.gaps_s, initial=stream.first_s))
+    spans: list[tuple[int, int]] = []
+    for begin_s, end_s in windows:
+        first, last = bisect_right(ends, begin_s) - 1, bisect_right(ends, end_s) + 1
+        if first >= 0 and last < len(ends):
+            spans.append((first, last))
+    inside = {gap for first, last in spans for gap in range(first, last)}
+    others = [gap_s for i, gap_s in enumerate(stream.gaps_s) if i not in inside]
+    if not others:
+        return []
+    usual_s = sum(others) / len(others)
+    return [ends[last] - ends[first] - (last - first) * usual_s for first, last in spans]
 
 
 def _first_s(model: str, prompt: int, send: Send) -> float:

@@ -30,7 +30,7 @@ from typing import Any
 
 from mix_load import FULL, TINY, parse_cells
 from mix_machine import IMAGINED, Refused
-from mix_run import Run, line_of, weights_line
+from mix_run import Run, line_of, steps_line, weights_line
 
 from c2cserve.devices.gpus import GpuProblem
 
@@ -143,6 +143,7 @@ def _show(results: dict[str, Any]) -> None:
                 print(f"{row['cell']:>10}  {world:<9}  {line_of(row[world])}")
         if "live" in row:
             print(f"{'':>10}  {'weights':<9}  {weights_line(row['live']['counters'])}")
+            print(f"{'':>10}  {'steps':<9}  {steps_line(row['live']['counters'])}")
     for text, why in results["refused"].items():
         print(f"{text:>10}  refused: {why}")
     if results["not_run"]:

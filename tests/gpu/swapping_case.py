@@ -70,7 +70,8 @@ class SwappingSlice:
 
     @property
     def stats(self) -> SliceStats:
-        return self.engine.poll().stats
+        self.engine.poll()
+        return self.engine.stats
 
     def _report(self, event: SliceEvent | None, deltas: Sequence[Delta]) -> None:
         self.deltas += deltas

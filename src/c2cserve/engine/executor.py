@@ -29,20 +29,21 @@ from c2cserve.core.actions import (
 )
 from c2cserve.core.events import (
     MoveDone,
-    SeqOutcome,
     StepDone,
     StepFailed,
     StepParked,
 )
-from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
+from c2cserve.core.request import Delta, FinishReason, Job
 from c2cserve.core.step import Lane, SeqStep, Step
-from c2cserve.engine.lanes import LaneParts, LaneSteps, lanes_of
+from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.engine.run import Run, Work
+from c2cserve.engine.sampled import record_tokens
 from c2cserve.engine.sequences import Sequence, build_batch
+from c2cserve.engine.step_costs import InlineTimer, StepCosts, StepKind, StepTimer, kind_of
 from c2cserve.kernels.ops import Ops, Sample, SampledTokens
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class Executor:
         fatal: Callable[[Exception], bool] = lambda _: False,
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
+        timer: StepTimer | None = None,
         streaming: LaneParts | None = None,
         streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -75,10 +77,13 @@ class Executor:
         what is launched, and builds anew what operators keep from step to step (None: they keep
         nothing). `host_kv` holds the KV of paused requests, if the policy pauses any.
 
-        `ops` and `to_device` are the resident lane's; `streaming` is the other, if there is one.
+        `ops`, `to_device` and `timer` (None: steps are over when they are launched) are the
+        resident lane's; `streaming` is the other, if there is one.
         `streamed_bytes` counts the bytes of weights that launches of both read over a link.
         """
-        self._lanes = lanes_of(LaneParts(ops, to_device), streaming)
+        own = LaneParts(ops, to_device, timer=timer or InlineTimer(clock))
+        self._lanes = lanes_of(own, streaming)
+        self.costs = StepCosts()
         self._streamed_bytes = streamed_bytes
         self._slice_id = slice_id
         self._fatal = fatal
@@ -116,6 +121,10 @@ class Executor:
 
     def __len__(self) -> int:
         return len(self._seqs)
+
+    def compute_seconds(self) -> dict[StepKind, float]:
+        """Return for how long steps that are over occupied what computes, in all lanes."""
+        return compute_seconds(self._lanes.values())
 
     def lanes_in_flight(self, model: str) -> set[Lane]:
         """Return the lanes in which steps of the model are launched or parked."""
@@ -186,7 +195,8 @@ class Executor:
         lane = self._lanes[step.lane]
         switched = bool(lane.last_model) and lane.last_model != step.model
         lane.last_model = step.model
-        run = Run(step, self._clock(), switched)
+        run = Run(step, kind_of(step, switched=switched), self._clock(), switched)
+        self.costs.steps[run.kind] += 1
         if self._behind_parked(run):
             self._park(run, self._work(run))
         else:
@@ -206,6 +216,7 @@ class Executor:
     def _work(self, run: Run) -> Work:
         """Do all of a step that can fail. What it raises fails this step alone."""
         lane = self._lanes[run.step.lane].parts
+        began_s, collected_s = self._clock(), self.costs.collected_s
         source = self._take_parts(run)
         if not run.parts:
             return SampledTokens([], [])
@@ -218,6 +229,8 @@ class Executor:
         if source is not None:
             batch = replace(batch, ids=lane.ops.chained(batch.ids, source))
         started_s = self._clock()
+        collected_s = self.costs.collected_s - collected_s
+        self.costs.batch_s[run.kind] += started_s - began_s - collected_s
         for seq in run.seqs:
             if seq.clock.started_s is None:
                 seq.clock.started_s = run.picked_s
@@ -283,24 +296,38 @@ class Executor:
             for seq in run.seqs:
                 seq.clock.parked_s += started_s - run.parked_since_s
         try:
-            with lane.parts.current():
-                next(work)
-        except StopIteration as end:
-            run.sample = end.value
+            whole = self._launch(run, work, lane.parts)
         except Exception as fault:
             if self._fatal(fault):
                 raise
             self._collect_all()  # what earlier steps sampled is not lost
             self._survive(run, fault)
-        else:
+            whole = True
+        finally:
+            run.streamed_bytes += self._streamed_bytes() - streamed
+        if not whole:
             run.compute_s += self._clock() - started_s
             self._park(run, work)
             return
-        finally:
-            run.streamed_bytes += self._streamed_bytes() - streamed
         run.launched_s = started_s
         lane.launched.append(run)
         self._collect(lane)
+
+    def _launch(self, run: Run, work: Work, lane: LaneParts) -> bool:
+        """Launch what has its weights, and count the host's time. Return whether that was all."""
+        costs, began_s = self.costs, self._clock()
+        others_s = costs.batch_s[run.kind] + costs.collected_s
+        whole = False
+        with lane.current():
+            lane.timer.begin(run.kind)
+            try:
+                next(work)
+            except StopIteration as end:
+                run.sample, whole = end.value, True
+            lane.timer.end()
+        others_s = costs.batch_s[run.kind] + costs.collected_s - others_s
+        costs.launch_s[run.kind] += self._clock() - began_s - others_s
+        return whole
 
     def _survive(self, run: Run, fault: Exception) -> None:
         """Survive a failed step: neither the slice nor any other step fails with it.
@@ -333,6 +360,7 @@ class Executor:
 
     def _complete(self, run: Run, lane: LaneSteps) -> None:
         tokens: SampledTokens | None = None
+        began_s, waits = self._clock(), run.sample is not None and not run.sample.done
         try:
             if run.sample is not None:
                 tokens = run.sample.collect()
@@ -344,6 +372,9 @@ class Executor:
             tokens = None
             self._survive(run, fault)
         now = self._clock()
+        if waits:
+            self.costs.wait_s += now - began_s
+            began_s = now
         # It ran from its launch on, or from the end of what was launched before.
         run.compute_s += now - max(run.launched_s, lane.collected_s)
         lane.collected_s = now
@@ -352,49 +383,15 @@ class Executor:
                 seq.in_flight -= 1
         if tokens is None:
             self._report(StepFailed(run.step.id, run.failed), ())
-            return
+        else:
+            self._report_done(run, tokens)
+        self.costs.completion_s[run.kind] += self._clock() - began_s
+
+    def _report_done(self, run: Run, tokens: SampledTokens) -> None:
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
-        self._record(run, tokens)
+        for request_id in record_tokens(run, tokens, self._seqs, self._slice_id):
+            self._end(request_id)
         outcomes = tuple(run.outcomes)
         done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
         self._report(done, run.deltas)
-
-    def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
-        request_id = seq.job.request.id
-        run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
-        run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
-        self._end(request_id)
-
-    # ---- sampled tokens -------------------------------------------------------------------------
-
-    def _record(self, run: Run, tokens: SampledTokens) -> None:
-        for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
-            # It may have ended in the step before this one.
-            if seq.lost or self._seqs.get(seq.job.request.id) is not seq:
-                continue
-            if token < 0:
-                self._fail(run, seq, "the model computed values that are not numbers")
-                continue
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if seq.job.sampling.logprobs is not None:
-                top = tuple(tokens.top[i]) if tokens.top else ()
-                logprobs = (TokenLogprob(token, tokens.logprobs[i], top),)
-            self._take(run, seq, token, logprobs)
-
-    def _take(
-        self, run: Run, seq: Sequence, token: int, logprobs: tuple[TokenLogprob, ...]
-    ) -> None:
-        """Record a sampled token and its delta."""
-        request = seq.job.request
-        seq.tokens[seq.length] = token
-        seq.length += 1
-        finish: FinishReason | None = None
-        if token in seq.job.sampling.stop_token_ids:
-            finish = FinishReason.STOP
-        elif seq.sampled >= request.max_new_tokens:
-            finish = FinishReason.LENGTH
-        run.deltas.append(seq.delta(token, logprobs, finish, self._slice_id))
-        run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
-        if finish is not None:
-            self._end(request.id)

@@ -4,14 +4,16 @@ resident     [ 3B | 3B | 3B | 3B | 3B | 3B | 3B | 3B ]     steps of a lane end i
 streaming    [ 8B ................................. ]     those of two lanes in any order
 """
 
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from c2cserve.core.step import Lane
 from c2cserve.engine.models.decoder import ForwardBatch
 from c2cserve.engine.run import Run
+from c2cserve.engine.step_costs import InlineTimer, StepKind, StepTimer, zeros
 from c2cserve.kernels.ops import Ops
 
 
@@ -26,6 +28,8 @@ class LaneParts:
     """Makes what is launched within its context this lane's."""
     attached: Callable[[], None] = lambda: None
     """Is called when the calling thread has made what a model keeps on the device."""
+    timer: StepTimer = field(default_factory=lambda: InlineTimer(time.monotonic))
+    """Measures how long steps occupy what computes them."""
 
 
 @dataclass(slots=True)
@@ -45,3 +49,12 @@ def lanes_of(resident: LaneParts, streaming: LaneParts | None) -> dict[Lane, Lan
     if streaming is not None:
         lanes["streaming"] = LaneSteps(streaming)
     return lanes
+
+
+def compute_seconds(lanes: Iterable[LaneSteps]) -> dict[StepKind, float]:
+    """Return for how long steps that are over occupied what computes, in all lanes together."""
+    found = zeros()
+    for lane in lanes:
+        for kind, seconds in lane.parts.timer.read().items():
+            found[kind] += seconds
+    return found

@@ -9,6 +9,7 @@ from c2cserve.core.events import SeqOutcome
 from c2cserve.core.request import Delta
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.engine.sequences import Sequence
+from c2cserve.engine.step_costs import StepKind
 from c2cserve.kernels.ops import Sample
 
 Work = Generator[list[int], None, Sample]
@@ -20,6 +21,7 @@ class Run:
     """A step under way."""
 
     step: Step
+    kind: StepKind
     picked_s: float
     switched: bool
     parts: list[SeqStep] = field(default_factory=list[SeqStep])

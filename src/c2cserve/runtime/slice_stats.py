@@ -73,7 +73,65 @@ class SliceStats:
         "bytes", _ENGINE, "KV in host memory, of requests that are paused or may be."
     )
     steps: int = _counter("steps", _LOOP, "Steps run.")
+    prefill_steps: int = _counter("steps", _ENGINE, "Steps begun that compute prompts.")
+    switched_steps: int = _counter(
+        "steps", _ENGINE, "Other steps begun, of another model than the step before."
+    )
     switches: int = _counter("steps", _LOOP, "Steps that ran another model than the step before.")
+    prefill_compute_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds for which steps with prompts occupied what computes."
+    )
+    decode_compute_seconds: float = _counter("seconds", _ENGINE, "The same of decode steps.")
+    switched_compute_seconds: float = _counter(
+        "seconds", _ENGINE, "The same of decode steps after a switch."
+    )
+    prefill_batch_seconds: float = _counter(
+        "seconds", _ENGINE, "Host seconds for batches of steps with prompts."
+    )
+    decode_batch_seconds: float = _counter("seconds", _ENGINE, "The same of decode steps.")
+    switched_batch_seconds: float = _counter(
+        "seconds", _ENGINE, "The same of decode steps after a switch."
+    )
+    prefill_launch_seconds: float = _counter(
+        "seconds", _ENGINE, "Host seconds for launching steps with prompts (CPU: computing them)."
+    )
+    decode_launch_seconds: float = _counter("seconds", _ENGINE, "The same of decode steps.")
+    switched_launch_seconds: float = _counter(
+        "seconds", _ENGINE, "The same of decode steps after a switch."
+    )
+    prefill_completion_seconds: float = _counter(
+        "seconds", _ENGINE, "Host seconds for tokens and outcomes of steps with prompts."
+    )
+    decode_completion_seconds: float = _counter("seconds", _ENGINE, "The same of decode steps.")
+    switched_completion_seconds: float = _counter(
+        "seconds", _ENGINE, "The same of decode steps after a switch."
+    )
+    step_wait_seconds: float = _counter(
+        "seconds", _ENGINE, "Host seconds of waits for a step, to launch the one that needs it."
+    )
+    policy_seconds: float = _counter("seconds", _LOOP, "Host seconds of decisions.")
+    submit_seconds: float = _counter(
+        "seconds", _LOOP, "Host seconds of submitting steps: batch, launch, and what is beside."
+    )
+    action_seconds: float = _counter(
+        "seconds", _LOOP, "Host seconds of other decisions' effects: moves of KV, loads, releases."
+    )
+    poll_seconds: float = _counter(
+        "seconds", _LOOP, "Host seconds of messages, completions and this table."
+    )
+    sleep_seconds: float = _counter(
+        "seconds", _LOOP, "Seconds for which the slice's thread slept, or waited for a processor."
+    )
+    in_flight_seconds: float = _counter("seconds", _LOOP, "Seconds with a step in flight.")
+    bubble_seconds: float = _counter(
+        "seconds", _LOOP, "Seconds without a step in flight though the slice had requests."
+    )
+    loading_bubble_seconds: float = _counter(
+        "seconds", _LOOP, "Of those, seconds while a whole model was being loaded."
+    )
+    contended_seconds: float = _counter(
+        "seconds", _POLICY, "Seconds for which steps did not overlap: requests competed for memory."
+    )
     prompt_tokens: int = _counter("tokens", _LOOP, "Prompt tokens received.")
     output_tokens: int = _counter("tokens", _LOOP, "Tokens drawn.")
     cached_tokens: int = _counter("tokens", _POLICY, "Prompt tokens reused.")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mix_checkpoints
-import mix_times
 import pytest
 import weights_mix
 from documents.commands import check
@@ -26,12 +25,9 @@ from mix_load import (
     warm_up,
 )
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
-from mix_run import weights_line
+from mix_run import steps_line, weights_line
 from mix_simulated import simulate, simulated_machine, simulated_models
-from mix_times import measure_times, read_times
 
-from c2cserve.bench.loadgen_reply import Record
-from c2cserve.bench.plan import Shape
 from c2cserve.catalog.file import load_catalog
 from c2cserve.core.step import Step
 from c2cserve.devices.plan import SliceWishes, plan_all
@@ -189,6 +185,27 @@ def test_what_a_server_counts_of_weights_is_a_line() -> None:
     assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows
 
 
+def test_what_a_server_counts_of_steps_is_a_line() -> None:
+    seconds = (
+        "in_flight", "bubble", "loading_bubble", "contended", "step_wait", "policy", "submit",
+        "action", "poll", "sleep",
+        *(f"{kind}_{name}" for kind in ("prefill", "decode", "switched")
+          for name in ("compute", "batch", "launch", "completion")),
+    )  # fmt: skip
+    counters = {f"{name}_seconds_total": float(i) for i, name in enumerate(seconds)}
+    counters |= {"steps_total": 9.0, "prefill_steps_total": 2.0, "switched_steps_total": 3.0}
+    assert steps_line(counters) == (
+        "p/d/s 2/4/3 steps: computing 10.00/14.00/18.00 s of 0.00 in flight;"
+        " without a step 1.00 (2.00 beside loads), contended 3.00;"
+        " host: batch 11.00/15.00/19.00, launch 12.00/16.00/20.00,"
+        " completion 13.00/17.00/21.00, wait 4.00; policy 5.00, submit 6.00, actions 7.00,"
+        " polls 8.00, asleep 9.00"
+    )
+    assert steps_line({"steps_total": 9.0}) == "not counted: an earlier server"
+    rows = {stat.metric for stat in STATS}
+    assert {f"c2cserve:slice_{name.removesuffix('_total')}" for name in counters} <= rows
+
+
 @pytest.mark.parametrize(
     ("arena", "slice_id"),
     [(Arena("all", None), "gpu0"), (Arena("30+90", 30 * 10**9, 90 * 10**9), "gpu0")],
@@ -254,55 +271,6 @@ def test_too_little_memory_is_refused_before_anything_is_written(
     with pytest.raises(SystemExit, match=r"host memory: 0\.2 GB are needed for .*, 0\.0 GB"):
         run(tmp_path, "--tiny", "--cells", "0.05:4")
     assert not list(tmp_path.iterdir())
-
-
-# ---- step times ---------------------------------------------------------------------------------
-
-
-def answered(shape: Shape, ttft_s: float, tpot_s: float) -> Record:
-    gaps = [tpot_s] * (shape.output_tokens - 1)
-    record = Record(0, shape.model, 0.0, output_tokens=shape.output_tokens, gaps_s=gaps)
-    record.first_s = ttft_s
-    return record
-
-
-def test_step_times_are_those_of_requests_less_what_is_outside() -> None:
-    """A server whose step takes 1 ms and 0.1 ms a token, and whose requests take 5 ms beside."""
-
-    def send(asked: Sequence[Shape], together: int) -> list[Record]:
-        step_s = 1e-3 + 1e-4 * together
-        return [answered(one, 6e-3 + 1e-4 * one.input_tokens, step_s) for one in asked]
-
-    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
-    assert times.request_s == pytest.approx(6.4e-3 - 1.1e-3)
-    assert dict(times.prefill["tiny-llama"]) == pytest.approx(
-        {4: 1.1e-3, 16: 2.3e-3, 48: 5.5e-3, 96: 10.3e-3}
-    )
-    assert dict(times.decode["tiny-llama"]["24"]) == pytest.approx(
-        {1: 1.1e-3, 2: 1.2e-3, 4: 1.4e-3}
-    )
-    table = times.tables().get("tiny-llama", mix_times.DEVICE)
-    assert table is not None
-    assert table.decode_s(2, 24) == pytest.approx(1.2e-3)
-    assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
-
-
-def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
-    def send(asked: Sequence[Shape], together: int) -> list[Record]:
-        records = [answered(one, 0.01, 1e-3) for one in asked]
-        if together == 4:
-            records[0].error = "http 429"
-        return records
-
-    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
-    assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]
-
-
-def test_tokens_in_few_pieces_are_spread_evenly() -> None:
-    record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
-    assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
-    with pytest.raises(ValueError, match="in one piece"):
-        mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
 
 
 # ---- simulated ----------------------------------------------------------------------------------

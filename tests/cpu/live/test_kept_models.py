@@ -20,7 +20,6 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import StatusPage
-from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SLAB = 1 << 10
@@ -37,6 +36,7 @@ class Engine:
 
     def __init__(self, world: WorkerWorld) -> None:
         self._world = world
+        self.stats = SliceStats()
         self.told: list[EngineAction] = []
         self.over: list[SliceEvent] = []
 
@@ -52,10 +52,10 @@ class Engine:
     def submit(self, action: EngineAction) -> None:
         self.told.append(action)
 
-    def poll(self) -> EngineState:
+    def poll(self) -> bool:
         while self.over:
             self._world.report(self.over.pop(0), ())
-        return EngineState(False, SliceStats())
+        return False
 
 
 class Worker:

@@ -11,10 +11,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from c2cserve.core.actions import GiveUp, Recover, Return, RunStep, SliceAction
+from c2cserve.core.actions import Fetch, GiveUp, Recover, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
+    Fetched,
     RecallAsked,
     SeqOutcome,
     SliceEvent,
@@ -31,7 +32,6 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -73,11 +73,11 @@ class Engine:
         else:
             self.told.append(action)
 
-    def poll(self) -> EngineState:
+    def poll(self) -> bool:
         self.polls += 1
         while self._over:
             self._world.report(self._over.popleft(), ())
-        return EngineState(self.parked, self.stats)
+        return self.parked
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
@@ -329,3 +329,56 @@ def test_a_reset_is_done_when_no_step_can_draw_for_the_requests_any_more(bench: 
     ]  # fmt: skip
     bench.wait(0.05)
     assert heard(bench) == [msg.ResetDone(2)]
+
+
+def test_every_second_of_the_thread_and_of_its_requests_is_counted(bench: Bench) -> None:
+    began_s, before = time.monotonic(), bench.page.stats()
+    bench.wait(0.03)
+    assert bench.page.stats().bubble_seconds == 0.0, "there are no requests"
+    bench.tell(msg.Submit(job("r")))
+    bench.wait()
+    bench.wait(0.03)
+    bench.world.submit(Fetch("m", 0))
+    bench.wait(0.03)
+    bench.world.report(Fetched("m", 0.03), ())
+    bench.run(1)
+    bench.wait()
+    threading.Timer(0.05, bench.engine.finish).start()
+    bench.wait()
+    bench.world.report(None, [Delta("r", (1,), finish=FinishReason.STOP)])
+    bench.wait(0.03)
+    took_s, stats = time.monotonic() - began_s, bench.page.stats()
+    assert stats.in_flight_seconds >= 0.04
+    assert stats.bubble_seconds >= stats.loading_bubble_seconds + 0.025
+    assert stats.loading_bubble_seconds >= 0.025
+    assert stats.in_flight_seconds + stats.bubble_seconds <= took_s
+    laps = ("policy_seconds", "submit_seconds", "action_seconds", "poll_seconds", "sleep_seconds")
+    risen = [getattr(stats, name) - getattr(before, name) for name in laps]
+    assert all(seconds > 0.0 for seconds in risen)
+    assert sum(risen) == pytest.approx(took_s, abs=0.02)
+
+
+def test_the_engines_figures_are_not_made_for_every_step(bench: Bench) -> None:
+    """They cost as much as a part of a step; they are on the page when the slice comes to rest."""
+    made = 0
+
+    class Counting(Engine):
+        @property
+        def stats(self) -> SliceStats:  # pyright: ignore[reportIncompatibleVariableOverride]
+            nonlocal made
+            made += 1
+            return SliceStats(graph_steps=made)
+
+    bench.engine.__class__ = Counting
+    bench.run(0)
+    for step in range(1, 51):
+        bench.run(step)
+        bench.engine.finish()
+        bench.wait()
+    before, began_s = made, bench.world._published_s
+    bench.engine.finish()
+    bench.wait()
+    bench.wait(0.01)
+    assert before <= 2 + (time.monotonic() - began_s + 50 * 0.05) / 0.05
+    assert made > before
+    assert bench.page.stats().graph_steps == made

@@ -71,3 +71,17 @@ def test_a_prompt_longer_than_the_memory_leaves_its_place_in_line_to_others() ->
     assert isinstance(truncated, Truncate)
     assert isinstance(step, RunStep)
     assert step.step.seqs[0].request_id == "short"
+
+
+def test_the_seconds_of_contention_are_counted() -> None:
+    """Memory is full with one of two requests, until that one ends."""
+    policy = SlicePolicy(replace(small_slice(slabs=2), host_kv_bytes=1 << 20), 2)
+    policy.apply(Activated(spec(block=2048)))
+    for name in ("first", "second"):
+        policy.apply(Submitted(request(name, prompt=48, new=1)))
+    for now, contended_s in ((0.0, 0.0), (0.5, 0.5), (0.75, 0.5)):
+        steps = [one.step for one in policy.decide(now) if isinstance(one, RunStep)]
+        assert policy.contended_s == contended_s
+        for step in steps:
+            outcome = SeqOutcome(step.seqs[0].request_id, 1, finished=True)
+            policy.apply(StepDone(step.id, (outcome,), 0.01))

@@ -22,6 +22,7 @@ from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.gpu.step_timer import EventTimer
 from c2cserve.engine.lanes import LaneParts
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
@@ -45,6 +46,7 @@ class GpuLane:
     ops: GpuOps
     to_device: Staging
     flashinfer: FlashInfer
+    timer: EventTimer[torch.cuda.Event]
 
     @classmethod
     def open(
@@ -64,12 +66,13 @@ class GpuLane:
             flashinfer = FlashInfer(device, kernels)
             ops = GpuOps(linear, device, host_sampler, on_step_end, flashinfer.flash)
             ops.capture_decoding(linear.launched, cache, by_places=bool(context.readers))
-            return cls(stream, context, linear, ops, Staging(device), flashinfer)
+            timer = EventTimer(_timed_event)
+            return cls(stream, context, linear, ops, Staging(device), flashinfer, timer)
 
     @property
     def parts(self) -> LaneParts:
         """What an executor is given of it."""
-        return LaneParts(self.ops, self.to_device, self.current, self._attached)
+        return LaneParts(self.ops, self.to_device, self.current, self._attached, self.timer)
 
     def current(self) -> AbstractContextManager[object]:
         """Return a context in which the thread's work goes to this lane."""
@@ -91,6 +94,10 @@ class GpuLane:
             self.ops.renew()
             self.to_device.renew()
             self.flashinfer.flash.renew()
+
+
+def _timed_event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)
 
 
 def lane_streams(device: int, lanes: int) -> list[torch.cuda.Stream]:

@@ -26,6 +26,7 @@ from c2cserve.engine.gpu.load_stream import CopyEngineStream
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
+from c2cserve.engine.gpu.step_timer import EventTimer
 from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
@@ -76,6 +77,7 @@ class GpuParts:
     streaming: GpuLane | None
     """The lane of steps whose weights stream. All that is above is the other lane's, or both's."""
     fence: LaneFence
+    timer: EventTimer[torch.cuda.Event]
 
     @property
     def linears(self) -> list[Linear]:
@@ -215,6 +217,7 @@ def open_gpu(
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
+        lane.timer,
     )  # fmt: skip
     _warm_common(parts)
     return parts

@@ -39,6 +39,9 @@ class KvRotation:
         self.contended = False
         """A request that wants to run found no room. Requests in a running step cannot be paused,
         so the next step is better decided when this one has ended."""
+        self.contended_s = 0.0
+        """The seconds for which that was so."""
+        self._planned_s = 0.0
 
     def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:
         """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
@@ -46,6 +49,9 @@ class KvRotation:
         free counts as free. The request that it was made for has the largest lag in the next
         iteration too. `weight_bytes` of the arena are taken by weights that are needed. Other
         weights make way."""
+        if self.contended:
+            self.contended_s += now - self._planned_s
+        self._planned_s = now
         by_id = {seq.request.id: seq for seq in seqs}
         self._room_bytes = self._arena.size - weight_bytes
         claims = self._claims(by_id.values(), now)

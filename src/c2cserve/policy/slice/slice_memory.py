@@ -39,6 +39,11 @@ class SliceMemory(Generic[ExtraT]):
         self.cached_tokens = 0
         self.preemptions = 0
 
+    @property
+    def contended_s(self) -> float:
+        """The seconds for which requests competed for memory, so that steps did not overlap."""
+        return 0.0 if self._rotation is None else self._rotation.contended_s
+
     # ---- from its start to its end --------------------------------------------------------------
 
     def _admit(self, seq: Seq) -> bool:

@@ -71,7 +71,7 @@ class StatusPage:
     def add(self, field: Field, value: float) -> None:
         self._fields[field] += value
 
-    def add_stat(self, name: str, amount: int) -> None:
+    def add_stat(self, name: str, amount: float) -> None:
         """Add to the counter of this name. Raises KeyError if the table has none."""
         self._fields[_INDEX[name]] += amount
 

@@ -20,12 +20,12 @@ from c2cserve.engine.executor import Executor
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
+from c2cserve.engine.step_costs import KINDS
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.worker.shared_gpu import SharedGpu
-from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
@@ -151,6 +151,7 @@ class _GpuBackend:
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
+            timer=gpu.timer,
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
         )  # fmt: skip
@@ -277,6 +278,7 @@ class WorkerEngine:
         else:
             self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
         self._executor = self._backend.executor
+        self._state = self._executor.poll()
         self._paths: dict[str, Path] = {}
         self._decoders: dict[str, Decoder] = {}
         self._attaches, self._attach_s = 0, 0.0
@@ -323,12 +325,33 @@ class WorkerEngine:
             case _:
                 self._executor.submit(action)
 
-    def poll(self) -> EngineState:
-        state = self._executor.poll()
+    def poll(self) -> bool:
+        state = self._state = self._executor.poll()
         self._backend.polled(computing=state.computing)
-        stats = replace(
+        return state.parked or self._backend.waiting
+
+    @property
+    def stats(self) -> SliceStats:
+        state = self._state
+        return replace(
             self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
             parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
+            **_step_stats(self._executor),
         )  # fmt: skip
-        return EngineState(state.parked or self._backend.waiting, stats)
+
+
+def _step_stats(executor: Executor) -> dict[str, float]:
+    """Return the engine's rows about the time of steps."""
+    costs, compute = executor.costs, executor.compute_seconds()
+    rows: dict[str, float] = {
+        "prefill_steps": costs.steps["prefill"], "switched_steps": costs.steps["switched"],
+        "step_wait_seconds": costs.wait_s,
+    }  # fmt: skip
+    of_kinds = (
+        ("compute", compute), ("batch", costs.batch_s), ("launch", costs.launch_s),
+        ("completion", costs.completion_s),
+    )  # fmt: skip
+    for name, seconds in of_kinds:
+        rows |= {f"{kind}_{name}_seconds": seconds[kind] for kind in KINDS}
+    return rows

@@ -231,6 +231,7 @@ def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
             running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
             cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
             step_retries=policy.retries, retries_failed=policy.given_up,
+            contended_seconds=policy.contended_s,
         )  # fmt: skip
 
     return stats

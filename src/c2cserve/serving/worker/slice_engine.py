@@ -1,21 +1,11 @@
 """The port between a worker's loop and its engine."""
 
-from dataclasses import dataclass
 from typing import Protocol
 
 from c2cserve.core.actions import EngineAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    parked: bool
-    """A step, or a load into the slice's memory, waits for weights that are being loaded into the
-    pool. The end of that is not notified of, so `poll` has to look."""
-    stats: SliceStats
-    """The rows of the table whose source is the engine; the others are 0."""
 
 
 class SliceEngine(Protocol):
@@ -39,6 +29,15 @@ class SliceEngine(Protocol):
 
     def submit(self, action: EngineAction) -> None: ...
 
-    def poll(self) -> EngineState:
-        """Report what is done, go on with what can, and return how things stand then."""
+    def poll(self) -> bool:
+        """Report what is done, and go on with what can.
+
+        Return whether a step, or a load into the slice's memory, waits for weights that are being
+        loaded into the pool. The end of that is not notified of, so `poll` has to look."""
+        ...
+
+    @property
+    def stats(self) -> SliceStats:
+        """The rows of the table whose source is the engine, as of the last `poll`; the others are
+        0. Making them takes as long as a good part of a small step's launch."""
         ...

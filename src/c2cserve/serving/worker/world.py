@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from c2cserve.core.actions import GiveUp, Recover, Release, Return, RunStep, SliceAction
+from c2cserve.core.actions import Fetch, GiveUp, Recover, Release, Return, RunStep, SliceAction
 from c2cserve.core.events import (
     Activated,
     Deactivated,
@@ -35,6 +35,7 @@ from c2cserve.runtime.slice_stats import SliceStats, StatSource
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.worker.loop_times import LoopTimes
 from c2cserve.serving.worker.slice_engine import SliceEngine
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,11 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _PARKED_POLL_S = 0.001
 """How soon a parked step notices that its weights have arrived."""
+_PUBLISH_S = 0.05
+"""How old figures of the policy and the engine may be on the page while steps are in flight. Making
+them takes a few per cent of a small step."""
+_IN_FLIGHT, _BUBBLE = ("in_flight_seconds",), ("bubble_seconds",)
+_LOADING = ("bubble_seconds", "loading_bubble_seconds")
 
 
 class Quitting(Exception):
@@ -56,7 +62,8 @@ class WorkerWorld:
         policy_stats: Callable[[], SliceStats],
         measured: Callable[[], Sequence[msg.Measured]],
     ) -> None:
-        """`policy_stats` is read after every tick; `measured` about once a second."""
+        """`policy_stats` is read before the loop sleeps and every few steps; `measured` about once
+        a second."""
         self._channel = channel
         self._page = page
         self._policy_stats = policy_stats
@@ -78,7 +85,10 @@ class WorkerWorld:
         """Steps that were submitted and have neither ended nor parked -> lane, time of submission.
         """
         self._notifier = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._reported_s = 0.0
+        self._loading: set[str] = set()
+        """Whole models that are being loaded."""
+        self._times = LoopTimes(page.add_stat)
+        self._reported_s = self._published_s = 0.0
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
 
@@ -118,6 +128,8 @@ class WorkerWorld:
         if isinstance(event, StepDone | StepFailed | StepParked):
             self._note_outcome(event)
         elif isinstance(event, Fetched):
+            self._loading.discard(event.model)
+            self._note_state()
             self._channel.send(msg.encode(msg.Ready(event.model, event.took_s)))
 
     def _note_outcome(self, event: StepDone | StepFailed | StepParked) -> None:
@@ -133,6 +145,16 @@ class WorkerWorld:
             self._page[Field.PROGRESS_S] = progress_s
         elif isinstance(event, StepFailed):
             self._page.add_stat("step_failures", 1)
+        self._note_state()
+
+    def _note_state(self) -> None:
+        """Note whether a step is in flight, and if not, whether requests wait for one."""
+        if self._in_flight:
+            self._times.slice_is(_IN_FLIGHT)
+        elif self._accepted:
+            self._times.slice_is(_LOADING if self._loading else _BUBBLE)
+        else:
+            self._times.slice_is(())
 
     def notify(self) -> None:
         """Wake `wait`, because the engine has something to poll. Callable from any thread."""
@@ -140,27 +162,36 @@ class WorkerWorld:
 
     def _deliver(self, deltas: Sequence[Delta]) -> None:
         self._page.add_stat("output_tokens", sum(len(delta.tokens) for delta in deltas))
-        self._accepted -= {delta.request_id for delta in deltas if delta.finish is not None}
+        ended = [delta.request_id for delta in deltas if delta.finish is not None]
+        if ended:
+            self._accepted.difference_update(ended)
+            self._note_state()
         self._channel.send(msg.encode(msg.Output(tuple(deltas))))
 
     # ---- Source ---------------------------------------------------------------------------------
 
     def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
-        self._publish()
-        page = self._page
+        page, times = self._page, self._times
+        times.lap("policy_seconds")
+        self._report_measured()
         while True:
             self._take_messages()
-            state = self.engine.poll()
-            page.write_stats(state.stats, StatSource.ENGINE)
+            parked = self.engine.poll()
             self._end_reset()
             now = time.monotonic()
-            if state.parked or not page.has_requests:
+            rests = not (self._events or self._in_flight)
+            if rests or now - self._published_s > _PUBLISH_S:
+                self._publish(now)
+            if parked or not page.has_requests:
                 page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
+                times.lap("poll_seconds")
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
-            self._channel.wait(_PARKED_POLL_S if state.parked else timeout_s, self._notifier)
+            times.lap("poll_seconds")
+            self._channel.wait(_PARKED_POLL_S if parked else timeout_s, self._notifier)
+            times.lap("sleep_seconds")
             with contextlib.suppress(BlockingIOError):  # no notification
                 os.eventfd_read(self._notifier)
 
@@ -189,6 +220,7 @@ class WorkerWorld:
                 self._add(job)
             case msg.Withdraw(request_id):
                 self._accepted.discard(request_id)
+                self._note_state()
                 self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
                 self._events.append(RecallAsked(request_id))
@@ -218,6 +250,7 @@ class WorkerWorld:
             self._refuse(request.id, fault)
         else:
             self._accepted.add(request.id)
+            self._note_state()
             self._events.append(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
@@ -236,6 +269,7 @@ class WorkerWorld:
     def _deactivate(self, model: str) -> None:
         """The weights of a model that was kept go at once, and with them a load under way."""
         if self._active.pop(model):
+            self._loading.discard(model)
             self.engine.submit(Release(model))
         self._events.append(Deactivated(model))
 
@@ -251,6 +285,7 @@ class WorkerWorld:
         for model in sorted(self._active):
             self._deactivate(model)
         self._accepted.clear()
+        self._note_state()
 
     def _end_reset(self) -> None:
         """End a reset when the policy has seen all withdrawals and holds no request, not even in a
@@ -291,9 +326,15 @@ class WorkerWorld:
             # Its memory may stay taken here; the slice has other models.
             log.exception("detach of %s failed", model)
 
-    def _publish(self) -> None:
-        """Publish what the policy counts, and about once a second what it has measured."""
+    def _publish(self, now: float) -> None:
+        """Publish what the policy, the engine and the loop count."""
+        self._published_s = now
+        self._times.publish()
         self._page.write_stats(self._policy_stats(), StatSource.POLICY)
+        self._page.write_stats(self.engine.stats, StatSource.ENGINE)
+
+    def _report_measured(self) -> None:
+        """Report about once a second what the policy has measured."""
         now = time.monotonic()
         if now - self._reported_s > 1.0:
             self._reported_s = now
@@ -303,9 +344,16 @@ class WorkerWorld:
     # ---- Executor -------------------------------------------------------------------------------
 
     def submit(self, action: SliceAction) -> None:
+        self._times.lap("policy_seconds")
+        if isinstance(action, RunStep):
+            self._run(action)
+            self._times.lap("submit_seconds")
+        else:
+            self._act(action)
+            self._times.lap("action_seconds")
+
+    def _act(self, action: SliceAction) -> None:
         match action:
-            case RunStep():
-                self._run(action)
             case GiveUp(model, reason, others_work):
                 self._channel.send(msg.encode(msg.Failed(model, reason, others_work)))
             case Recover(model):
@@ -313,7 +361,16 @@ class WorkerWorld:
             case Return(request_id):
                 self.engine.submit(action)
                 self._accepted.discard(request_id)
+                self._note_state()
                 self._channel.send(msg.encode(msg.Returned(request_id)))
+            case Fetch(model):
+                self._loading.add(model)
+                self._note_state()
+                self.engine.submit(action)
+            case Release(model):
+                self._loading.discard(model)
+                self._note_state()
+                self.engine.submit(action)
             case _:
                 self.engine.submit(action)
 
@@ -328,4 +385,5 @@ class WorkerWorld:
         if not self._in_flight:
             page[Field.STEP_STARTED_S] = now
         self._in_flight[action.step.id] = lane, now
+        self._note_state()
         self.engine.submit(action)

@@ -1,0 +1,129 @@
+"""Step times of a server as a client measures them, on a server of which they are known."""
+
+import json
+from collections.abc import Sequence
+
+import mix_times
+import pytest
+from mix_load import TINY
+from mix_times import measure_times, read_times
+
+from c2cserve.bench.loadgen_reply import Record
+from c2cserve.bench.plan import Shape
+
+
+def answered(shape: Shape, ttft_s: float, tpot_s: float) -> Record:
+    gaps = [tpot_s] * (shape.output_tokens - 1)
+    return recorded(shape, shape.due_s + ttft_s, gaps)
+
+
+def recorded(shape: Shape, first_s: float, gaps: list[float]) -> Record:
+    record = Record(
+        0, shape.model, shape.due_s, output_tokens=shape.output_tokens, gaps_s=gaps
+    )  # fmt: skip
+    record.first_s = first_s
+    return record
+
+
+class FakeServer:
+    """A slice whose steps take 1 ms and 0.1 ms a sequence or prompt token, one step at a time.
+    Requests take 5 ms outside of it. With a batch of `refuses` one request is refused."""
+
+    def __init__(self, refuses: int = 0) -> None:
+        self._refuses = refuses
+
+    def send(self, asked: Sequence[Shape], together: int | None) -> list[Record]:
+        if together is None:
+            return self._beside(asked[0], asked[1:])
+        prefill_s = [1e-3 + 1e-4 * one.input_tokens for one in asked]
+        step_s = 1e-3 + 1e-4 * together
+        records = [
+            answered(one, 5e-3 + took_s, step_s)
+            for one, took_s in zip(asked, prefill_s, strict=True)
+        ]
+        if together == self._refuses:
+            records[0].error = "http 429"
+        return records
+
+    def _beside(self, stream: Shape, prompts: Sequence[Shape]) -> list[Record]:
+        """A prompt reaches the slice 2 ms after it is due, and is the next step there. Its first
+        token takes 3 ms to its client, those of the stream none."""
+        now = first_s = 5e-3 + 1e-3 + 1e-4 * stream.input_tokens
+        gaps: list[float] = []
+        found: list[Record] = []
+        waiting = list(prompts)
+        for _ in range(stream.output_tokens - 1):
+            began_s = now
+            while waiting and waiting[0].due_s + 2e-3 <= now:
+                prompt = waiting.pop(0)
+                now += 1e-3 + 1e-4 * prompt.input_tokens
+                found.append(recorded(prompt, now + 3e-3, []))
+            now += 1.1e-3
+            gaps.append(now - began_s)
+        for prompt in waiting:  # the stream has ended
+            took_s = 6e-3 + 1e-4 * prompt.input_tokens
+            found.append(recorded(prompt, prompt.due_s + took_s, []))
+        return [*found, recorded(stream, first_s, gaps)]
+
+
+def test_a_prompts_time_is_what_it_keeps_from_others() -> None:
+    models = {"tiny-llama": "m", "tiny-tied": "n"}
+    times = measure_times(TINY, models, FakeServer().send, "a test")
+    assert times.request_s == pytest.approx(5e-3)
+    for shape in models:
+        assert dict(times.prefill[shape]) == pytest.approx(
+            {4: 1.4e-3, 16: 2.6e-3, 48: 5.8e-3, 96: 10.6e-3}
+        )
+    assert dict(times.decode["tiny-llama"]["24"]) == pytest.approx(
+        {1: 1.1e-3, 2: 1.2e-3, 4: 1.4e-3}
+    )
+    table = times.tables().get("tiny-llama", mix_times.DEVICE)
+    assert table is not None
+    assert table.decode_s(2, 24) == pytest.approx(1.2e-3)
+    assert read_times(json.loads(json.dumps({"times": times.as_json()}))) is not None
+
+
+def test_a_batch_that_was_refused_in_part_has_no_time() -> None:
+    times = measure_times(TINY, {"tiny-llama": "m"}, FakeServer(refuses=4).send, "a test")
+    assert [batch for batch, _ in times.decode["tiny-llama"]["24"]] == [1, 2]
+
+
+def test_what_the_stream_does_not_cover_is_no_window() -> None:
+    stream = recorded(Shape("m", 4, 7), 1.0, [0.1, 0.1, 0.5, 0.1, 0.1, 0.1])
+    assert mix_times.excess_s(stream, [(1.25, 1.65)]) == pytest.approx([0.4])
+    assert mix_times.excess_s(stream, [(0.9, 1.65), (1.25, 1.95)]) == []
+    assert mix_times.excess_s(stream, [(1.05, 1.85)]) == [], "no gap is without a prompt"
+
+
+def test_a_stream_that_ends_too_soon_is_sent_again_with_more_tokens() -> None:
+    """It was slow when it was alone."""
+    streams: list[int] = []
+
+    def send(asked: Sequence[Shape], together: int | None) -> list[Record]:
+        if together == 1 and asked[0].output_tokens > mix_times._DECODED:
+            return [answered(one, 6e-3, 3 * 1.1e-3) for one in asked]
+        if together is None:
+            streams.append(asked[0].output_tokens)
+        return FakeServer().send(asked, together)
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+    assert dict(times.prefill["tiny-llama"])[96] == pytest.approx(10.6e-3)
+    assert streams[1] > streams[0]
+
+
+def test_prompts_without_a_whole_stream_have_no_times() -> None:
+    def send(asked: Sequence[Shape], together: int | None) -> list[Record]:
+        records = FakeServer().send(asked, together)
+        if together is None:
+            records[-1].error = "http 429"
+        return records
+
+    with pytest.raises(ValueError, match="too few prompts of 4 tokens were beside a whole stream"):
+        measure_times(TINY, {"tiny-llama": "m"}, send, "a test")
+
+
+def test_tokens_in_few_pieces_are_spread_evenly() -> None:
+    record = Record(0, "m", 0.0, output_tokens=31, gaps_s=[9.0] * 5 + [0.03] * 5)
+    assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
+    with pytest.raises(ValueError, match="in one piece"):
+        mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
