@@ -75,6 +75,7 @@ def serve(
     max_logit_bias: opt.MaxLogitBias = REQUESTS.logit_bias,
     max_prompt_chars: opt.MaxPromptChars = REQUESTS.prompt_chars,
     max_prompt_tokens: opt.MaxPromptTokens = REQUESTS.prompt_tokens,
+    max_grammar_chars: opt.MaxGrammarChars = REQUESTS.grammar_chars,
     max_body_bytes: opt.MaxBodyBytes = SERVER.body_bytes_max,
     max_header_bytes: opt.MaxHeaderBytes = CONNECTIONS.header_bytes,
     max_headers: opt.MaxHeaders = CONNECTIONS.headers,
@@ -91,7 +92,7 @@ def serve(
         opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file),
         max_body_bytes, requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
-            max_prompt_tokens,
+            max_prompt_tokens, max_grammar_chars,
         ),
         connections=ConnectionLimits(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
@@ -105,9 +106,8 @@ def serve(
     )  # fmt: skip
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
-        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
-        drain_timeout, strict,
-        AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst), server,
+        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
+        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst), server,
         access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
     )  # fmt: skip
     _serve(catalog, settings, access)

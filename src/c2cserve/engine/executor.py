@@ -18,29 +18,16 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from c2cserve.core.actions import (
-    Drop,
-    ExecutorAction,
-    Fail,
-    Move,
-    Return,
-    RunStep,
-    Truncate,
-)
-from c2cserve.core.events import (
-    MoveDone,
-    SeqOutcome,
-    StepDone,
-    StepFailed,
-    StepParked,
-)
+from c2cserve.core.actions import Drop, ExecutorAction, Fail, Move, Return, RunStep, Truncate
+from c2cserve.core.events import MoveDone, SeqOutcome, StepDone, StepFailed, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
 from c2cserve.core.step import SeqStep, Step
+from c2cserve.engine.guides import Guides, LateSample, PendingMasks
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.engine.run import Run, Work
+from c2cserve.engine.run import Run, Work, emitting, pick_rows
 from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.kernels.ops import Ops, Sample, SampledTokens
 
@@ -62,6 +49,7 @@ class Executor:
         fatal: Callable[[Exception], bool] = lambda _: False,
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
+        guides: Guides | None = None,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
         where the operators read it (None: that is the host).
@@ -69,7 +57,8 @@ class Executor:
         An exception for which `fatal` is true is not a step's own. It is raised out of `submit` or
         `poll`, and the executor must not be used again. After any other exception `renew` waits for
         what is launched, and builds anew what operators keep from step to step (None: they keep
-        nothing). `host_kv` holds the KV of paused requests, if the policy pauses any.
+        nothing). `host_kv` holds the KV of paused requests, if the policy pauses any. `guides`: the
+        grammars of its requests.
         """
         self._launched: deque[Run] = deque()
         self._collected_s = 0.0
@@ -87,6 +76,7 @@ class Executor:
         self._parked: list[tuple[Run, Work]] = []
         self._last_model = ""
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
+        self._guides = Guides() if guides is None else guides
 
     # ---- models and requests --------------------------------------------------------------------
 
@@ -96,6 +86,17 @@ class Executor:
     def detach(self, model: str) -> None:
         self._models.pop(model, None)
 
+    def prepare(self, job: Job) -> bool:
+        """Begin to prepare a request. Return whether it can be added at once. If not, the state
+        after a `poll` names it, or it is to be taken back by `forget`."""
+        if job.sampling.grammar is None:
+            return True
+        return self._guides.prepare(job, self._decoder(job.request.model).config.vocab)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that was prepared and will not be added."""
+        self._guides.forget(request_id)
+
     def add(self, job: Job) -> bool:
         """Add a request. Return whether its next step may be submitted before its last one is done.
 
@@ -103,6 +104,8 @@ class Executor:
         beginning. What this raises is the request's own fault, and nothing of it is held then.
         """
         seq = Sequence.of(job, self._clock())
+        if job.sampling.grammar is not None:
+            seq.matcher = self._guides.matcher(job, self._decoder(job.request.model).config.vocab)
         seq.chained = self._ops.chains(seq.row_sampling())
         self._seqs[job.request.id] = seq
         return seq.chained
@@ -150,7 +153,7 @@ class Executor:
                 self._advance(run, work)
         return ExecutorState(
             bool(self._launched), bool(self._parked), self._renewals, host_kv.used_bytes,
-            host_kv.counts.out_bytes, host_kv.counts.in_bytes,
+            host_kv.counts.out_bytes, host_kv.counts.in_bytes, self._guides.prepared(),
         )  # fmt: skip
 
     def _move(self, move: Move) -> None:
@@ -194,9 +197,7 @@ class Executor:
         source = self._take_parts(run)
         if not run.parts:
             return SampledTokens([], [])
-        decoder = self._models.get(run.step.model)
-        if decoder is None:
-            raise RuntimeError(f"{run.step.model} is not attached to this slice")
+        decoder = self._decoder(run.step.model)
         batch = build_batch(run.parts, run.seqs)
         if self._to_device is not None:
             batch = self._to_device(batch)
@@ -208,8 +209,16 @@ class Executor:
                 seq.clock.started_s = run.picked_s
                 seq.clock.switched = run.switched
                 seq.clock.switch_s = started_s - run.picked_s
+        late = any(seq.matcher is not None and seq.in_flight for seq in emitting(run))
+        masks = None if late else self._guides.begin(emitting(run), decoder.config.vocab)
         logits = yield from decoder.forward(batch, self._ops, self._arena)
-        return self._sample(run, logits)
+        return self._sample(run, logits, masks, late=late)
+
+    def _decoder(self, model: str) -> Decoder:
+        decoder = self._models.get(model)
+        if decoder is None:
+            raise RuntimeError(f"{model} is not attached to this slice")
+        return decoder
 
     def _take_parts(self, run: Run) -> Tensor | None:
         """Bring the sequences up to date with the policy, and note those that are present.
@@ -224,7 +233,9 @@ class Executor:
         ]
         sample = unknown[0].sample if unknown else None
         source = None if sample is None else sample.chain
-        if any(not seq.chained or seq.sample is not sample for seq in unknown):
+        if unknown and (
+            source is None or any(not seq.chained or seq.sample is not sample for seq in unknown)
+        ):
             source = None
             self._collect(wait=True)
         for part in run.step.seqs:
@@ -241,20 +252,20 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(self, run: Run, logits: Tensor) -> Sample:
-        rows: list[int] = []
-        row = 0
-        for part, seq in zip(run.parts, run.seqs, strict=True):
-            if seq.scores_prompt(part):
-                run.scored.append((part, seq, logits[row : row + part.tokens]))
-                row += part.tokens
-            elif part.emits:
-                row += 1
-            if part.emits:
-                run.sampled.append(seq)
-                rows.append(row - 1)
-        picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        sample = self._ops.sample(picked, [seq.row_sampling() for seq in run.sampled])
+    def _sample(
+        self, run: Run, logits: Tensor, masks: PendingMasks | None, *, late: bool
+    ) -> Sample:
+        picked = pick_rows(run, logits)
+        plain = [seq.row_sampling() for seq in run.sampled]
+
+        def launch() -> Sample:
+            pending = masks
+            if late:
+                held = [seq for seq in run.sampled if self._holds(seq)]
+                pending = self._guides.begin(held, picked.shape[1])
+            return self._ops.sample(picked, self._guides.masked(plain, run.sampled, pending))
+
+        sample = LateSample(launch) if late else launch()
         for row, seq in enumerate(run.sampled):
             seq.in_flight += 1
             seq.sample, seq.row = sample, row
@@ -303,6 +314,8 @@ class Executor:
         """Complete the steps that are done, in their order; if `wait`, all that are launched."""
         while self._launched:
             run = self._launched[0]
+            if isinstance(run.sample, LateSample):
+                run.sample.launch()  # all steps before it are collected
             if not (wait or run.sample is None or run.sample.done):
                 return
             self._launched.popleft()
@@ -336,7 +349,7 @@ class Executor:
         self._report(StepDone(run.step.id, tuple(run.outcomes), run.compute_s), run.deltas)
 
     def _holds(self, seq: Sequence) -> bool:
-        """Return whether the request is held. It may have ended in the step before this one."""
+        """Whether the request has not ended in the step before this one."""
         return self._seqs.get(seq.job.request.id) is seq
 
     def _fail(self, run: Run, seq: Sequence, reason: str) -> None:
@@ -352,7 +365,8 @@ class Executor:
             if seq.lost or not self._holds(seq):
                 continue
             if token < 0:
-                self._fail(run, seq, "the model computed values that are not numbers")
+                reason = "" if seq.matcher is None else seq.matcher.failure
+                self._fail(run, seq, reason or "the model computed values that are not numbers")
                 continue
             logprobs: tuple[TokenLogprob, ...] = ()
             if seq.job.sampling.logprobs is not None:
@@ -372,6 +386,9 @@ class Executor:
             finish = FinishReason.STOP
         elif seq.sampled >= request.max_new_tokens:
             finish = FinishReason.LENGTH
+        elif seq.matcher is not None and not seq.matcher.takes(token):
+            self._fail(run, seq, seq.matcher.failure)
+            return
         run.deltas.append(seq.delta(token, logprobs, finish, self._slice_id))
         run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
         if finish is not None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.structured import FORMATS
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -107,7 +108,9 @@ def of_validation(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)[:_PROBLEMS_MAX]
     # Among the problems of a union, the one with a wrong word ("image_url") says most.
     first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
-    where = [str(part) for part in first["loc"] if not _is_branch(part)]
+    where = _fields(first["loc"])
+    if first["type"] == "union_tag_invalid":
+        where.append("type")
     param = ".".join(where)[:_PARAM_CHARS] or None
     if first["type"] in ("extra_forbidden", "none_required"):
         message = f"{param!r} is not supported{_WHY_NOT.get(where[-1], '')}"
@@ -124,8 +127,16 @@ def of_validation(error: ValidationError) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
+def _fields(location: tuple[int | str, ...]) -> list[str]:
+    """Return the fields of a location, without pydantic's names of union members."""
+    fields = [str(part) for part in location if not _is_branch(part)]
+    if fields[:1] == ["response_format"] and len(fields) > 1 and fields[1] in FORMATS:
+        del fields[1]
+    return fields
+
+
 def _is_branch(part: object) -> bool:
     """Return whether a part of a location is pydantic's name of a union member, not a field."""
     return isinstance(part, str) and (
-        "[" in part or part in ("str", "int", "float", "bool", "function-after")
+        "[" in part or part in ("str", "int", "float", "bool", "function-after", "NamedTool")
     )

@@ -46,6 +46,12 @@ class Engine:
     def detach(self, model: str) -> None:
         pass
 
+    def prepare(self, job: Job) -> bool:
+        return True
+
+    def forget(self, request_id: str) -> None:
+        pass
+
     def add(self, job: Job) -> bool:
         return True
 

@@ -62,6 +62,12 @@ class Engine:
         if model == "stuck":
             raise RuntimeError("it does not let go")
 
+    def prepare(self, job: Job) -> bool:
+        return True
+
+    def forget(self, request_id: str) -> None:
+        pass
+
     def add(self, job: Job) -> bool:
         if 1 << 31 in job.tokens:
             raise OverflowError("no token is that large")

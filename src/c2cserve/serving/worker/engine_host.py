@@ -18,6 +18,7 @@ from c2cserve.core.request import Job
 from c2cserve.core.step import Step
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
+from c2cserve.engine.guides import Guides
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
@@ -105,8 +106,9 @@ class _CpuBackend:
             copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
             host_kv = HostKv(slice_.host_kv_bytes, copier)
         self.executor = Executor(
-            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv
-        )
+            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv,
+            guides=Guides(world.notify),
+        )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:
         pass
@@ -153,6 +155,7 @@ class _GpuBackend:
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
+            guides=Guides(world.notify),
         )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:
@@ -297,6 +300,12 @@ class WorkerEngine:
         if path is not None:
             self._backend.close(model, path)
 
+    def prepare(self, job: Job) -> bool:
+        return self._executor.prepare(job)
+
+    def forget(self, request_id: str) -> None:
+        self._executor.forget(request_id)
+
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
@@ -322,7 +331,7 @@ class WorkerEngine:
             self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
-        return EngineState(state.parked or self._backend.waiting, stats)
+        return EngineState(state.parked or self._backend.waiting, stats, state.prepared)
 
 
 class SharedGpu:

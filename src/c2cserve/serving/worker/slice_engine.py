@@ -1,5 +1,6 @@
 """The port between a worker's loop and its engine."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,8 @@ class EngineState:
     pool. The end of that is not notified of, so `poll` has to look."""
     stats: SliceStats
     """The rows of the table whose source is the engine; the others are 0."""
+    prepared: Sequence[str] = ()
+    """Requests of which `prepare` was called and that can be added now."""
 
 
 class SliceEngine(Protocol):
@@ -31,6 +34,15 @@ class SliceEngine(Protocol):
     ) -> None: ...
 
     def detach(self, model: str) -> None: ...
+
+    def prepare(self, job: Job) -> bool:
+        """Begin to prepare a request. Return whether it can be added at once. If not, `poll` names
+        it later. An exception is the fault of this request alone."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that was prepared and will not be added."""
+        ...
 
     def add(self, job: Job) -> bool:
         """Take a request. Return whether it is `events.Submitted.chained`. An exception is the

@@ -69,6 +69,8 @@ class WorkerWorld:
         """Messages that arrived during a reset; they are handled when it is done."""
         self._accepted: set[str] = set()
         """Requests that were accepted and have not ended or been returned."""
+        self._preparing: dict[str, Job] = {}
+        """Accepted requests that the engine prepares; the policy does not know them yet."""
         self._active: dict[str, bool] = {}
         """Active models, and whether their weights are kept as a whole."""
         self._resetting: int | None = None
@@ -146,6 +148,8 @@ class WorkerWorld:
         while True:
             self._take_messages()
             state = self.engine.poll()
+            for request_id in state.prepared:
+                self._add(self._preparing.pop(request_id))
             page.write_stats(state.stats, StatSource.ENGINE)
             self._end_reset()
             now = time.monotonic()
@@ -181,12 +185,16 @@ class WorkerWorld:
     def _take(self, message: msg.ToWorker | None) -> None:
         match message:
             case msg.Submit(job):
-                self._add(job)
+                self._accept(job)
             case msg.Withdraw(request_id):
                 self._accepted.discard(request_id)
-                self._events.append(Withdrawn(request_id))
+                if not self._unprepare(request_id):
+                    self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
-                self._events.append(RecallAsked(request_id))
+                if self._unprepare(request_id):
+                    self._returned(request_id)
+                else:
+                    self._events.append(RecallAsked(request_id))
             case msg.Switch(model, active, keep):
                 self._switch(model, active=active, keep=keep)
             case msg.Attach():
@@ -200,9 +208,35 @@ class WorkerWorld:
             case None:
                 pass
 
-    def _add(self, job: Job) -> None:
+    def _accept(self, job: Job) -> None:
+        """Add a request, or have it prepared first."""
         request = job.request
         self._page.add_stat("prompt_tokens", request.prompt_len - request.sent)
+        try:
+            ready = self.engine.prepare(job)
+        except Exception as fault:
+            log.exception("request %s cannot be taken", request.id)
+            self._refuse(request.id, fault)
+            return
+        self._accepted.add(request.id)
+        if ready:
+            self._add(job)
+        else:
+            self._preparing[request.id] = job
+
+    def _unprepare(self, request_id: str) -> bool:
+        """Drop a request that is being prepared. Return whether it was."""
+        if self._preparing.pop(request_id, None) is None:
+            return False
+        self.engine.forget(request_id)
+        return True
+
+    def _returned(self, request_id: str) -> None:
+        self._accepted.discard(request_id)
+        self._channel.send(msg.encode(msg.Returned(request_id)))
+
+    def _add(self, job: Job) -> None:
+        request = job.request
         try:
             if request.model not in self._active:
                 raise RuntimeError(f"{request.model} is not active on this slice")
@@ -210,9 +244,9 @@ class WorkerWorld:
         except Exception as fault:
             # A fault of one request must not end the others on this slice.
             log.exception("request %s cannot be taken", request.id)
+            self.engine.forget(request.id)
             self._refuse(request.id, fault)
         else:
-            self._accepted.add(request.id)
             self._events.append(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
@@ -241,6 +275,8 @@ class WorkerWorld:
         they may be about the same requests and models."""
         log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
+        for request_id in list(self._preparing):
+            self._unprepare(request_id)
         for request_id in sorted(self._accepted):
             self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
@@ -307,8 +343,7 @@ class WorkerWorld:
                 self._channel.send(msg.encode(msg.Recovered(model)))
             case Return(request_id):
                 self.engine.submit(action)
-                self._accepted.discard(request_id)
-                self._channel.send(msg.encode(msg.Returned(request_id)))
+                self._returned(request_id)
             case _:
                 self.engine.submit(action)
 
