@@ -107,8 +107,8 @@ def serve(
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst), server,
-        access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
+        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst),
+        server, access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
     )  # fmt: skip
     _serve(catalog, settings, access)
 
