@@ -252,7 +252,8 @@ def sample(logits: Tensor, asked: Tensor, only: RowMasks | None = None) -> Tenso
             masks, places, words = only.masks, only.places, only.masks.shape[1]
         _sample_kernel[(rows,)](
             logits.contiguous(), asked, found, masks, places, rows, vocab, words,
-            MASKED=only is not None, LOWEST=-(1 << (31 - shift)), SHIFT=shift, BLOCK=_COLUMNS, num_warps=16,
+            MASKED=only is not None, LOWEST=-(1 << (31 - shift)), SHIFT=shift,
+            BLOCK=_COLUMNS, num_warps=16,
         )  # fmt: skip
     return found
 
