@@ -59,7 +59,7 @@ class Grammar:
     """What an output is held to."""
 
     text: str
-    """In the dialect of Lark that `grammars.write` writes."""
+    """The grammar, in the dialect of Lark that `grammars.write` writes."""
     tokens: str
     """The path of the file with the bytes of the vocabulary (`grammars.table`)."""
     ends: tuple[int, ...]

@@ -23,9 +23,9 @@ class NamedSchema(_Strict):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]+$", max_length=64)]
     description: str | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
-    """Without a schema, any JSON object is allowed."""
+    """The schema; None allows any JSON object."""
     strict: bool | None = None
-    """Without effect: outputs are always held to the schema."""
+    """Accepted, and without effect: outputs are always held to the schema."""
 
 
 class JsonSchemaFormat(_Strict):
@@ -54,7 +54,7 @@ class StructuredOutputs(_Strict):
         | None
     ) = None
     grammar: Annotated[str, Field(min_length=1)] | None = None
-    """In Lark's language or GBNF."""
+    """A grammar in Lark's language or GBNF."""
 
     @property
     def kinds(self) -> list[str]:

@@ -25,8 +25,8 @@ OnStepEnd = Callable[[torch.cuda.Event], None]
 
 
 def is_plain(row: RowSampling) -> bool:
-    """Return whether a row samples from its logits as they are, or those that its mask leaves, and
-    wants the log-probability of the chosen token alone."""
+    """Return whether a row samples from its logits as they are, or from those that its mask leaves.
+    It wants the log-probability of the chosen token alone."""
     return (
         row.top_logprobs <= 0
         and row.repetition == 1.0

@@ -35,8 +35,8 @@ def called(
 
 
 def mixed(tools: Sequence[Tool], form: CallFormat) -> tuple[str, list[str]]:
-    """Return the right side and the rules of an output in which the model may call, and then only
-    as the schemas of strict tools say. Raises GrammarError."""
+    """Return the right side and the rules of an output that may have calls. Calls of strict tools
+    are held to their schemas. Raises GrammarError."""
     if form != "hermes":
         raise write.GrammarError(
             "with tool_choice auto, strict needs a model that writes calls between tags"

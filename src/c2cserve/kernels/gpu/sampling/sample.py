@@ -146,6 +146,53 @@ def _pick(
     return tl.where(chosen < 0, last, chosen)
 
 
+@triton.jit
+def _sampled(
+    logits, vocab, share, top_k, top_p, most, scale, min_p, nothing, bits, place, words,
+    MASKED: tl.constexpr, LOWEST: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return a token of those that the filters keep, at `share` of their weight. `most`: the
+    largest allowed logit."""
+    border = place * 0 + LOWEST
+    ties = nothing + vocab
+    mass = _held(
+        logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED, False,
+        SHIFT, BLOCK,
+    )  # fmt: skip
+    if (top_k > 0.0) & (top_k < vocab):
+        border, above = _border(
+            logits, vocab, top_k, border, most, scale, min_p, nothing, bits, place, words,
+            MASKED, True, SHIFT, BLOCK,
+        )  # fmt: skip
+        ties = top_k - above
+        one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
+        mass = _held(
+            logits, vocab, border + 1, most, scale, min_p, nothing, bits, place, words, MASKED,
+            False, SHIFT, BLOCK,
+        )  # fmt: skip
+        there = _held(
+            logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED,
+            True, SHIFT, BLOCK,
+        )  # fmt: skip
+        # If fewer than top-k tokens have a weight, no logit is at the border, and `one` is NaN.
+        mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
+    if top_p < 1.0:
+        limit = top_p * mass
+        lowest = border
+        border, above = _border(
+            logits, vocab, limit, lowest, most, scale, min_p, nothing, bits, place, words,
+            MASKED, False, SHIFT, BLOCK,
+        )  # fmt: skip
+        one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
+        most_ties = tl.where(border == lowest, ties, nothing + vocab)
+        ties = tl.minimum(most_ties, tl.maximum(tl.ceil((limit - above) / one), 1.0))
+        mass = above + ties * one
+    return _pick(
+        logits, vocab, share * mass, border, ties, most, scale, min_p, nothing, bits, place,
+        words, MASKED, SHIFT, BLOCK,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rows", "words"])
 def _sample_kernel(
     logits, asked, found, masks, places, rows, vocab, words, MASKED: tl.constexpr,
@@ -186,43 +233,9 @@ def _sample_kernel(
     strange += (most == float("-inf")).to(tl.int32)
 
     if (scale > 0.0) & (strange == 0):
-        border = row * 0 + LOWEST
-        ties = nothing + vocab
-        mass = _held(
-            logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED, False,
-            SHIFT, BLOCK,
-        )  # fmt: skip
-        if (top_k > 0.0) & (top_k < vocab):
-            border, above = _border(
-                logits, vocab, top_k, border, most, scale, min_p, nothing, bits, place, words,
-                MASKED, True, SHIFT, BLOCK,
-            )  # fmt: skip
-            ties = top_k - above
-            one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
-            mass = _held(
-                logits, vocab, border + 1, most, scale, min_p, nothing, bits, place, words, MASKED,
-                False, SHIFT, BLOCK,
-            )  # fmt: skip
-            there = _held(
-                logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED,
-                True, SHIFT, BLOCK,
-            )  # fmt: skip
-            # If fewer than top-k tokens have a weight, no logit is at the border, and `one` is NaN.
-            mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
-        if top_p < 1.0:
-            limit = top_p * mass
-            lowest = border
-            border, above = _border(
-                logits, vocab, limit, lowest, most, scale, min_p, nothing, bits, place, words,
-                MASKED, False, SHIFT, BLOCK,
-            )  # fmt: skip
-            one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
-            most_ties = tl.where(border == lowest, ties, nothing + vocab)
-            ties = tl.minimum(most_ties, tl.maximum(tl.ceil((limit - above) / one), 1.0))
-            mass = above + ties * one
-        chosen = _pick(
-            logits, vocab, share * mass, border, ties, most, scale, min_p, nothing, bits, place,
-            words, MASKED, SHIFT, BLOCK,
+        chosen = _sampled(
+            logits, vocab, share, top_k, top_p, most, scale, min_p, nothing, bits, place, words,
+            MASKED, LOWEST, SHIFT, BLOCK,
         )  # fmt: skip
     tl.store(found + row, tl.where(strange > 0, -1, chosen))
     logprob = tl.load(logits + chosen).to(tl.float32) - top - tl.log(total)
