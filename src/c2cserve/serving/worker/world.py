@@ -149,7 +149,8 @@ class WorkerWorld:
             self._take_messages()
             state = self.engine.poll()
             for request_id in state.prepared:
-                self._add(self._preparing.pop(request_id))
+                if (job := self._preparing.pop(request_id, None)) is not None:
+                    self._add(job)
             page.write_stats(state.stats, StatSource.ENGINE)
             self._end_reset()
             now = time.monotonic()
