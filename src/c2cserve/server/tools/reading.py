@@ -3,9 +3,9 @@
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
 Formats of calls: `hermes` (Hermes, Qwen) writes each call between tags. `llama3` writes nothing but
-JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. As a rule the
-mark is a special token, which is not part of the text. A text is held while it could still become a
-tag or a call. What turns out to be no call is content, so no text is lost. Outputs that a grammar
+JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. The mark is
+a special token as a rule, which is not part of the text. A text is held while it could still become
+a tag or a call. What turns out to be no call is content, so no text is lost. Outputs that a grammar
 holds to calls need no such care (`tools.forced`).
 """
 
