@@ -1,4 +1,4 @@
-"""Builds the native CPU kernels into the package; everything else is in pyproject.toml."""
+"""Builds the native code into the package; everything else is in pyproject.toml."""
 
 import runpy
 from pathlib import Path
@@ -10,7 +10,7 @@ kernels = runpy.run_path("src/c2cserve/kernels/build.py")
 
 
 class BuildKernels(build_ext):
-    """The kernels are plain shared libraries (no Python ABI), loaded with ctypes."""
+    """Plain shared libraries (no Python ABI), loaded with ctypes."""
 
     def run(self) -> None:
         root = Path("src") if self.inplace else Path(self.build_lib)
@@ -18,7 +18,7 @@ class BuildKernels(build_ext):
 
     def get_outputs(self) -> list[str]:
         folder = Path(self.build_lib) / "c2cserve" / "kernels"
-        return [str(folder / kernels["library_name"](isa)) for isa in kernels["FLAGS"]]
+        return [str(folder / name) for name in kernels["LIBRARIES"]]
 
 
 setup(

@@ -20,6 +20,7 @@ from process_memory import OwnMemory, family, kind_of, own_bytes
 
 from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.engine.gpu.requirements import usable_gpus
+from c2cserve.processes.parent_death import end_with_parent
 
 _SHOWN = 6000
 _POLL_S = 0.25
@@ -28,6 +29,16 @@ _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? ([-+0-9.eE]+|NaN|[+-]Inf
 
 class ServerFailed(RuntimeError):
     """It ended, or did not come up in time; its last words are in the message."""
+
+
+def exit_on_sigterm() -> None:
+    """Have SIGTERM raise SystemExit in the main thread, so that `with` ends what it started."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+
+def _end_with_benchmark() -> None:
+    """End the server when its benchmark does, also by SIGKILL. It drains, and removes its pool."""
+    end_with_parent(signal.SIGTERM)
 
 
 class Server:
@@ -47,7 +58,12 @@ class Server:
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=log,
+                stderr=log,
+                preexec_fn=_end_with_benchmark,  # noqa: PLW1509 - there are no threads yet
+            )
         return self
 
     def __exit__(

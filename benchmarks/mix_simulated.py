@@ -48,7 +48,7 @@ def simulate(
         for every, add_s in ((warm, 0.0), (asked, later_s))
         for one in every
     ]
-    scenario = Scenario("", "", WorkloadSettings(""), seed=seed, lookahead=1)
+    scenario = Scenario("", "", WorkloadSettings(""), seed=seed, as_live=True)
     simulation = prepare(scenario, models, requests, machine)
     simulation.run()
     counted = (one for one in simulation.requests.ended if one.request.arrival_s >= later_s)

@@ -30,7 +30,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from catalogue_server import Server
+from catalogue_server import Server, exit_on_sigterm
+from late_answers import ServerLog, late_first_tokens
 from report import report
 
 from c2cserve.bench import plan as bench_plan
@@ -57,6 +58,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     given = _arguments()
+    exit_on_sigterm()
     results: Row = {"capacity_per_s": given.capacity, "closed_loops": [], "settings": {}}
     for setting in given.setting:
         print(f"serve {given.serve} {setting}".rstrip(), flush=True)
@@ -111,7 +113,7 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
         arguments = ["--pool-dir", work, *shlex.split(given.serve), *shlex.split(setting)]
         with Server(given.catalog, Path(work) / "log", arguments) as server:
             server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
-            bench = _Bench(given, server)
+            bench = _Bench(given, server, ServerLog(Path(work) / "log"))
             bench.warm()
             if results["capacity_per_s"] is None:
                 results["closed_loops"] = [bench.closed(users) for users in _USERS]
@@ -123,9 +125,10 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
 class _Bench:
     """Loads on one server."""
 
-    def __init__(self, given: argparse.Namespace, server: Server) -> None:
+    def __init__(self, given: argparse.Namespace, server: Server, log: ServerLog) -> None:
         self._given = given
         self._server = server
+        self._log = log
         self._prompts = Prompts(0, Options(ignore_eos=True))
         self._styles = asyncio.run(self._find_styles())
 
@@ -188,6 +191,7 @@ class _Bench:
         refused = [record for record in records if record.error == "http 429"]
         answered = sum(record.ok for record in records)
         failed = len(records) - answered - len(refused)
+        parts_ms = self._log.parts_ms()
         return {
             "met_per_s": round(met / seconds, 1),
             "late_per_s": round((answered - met) / seconds, 1),
@@ -198,6 +202,7 @@ class _Bench:
             "tpot_p99_ms": _ms([r.tpot_s or 0.0 for r in records if r.ok], 0.99),
             "refusal_p50_ms": _ms([r.e2e_s for r in refused], 0.5),
             "refusal_p99_ms": _ms([r.e2e_s for r in refused], 0.99),
+            "late": late_first_tokens(records, slo, parts_ms),
             "server_cpu": round(used_s / seconds, 2),
             "generator_cpu": round(outcome.cpu_s / seconds, 2),
             "lag_p99_ms": _ms([r.sent_s - r.due_s for r in records if r.sent_s >= 0], 0.99),

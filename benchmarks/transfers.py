@@ -3,17 +3,17 @@
 python benchmarks/transfers.py [--gpus N] [--gib 4] [--parts paths,sizes,...] [--out FILE]
 
 Every transfer's bytes are compared with what its source had. With one GPU, only what has one path
-is measured. Parts:
+is measured. The result's `bars` are the ratios that the engine is held to. Parts:
 
 native      copies by CUDA
 paths       1 to N links
 hops        relays of two copies and a buffer
 sizes       from which size more paths are faster
-tasks       sizes of micro-tasks, depths
-ctas        CTAs of relay kernels
 segments    many small segments
 contention  two engines
 fault       a relay that stalls
+tasks       sizes of micro-tasks, depths (only if it is named)
+ctas        CTAs of relay kernels (only if it is named)
 """
 
 import argparse
@@ -26,15 +26,16 @@ from typing import Any
 import torch
 from report import report
 from transfer_faults import stalling
-from transfers_run import Buffers, Engine, make_buffers, moved, native, opened, timed, two_hops
+from transfers_run import Buffers, make_buffers, moved, native, opened, timed, two_hops
 
-from c2cserve.transfer.gpu.links import GpuLinks
+from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import Segment
+from c2cserve.transfer.settings import Settings
 
 _MIB = 1 << 20
-_SIZES_MIB = (1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 64, 128, 256, 512)
-_TASKS_MIB = (1, 2, 3, 4, 5, 8, 16)
-_DEPTHS = (1, 2, 3, 4)
+_SIZES_MIB = (1, 2, 4, 6, 8, 10, 11, 12, 16, 24, 32, 64, 128, 256, 512)
+_TASKS_MIB = ((1, 4), (2, 4), (2, 8), (2, 16), (4, 4), (4, 16), (8, 32))
+_DEPTHS = (2, 3, 4, 6)
 _CTAS = (1, 2, 4, 8, 16)
 _SMALL_BYTES, _SMALL_COUNT = 64 << 10, 8192
 _STALL_AT = 0.1
@@ -55,7 +56,8 @@ class Bench:
         cases: dict[str, list[Segment]] = {
             "in": inward[:1], "out": [b.outward()], "both": [inward[0], b.outward()],
         }  # fmt: skip
-        cases |= {f"in, {n} GPUs": inward[:n] for n in range(2, self.gpus + 1)}
+        for n in range(2, self.gpus + 1):
+            cases |= {f"in, {n} GPUs": inward[:n], f"both, {n} GPUs": b.shares(n)}
         rows: Rows = []
         for name, segments in cases.items():
             taken = timed(native(segments), sum(one.size for one in segments))
@@ -79,7 +81,7 @@ class Bench:
         inward, outward = self.buffers.inward(), self.buffers.outward()
         return {"in": [inward], "out": [outward], "both": [inward, outward]}
 
-    def _checked(self, engine: Engine, segments: Sequence[Segment]) -> dict[str, Any]:
+    def _checked(self, engine: TransferEngine, segments: Sequence[Segment]) -> dict[str, Any]:
         """Each segment as a transfer, all at once; what arrived is compared."""
         self.buffers.clear()
         run = moved(engine, [[one] for one in segments])
@@ -121,11 +123,14 @@ class Bench:
 
     def tasks(self) -> Rows:
         """Sizes of micro-tasks, and depths."""
+        cases = [(least, most, 4) for least, most in _TASKS_MIB]
+        cases += [(2, 8, depth) for depth in _DEPTHS if depth != 4]
         return [
-            {"task_mib": mib, "depth": depth, "what": name, **row}
-            for mib in _TASKS_MIB
-            for depth in (_DEPTHS if mib in (4, 5) else (2,))
-            for name, row in self._with(task_bytes=mib * _MIB, depth=depth).items()
+            {"task_mib": least, "task_mib_most": most, "depth": depth, "what": name, **row}
+            for least, most, depth in cases
+            for name, row in self._with(
+                task_bytes=least * _MIB, task_bytes_most=most * _MIB, depth=depth
+            ).items()
         ]
 
     def ctas(self) -> Rows:
@@ -195,12 +200,10 @@ class Bench:
         """A neighbour's relays stall in the middle, and never go on during the transfer."""
         b = self.buffers
         with opened(self.gpus) as engine:
-            links = engine._links
-            assert isinstance(links, GpuLinks)
             run = moved(engine, [[b.inward()]])
             alone = timed(run, self.size)
             b.clear()
-            with stalling(links, self.gpus - 1) as stall:
+            with stalling(engine, self.gpus - 1) as stall:
                 began_s = time.perf_counter()
                 ticket = engine.submit([b.inward()])
                 time.sleep(_STALL_AT * alone.seconds)
@@ -215,9 +218,35 @@ class Bench:
             counts = engine.counts()[f"in{self.gpus - 1}"]
         return {
             "undisturbed_s": alone.seconds, "stalled_s": seconds, "resent": counts.resent,
-            "stalls": counts.stalls, "stall_limit_s": engine.settings.stall_s,
+            "stalls": counts.stalls, "stall_limit_s": Settings().stall_s,
             "late_writes": late, "met": not late and counts.resent > 0,
         }  # fmt: skip
+
+
+def bars(results: dict[str, Any], gpus: int) -> Rows:
+    """What the engine is held to, with the parts that were measured. Ratios are within the run."""
+    native = {row["what"]: row["gb_per_s"] for row in results.get("native", ())}
+    paths = {(row["links"], row["what"]): row for row in results.get("paths", ())}
+    rows: Rows = []
+
+    def hold(what: str, value: float | None, limit: float, *, at_most: bool = False) -> None:
+        met = value is not None and (value <= limit if at_most else value >= limit)
+        rows.append({"bar": what, "value": value, "limit": limit, "met": met})
+
+    for what, one, two in (("in", 0.99, 1.87), ("out", 0.99, 1.85)):
+        if native and (1, what) in paths:
+            hold(f"{what}: one link to one copy", paths[1, what]["gb_per_s"] / native[what], one)
+        if native and (2, what) in paths:
+            hold(f"{what}: two links to one copy", paths[2, what]["gb_per_s"] / native[what], two)
+    if native and (2, "both") in paths:
+        both = paths[2, "both"]["gb_per_s"] / native["both, 2 GPUs"]
+        hold("both ways: two links to copies of two GPUs", both, 0.93)
+    for what, mib in results.get("sizes", {}).get("break_even_mib", {}).items():
+        hold(f"{what}: break-even, MB", mib and mib * _MIB / 1e6, 12.0, at_most=True)
+    for (links, what), row in paths.items():
+        if links == gpus:
+            rows.append({"bar": f"{what}: CPU s for each GB", "value": row["cpu_s_per_gb"]})
+    return rows
 
 
 def _break_even(rows: Rows, name: str) -> int | None:
@@ -248,8 +277,9 @@ def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
     return seconds
 
 
-_ONE_GPU = ("native", "paths", "tasks", "segments")
-_PARTS = (*_ONE_GPU[:2], "hops", "sizes", *_ONE_GPU[2:], "ctas", "contention", "fault")
+_ONE_GPU = ("native", "paths", "segments", "tasks")
+_PARTS = ("native", "paths", "hops", "sizes", "segments", "contention", "fault")
+_MORE_PARTS = ("tasks", "ctas")
 
 
 def main() -> None:
@@ -268,8 +298,12 @@ def main() -> None:
             part_s = time.perf_counter()
             results[part] = getattr(bench, part)()
             print(f"{part}: {time.perf_counter() - part_s:.1f} s", flush=True)
+    results["bars"] = bars(results, gpus)
     results["wall_s"] = time.perf_counter() - began_s
     report(results, given.out, gpus=gpus, gib=given.gib, parts=",".join(given.parts))
+    for row in results["bars"]:
+        limit = f", bar {row['limit']:g}: {row['met']}" if "limit" in row else ""
+        print(f"{row['bar']}: {row['value']:.4g}{limit}" if row["value"] else row, flush=True)
 
 
 def _arguments() -> argparse.Namespace:
@@ -282,7 +316,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     given.parts = given.parts.split(",")
-    if unknown := set(given.parts) - set(_PARTS):
+    if unknown := set(given.parts) - {*_PARTS, *_MORE_PARTS}:
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
     return given
 

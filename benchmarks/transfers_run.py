@@ -14,11 +14,10 @@ from torch import Tensor
 from c2cserve.kernels.gpu.driver import copy_async, new_stream
 from c2cserve.memory.pinning import PinnedRegion
 from c2cserve.transfer.engine import Ticket, TransferEngine
-from c2cserve.transfer.gpu.links import open_engine
-from c2cserve.transfer.moves import HOST, Segment
+from c2cserve.transfer.gpus import open_engine
+from c2cserve.transfer.moves import HOST, Segment, pack
 from c2cserve.transfer.settings import Settings
 
-Engine = TransferEngine[torch.cuda.Stream]
 _REPEATS = 3
 _WORD = 8
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -52,6 +51,18 @@ class Buffers:
     def outward(self, size: int | None = None, at: int = 0) -> Segment:
         target, source = self.pinned[1].device_address + at, self.gpu_source.data_ptr() + at
         return Segment(target, source, size or self.size, HOST, 0)
+
+    def shares(self, gpus: int) -> list[Segment]:
+        """Both ways at once, all of the host's memory between so many GPUs."""
+        share = self.size // gpus // 4096 * 4096
+        inward = [
+            self.inward(gpu, share)._replace(source=self.pinned[0].device_address + gpu * share)
+            for gpu in range(gpus)
+        ]
+        outward = [Segment(self.pinned[1].device_address + gpu * share,
+                           self.gpu[gpu].data_ptr() + self.size - share, share, HOST, gpu)
+                   for gpu in range(gpus)]  # fmt: skip
+        return inward + outward
 
     def clear(self, size: int | None = None) -> None:
         for one in (*self.gpu, self.host_target):
@@ -150,11 +161,14 @@ def native(segments: Sequence[Segment]) -> Callable[[], None]:
     return run
 
 
-def moved(engine: Engine, transfers: Sequence[Sequence[Segment]]) -> Callable[[], list[Ticket]]:
+def moved(
+    engine: TransferEngine, transfers: Sequence[Sequence[Segment]]
+) -> Callable[[], list[Ticket]]:
     """Transfers at once, and a wait for all of them."""
+    packed = [pack(one) for one in transfers]
 
     def run() -> list[Ticket]:
-        tickets = [engine.submit(one) for one in transfers]
+        tickets = [engine.submit(one) for one in packed]
         for ticket in tickets:
             engine.wait(ticket)
         return tickets
@@ -186,7 +200,7 @@ def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def opened(gpus: int, *, ctas: int | None = None, **settings: Any) -> Generator[Engine]:
+def opened(gpus: int, *, ctas: int | None = None, **settings: Any) -> Generator[TransferEngine]:
     """An engine over the first GPUs, which has every transfer in micro-tasks."""
     chosen = Settings(**{"one_path_bytes": 0, **settings})
     engine = open_engine(range(gpus), chosen, **({} if ctas is None else {"ctas": ctas}))

@@ -48,7 +48,6 @@ STANDARD_TERM = {
     "house": "shared GPU process", "lodge": "join", "lodger": "member", "lodgers": "members",
     "fall": "abort together", "rotary": "kv_rotation", "residence": "pool residency",
     "shifts": "weight swapping", "flights": "in flight",
-    "lane": "launch context, simulated slice", "lanes": "launch contexts, simulated slices",
     "bell": "completion notifier", "seat": "bind", "seats": "bindings", "seated": "bound",
     "stand": "placeholder weights", "draw": "sample", "drawn": "sampled", "turned": "rotated",
     "early": "programmatic dependent launch", "kept": "weight cache", "relief": "bottleneck",

@@ -10,7 +10,7 @@ import torch
 from engine_case import COMMON, LateModel
 from tiny import make_model
 
-from c2cserve.core.actions import Fetch, Release
+from c2cserve.core.actions import Fetch, Release, RunStep
 from c2cserve.core.events import Activated, Deactivated, Fetched, SliceEvent, Submitted
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
@@ -40,7 +40,7 @@ def make_seeded(folder: Path, seed: int, fields: dict[str, Any]) -> Path:
 class SwappingSlice:
     """All actions of the policy are carried out, all events come back to it."""
 
-    def __init__(self, hbm_bytes: int, *, swaps: bool = True) -> None:
+    def __init__(self, hbm_bytes: int, *, swaps: bool = True, lanes: int = 1) -> None:
         """Without `swaps` the link is not known, and weights are cached as they stream by."""
         properties = torch.cuda.get_device_properties(0)
         share = GpuShare(f"GPU-{properties.uuid}", 0, profile="assumed")
@@ -48,7 +48,7 @@ class SwappingSlice:
         slice_ = Slice(
             "s", "gpu", cpus=(0, 1), kv_bytes=kv_bytes, slab_bytes=SLAB_BYTES, max_batch=64,
             max_step_tokens=32, gpu=share, hbm_bytes=kv_bytes, link="link",
-            link_bytes_per_s=50e9 if swaps else 0.0,
+            link_bytes_per_s=50e9 if swaps else 0.0, lanes=lanes,
         )  # fmt: skip
         self.events: list[SliceEvent] = []
         self.deltas: list[Delta] = []
@@ -56,6 +56,8 @@ class SwappingSlice:
         self.loaded: list[str] = []
         """Models in the order of their `Fetch`."""
         self.dropped: list[str] = []
+        self.lanes: dict[str, set[str]] = {}
+        """Model -> the lanes in which it has had steps."""
         world = SimpleNamespace(report=self._report, notify=lambda: None)
         self.policy = SlicePolicy(slice_, 2)
         self.engine = WorkerEngine(slice_, cast("Any", world))
@@ -111,6 +113,8 @@ class SwappingSlice:
                 self.loaded.append(action.model)
             elif isinstance(action, Release):
                 self.dropped.append(action.model)
+            elif isinstance(action, RunStep):
+                self.lanes.setdefault(action.step.model, set()).add(action.step.lane)
             self.engine.submit(cast("Any", action))
 
     def finish(self, *names: str, limit_s: float = 120.0) -> None:

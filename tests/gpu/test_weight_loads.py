@@ -37,14 +37,14 @@ def folder() -> Iterator[Path]:
         yield path
 
 
-@pytest.fixture
-def opened() -> Iterator[Callable[[int], SwappingSlice]]:
+@pytest.fixture(params=[1, 2], ids=["one lane", "two lanes"])
+def opened(request: pytest.FixtureRequest) -> Iterator[Callable[[int], SwappingSlice]]:
     """Opens slices, and closes them in the end."""
     before, grad = torch.cuda.current_stream(), torch.is_grad_enabled()
     slices: list[SwappingSlice] = []
 
     def open_slice(hbm_bytes: int) -> SwappingSlice:
-        slices.append(SwappingSlice(hbm_bytes))
+        slices.append(SwappingSlice(hbm_bytes, lanes=request.param))
         return slices[-1]
 
     yield open_slice
@@ -130,6 +130,35 @@ def test_models_take_turns_where_one_fits_and_answer_as_alone(
     assert tight.dropped, "all three fitted"
     assert tight.stats.weight_releases > 0
     show(f"loads {tight.loaded}, releases {tight.dropped}, {tight.stats.weight_fetches_refused=}")
+
+
+@pytest.mark.parametrize("opened", [2], indirect=True)
+def test_models_come_and_go_beside_a_stream_and_answer_as_alone(
+    opened: Callable[[int], SwappingSlice], folder: Path
+) -> None:
+    """Two of three models fit, and a fourth is never loaded."""
+    checkpoints = {name: make_seeded(folder / name, i, SMALL) for i, name in enumerate("abc")}
+    roomy = opened(512 * MIB)
+    size = roomy.attach("a", checkpoints["a"]).weight_bytes
+    slice_ = opened(2 * size + 8 * SLAB_BYTES)
+    slice_.attach("stream", make_seeded(folder / "stream", 9, LARGE), keep=False)
+    for name, checkpoint in checkpoints.items():
+        slice_.attach(name, checkpoint)
+    models = ("stream", *checkpoints)
+    for name in models:
+        slice_.submit(f"{name} alone", name, PROMPT[:64], NEW)
+        slice_.finish(f"{name} alone")
+    for turn in range(3):
+        for name in models:
+            slice_.submit(f"{name}{turn}", name, PROMPT[:64], NEW)
+    slice_.finish(*(f"{name}{turn}" for name in models for turn in range(3)))
+    for name in models:
+        for turn in range(3):
+            assert slice_.tokens(f"{name}{turn}") == slice_.tokens(f"{name} alone"), name
+    assert slice_.lanes["stream"] == {"streaming"}
+    assert all("resident" in slice_.lanes[name] for name in checkpoints)
+    assert slice_.dropped, "all three fitted"
+    show(f"loads {slice_.loaded}, lanes {slice_.lanes}, {slice_.gpu.fence.waits=}")
 
 
 def test_a_load_beside_decoding_changes_nothing_and_is_as_fast_as_a_copy(

@@ -73,8 +73,11 @@ class _Connection(asyncio.Protocol):
         self._content_type = b""
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if name.lower() == b"content-type":
+        lower = name.lower()
+        if lower == b"content-type":
             self._content_type = value
+        elif lower == b"x-request-id" and self._reply is not None:
+            self._reply.record.request_id = value.decode(errors="replace")
 
     def on_headers_complete(self) -> None:
         if self._reply is not None:

@@ -62,6 +62,8 @@ class Record(msgspec.Struct):
     finish: str = ""
     text: str = ""
     """Kept only when asked for."""
+    request_id: str = ""
+    """What the server calls it in its log."""
     error: str = ""
     """Its kind (`http 429`, `timeout`, `connect`, `disconnected`, `protocol`); empty: answered."""
     error_detail: str = ""
@@ -166,12 +168,15 @@ class Reply:
         if choice.finish_reason:
             record.finish = choice.finish_reason
         # A chat stream opens with an empty role message, and a last event may bring no text: only
-        # text is a token, except that an answer without any begins when it finishes.
+        # text is a token, except that an answer without any begins when it finishes. A completion
+        # has no such message. Its first event is its first token, even if that has no text: a part
+        # of a character, or a special token.
+        begins = record.first_s < 0 and (choice.text is not None or bool(choice.finish_reason))
         if text:
             self._outputs += 1
             if record.first_s >= 0:
                 record.gaps_s.append(now_s - record.last_s)
-        if text or (choice.finish_reason and record.first_s < 0):
+        if text or begins or (choice.text is not None and choice.finish_reason):
             record.last_s = now_s
             if record.first_s < 0:
                 record.first_s = now_s

@@ -55,7 +55,7 @@ class AccessOptions:
     allowed_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origins such as https://app.example whose web pages may use /v1; *: any."
+            help="Origins such as https://app.example whose web pages may use /v1 and /api; *: any."
             " Repeatable.",
             rich_help_panel=_ACCESS,
         ),

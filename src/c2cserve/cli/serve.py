@@ -53,7 +53,8 @@ def serve(
     gpu_kv_bytes: opt.GpuKvBytes = None,
     gpu_profile: opt.GpuProfile = "measured",
     gpu_peer_bytes: opt.GpuPeerBytes = 0,
-    host_kv_bytes: opt.HostKvBytes = 0,
+    gpu_lanes: opt.GpuLanes = 2,
+    host_kv_bytes: opt.HostKvBytes = None,
     pool_bytes: opt.PoolBytes = None,
     pool_dir: opt.PoolDir = Path("/dev/shm"),
     record: opt.RecordFile = None,
@@ -100,14 +101,15 @@ def serve(
         ),
         text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
-    wishes = SliceWishes(slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile,
-                         gpu_peer_bytes, host_kv_bytes)  # fmt: skip
+    wishes = SliceWishes(
+        slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
+        host_kv_bytes, gpu_lanes,
+    )  # fmt: skip
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
-        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout), drain_timeout,
-        strict, AdmissionSettings(max_waiting=max_waiting, patience=patience, burst_s=burst),
-        server, access.model_root or (), access.keys, access.usage_log,
-        _defaults(generation_config),
+        FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),
+        drain_timeout, strict, AdmissionSettings(max_waiting, patience, burst_s=burst), server,
+        access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
     )  # fmt: skip
     _serve(catalog, settings, access)
 

@@ -58,12 +58,20 @@ GpuProfile = Annotated[
 GpuPeerBytes = Annotated[
     int, typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes.")
 ]
-HostKvBytes = Annotated[
+GpuLanes = Annotated[
     int,
+    typer.Option(
+        min=1, max=2,
+        help="2: on a whole GPU or MIG instance, models whose weights stream run beside the"
+        " others. 1: all take turns.",
+    ),
+]  # fmt: skip
+HostKvBytes = Annotated[
+    int | None,
     typer.Option(
         min=0,
         help="Host memory of each slice for KV of requests that make room for others, bytes;"
-        " without it they are computed again.",
+        " 0: they are computed again. Default: up to 4 GiB of each GPU slice, none of CPU slices.",
     ),
 ]
 PoolBytes = Annotated[int | None, typer.Option(min=1, help="Host weight pool, bytes.")]

@@ -74,6 +74,9 @@ def simulate(
     where: Where = None,
     kv_share: KvShare = 0.5,
     max_active: MaxActive = 8,
+    lanes: Annotated[
+        int, typer.Option(min=1, max=2, help="Lanes of a whole GPU; 2: streams beside the rest.")
+    ] = 1,
     noise: Noise = 0.05,
     patience: Patience = 20,
     faults: Faults = None,
@@ -100,7 +103,7 @@ def simulate(
         )  # fmt: skip
         scenario = Scenario(
             hardware, catalog, workload, slo, policy,
-            slices=SliceSettings(kv_share=kv_share, max_active=max_active),
+            slices=SliceSettings(kv_share=kv_share, max_active=max_active, lanes=lanes),
             patience=patience, seed=seed, noise=noise, hybrid=hybrid,
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip

@@ -110,6 +110,8 @@ class Backlog:
     """Each tenant's requests that can still be in time."""
     models: tuple[str, ...] = ()
     """Versions that some of them wait for. Other models' requests may find places at once."""
+    share: float = 0.5
+    """The share of its TTFT target that a newcomer may be expected to wait for."""
 
 
 ClusterAction = (

@@ -270,7 +270,7 @@ class SeqOutcome:
 @value
 class StepDone:
     """The step ended. A request's steps end in the order of their launch, parked ones too: each
-    reads the KV that those before it write."""
+    reads the KV that those before it write. Steps of different lanes end in any order."""
 
     step_id: int
     outcomes: tuple[SeqOutcome, ...]
@@ -278,6 +278,8 @@ class StepDone:
     """Seconds of all times that it ran, without time parked."""
     times: int = 1
     """How often it ran (`actions.RunStep`); 0 if others stopped before its first turn."""
+    streamed_bytes: int = 0
+    """Bytes of weights that it read over a link; 0 also where the slice does not know."""
 
 
 @value

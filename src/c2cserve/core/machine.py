@@ -53,6 +53,8 @@ class Slice:
     """Id of the link that weights stream over; slices that share a link name the same one."""
     link_bytes_per_s: float = 0.0
     """The slice's share of that link; 0: weights lie in its own memory, as on CPUs."""
+    lanes: int = 1
+    """2: steps whose weights stream run beside the others, in a lane of their own (`step.Lane`)."""
     host_kv_bytes: int = 0
     """Host memory for KV of requests that are paused here; 0: nothing is rotated."""
 
@@ -67,6 +69,8 @@ class Slice:
             raise ValueError(f"slice {self.id}: the KV arena must hold at least one slab")
         if (self.kind == "cpu") != (self.gpu is None):
             raise ValueError(f"slice {self.id}: kind {self.kind} with gpu {self.gpu}")
+        if self.lanes not in (1, 2) or (self.lanes == 2 and self.gpu is None):
+            raise ValueError(f"slice {self.id}: kind {self.kind} with {self.lanes} lanes")
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,3 +167,7 @@ class Timing:
     wait_weights_s: float
     """Spent parked until weights were in host memory (cold models)."""
     prefill_s: float
+    wait_s: float = 0.0
+    """The time from its arrival at the server until the controller sent it to its slice."""
+    report_s: float = 0.0
+    """The time from its arrival until its first token was back at the controller."""

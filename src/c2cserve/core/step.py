@@ -1,6 +1,16 @@
 """One iteration on a slice: which sequences of one model run, and where their KV lies."""
 
+from typing import Literal
+
 from c2cserve.core.value import value
+
+Lane = Literal["resident", "streaming"]
+"""Where on a slice a step runs. Steps of a lane run one after another; lanes run side by side. In
+the streaming lane are steps whose weights come over a link. They take seconds where others take
+milliseconds, and leave nearly all of the slice to these."""
+
+LANES: tuple[Lane, ...] = ("resident", "streaming")
+"""A slice has the first one, or both."""
 
 
 @value
@@ -30,6 +40,8 @@ class Step:
     kv_end_bytes: int | None = None
     """All KV in the slice's arena lies below this offset, that of steps in flight too: what is
     beyond may hold weights meanwhile. None: it is not known."""
+    lane: Lane = "resident"
+    """All steps in flight of a model are in one lane."""
 
     @property
     def tokens(self) -> int:

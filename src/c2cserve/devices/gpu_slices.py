@@ -73,12 +73,14 @@ def plan_gpu_slices(
     kv_bytes: int | None = None,
     profile: ProfileChoice = "measured",
     lent_bytes: int = 0,
+    lanes: int = 1,
 ) -> tuple[Slice, ...]:
     """Return the slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1`
     ... of partitioned GPUs.
 
     `kv_bytes` is for each slice, None for the default rule. Each GPU with slices gets `lent_bytes`
-    of every GPU without slices whose memory it can read.
+    of every GPU without slices whose memory it can read. `lanes` are those of a slice; partitions
+    have one.
 
     Raises `SlicePlanError` for missing GPUs, for partitions or arenas that a GPU has no room for,
     and for loans that no GPU can give.
@@ -101,6 +103,8 @@ def plan_gpu_slices(
         arena = _arena_bytes(gpu, parts, kv_bytes)
         for part in range(parts):
             slices.append(_slice(machine, gpu, index, part, partitioning, arena, share))
+    if partitioning is None:
+        slices = [replace(one, lanes=lanes) for one in slices]
     return tuple(slices)
 
 

@@ -6,13 +6,13 @@ given what computes: operators, and an arena in memory that they reach.
     launched   [ step 7 | step 8 ]      collected in this order; step 8 may read step 7's sample
     parked     [ step 5 | step 6 ]      step 6 has requests of step 5 and cannot start before it
 
-`submit` launches a step. Where operators compute inline the step is over at once, else `poll`
+A slice may have a second lane (`engine.lanes`), which has launched steps of its own. `submit`
+launches a step. Where operators compute inline the step is over at once, else `poll`
 collects its sample when that is known. A step that meets weights still loading is parked, and
 `poll` resumes it.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -21,13 +21,14 @@ from torch import Tensor
 from c2cserve.core.actions import Drop, ExecutorAction, Fail, Move, Return, RunStep, Truncate
 from c2cserve.core.events import MoveDone, SeqOutcome, StepDone, StepFailed, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job, TokenLogprob
-from c2cserve.core.step import SeqStep, Step
-from c2cserve.engine.guides import Guides, LateSample, PendingMasks
+from c2cserve.core.step import Lane, SeqStep, Step
+from c2cserve.engine.guides import Guides, LateSample, StepMasks
+from c2cserve.engine.lanes import LaneParts, LaneSteps, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.engine.run import Run, Work, emitting, pick_rows
+from c2cserve.engine.run import Run, Work, pick_rows
 from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.kernels.ops import Ops, Sample, SampledTokens
 
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class Executor:
-    """The `runtime.ports.Executor` of slice actions. Not thread-safe."""
+    """The `runtime.ports.Executor` of slice actions; its length is the number of requests held. Not
+    thread-safe."""
 
     def __init__(
         self,
@@ -50,6 +52,8 @@ class Executor:
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
         guides: Guides | None = None,
+        streaming: LaneParts | None = None,
+        streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
         """`arena`: uint8, all of the slice's KV memory. `to_device` moves a batch from the host to
         where the operators read it (None: that is the host).
@@ -57,13 +61,14 @@ class Executor:
         An exception for which `fatal` is true is not a step's own. It is raised out of `submit` or
         `poll`, and the executor must not be used again. After any other exception `renew` waits for
         what is launched, and builds anew what operators keep from step to step (None: they keep
-        nothing). `host_kv` holds the KV of paused requests, if the policy pauses any. `guides`: the
-        grammars of its requests.
+        nothing). `host_kv` holds the KV of paused requests, `guides` the grammars of requests.
+
+        `ops` and `to_device` are the resident lane's; `streaming` is the other, if there is one.
+        `streamed_bytes` counts the bytes of weights that launches of both read over a link.
         """
-        self._launched: deque[Run] = deque()
-        self._collected_s = 0.0
+        self._lanes = lanes_of(LaneParts(ops, to_device), streaming)
+        self._streamed_bytes = streamed_bytes
         self._slice_id = slice_id
-        self._to_device = to_device
         self._fatal = fatal
         self._renew = renew
         self._renewals = 0
@@ -74,7 +79,6 @@ class Executor:
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
-        self._last_model = ""
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
         self._guides = Guides() if guides is None else guides
 
@@ -82,6 +86,8 @@ class Executor:
 
     def attach(self, model: str, decoder: Decoder) -> None:
         self._models[model] = decoder
+        for lane in self._lanes.values():
+            lane.parts.attached()
 
     def detach(self, model: str) -> None:
         self._models.pop(model, None)
@@ -89,9 +95,8 @@ class Executor:
     def prepare(self, job: Job) -> bool:
         """Begin to prepare a request. Return whether it can be added at once. If not, the state
         after a `poll` names it, or it is to be taken back by `forget`."""
-        if job.sampling.grammar is None:
-            return True
-        return self._guides.prepare(job, self._decoder(job.request.model).config.vocab)
+        plain = job.sampling.grammar is None
+        return plain or self._guides.prepare(job, self._decoder(job.request.model).config.vocab)
 
     def forget(self, request_id: str) -> None:
         """Drop a request that was prepared and will not be added."""
@@ -105,14 +110,19 @@ class Executor:
         """
         seq = Sequence.of(job, self._clock())
         if job.sampling.grammar is not None:
-            seq.matcher = self._guides.matcher(job, self._decoder(job.request.model).config.vocab)
+            seq.held = self._guides.output(job, self._decoder(job.request.model).config.vocab)
         seq.chained = self._ops.chains(seq.row_sampling())
         self._seqs[job.request.id] = seq
         return seq.chained
 
     def __len__(self) -> int:
-        """Return the number of requests held."""
         return len(self._seqs)
+
+    def lanes_in_flight(self, model: str) -> set[Lane]:
+        """Return the lanes in which steps of the model are launched or parked."""
+        launched = [run for lane in self._lanes.values() for run in lane.launched]
+        steps = (run.step for run in (*launched, *(run for run, _ in self._parked)))
+        return {step.lane for step in steps if step.model == model}
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -139,7 +149,7 @@ class Executor:
     def poll(self) -> ExecutorState:
         """Collect what is done, and resume parked steps. Steps that still wait park again. Return
         how things stand then."""
-        self._collect()
+        self._collect_all(wait=False)
         host_kv = self._host_kv
         for move in host_kv.finished():
             self._report(MoveDone(move.request_id, move.direction), ())
@@ -152,7 +162,8 @@ class Executor:
             else:
                 self._advance(run, work)
         return ExecutorState(
-            bool(self._launched), bool(self._parked), self._renewals, host_kv.used_bytes,
+            any(lane.launched for lane in self._lanes.values()), bool(self._parked),
+            self._renewals, host_kv.used_bytes,
             host_kv.counts.out_bytes, host_kv.counts.in_bytes, self._guides.prepared(),
         )  # fmt: skip
 
@@ -173,8 +184,9 @@ class Executor:
             self._host_kv.forget(request_id)
 
     def _start(self, step: Step) -> None:
-        switched = bool(self._last_model) and self._last_model != step.model
-        self._last_model = step.model
+        lane = self._lanes[step.lane]
+        switched = bool(lane.last_model) and lane.last_model != step.model
+        lane.last_model = step.model
         run = Run(step, self._clock(), switched)
         if self._behind_parked(run):
             self._park(run, self._work(run))
@@ -194,25 +206,20 @@ class Executor:
 
     def _work(self, run: Run) -> Work:
         """Do all of a step that can fail. What it raises fails this step alone."""
+        lane = self._lanes[run.step.lane].parts
         source = self._take_parts(run)
         if not run.parts:
             return SampledTokens([], [])
         decoder = self._decoder(run.step.model)
         batch = build_batch(run.parts, run.seqs)
-        if self._to_device is not None:
-            batch = self._to_device(batch)
+        if lane.to_device is not None:
+            batch = lane.to_device(batch)
         if source is not None:
-            batch = replace(batch, ids=self._ops.chained(batch.ids, source))
-        started_s = self._clock()
-        for seq in run.seqs:
-            if seq.clock.started_s is None:
-                seq.clock.started_s = run.picked_s
-                seq.clock.switched = run.switched
-                seq.clock.switch_s = started_s - run.picked_s
-        late = any(seq.matcher is not None and seq.in_flight for seq in emitting(run))
-        masks = None if late else self._guides.begin(emitting(run), decoder.config.vocab)
-        logits = yield from decoder.forward(batch, self._ops, self._arena)
-        return self._sample(run, logits, masks, late=late)
+            batch = replace(batch, ids=lane.ops.chained(batch.ids, source))
+        run.note_start(self._clock())
+        masks = StepMasks(self._guides, run, decoder.config.vocab)
+        logits = yield from decoder.forward(batch, lane.ops, self._arena)
+        return self._sample(run, logits, lane.ops, masks)
 
     def _decoder(self, model: str) -> Decoder:
         decoder = self._models.get(model)
@@ -237,7 +244,7 @@ class Executor:
             source is None or any(not seq.chained or seq.sample is not sample for seq in unknown)
         ):
             source = None
-            self._collect(wait=True)
+            self._collect(self._lanes[run.step.lane], wait=True)
         for part in run.step.seqs:
             seq = self._present(part)
             if seq is not None:
@@ -252,20 +259,9 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(
-        self, run: Run, logits: Tensor, masks: PendingMasks | None, *, late: bool
-    ) -> Sample:
+    def _sample(self, run: Run, logits: Tensor, ops: Ops, masks: StepMasks) -> Sample:
         picked = pick_rows(run, logits)
-        plain = [seq.row_sampling() for seq in run.sampled]
-
-        def launch() -> Sample:
-            pending = masks
-            if late:
-                held = [seq for seq in run.sampled if self._holds(seq)]
-                pending = self._guides.begin(held, picked.shape[1])
-            return self._ops.sample(picked, self._guides.masked(plain, run.sampled, pending))
-
-        sample = LateSample(launch) if late else launch()
+        sample = masks.sample(ops, picked, run.sampled, self._holds)
         for row, seq in enumerate(run.sampled):
             seq.in_flight += 1
             seq.sample, seq.row = sample, row
@@ -273,26 +269,30 @@ class Executor:
 
     def _advance(self, run: Run, work: Work) -> None:
         """Launch the step, or what of it has its weights."""
+        lane, streamed = self._lanes[run.step.lane], self._streamed_bytes()
         started_s = self._clock()
         if run.parked_since_s is not None:
             for seq in run.seqs:
                 seq.clock.parked_s += started_s - run.parked_since_s
         try:
-            next(work)
+            with lane.parts.current():
+                next(work)
         except StopIteration as end:
             run.sample = end.value
         except Exception as fault:
             if self._fatal(fault):
                 raise
-            self._collect(wait=True)  # what earlier steps sampled is not lost
+            self._collect_all()  # what earlier steps sampled is not lost
             self._survive(run, fault)
         else:
             run.compute_s += self._clock() - started_s
             self._park(run, work)
             return
+        finally:
+            run.streamed_bytes += self._streamed_bytes() - streamed
         run.launched_s = started_s
-        self._launched.append(run)
-        self._collect()
+        lane.launched.append(run)
+        self._collect(lane)
 
     def _survive(self, run: Run, fault: Exception) -> None:
         """Survive a failed step: neither the slice nor any other step fails with it.
@@ -310,18 +310,23 @@ class Executor:
 
     # ---- outcomes -------------------------------------------------------------------------------
 
-    def _collect(self, *, wait: bool = False) -> None:
-        """Complete the steps that are done, in their order; if `wait`, all that are launched."""
-        while self._launched:
-            run = self._launched[0]
+    def _collect(self, lane: LaneSteps, *, wait: bool = False) -> None:
+        """Complete the lane's steps that are done, in their order; if `wait`, all launched ones."""
+        while lane.launched:
+            run = lane.launched[0]
             if isinstance(run.sample, LateSample):
-                run.sample.launch()  # all steps before it are collected
+                with lane.parts.current():
+                    run.sample.launch()  # all steps before it are collected
             if not (wait or run.sample is None or run.sample.done):
                 return
-            self._launched.popleft()
-            self._complete(run)
+            lane.launched.popleft()
+            self._complete(run, lane)
 
-    def _complete(self, run: Run) -> None:
+    def _collect_all(self, *, wait: bool = True) -> None:
+        for lane in self._lanes.values():
+            self._collect(lane, wait=wait)
+
+    def _complete(self, run: Run, lane: LaneSteps) -> None:
         tokens: SampledTokens | None = None
         try:
             if run.sample is not None:
@@ -335,8 +340,8 @@ class Executor:
             self._survive(run, fault)
         now = self._clock()
         # It ran from its launch on, or from the end of what was launched before.
-        run.compute_s += now - max(run.launched_s, self._collected_s)
-        self._collected_s = now
+        run.compute_s += now - max(run.launched_s, lane.collected_s)
+        lane.collected_s = now
         if run.sample is not None:
             for seq in run.sampled:
                 seq.in_flight -= 1
@@ -346,7 +351,9 @@ class Executor:
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
         self._record(run, tokens)
-        self._report(StepDone(run.step.id, tuple(run.outcomes), run.compute_s), run.deltas)
+        outcomes = tuple(run.outcomes)
+        done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
+        self._report(done, run.deltas)
 
     def _holds(self, seq: Sequence) -> bool:
         """Whether the request has not ended in the step before this one."""
@@ -365,8 +372,7 @@ class Executor:
             if seq.lost or not self._holds(seq):
                 continue
             if token < 0:
-                reason = "" if seq.matcher is None else seq.matcher.failure
-                self._fail(run, seq, reason or "the model computed values that are not numbers")
+                self._fail(run, seq, self._guides.failure(seq))
                 continue
             logprobs: tuple[TokenLogprob, ...] = ()
             if seq.job.sampling.logprobs is not None:
@@ -386,9 +392,8 @@ class Executor:
             finish = FinishReason.STOP
         elif seq.sampled >= request.max_new_tokens:
             finish = FinishReason.LENGTH
-        elif seq.matcher is not None and not seq.matcher.takes(token):
-            self._fail(run, seq, seq.matcher.failure)
-            return
+        elif seq.held is not None:
+            seq.held.take(token)
         run.deltas.append(seq.delta(token, logprobs, finish, self._slice_id))
         run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
         if finish is not None:

@@ -33,6 +33,8 @@ class Run:
     """The parts whose prompt tokens' log-probabilities are wanted, and their logits."""
     sample: Sample | None = None
     compute_s: float = 0.0
+    streamed_bytes: int = 0
+    """Bytes of weights that it reads over a link."""
     launched_s: float = 0.0
     """The time when the launch of its last part began."""
     parked_since_s: float | None = None
@@ -40,6 +42,14 @@ class Run:
     """The reason why it was not launched or collected; it samples nothing then."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
     deltas: list[Delta] = field(default_factory=list[Delta])
+
+    def note_start(self, now: float) -> None:
+        """Note when its requests started, for those that had not."""
+        for seq in self.seqs:
+            if seq.clock.started_s is None:
+                seq.clock.started_s = self.picked_s
+                seq.clock.switched = self.switched
+                seq.clock.switch_s = now - self.picked_s
 
 
 def pick_rows(run: Run, logits: Tensor) -> Tensor:

@@ -3,19 +3,18 @@
     mask of a row   int32 [ceil(V / 32)]   bit v % 32 of word v // 32: token v may come next
 
 A matcher's state is a function of the grammar and of the tokens it was given. So a request that
-moves to another worker gets the masks it would have had.
+moves to another worker gets the masks it would have had. The library holds the interpreter's lock
+while it reads a vocabulary, so workers do this in another process (`grammars.outputs`).
 """
 
 import os
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from c2cserve.core.request import Grammar
 from c2cserve.grammars.table import read_table
 
 Masks = NDArray[np.int32]
@@ -25,6 +24,17 @@ _MASK_THREADS = 4
 
 class GrammarFailed(RuntimeError):
     """The output cannot be held to its grammar any further; the message is one line."""
+
+
+class Vocabulary(NamedTuple):
+    """What the masks are over."""
+
+    tokens: str
+    """The path of the file with the bytes of the tokens (`grammars.table`)."""
+    size: int
+    """V, the number of logits of a row."""
+    ends: tuple[int, ...]
+    """The model's end tokens."""
 
 
 def mask_words(vocab: int) -> int:
@@ -59,10 +69,6 @@ class Matcher:
         if not self.state.consume_tokens(list(tokens)):
             raise GrammarFailed(_reason(self.state))
 
-    def takes(self, token: int) -> bool:
-        """Go on by a token. Return False if that failed (`failure`)."""
-        return self.state.consume_token(token)
-
     @property
     def failure(self) -> str:
         """Why the matcher cannot go on, as a limit of the library; empty while it can."""
@@ -70,55 +76,35 @@ class Matcher:
 
 
 class Matchers:
-    """Makes the matchers of one process, and their masks. Thread-safe."""
+    """Makes the matchers of one vocabulary, and their masks. Thread-safe."""
 
-    def __init__(self, threads: int | None = None) -> None:
-        """`threads`: how many make masks at once."""
-        self._tokenizers: dict[tuple[str, int, tuple[int, ...]], LLTokenizer] = {}
+    def __init__(self, vocabulary: Vocabulary, threads: int | None = None) -> None:
+        """`threads`: how many make masks at once. This takes some tenths of a second. Raises
+        OSError and msgspec.MsgspecError if the vocabulary's file cannot be read."""
+        size, ends = vocabulary.size, vocabulary.ends
+        tokens: Any = _Tokens(read_table(vocabulary.tokens)[:size], ends)
+        # It cuts out "slices" of the vocabulary, by which masks of strings take half the time.
+        self._tokenizer = LLTokenizer(tokens, n_vocab=size, eos_token=list(ends))
         count = min(_MASK_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-        self._threads = count
-        self._executor: LLExecutor | None = None
-        self._builder = ThreadPoolExecutor(1, "grammars")
-        self._filler = ThreadPoolExecutor(1, "masks")
+        self._executor = LLExecutor(count)
 
-    def matcher(self, grammar: Grammar, vocab: int, output: Sequence[int]) -> Matcher:
-        """Return the matcher of an output that has these tokens so far. The first one of a
-        vocabulary takes up to a second. Raises GrammarFailed and OSError."""
-        matcher = Matcher(LLMatcher(self._tokenizer(grammar, vocab), grammar.text, log_level=0))
+    def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
+        """Return the matcher of an output that has these tokens so far. Raises GrammarFailed."""
+        matcher = Matcher(LLMatcher(self._tokenizer, grammar, log_level=0))
         if matcher.state.is_error():
             raise GrammarFailed(_reason(matcher.state))
         matcher.take(output)
         return matcher
 
-    def build(self, grammar: Grammar, vocab: int, output: Sequence[int]) -> Future[Matcher]:
-        """Do the same on another thread."""
-        return self._builder.submit(self.matcher, grammar, vocab, output)
-
-    def _tokenizer(self, grammar: Grammar, vocab: int) -> LLTokenizer:
-        key = (grammar.tokens, vocab, grammar.ends)
-        tokenizer = self._tokenizers.get(key)
-        if tokenizer is None:
-            tokens: Any = _Tokens(read_table(grammar.tokens)[:vocab], grammar.ends)
-            # Its "slices" would make masks of strings cheaper, and building it twice as long.
-            tokenizer = LLTokenizer(tokens, n_vocab=vocab, eos_token=list(grammar.ends), slices=[])
-            self._tokenizers[key] = tokenizer
-        return tokenizer
-
-    def fill(self, matchers: Sequence[Matcher], masks: Masks) -> None:
+    def fill(self, matchers: Mapping[int, Matcher], masks: Masks) -> None:
         """Write the mask of each matcher into its row of `masks`. It is empty after a failure."""
-        if self._executor is None:
-            self._executor = LLExecutor(self._threads)
-        rows = [(one.state, row) for row, one in enumerate(matchers)]
+        rows = [(one.state, row) for row, one in matchers.items()]
         self._executor.unsafe_compute_mask_ptr(
             rows, masks.ctypes.data, masks.strides[0], masks.shape[0]
         )
-        for row, one in enumerate(matchers):
+        for row, one in matchers.items():
             if one.failure:
                 masks[row] = 0  # the library's mask lets the output end there
-
-    def begin(self, matchers: Sequence[Matcher], masks: Masks) -> "Future[None]":
-        """Do the same on another thread. The matchers are not to be used before it is done."""
-        return self._filler.submit(self.fill, matchers, masks)
 
 
 def _reason(state: LLMatcher) -> str:

@@ -1,4 +1,5 @@
-"""Build the CPU kernels: one shared library per instruction set, with g++ or clang++.
+"""Build the native code, with g++ or clang++: the CPU kernels, one shared library per instruction
+set, and the transfer engine.
 
 Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place, `... --sanitize FOLDER`
 builds with the address and undefined-behaviour sanitizers, elsewhere. Standard library only.
@@ -13,7 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("api.cpp", "threads.cpp")
+SOURCES = tuple(HERE / "cpu" / name for name in ("api.cpp", "threads.cpp"))
+TRANSFER = "_transfer.so"
+TRANSFER_SOURCES = tuple(
+    HERE.parent / "transfer" / "native" / name
+    for name in ("api.cpp", "cuda.cpp", "cuda_links.cpp", "engine.cpp", "schedule.cpp")
+)
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -41,36 +47,43 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "
 
 
 class BuildError(Exception):
-    """The kernels could not be built; says why and what to do."""
+    """A library could not be built; says why and what to do."""
 
 
 def library_name(isa: str) -> str:
     return f"_cpu_{isa}.so"
 
 
+LIBRARIES: dict[str, tuple[tuple[Path, ...], tuple[str, ...]]] = {
+    **{library_name(isa): (SOURCES, flags) for isa, flags in FLAGS.items()},
+    TRANSFER: (TRANSFER_SOURCES, ("-ldl",)),
+}
+"""Each with its sources, and flags of its own."""
+
+
 def build(target: Path, *, sanitize: bool = False) -> list[Path]:
-    """Compile every variant into `target`. Raises `BuildError`."""
+    """Compile every library into `target`. Raises `BuildError`."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("no C++ compiler: install g++ or clang++ (or set CXX) and try again")
     target.mkdir(parents=True, exist_ok=True)
 
-    def compile_variant(isa: str) -> Path:
-        library = target / library_name(isa)
+    def compile_library(name: str) -> Path:
+        library = target / name
         partial = library.with_suffix(f".{os.getpid()}.tmp")
-        sources = [str(HERE / "cpu" / name) for name in SOURCES]
-        flags = [*COMMON, *FLAGS[isa], *(SANITIZE if sanitize else ())]
+        sources, own_flags = LIBRARIES[name]
+        flags = [*COMMON, *(SANITIZE if sanitize else ())]
         done = subprocess.run(
-            [compiler, *flags, *sources, "-o", str(partial)],
+            [compiler, *flags, *map(str, sources), *own_flags, "-o", str(partial)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:
-            raise BuildError(f"{compiler} failed on the {isa} kernels:\n{done.stderr}")
+            raise BuildError(f"{compiler} failed on {name}:\n{done.stderr}")
         partial.rename(library)  # never a half-written library under the final name
         return library
 
-    with ThreadPoolExecutor(len(FLAGS)) as executor:
-        return list(executor.map(compile_variant, FLAGS))
+    with ThreadPoolExecutor(len(LIBRARIES)) as executor:
+        return list(executor.map(compile_library, LIBRARIES))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ Weights come in one of two ways:
 """
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,11 +75,14 @@ class HbmCache:
     """
 
     def __init__(
-        self, arena: Tensor, policy: CachePolicy | None, borrower: Borrower | None = None
-    ) -> None:
+        self, arena: Tensor, policy: CachePolicy | None, borrower: Borrower | None = None,
+        on_drop: Callable[[str], None] = lambda _: None,
+    ) -> None:  # fmt: skip
         """`arena` is uint8 and shared with KV, which has the first `kv_end` bytes. Without a
         `policy` nothing is cached as it streams by. `borrower` knows the weights that can be read
-        on another GPU."""
+        on another GPU. `on_drop` is called with the model of visible weights that are dropped,
+        before anything is written in their place."""
+        self._on_drop = on_drop
         self._arena = arena
         self._policy = policy
         self._borrower = borrower
@@ -130,8 +133,8 @@ class HbmCache:
         while self._starts and self._starts[0][0] < kv_end:
             key = self._starts[0][1]
             self._policy.drop(key)
-            self._drop([key])
-        self._drop(self._policy.shrink(self._arena.numel() - kv_end))
+            self._drop_streamed([key])
+        self._drop_streamed(self._policy.shrink(self._arena.numel() - kv_end))
 
     # ---- whole models ---------------------------------------------------------------------------
 
@@ -174,7 +177,8 @@ class HbmCache:
     def release(self, model: str) -> None:
         """Give back the places of a model, shown or not. Do nothing for one without places."""
         keys = self._whole.pop(model, [])
-        self._drop([key for key in keys if key in self._entries])
+        if shown := [key for key in keys if key in self._entries]:
+            self._drop(model, shown)
         for key in keys:
             if (entry := self._reserved.pop(key, None)) is not None:
                 self._forget_start(entry.start, key)
@@ -241,7 +245,7 @@ class HbmCache:
         victims = self._policy.admit(model, w.pointer, w.bytes, self._now)
         if victims is None:
             return None
-        self._drop(victims)
+        self._drop_streamed(victims)
         start = self._gap(w.bytes)
         if start is None:  # there is room, but in pieces
             self._policy.drop(w.pointer)
@@ -257,10 +261,10 @@ class HbmCache:
 
     def forget(self, model: str) -> None:
         """Drop a detached model: its addresses may come to mean something else."""
-        self._models = [one for one in self._models if one[2] != model]
         self.release(model)
         if self._policy is not None:
-            self._drop(self._policy.forget(model))
+            self._drop_streamed(self._policy.forget(model))
+        self._models = [one for one in self._models if one[2] != model]
 
     def clear(self) -> None:
         """Drop what was cached as it streamed by: some of it may not have been filled after all.
@@ -268,7 +272,7 @@ class HbmCache:
         if self._policy is not None:
             for key in list(self._entries):
                 self._policy.drop(key)
-                self._drop([key])
+                self._drop_streamed([key])
 
     def _model_of(self, address: int) -> str:
         at = bisect_right(self._models, address, key=lambda one: one[0]) - 1
@@ -303,14 +307,24 @@ class HbmCache:
     def _forget_start(self, start: int, key: int) -> None:
         del self._starts[bisect_left(self._starts, (start, key))]
 
-    def _drop(self, keys: Iterable[Hashable]) -> None:
+    def _drop_streamed(self, keys: Iterable[Hashable]) -> None:
+        """Drop weights that were cached as they streamed by, of any models."""
+        of_model: dict[str, list[int]] = {}
         for key in keys:
             assert isinstance(key, int)
+            of_model.setdefault(self._model_of(key), []).append(key)
+        for model in sorted(of_model):
+            self._drop(model, of_model[model])
+
+    def _drop(self, model: str, keys: Iterable[int]) -> None:
+        """Drop visible weights of a model."""
+        for key in keys:
             entry = self._entries.pop(key)
             self._forget_start(entry.start, key)
             self.bytes -= entry.stop - entry.start
             self.counts.dropped_bytes += entry.stop - entry.start
             self._changes += 1
+        self._on_drop(model)
 
 
 def _take_last(gaps: list[tuple[int, int]], size: int) -> int | None:

@@ -113,11 +113,18 @@ class Gateway(Protocol):
         ...
 
     def overload(
-        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
-    ) -> Refused | None:
+        self, model: str, tenant: str, ttft_s: float, arrived_s: float,
+        preparing: Mapping[str, int],
+    ) -> Refused | None:  # fmt: skip
         """Return why a request is refused before its body is read: in an overload, it would be
-        late. None if it may be accepted. `model`: its version. `preparing`: tenant -> its
-        requests that are being prepared for `submit`."""
+        late. None if it may be accepted. `model`: its version. `arrived_s`: when it came, by
+        `time.monotonic`. `preparing`: tenant -> its requests that are being prepared for
+        `submit`."""
+        ...
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether `overload` may refuse any request now."""
         ...
 
     def submit(self, job: Job) -> AsyncGenerator[Delta, None]:

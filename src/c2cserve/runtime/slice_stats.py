@@ -97,6 +97,10 @@ class SliceStats:
     weight_fetches_refused: int = _counter(
         "loads", _ENGINE, "Loads without a place, and loaded models that KV displaced: they stream."
     )
+    attaches: int = _counter("models", _ENGINE, "Models attached: mapped, prepared, pinned.")
+    attach_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds for which attaching models kept the slice from planning steps."
+    )
     graph_steps: int = _counter("steps", _ENGINE, "Steps launched as one CUDA graph.")
     graph_captures: int = _counter("graphs", _ENGINE, "CUDA graphs captured.")
     graph_capture_failures: int = _counter(
@@ -112,6 +116,12 @@ class SliceStats:
     step_failures: int = _counter("steps", _LOOP, "Steps that ended with an exception.")
     step_retries: int = _counter("requests", _POLICY, "Requests of failed steps that ran again.")
     retries_failed: int = _counter("requests", _POLICY, "Those that failed again, alone.")
+    grammars_failed: int = _counter(
+        "requests", _ENGINE, "Requests that ended because their grammars could not go on."
+    )
+    grammar_processes_lost: int = _counter(
+        "processes", _ENGINE, "Grammar processes that ended while they were needed."
+    )
     parts_rebuilt: int = _counter(
         "rebuilds", _ENGINE, "How often GPU state was built anew after a failed step."
     )

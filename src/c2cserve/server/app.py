@@ -3,8 +3,7 @@
 import asyncio
 import hmac
 import logging
-import re
-import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,20 +16,29 @@ from starlette.responses import Response
 
 from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
-from c2cserve.runtime.gateway import Gateway, Refused, Superseded
+from c2cserve.runtime.gateway import Gateway, ModelFiles, Refused, Superseded
 from c2cserve.server.access.gate import Gate, rate_headers
-from c2cserve.server.access.keyring import Key, bearer
+from c2cserve.server.access.keyring import Key, bearer, key_header
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.bodies import Bodies
 from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
+from c2cserve.server.doors.ollama.models import catalogue_name
+from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard, Role
 from c2cserve.server.inference import Inference
+from c2cserve.server.load_shedding import LoadShedder, request_id
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
 from c2cserve.server.openapi.document import describe
-from c2cserve.server.prepare import IncomingRequest, Prepared, Preparer, model_of
+from c2cserve.server.prepare import (
+    PROMPT_FIELDS,
+    IncomingRequest,
+    Prepared,
+    Preparer,
+    model_of,
+)
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.shapes import model_card
 from c2cserve.server.text.messages import Api
@@ -40,8 +48,6 @@ from c2cserve.server.tls import Tls
 log = logging.getLogger(__name__)
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
-_ID = re.compile(r"[!-~]{1,128}")
-"""Request ids of clients that are used: they are safe in a header and on a line of a log."""
 _ADMIN_BODY_BYTES = 1 << 20
 _NO_ROUTE = "none"
 _ALL_KEYS = "*"
@@ -76,24 +82,20 @@ def create_app(
     if tls is not None:
         metrics.registry.register(tls)
     routes = _Routes(gateway, settings, texts, metrics, gate)
+    app.state.shedder = routes.shedder
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
     if settings.access.allowed_origins:
-        for path in ("/v1/{name:path}", "/tokenize", "/detokenize"):
+        for path in WEB_PATHS:
             app.add_route(path, routes.guarded(routes.preflight, "", path), methods=["OPTIONS"])
 
     async def http_error(http: HttpRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         fault = ApiError(error.status_code, str(error.detail), headers=error.headers)
-        return routes.failed(http, fault, _NO_ROUTE, _request_id(http))
+        return routes.failed(http, fault, _NO_ROUTE, request_id(http.headers))
 
     app.add_exception_handler(HTTPException, http_error)
     return app
-
-
-def _request_id(http: HttpRequest) -> str:
-    given = http.headers.get("x-request-id", "")
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 
 def _json(content: object, status: int = 200) -> Response:
@@ -113,7 +115,9 @@ class _Routes:
         self._gate = gate
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
-        self._inference = Inference(gateway, self._metrics, f"c2cserve-{__version__}")
+        self.shedder = LoadShedder(gateway, self._guard, gate, metrics, self._preparer)
+        self._inference = Inference(gateway, self._metrics)
+        self._doors = DoorRoutes(gateway, self._answer, self._of_text)
         self._described: dict[str, Any] | None = None
         """The API's description, made when it is first asked for: it takes some 0.1 s."""
         metrics.add_routes(route for _, route, _, _ in self.table())
@@ -121,10 +125,7 @@ class _Routes:
     def table(self) -> list[tuple[str, str, Handler, Role]]:
         """Return method, path, handler and kind of key. Model ids may contain slashes."""
         return [
-            ("POST", "/v1/completions", self._completions, "user"),
-            ("POST", "/v1/chat/completions", self._chat, "user"),
-            ("POST", "/tokenize", self._tokenize, "user"),
-            ("POST", "/detokenize", self._detokenize, "user"),
+            *self._doors.table(),
             ("GET", "/v1/models", self._models, "user"),
             ("GET", "/v1/models/{name:path}", self._model, "user"),
             ("GET", "/admin/state", self._state, "admin"),
@@ -144,7 +145,7 @@ class _Routes:
         ]
 
     def guarded(self, handler: Handler, role: Role, route: str) -> Handler:
-        """Return the handler with checks of keys, request ids, and OpenAI's shape for failures."""
+        """Return the handler with checks of keys, request ids, and its API's shape for failures."""
 
         async def guarded(http: HttpRequest) -> Response:
             response = await answered(http)
@@ -152,27 +153,27 @@ class _Routes:
             return response
 
         async def answered(http: HttpRequest) -> Response:
-            request_id = http.state.request_id = _request_id(http)
+            id_ = http.state.request_id = request_id(http.headers)
             try:
                 self._guard.check(http, role)
                 self._authorize(http, role)
                 response = await handler(http)
             except ApiError as error:
-                return self.failed(http, error, route, request_id)
+                return self.failed(http, error, route, id_)
             except Refused as refused:
-                return self.failed(http, ApiError.of(refused), route, request_id)
+                return self.failed(http, ApiError.of(refused), route, id_)
             except Exception:
                 # The last resort: a defect answers 500 and is logged, and the server goes on.
-                log.exception("%s failed", route, extra={"request_id": request_id})
+                log.exception("%s failed", route, extra={"request_id": id_})
                 fault = ApiError(500, "internal error; see the server's log")
-                return self.failed(http, fault, route, request_id)
-            return self._sent(http, response, route, request_id)
+                return self.failed(http, fault, route, id_)
+            return self._sent(http, response, route, id_)
 
         return guarded
 
     def _sent(self, http: HttpRequest, response: Response, route: str, request_id: str) -> Response:
         """Complete an answer: its request's id, and the remaining rate limits of its key."""
-        response.headers["x-request-id"] = request_id
+        response.headers.update(id_headers(http.url.path, request_id))
         if getattr(http.state, "rated", False):
             response.headers.update(rate_headers(http.state.key))
         self._metrics.responded(route, response.status_code)
@@ -190,7 +191,7 @@ class _Routes:
                 "code": error.code, "key": key.name or None if key else None,
             },
         )  # fmt: skip
-        return self._sent(http, error.response(), route, request_id)
+        return self._sent(http, error.response(error_body(http.url.path, error)), route, request_id)
 
     async def preflight(self, http: HttpRequest) -> Response:
         return Response(status_code=204, headers=self._guard.preflight(http))
@@ -199,9 +200,8 @@ class _Routes:
         """Check the key of a request. Set `key`, `tenant` and `cache_group` in the state of a
         user's request. The tenant is its unit of fair shares, and prefixes are reused within the
         group. Both are empty without keys. Raises ApiError (401)."""
-        header = http.headers.get("authorization")
         if role == "user":
-            key: Key = self._gate.identify(header)
+            key: Key = self._gate.identify(key_header(http.headers))
             shared = key.cache_group
             if key.record is None and key.name and self._settings.access.shared_cache:
                 shared = _ALL_KEYS
@@ -209,19 +209,13 @@ class _Routes:
             http.state.cache_group = cache_group(key.tenant, shared)
         elif self._guard.asks_for_key(role):
             right = self._settings.admin_key.encode()
-            if not hmac.compare_digest(bearer(header) or b"", right):
+            if not hmac.compare_digest(bearer(http.headers.get("authorization")) or b"", right):
                 headers = {"www-authenticate": "Bearer"}
                 raise ApiError(
                     401, "Incorrect API key provided", code="invalid_api_key", headers=headers
                 )
 
     # ---- inference ------------------------------------------------------------------------------
-
-    async def _completions(self, http: HttpRequest) -> Response:
-        return await self._answer(http, "completions")
-
-    async def _chat(self, http: HttpRequest) -> Response:
-        return await self._answer(http, "chat")
 
     async def _answer(self, http: HttpRequest, api: Api) -> Response:
         """Answer a request. If its model is reloaded before the request reaches it, the request is
@@ -234,10 +228,10 @@ class _Routes:
                 incoming = self._incoming(http, api, body)
                 prepared = await self._prepare(incoming, key)
             for _ in range(_RELOADS_MAX):
-                lease.admit(prepared, http.headers, "messages" if api == "chat" else "prompt")
+                lease.admit(prepared, http.headers, PROMPT_FIELDS[api])
                 try:
                     return await self._inference.answer(
-                        http, prepared, http.state.request_id, lease
+                        http, DOORS[api], prepared, http.state.request_id, lease
                     )
                 except Superseded:
                     with self._bodies.hold(body):
@@ -251,16 +245,12 @@ class _Routes:
     def _incoming(http: HttpRequest, api: Api, body: bytes) -> IncomingRequest:
         state, key = http.state, http.state.key
         state.model = model_of(body)
+        now = time.monotonic()
         return IncomingRequest(
             api, body, state.model, http.headers, state.tenant, state.cache_group,
-            key.quota.limits.allows_model,
+            key.quota.limits.allows_model, getattr(state, "arrived_s", now),
+            getattr(state, "read_s", now),
         )  # fmt: skip
-
-    async def _tokenize(self, http: HttpRequest) -> Response:
-        return await self._of_text(http, "tokenize")
-
-    async def _detokenize(self, http: HttpRequest) -> Response:
-        return await self._of_text(http, "detokenize")
 
     async def _of_text(self, http: HttpRequest, api: Api) -> Response:
         """Answer a request that needs a tokenizer only. It counts as a request of its key."""
@@ -270,15 +260,20 @@ class _Routes:
         try:
             async with self._bodies.receive(http) as body:
                 incoming = self._incoming(http, api, body)
-                files = self._gate.find_model(key, incoming.model, self._gateway)
+                files = self._files(incoming, key)
                 content = await self._preparer.answer(incoming, files)
         finally:
             lease.end()
         return Response(content, media_type="application/json")
 
     async def _prepare(self, incoming: IncomingRequest, key: Key) -> Prepared:
-        files = self._gate.find_model(key, incoming.model, self._gateway)
-        return await self._preparer.prepare(incoming, files)
+        return await self._preparer.prepare(incoming, self._files(incoming, key))
+
+    def _files(self, incoming: IncomingRequest, key: Key) -> ModelFiles | None:
+        name = incoming.model
+        if incoming.api.startswith("ollama"):
+            name = catalogue_name(name, self._gateway)
+        return self._gate.find_model(key, name, self._gateway)
 
     async def _models(self, http: HttpRequest) -> Response:
         allowed = http.state.key.quota.limits.allows_model

@@ -3,6 +3,7 @@
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from c2cserve.core.request import Delta, FinishReason, Job, Timing, TokenLogprob
 from c2cserve.runtime.gateway import Gateway, Refused
@@ -10,6 +11,11 @@ from c2cserve.server.errors import ApiError
 from c2cserve.server.prepare import Prepared
 from c2cserve.server.text.detokenize import Detokenizer, StopStrings
 from c2cserve.server.text.vocabulary import TokenizerError
+
+_PARTS = ("unread", "prepare", "queue", "slice", "hand_out")
+"""Parts of the time to a first token. They end when the server has read the request, and when it
+is tokenized. The next two end when the controller sends it, and has its first token. The last ends
+when the event loop has that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +46,9 @@ class ChoiceStream:
         self.finish = ""
         self.error = ""
         """Why it failed or was refused."""
+        self.read_s = prepared.read_s
+        self.prepared_s = 0.0
+        """When it was handed to the gateway."""
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.gaps_s: list[float] = []
@@ -51,9 +60,15 @@ class ChoiceStream:
         self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
         self._stops = StopStrings(prepared.asked.stops)
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the output, None if another reason did."""
+        return self._stops.found or None
+
     async def pieces(self, gateway: Gateway) -> AsyncGenerator[ChoicePiece, None]:
         """Yield the output. Raises `Refused` from the first step if the job is not accepted, and
         ApiError (500) if it fails."""
+        self.prepared_s = time.monotonic()
         deltas = gateway.submit(self.job)
         try:
             async for delta in deltas:
@@ -71,6 +86,20 @@ class ChoiceStream:
             # Closing it before its end (a stop string, a client gone) frees the job's memory.
             await deltas.aclose()
             self.finish = self.finish or "abort"
+
+    def ttft_parts_ms(self) -> dict[str, float]:
+        """Return where the time to the first token went, if there was one: parts that add up."""
+        timing, arrival_s = self.timing, self.job.request.arrival_s
+        if self.first_s is None or timing is None:
+            return {}
+        times = (
+            arrival_s, self.read_s, self.prepared_s, arrival_s + timing.wait_s,
+            arrival_s + timing.report_s, self.first_s,
+        )  # fmt: skip
+        return {
+            name: round((until - since) * 1e3, 3)
+            for name, (since, until) in zip(_PARTS, pairwise(times), strict=True)
+        }
 
     def _piece(self, delta: Delta) -> ChoicePiece:
         if delta.timing is not None:

@@ -41,9 +41,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, until their end or until the client is disconnected."""
-
-    media_type = "text/event-stream"
+    """A stream of events or lines, until its end or until the client is disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_disconnected(receive, self.stream_response(send))

@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Refused
@@ -53,20 +54,36 @@ class ApiError(Exception):
             retry_after_s=refused.retry_after_s,
         )  # fmt: skip
 
+    @property
+    def naming(self) -> str:
+        """The message with the field at fault, for shapes that have no other place for it."""
+        if self.param is None or self.param in self.message:
+            return self.message
+        return f"{self.param}: {self.message}"
+
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status, "server_error")
         error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
 
-    def response(self) -> "Response":
+    def response(self, body: dict[str, Any]) -> "Response":
+        """Return the error as a response. `body`: the error in the shape of its API."""
         # A text process raises errors too, and sends no responses.
         from starlette.responses import Response
 
-        headers = dict(self.headers)
-        if self.retry_after_s is not None:
-            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
-        content = msgspec.json.encode(self.body())
-        return Response(content, self.status, headers, media_type="application/json")
+        content = msgspec.json.encode(body)
+        return Response(content, self.status, self.all_headers(), media_type="application/json")
+
+    def all_headers(self) -> dict[str, str]:
+        """Return the header fields beside those of the content. `retry-after-ms` is what OpenAI's
+        clients read first: whole seconds would bring many of them back together."""
+        if self.retry_after_s is None:
+            return self.headers
+        after_s = max(1.0, self.retry_after_s)
+        return {
+            **self.headers, "retry-after": str(math.ceil(after_s)),
+            "retry-after-ms": str(math.ceil(1e3 * after_s)),
+        }  # fmt: skip
 
 
 def unservable(version: str, reason: str) -> ApiError:
@@ -86,10 +103,17 @@ _TEXT_ONLY = (
     "the models here read text only, so a message's content is a string or a list of parts of the"
     " type 'text'"
 )
+_MEDIA = (
+    "image", "document", "input_image", "input_audio", "input_file", "image_url", "audio", "file",
+)  # fmt: skip
+"""Types of parts of messages in several APIs that are no text."""
 _WHY_NOT = {
     "logits_processors": ": the server runs no code of its clients",
     "suffix": ": no model here fills in the middle",
     "audio": ": the models here write text only",
+    "images": ": the models here read text only",
+    "previous_response_id": ": answers are not stored, so send the items before as `input`",
+    "conversation": ": conversations are not stored, so send their items as `input`",
 }
 """Refused fields -> the reason, where a list of supported fields would not suggest it."""
 _PROBLEMS_MAX = 100
@@ -108,9 +132,14 @@ def of_validation(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)[:_PROBLEMS_MAX]
     # Among the problems of a union, the one with a wrong word ("image_url") says most.
     first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
-    where = _fields(first["loc"])
     if first["type"] == "union_tag_invalid":
-        where.append("type")
+        first["loc"] = (*first["loc"], "type")
+    return of_problem(first)
+
+
+def of_problem(first: ErrorDetails) -> ApiError:
+    """Return one problem of a request body as an error that names its field."""
+    where = _fields(first["loc"])
     param = ".".join(where)[:_PARAM_CHARS] or None
     if first["type"] in ("extra_forbidden", "none_required"):
         message = f"{param!r} is not supported{_WHY_NOT.get(where[-1], '')}"
@@ -118,7 +147,16 @@ def of_validation(error: ValidationError) -> ApiError:
     if first["type"] == "literal_error" and where[-1:] == ["type"] and "content" in where:
         message = f"{param}: {_shown(first['input'])} is not supported: {_TEXT_ONLY}"
         return ApiError(400, message, param=param, code="unsupported_parameter")
+    if first["type"] == "union_tag_invalid":
+        given = first["input"]
+        fields = cast("dict[str, object]", given) if isinstance(given, dict) else {}
+        tag = fields.get(where[-1], given)
+        why = f": {_TEXT_ONLY}" if tag in _MEDIA else ""
+        message = f"{param}: {_shown(tag)} is not supported{why}"
+        return ApiError(400, message, param=param, code="unsupported_parameter")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "union_tag_not_found":
+        message = "Field required"
     named = [part for part in where if part in _UNIONS]
     if first["type"] == "literal_error":
         message += f", not {_shown(first['input'])}"

@@ -85,7 +85,7 @@ class Guard:
             if not ((place and own) or (role in ("user", "") and self._allowed(origin))):
                 raise ApiError(
                     403, f"web pages of the origin {origin[:200]!r} may not use this server: "
-                    "--allowed-origin allows an origin to use /v1", param="origin",
+                    "--allowed-origin allows an origin to use /v1 and /api", param="origin",
                     code="origin_not_allowed",
                 )  # fmt: skip
 

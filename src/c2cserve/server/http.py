@@ -9,6 +9,7 @@ import asyncio
 import fcntl
 import secrets
 import termios
+import time
 from array import array
 from collections.abc import Callable
 from contextlib import suppress
@@ -25,6 +26,7 @@ from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
 from c2cserve.server.errors import ApiError
+from c2cserve.server.load_shedding import LoadShedder, arrived_s
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
 
@@ -47,12 +49,15 @@ def http_config(
     goes to uvicorn."""
     connections = Connections(settings.connections)
 
+    app = create_app(gateway, settings, connections, gate, tls=tls)
+
     class Bounded(HttpProtocol):
         all = connections
+        shedder = app.state.shedder
         wire_bytes_max = _FRAMING * settings.body_bytes_max + settings.connections.header_bytes
 
     config = uvicorn.Config(
-        create_app(gateway, settings, connections, gate, tls=tls), log_config=None,
+        app, log_config=None,
         access_log=False, lifespan="on", ws="none", proxy_headers=False,
         timeout_graceful_shutdown=_GRACE_S, http=Bounded, **more,
     )  # fmt: skip
@@ -66,6 +71,7 @@ class HttpProtocol(HttpToolsProtocol):
     """One connection."""
 
     all: Connections
+    shedder: LoadShedder
     wire_bytes_max: int
     """Most bytes of a request: its body in chunks, and what follows it."""
 
@@ -82,6 +88,11 @@ class HttpProtocol(HttpToolsProtocol):
         """The request asks for another protocol, and is about to be read again."""
         self._unanswered: list[Any] = []
         """uvicorn's cycles of requests that were read and not answered, oldest first."""
+        self._reading = False
+        """Data that has arrived is being parsed."""
+        self._held: tuple[Any, Any] | None = None
+        """uvicorn's cycle and application of the request that is being read. It is started when
+        all that has arrived of it is read: by then it may be refused."""
         self._over = False
         """No further bytes are read from this connection."""
 
@@ -225,7 +236,10 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self._phase == "idle":
             self._enter("head")
+        self._reading = True
         self._feed(data)
+        self._reading = False
+        self._start_held()
         if self._over:
             return
         self._bytes += len(data)
@@ -312,10 +326,41 @@ class HttpProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         if self._over or self._upgrading:
             return
+        state: dict[str, Any] = self.scope["state"]  # pyright: ignore
+        state["arrived_s"], state["read_s"] = arrived_s(self.transport), time.monotonic()
         super().on_message_complete()
         # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive
         self._enter("idle" if self.cycle.response_complete else "answer")
+        self._shed()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        if self._reading and self._phase == "body":
+            self._held = cycle, app
+        else:
+            super()._start_asgi_task(cycle, app)  # it waited for the answers before
+
+    def _start_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            super()._start_asgi_task(*held)
+
+    def _shed(self) -> None:
+        """Answer a request that was read as a whole and is refused in an overload; start others."""
+        cycle: Any = self.cycle
+        if self._held is not None and not cycle.waiting_for_100_continue:
+            answer = self.shedder.refusal(cycle.scope, bytes(cycle.body))
+            if answer is not None:
+                self._held = None
+                own = b"" if cycle.keep_alive else b"connection: close\r\n"
+                for name, value in self.server_state.default_headers:
+                    own += name + b": " + value + b"\r\n"
+                self.transport.write(STATUS_LINE[429] + own + answer)
+                cycle.response_started = cycle.response_complete = True
+                if not cycle.keep_alive:
+                    self.transport.close()
+                self.on_response_complete()
+        self._start_held()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

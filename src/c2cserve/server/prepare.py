@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import secrets
-import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -29,10 +28,12 @@ from c2cserve.server.text.messages import (
 from c2cserve.server.text.pool import TextPool
 from c2cserve.server.text.vocabulary import Vocabulary
 
-_FIELDS: dict[Api, str] = {
+PROMPT_FIELDS: dict[Api, str] = {
     "completions": "prompt", "chat": "messages", "tokenize": "prompt", "detokenize": "tokens",
+    "messages": "messages", "count_tokens": "messages", "ollama_chat": "messages",
+    "ollama_generate": "prompt", "ollama_show": "model", "responses": "input",
 }  # fmt: skip
-"""The field to blame for a text that takes too long."""
+"""The field to blame for a text that is too long, or takes too long."""
 _JOBS_AT_ONCE = 32
 """Jobs that are made before other tasks get a turn on the event loop."""
 
@@ -67,6 +68,10 @@ class IncomingRequest:
     """Requests of one group reuse each other's KV."""
     allows: Callable[[str], bool]
     """Whether its key may use the model of an id."""
+    arrived_s: float
+    """When the kernel had all of it (`load_shedding.arrived_s`)."""
+    read_s: float
+    """When the event loop had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ class Prepared:
     prompts: list[PreparedPrompt]
     jobs: list[Job]
     """Choice i answers prompt i // n."""
+    read_s: float
+    """When the event loop had read the request."""
 
 
 class Preparer:
@@ -107,7 +114,7 @@ class Preparer:
         when the tokenizer cannot be used."""
         target = None if files is None else Target.of(files)
         work = TextRequest(incoming.api, incoming.body, target, self._limits)
-        done, _ = await self._texts.work(work, files, _FIELDS[incoming.api])
+        done, _ = await self._texts.work(work, files, PROMPT_FIELDS[incoming.api])
         assert isinstance(done, TextAnswer)
         self._check_model(incoming, files, done.model)
         return done.content
@@ -121,31 +128,36 @@ class Preparer:
         if name != incoming.model:
             raise ApiError(400, "the body names several models", param="model")
 
+    def check_overload(
+        self, files: ModelFiles, tenant: str, headers: Mapping[str, str], arrived_s: float
+    ) -> None:
+        """Check that a request of which nothing was done yet can be in time. Raises ApiError, and
+        `Refused` (429) in an overload."""
+        ttft_s = _header_ms(headers, "x-slo-ttft-ms", files.ttft_s)
+        refused = self._gateway.overload(files.key, tenant, ttft_s, arrived_s, self._preparing)
+        if refused is not None:
+            raise refused
+
     async def prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         """Prepare a request for the model that its name leads to, None if to no model. Raises
         ApiError, and `Refused` in an overload."""
-        arrival_s, tenant = time.monotonic(), incoming.tenant
+        tenant = incoming.tenant
         if files is not None:
-            ttft_s = _header_ms(incoming.headers, "x-slo-ttft-ms", files.ttft_s)
-            refused = self._gateway.overload(files.key, tenant, ttft_s, self._preparing)
-            if refused is not None:
-                raise refused
+            self.check_overload(files, tenant, incoming.headers, incoming.arrived_s)
         self._preparing[tenant] += 1
         try:
-            return await self._prepare(incoming, files, arrival_s)
+            return await self._prepare(incoming, files)
         finally:
             self._preparing[tenant] -= 1
             if not self._preparing[tenant]:
                 del self._preparing[tenant]
 
-    async def _prepare(
-        self, incoming: IncomingRequest, files: ModelFiles | None, arrival_s: float
-    ) -> Prepared:
+    async def _prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         api, headers = incoming.api, incoming.headers
         target = None if files is None else Target.of(files)
         salt = self._salts.of_group(incoming.cache_group)
         work = TextRequest(api, incoming.body, target, self._limits, salt)
-        done, vocabulary = await self._texts.work(work, files, _FIELDS[api])
+        done, vocabulary = await self._texts.work(work, files, PROMPT_FIELDS[api])
         assert isinstance(done, TextResult)
         asked = done.asked
         self._check_model(incoming, files, asked.model)
@@ -162,12 +174,12 @@ class Preparer:
                 await asyncio.sleep(0)
             prompt = prompts[number // asked.n]
             choice = number % asked.n
-            jobs.append(self._job(files, asked, prompt, choice, slo, arrival_s, incoming.tenant))
-        return Prepared(asked, vocabulary, prompts, jobs)
+            jobs.append(self._job(files, asked, prompt, choice, slo, incoming))
+        return Prepared(asked, vocabulary, prompts, jobs, incoming.read_s)
 
     def _job(
         self, files: ModelFiles, asked: Asked, prompt: PreparedPrompt, choice: int, slo: Slo,
-        arrival_s: float, tenant: str,
+        incoming: IncomingRequest,
     ) -> Job:  # fmt: skip
         sampling = asked.sampling
         if choice:
@@ -177,11 +189,11 @@ class Preparer:
             model=files.key,
             prompt_len=len(prompt.tokens),
             max_new_tokens=prompt.max_new_tokens,
-            arrival_s=arrival_s,
+            arrival_s=incoming.arrived_s,
             slo=slo,
             prefix_hashes=prompt.hashes,
             priority=files.priority if asked.priority is None else asked.priority,
-            tenant=tenant,
+            tenant=incoming.tenant,
         )
         return Job(request, prompt.tokens, sampling)
 

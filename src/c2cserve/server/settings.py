@@ -64,7 +64,7 @@ class AccessSettings:
     allowed_hosts: tuple[str, ...] = ()
     """Accepted names in `Host` beside this machine's own, in lower case; `*`: any."""
     allowed_origins: tuple[str, ...] = ()
-    """Origins whose web pages may use /v1, in lower case; `*`: any."""
+    """Origins whose web pages may use /v1 and /api, in lower case; `*`: any."""
     open_metrics: bool = False
     """/metrics needs neither a key nor a local peer."""
     shared_cache: bool = False
@@ -75,7 +75,7 @@ class AccessSettings:
 class ServerSettings:
     # Keys are never shown: settings may be printed in an error.
     api_keys: tuple[str, ...] = field(default=(), repr=False)
-    """If there are any, /v1 requires one of them as bearer token."""
+    """If there are any, /v1 and /api require one of them."""
     admin_key: str = field(default="", repr=False)
     """If set, /admin and /metrics require it. If not, they answer local peers only."""
     body_bytes_max: int = 8 << 20

@@ -107,8 +107,9 @@ class LiveServer:
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
         host = CatalogHost(
-            self._catalog.base_dir, roots, make_pool, self._post, kv_bytes, settings.defaults
-        )
+            self._catalog.base_dir, roots, make_pool, self._post, kv_bytes, settings.defaults,
+            half_only=any(one.gpu is not None for one in slices),
+        )  # fmt: skip
         if (defaults := settings.defaults) is not None:
             log.info("sampling defaults of all models: %s", str(defaults) or "none")
         try:

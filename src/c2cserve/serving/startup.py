@@ -44,7 +44,7 @@ def plan_machine(
         gpus = ready_gpus(wishes.gpu_profile, lent=wishes.gpu_peer_bytes > 0)
         machine = replace(machine, gpus=gpus)
     try:
-        slices = plan_all(machine, wishes)
+        slices = plan_all(machine, wishes, pool_bytes)
     except SlicePlanError as error:
         raise CliError(str(error), 2) from error
     slices = with_links(slices, machine.gpus)

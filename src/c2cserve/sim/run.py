@@ -32,6 +32,8 @@ class Scenario:
     cold_pool: bool = False
     hybrid: bool = False
     lookahead: int = 64
+    as_live: bool = False
+    """`sim.world.simulation.Settings.as_live`."""
     faults: tuple[Fault, ...] = field(default=())
 
 
@@ -81,6 +83,7 @@ def prepare(
         faults=scenario.faults,
         hybrid=scenario.hybrid,
         lookahead=scenario.lookahead,
+        as_live=scenario.as_live,
     )
     if machine is None:
         machine = build(scenario.hardware, scenario.slices, preset)

@@ -1,34 +1,39 @@
 """The transfer engine: moves bytes between host memory and GPUs over all links, in stream order.
 
-    caller      submit ─▶ ticket ......................... poll, wait, cancel
-    stream      | before |   held, if asked for ...........| after |
-    thread               add, pull ─▶ start  ◀─ over? ─▶ pull ...  release
-    links                      | task | task | task | ... |
+    caller      submit ─▶ ticket ................ poll, wait, cancel
+    stream      | before |   goes on
+    engine               | micro-tasks over all links | over
 
-A transfer begins when all that its stream had before it is over. With `hold`, what the stream is
-given afterwards begins when the transfer is over. Small transfers are one copy on the caller's
-stream, with the order that CUDA gives it.
+A transfer begins when all that its stream had before it is over. The stream goes on meanwhile: the
+caller launches what needs the bytes once the ticket is over. Small transfers are one copy on the
+direct path.
 
-One thread feeds all links. It sleeps unless a micro-task ends, a transfer comes or a relay is late.
+The engine is native code with a thread of its own (`transfer/native/engine.h`). No call of it needs
+the interpreter's lock.
 """
 
+import ctypes
 import logging
-import threading
+import math
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+import weakref
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NoReturn, Protocol
 
-from c2cserve.transfer.moves import Piece, Port, Segment, bytes_of, cut
-from c2cserve.transfer.schedule import LinkCounts, Outstanding, Schedule, State, Transfer
-from c2cserve.transfer.settings import Settings
-from c2cserve.transfer.wake import Wake
+from c2cserve.transfer.library import CLOSED, COUNTS, INVALID, CountsView, Result, library
+from c2cserve.transfer.moves import Port, Segment, pack
 
 log = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-StreamT = TypeVar("StreamT", contravariant=True)
+_SLEEP_S = 0.2
+"""The longest sleep of a caller that waits: signals are handled after it."""
+_WORDS = 5
+_INCIDENT_BYTES = 512
+_STATES: tuple["State", ...] = ("moving", "done", "cancelled", "failed")
+State = Literal["moving", "done", "cancelled", "failed"]
 
 
 class LinkError(RuntimeError):
@@ -39,343 +44,162 @@ class TransferError(RuntimeError):
     """A transfer failed: its target has any bytes. What was computed from them is wrong."""
 
 
-class Event(Protocol):
-    """A point in a stream."""
-
-    def query(self) -> bool:
-        """Return whether everything before it is over."""
-        ...
-
-    def synchronize(self) -> object: ...
+class Device(Protocol):
+    @property
+    def index(self) -> int | None: ...
 
 
-class Links(Protocol[StreamT]):
-    """The links of a machine (`transfer.gpu.links` has those of GPUs).
-
-    `start`, `is_over`, `recall` and `is_harmless` are called by the engine's thread only. All
-    methods raise `LinkError`.
-    """
+class Stream(Protocol):
+    """`torch.cuda.Stream`, of a GPU that the engine has links of."""
 
     @property
-    def wake(self) -> Wake:
-        """Posted whenever a micro-task is over."""
-        ...
+    def cuda_stream(self) -> int: ...
 
     @property
-    def pieces_max(self) -> int:
-        """Pieces of one micro-task, at most."""
-        ...
-
-    @property
-    def relays(self) -> Mapping[Port, Sequence[Port]]:
-        """All ports, each with those that its link can relay for."""
-        ...
-
-    def check(self, segments: Sequence[Segment]) -> None:
-        """Raise ValueError for memory that the links cannot reach, as far as that is cheap to see.
-
-        A relay that reads such memory would break its whole GPU for this process.
-        """
-        ...
-
-    def start(self, one: Outstanding) -> None:
-        """Begin to copy the pieces of a micro-task over the link `one.port`."""
-        ...
-
-    def is_over(self, one: Outstanding) -> bool:
-        """Return whether it ended: with all bytes in place, unless it was recalled."""
-        ...
-
-    def recall(self, one: Outstanding) -> None:
-        """Ask a relay to write nothing more. It will be over soon, if it is not stuck."""
-        ...
-
-    def is_harmless(self, one: Outstanding) -> bool:
-        """Return whether a recalled relay has written nothing and never will."""
-        ...
-
-    def mark(self, stream: StreamT) -> Event:
-        """Return an event after all that the stream has. `wake` is posted when it is over."""
-        ...
-
-    def hold(self, stream: StreamT) -> int:
-        """Let what the stream is given from now on wait for `let_go` of the number returned."""
-        ...
-
-    def let_go(self, number: int) -> None: ...
-
-    def copy(self, segments: Sequence[Segment], stream: StreamT | None, *, hold: bool) -> Event:
-        """Copy on the direct path after all that the stream has. Return an event at the end.
-
-        With `hold`, what the stream is given from now on comes after it.
-        """
-        ...
-
-    def close(self) -> None: ...
+    def device(self) -> Device: ...
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class LinkCounts:
+    """What a link has done since the start, for reports."""
+
+    direct_bytes: int
+    relayed_bytes: int
+    tasks: int
+    resent: int
+    """Micro-tasks that were sent again over another link."""
+    stalls: int
+    errors: int
+
+
 class Ticket:
     """One submission, for the methods of the engine that took it."""
 
-    bytes: int
-    transfer: Transfer
-    segments: Sequence[Segment] = ()
-    before: Event | None = None
-    copied: Event | None = None
-    """The end of a small transfer, which no queue has."""
-    held: int | None = None
-    over: threading.Event = field(default_factory=threading.Event)
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, library().c2c_transfers_free, handle).atexit = False
 
 
-class TransferEngine(Generic[StreamT]):
+class TransferEngine:
     """Moves bytes over the links that it is given. Thread-safe, except for `close`."""
 
-    def __init__(self, links: Links[StreamT], settings: Settings | None = None) -> None:
-        self.settings = settings or Settings()
-        self._links = links
-        self._schedule = Schedule(links.relays, links.relays, self.settings)
-        self._inbox: deque[tuple[bool, Ticket]] = deque()
-        """(whether it is cancelled, else submitted; ticket)"""
-        self._gated: list[Ticket] = []
-        """Those whose streams have not come to them."""
-        self._tickets: dict[Transfer, Ticket] = {}
-        self._lock = threading.Lock()
-        self._closed = False
-        self._broken: BaseException | None = None
-        self._thread = threading.Thread(target=self._work, name="transfers", daemon=True)
-        self._thread.start()
+    def __init__(self, ports: Sequence[Port], open_native: Callable[[], Result]) -> None:
+        """`open_native` makes the native engine (`transfer.gpus.open_engine`).
+
+        Raises `LinkError`.
+        """
+        self._ports = tuple(ports)
+        self._library = library()
+        self._engine: int | None = self._checked(open_native())
 
     def submit(
-        self, segments: Sequence[Segment], stream: StreamT | None = None, *, hold: bool = False,
+        self, segments: "Sequence[Segment] | array[int]", stream: Stream | None = None, *,
         background: bool = False,
     ) -> Ticket:  # fmt: skip
         """Move segments after all that `stream` has now, and return at once.
 
-        No two segments may write the same byte, and none may read what another writes. With `hold`,
-        all that the stream is given later comes after the transfer. While it is held, nothing may
-        make CUDA wait for it (docs/transfers.md). Without a stream, the transfer begins at once.
-        Transfers of the background take what others leave of the links.
+        No two segments may write the same byte, and none may read what another writes. Without a
+        stream, the transfer begins at once. Transfers of the background take what others leave of
+        the links. Thousands of segments are faster as an array of `moves.pack`, which can be used
+        again.
 
         The memory has to stay until the ticket is over. Raises ValueError for a segment without a
         path and for host memory that is not pinned. Raises `LinkError`, and `TransferError` if the
-        engine is closed or broken.
+        engine is closed.
         """
-        ports = {segment.port for segment in segments}
-        if unreachable := ports - self._links.relays.keys():
-            names = ", ".join(sorted(port.name for port in unreachable))
-            raise ValueError(f"no path for {names}")
-        size = bytes_of(segments)
-        ticket = Ticket(size, Transfer(background), segments)
-        if size <= self.settings.one_path_bytes and len(ports) <= 1 and not background:
-            self._check_open()
-            ticket.copied = self._links.copy(segments, stream, hold=hold)
-            return ticket
-        self._links.check(segments)
-        with self._lock:  # `close` and a fault let go of every stream that was held before
-            self._check_open()
-            if stream is not None:
-                ticket.before = self._links.mark(stream)
-                ticket.held = self._links.hold(stream) if hold else None
-            self._inbox.append((False, ticket))
-        self._links.wake.post()
-        return ticket
+        packed = segments if isinstance(segments, array) else pack(segments)
+        start, words = packed.buffer_info()
+        handle, gpu = (0, -1) if stream is None else (stream.cuda_stream, stream.device.index)
+        self._log_incidents()
+        result = self._library.c2c_transfers_submit(
+            self._native(), start, words // _WORDS, handle, gpu, background
+        )
+        return Ticket(self._checked(result))
 
     def poll(self, ticket: Ticket) -> bool:
         """Return whether the transfer is over: done or cancelled. Raises `TransferError`."""
-        over = ticket.over.is_set() if ticket.copied is None else _is_over(ticket.copied)
-        if over and ticket.transfer.state == "failed":
-            raise TransferError(str(ticket.transfer.fault)) from ticket.transfer.fault
-        return over
+        return self.state(ticket) != "moving"
 
     def wait(self, ticket: Ticket, timeout_s: float | None = None) -> bool:
         """Block until the transfer is over, or for `timeout_s`. Return whether it is over.
 
         Raises `TransferError`.
         """
-        if ticket.copied is None:
-            ticket.over.wait(timeout_s)
-        elif timeout_s is None:
-            _synchronize(ticket.copied)
-        else:
-            until_s = time.monotonic() + timeout_s
-            while not self.poll(ticket) and time.monotonic() < until_s:
-                time.sleep(1e-4)
-        return self.poll(ticket)
+        until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        spins = True
+        while not self.poll(ticket):
+            left_s = until_s - time.monotonic()
+            if left_s <= 0:
+                return False
+            engine = self._native()
+            self._library.c2c_transfers_wait(engine, ticket.handle, min(left_s, _SLEEP_S), spins)
+            spins = False
+        self._log_incidents()
+        return True
 
     def cancel(self, ticket: Ticket) -> None:
         """Move no more of a transfer than what is under way. It is over soon, not at once.
 
         The target may have any of the bytes. A transfer that is a single copy is not cancelled.
         """
-        if ticket.copied is None:
-            self._inbox.append((True, ticket))
-            self._links.wake.post()
+        self._library.c2c_transfers_cancel(self._native(), ticket.handle)
+
+    def follow(self, ticket: Ticket, stream: Stream) -> None:
+        """Let what `stream` is given from now on come after a transfer of which nothing is queued:
+        one that was cancelled, for example. Raises ValueError for any other, and `LinkError`."""
+        number = self._library.c2c_transfers_follow(
+            self._native(), ticket.handle, stream.cuda_stream, stream.device.index
+        )
+        if number < 0:
+            self._raise(number)
 
     def state(self, ticket: Ticket) -> State:
-        """Return how the transfer is, or how it ended."""
-        if not self.poll(ticket):
-            return "moving"
-        return "done" if ticket.copied is not None else ticket.transfer.state
+        """Return how the transfer is, or how it ended. Raises `TransferError` if it failed."""
+        number: int = self._library.c2c_transfers_state(ticket.handle)
+        state = "moving" if number < 0 else _STATES[number]
+        if state == "failed":
+            raise TransferError(self._library.c2c_transfers_fault(ticket.handle).decode())
+        return state
 
     def counts(self) -> dict[str, LinkCounts]:
-        """Return what each link has carried. The counts go on."""
-        schedule = self._schedule
-        return {port.name: schedule.counts(port) for port in schedule.ports}
+        """Return what each link has carried."""
+        self._log_incidents()
+        found: dict[str, LinkCounts] = {}
+        for link, port in enumerate(self._ports):
+            view = CountsView()
+            self._library.c2c_transfers_counts(self._native(), link, ctypes.byref(view))
+            found[port.name] = LinkCounts(*(getattr(view, name) for name in COUNTS))
+        return found
 
     def close(self) -> None:
-        """Cancel all transfers, and end the thread. No stream stays held.
+        """Cancel all transfers, and end the thread. No ticket is used afterwards with the engine.
 
         Raises `TransferError` if a copy does not end, and leaves its memory alone then.
         """
-        with self._lock:
-            self._closed = True
-        self._links.wake.post()
-        self._thread.join(_CLOSE_S)
-        if self._thread.is_alive():
+        if self._engine is None:
+            return
+        self._log_incidents()
+        engine, self._engine = self._engine, None
+        if not self._library.c2c_transfers_close(engine, _CLOSE_S):
             raise TransferError(f"a copy has not ended for {_CLOSE_S:.0f} s")
-        self._links.close()
 
-    def _check_open(self) -> None:
-        if self._broken is not None:
-            raise TransferError("the transfer engine has failed") from self._broken
-        if self._closed:
+    def _native(self) -> int:
+        if self._engine is None:
             raise TransferError("the transfer engine is closed")
+        return self._engine
 
-    # ---- the engine's thread --------------------------------------------------------------------
+    def _checked(self, result: Result) -> int:
+        if result.value is None:
+            self._raise(result.error)
+        return result.value
 
-    def _work(self) -> None:
-        try:
-            while not (self._closed and self._is_idle()):
-                self._links.wake.wait(self._schedule.wakes_at(time.monotonic()))
-                self._turn()
-        except BaseException as fault:
-            self._break(fault)
-            raise
+    def _raise(self, error: int) -> NoReturn:
+        message = self._library.c2c_transfers_error().decode()
+        if error == INVALID:
+            raise ValueError(message)
+        raise TransferError(message) if error == CLOSED else LinkError(message)
 
-    def _is_idle(self) -> bool:
-        return not (self._inbox or self._gated or self._tickets or self._schedule.busy)
-
-    def _turn(self) -> None:
-        self._read_inbox()
-        self._admit()
-        if self._closed:
-            for ticket in [*self._gated, *self._tickets.values()]:
-                self._cancel(ticket)
-        self._collect()
-        self._recall()
-        self._feed()
-        self._finish()
-
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            cancelled, ticket = self._inbox.popleft()
-            if cancelled:
-                self._cancel(ticket)
-            else:
-                self._gated.append(ticket)
-
-    def _cancel(self, ticket: Ticket) -> None:
-        if ticket in self._gated:
-            self._gated.remove(ticket)
-            self._tickets[ticket.transfer] = ticket
-        if not ticket.over.is_set():
-            self._schedule.cancel(ticket.transfer)
-
-    def _admit(self) -> None:
-        """Queue the transfers whose streams have come to them."""
-        gated: list[Ticket] = []
-        for ticket in self._gated:
-            try:
-                ready = ticket.before is None or ticket.before.query()
-            except RuntimeError as fault:  # CUDA's: the stream of the caller is broken
-                self._refuse(ticket, fault)
-                continue
-            if not ready:
-                gated.append(ticket)
-                continue
-            self._tickets[ticket.transfer] = ticket
-            self._schedule.add(ticket.transfer, self._tasks(ticket.segments))
-        self._gated = gated
-
-    def _tasks(self, segments: Sequence[Segment]) -> Iterator[tuple[Port, tuple[Piece, ...]]]:
-        ports: dict[Port, list[Segment]] = {}
-        for segment in segments:
-            ports.setdefault(segment.port, []).append(segment)
-        for port, mine in ports.items():
-            yield from cut(mine, self.settings.task_bytes_of(port), self._links.pieces_max)
-
-    def _refuse(self, ticket: Ticket, fault: Exception) -> None:
-        ticket.transfer.state, ticket.transfer.fault = "failed", fault
-        self._let_go(ticket)
-
-    def _collect(self) -> None:
-        now = time.monotonic()
-        for port in self._schedule.active():
-            for one in tuple(self._schedule.outstanding(port)):
-                try:
-                    if self._links.is_over(one):
-                        self._schedule.arrived(one, now)
-                    elif one.recalled and not one.given_up and self._links.is_harmless(one):
-                        self._schedule.give_up(one)
-                except LinkError as fault:
-                    self._fail(one, fault)
-
-    def _recall(self) -> None:
-        for one in self._schedule.stalled(time.monotonic()):
-            log.warning("%s is late with a relay, and relays no more for a while", one.port.name)
-            try:
-                self._links.recall(one)
-            except LinkError as fault:
-                self._fail(one, fault)
-
-    def _feed(self) -> None:
-        for port in self._schedule.carriers():
-            while (one := self._schedule.pull(port, time.monotonic())) is not None:
-                try:
-                    self._links.start(one)
-                except LinkError as fault:
-                    self._fail(one, fault)
-
-    def _fail(self, one: Outstanding, fault: LinkError) -> None:
-        if one.relayed:
-            log.warning("%s relays no more: %s", one.port.name, fault)
-        self._schedule.failed(one, fault)
-
-    def _finish(self) -> None:
-        for transfer in self._schedule.over:
-            self._let_go(self._tickets.pop(transfer))
-        self._schedule.over.clear()
-
-    def _let_go(self, ticket: Ticket) -> None:
-        if ticket.held is not None:
-            self._links.let_go(ticket.held)
-            ticket.held = None
-        ticket.segments = ()
-        ticket.over.set()
-
-    def _break(self, fault: BaseException) -> None:
-        """Fail every transfer: a stream that stays held would hang its GPU."""
-        with self._lock:
-            self._broken = fault
-            mine = [ticket for _, ticket in self._inbox]
-            for ticket in {*mine, *self._gated, *self._tickets.values()}:
-                if not ticket.over.is_set():
-                    self._refuse(ticket, TransferError(f"the transfer engine has failed: {fault}"))
-
-
-def _is_over(event: Event) -> bool:
-    try:
-        return event.query()
-    except RuntimeError as fault:
-        raise TransferError(str(fault)) from fault
-
-
-def _synchronize(event: Event) -> None:
-    try:
-        event.synchronize()
-    except RuntimeError as fault:
-        raise TransferError(str(fault)) from fault
-
-
-AnyEngine = TransferEngine[Any]
+    def _log_incidents(self) -> None:
+        text = ctypes.create_string_buffer(_INCIDENT_BYTES)
+        while self._library.c2c_transfers_incident(self._native(), text, _INCIDENT_BYTES):
+            log.warning("%s", text.value.decode(errors="replace"))

@@ -1,7 +1,8 @@
-"""What is moved, cut into micro-tasks of a few megabytes that each take one path."""
+"""What is moved: contiguous bytes, and the memories that they are in."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple
 
 HOST = -1
@@ -13,8 +14,6 @@ Direction = Literal["in", "out", "peer"]
 
 class Port(NamedTuple):
     """One direction of the link between a GPU and host memory, or between two GPUs."""
-
-    # A tuple, because ports are the keys of everything, and a tuple's hash is quick.
 
     gpu: int
     direction: Direction
@@ -28,70 +27,50 @@ class Port(NamedTuple):
             return f"peer{self.source}to{self.gpu}"
         return f"{self.direction}{self.gpu}"
 
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Contiguous bytes to copy. Addresses are those that GPUs use."""
-
-    target: int
-    source: int
-    size: int
+    @property
+    def carrier(self) -> int:
+        """The GPU whose streams carry what takes the port: peers' bytes are pushed."""
+        return self.source if self.direction == "peer" else self.gpu
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Contiguous bytes to move, and the memories that they are in.
+class Segment(NamedTuple):
+    """Contiguous bytes to move. A GPU is a number of CUDA's, or `HOST`.
 
     Host memory is pinned and mapped: `source` or `target` is its address for GPUs.
     """
+
+    # A tuple, since there may be thousands in a transfer: `pack` flattens them at once.
 
     target: int
     source: int
     size: int
     target_gpu: int
-    """A GPU, or `HOST`."""
     source_gpu: int
 
-    def __post_init__(self) -> None:
-        if self.size < 0:
-            raise ValueError(f"a segment has 0 bytes or more, not {self.size}")
-        if self.target_gpu == self.source_gpu == HOST:
-            raise ValueError("a segment from host memory to host memory takes no link")
 
-    @property
-    def port(self) -> Port:
-        """The port of the direct path."""
-        if self.source_gpu == HOST:
-            return Port(self.target_gpu, "in")
-        if self.target_gpu == HOST:
-            return Port(self.source_gpu, "out")
-        return Port(self.target_gpu, "peer", self.source_gpu)
+def pack(segments: Iterable[Segment]) -> "array[int]":
+    """Return segments as the engine reads them: five 64-bit numbers each."""
+    return array("q", chain.from_iterable(segments))
 
 
-def cut(
-    segments: Iterable[Segment], task_bytes: int, pieces_max: int
-) -> Iterator[tuple[Port, tuple[Piece, ...]]]:
-    """Yield micro-tasks of segments that take one port, in order.
+def ports_of(
+    gpus: Sequence[int], reaches: Iterable[tuple[int, int]]
+) -> tuple[list[Port], list[tuple[int, int]]]:
+    """Return all ports, and relays: (place of a link, place of a port that it can relay for).
 
-    Each has at most `task_bytes` and `pieces_max` pieces. Long segments are cut, short ones are
-    grouped.
+    `reaches` are (GPU, another one whose memory it has access to).
     """
-    pieces: list[Piece] = []
-    room, port = task_bytes, None
-    for segment in segments:
-        port, at = segment.port, 0
-        while at < segment.size:
-            size = min(room, segment.size - at)
-            pieces.append(Piece(segment.target + at, segment.source + at, size))
-            at += size
-            room -= size
-            if room == 0 or len(pieces) == pieces_max:
-                yield port, tuple(pieces)
-                pieces.clear()
-                room = task_bytes
-    if pieces and port is not None:
-        yield port, tuple(pieces)
-
-
-def bytes_of(segments: Sequence[Segment]) -> int:
-    return sum(segment.size for segment in segments)
+    others: dict[int, list[int]] = {gpu: [] for gpu in gpus}
+    for gpu, other in reaches:
+        others[gpu].append(other)
+    ports: list[Port] = []
+    for gpu in gpus:
+        ports += [Port(gpu, "in"), Port(gpu, "out")]
+        ports += [Port(other, "peer", gpu) for other in (gpu, *others[gpu])]
+    relays = [
+        (at, ports.index(Port(other, port.direction)))
+        for at, port in enumerate(ports)
+        if port.direction != "peer"
+        for other in others[port.gpu]
+    ]
+    return ports, relays

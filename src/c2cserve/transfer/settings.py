@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from c2cserve.transfer.moves import Port
-
 Order = Literal["direct", "longest"]
 """What a link takes next.
 
@@ -17,26 +15,35 @@ Order = Literal["direct", "longest"]
 class Settings:
     """How transfers are cut and scheduled. Times are in seconds."""
 
-    task_bytes: int = 5 << 20
-    """The size of a micro-task between host memory and a GPU."""
-    peer_task_bytes: int = 32 << 20
-    """The size of a micro-task between GPUs, whose links are several times as fast."""
-    depth: int = 2
+    task_bytes: int = 2 << 20
+    """The smallest micro-task, at the end of a queue that several links carry. All that a link has
+    outstanding is half of its share of the queue, within these bounds."""
+    task_bytes_most: int = 8 << 20
+    """The largest micro-task of a queue that several links carry."""
+    alone_bytes: int = 32 << 20
+    """The size of micro-tasks of a queue that one link carries: no others wait for their end."""
+    depth: int = 4
     """Micro-tasks outstanding on a link at a time."""
     one_path_bytes: int = 12 << 20
     """Transfers up to this size take the direct path only, as one copy outside of the queues."""
     order: Order = "direct"
+    poll_s: float = 40e-6
+    """The time between two polls of the engine's thread, while anything is under way."""
+    spin_s: float = 400e-6
+    """How long a caller that waits polls without pause, before it sleeps."""
     stall_s: float = 0.05
     """A relay that takes longer is recalled, and its link relays no more for a while."""
     pause_s: float = 1.0
     """How long a link does not relay after its first stall. The time doubles with each stall."""
     slow: float = 1.5
-    """A micro-task is slow that takes so many times as long as the link's fastest. After it, the
-    link takes no background micro-task for as long as the slow one took: other traffic is there."""
+    """A micro-task of the background is slow that takes so many times as long, for each byte, as
+    the link's fastest one. After it, the link takes no other for as long as the slow one took:
+    other traffic is there."""
 
     def __post_init__(self) -> None:
-        if min(self.task_bytes, self.peer_task_bytes, self.depth) < 1:
+        if min(self.task_bytes, self.alone_bytes, self.depth) < 1:
             raise ValueError("micro-tasks have 1 byte or more, and links a depth of 1 or more")
-
-    def task_bytes_of(self, port: Port) -> int:
-        return self.peer_task_bytes if port.direction == "peer" else self.task_bytes
+        if self.task_bytes_most < self.task_bytes:
+            raise ValueError("the largest micro-task is no smaller than the smallest")
+        if self.poll_s <= 0:
+            raise ValueError("the engine's thread sleeps between two polls")

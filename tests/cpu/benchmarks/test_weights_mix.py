@@ -13,18 +13,32 @@ import pytest
 import weights_mix
 from documents.commands import check
 from mix_checkpoints import Checkpoints
-from mix_load import FULL, SLO, TINY, Answer, Arena, figures, parse_cells, popularity, requests
+from mix_load import (
+    FULL,
+    SLO,
+    TINY,
+    Answer,
+    Arena,
+    figures,
+    parse_cells,
+    popularity,
+    requests,
+    warm_up,
+)
 from mix_machine import Host, Refused, imagined_machine, this_machine, weights_bytes_per_s
 from mix_run import weights_line
-from mix_simulated import simulated_machine, simulated_models
+from mix_simulated import simulate, simulated_machine, simulated_models
 from mix_times import measure_times, read_times
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
 from c2cserve.catalog.file import load_catalog
+from c2cserve.core.step import Step
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.runtime.slice_stats import STATS
 from c2cserve.serving.startup import with_links
+from c2cserve.sim.world.costs import Costs, StepCost
+from c2cserve.sim.world.shapes import SimModel
 
 H200, H100 = "NVIDIA H200", "NVIDIA H100 80GB HBM3"
 NAMES = [entry.id for entry in FULL.pick().entries]
@@ -37,6 +51,32 @@ def run(tmp_path: Path, *arguments: str) -> Any:
 
 
 # ---- the load -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first_s", [0.0, 0.5])
+def test_slow_first_steps_refuse_nothing_afterwards(
+    monkeypatch: pytest.MonkeyPatch, first_s: float
+) -> None:
+    """All models fit. The first prefill of each takes half a second more, as memory is registered.
+    Step times are learned as on a server: no request may be refused for what is over."""
+    host = imagined_machine(H200, None)
+    arena = Arena("all", None)
+    seen: set[str] = set()
+    known = Costs.step
+
+    def step(self: Costs, step: Step, model: SimModel, *given: Any) -> StepCost:
+        cost = known(self, step, model, *given)
+        new = model.spec.id not in seen
+        seen.add(model.spec.id)
+        return replace(cost, floor_s=cost.floor_s + first_s * new)
+
+    monkeypatch.setattr(Costs, "step", step)
+    models = simulated_models(FULL.pick())
+    found = simulate(
+        host, host.plan(arena, 0), arena, models, None, requests(FULL, NAMES, 8.0, 75, 1),
+        warm_up(FULL, NAMES), 1, 60.0,
+    )  # fmt: skip
+    assert figures(found.answers)["in_time"] == 1.0
 
 
 def test_cells_are_parsed() -> None:

@@ -111,6 +111,23 @@ def test_loans_that_no_gpu_can_give_are_refused(
         plan_all(machine(*blind), SliceWishes(gpu_slices=slices, gpu_peer_bytes=lent))
 
 
+def test_gpu_slices_have_host_memory_for_kv_where_there_is_some() -> None:
+    roomy = replace(machine(*H200[:2]), memory_available_bytes=512 * GIB)
+    both = SliceWishes(cpu_slices=1, gpu_slices="whole")
+
+    def sizes(wishes: SliceWishes, pool_bytes: int | None = None) -> list[int]:
+        return [one.host_kv_bytes for one in plan_all(roomy, wishes, pool_bytes)]
+
+    assert sizes(both) == [4 * GIB, 4 * GIB, 0], "KV of CPU slices is in host memory already"
+    assert sizes(both, 496 * GIB) == [2 * GIB, 2 * GIB, 0]
+    assert sizes(both, 512 * GIB) == [0, 0, 0]
+    assert sizes(replace(both, gpu_kv_bytes=GIB)) == [GIB, GIB, 0], "as much as the arena"
+    assert sizes(replace(both, host_kv_bytes=0)) == [0, 0, 0]
+    assert sizes(replace(both, host_kv_bytes=GIB)) == [GIB, GIB, GIB]
+    with_rule = plan_all(machine(*H200[:2]), SliceWishes())
+    assert [one.host_kv_bytes for one in with_rule] == [2 * GIB, 2 * GIB]
+
+
 @pytest.mark.parametrize(
     ("gpus", "wishes", "says"),
     [

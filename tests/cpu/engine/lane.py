@@ -12,10 +12,12 @@ from torch import Tensor
 from c2cserve.core.actions import Drop, Fail, RunStep, Truncate
 from c2cserve.core.events import StepDone, StepFailed, StepParked
 from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Sampling
+from c2cserve.core.step import Lane as LaneName
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
+from c2cserve.engine.lanes import LaneParts
 from c2cserve.engine.models.config import parse_config, read_config
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.models.layout import plan_layout
@@ -84,15 +86,18 @@ class Lane(EngineReports):
         self, ops: Ops | None = None, kv_bytes: int = 16 << 20, *, arena: Tensor | None = None,
         to_device: Callable[[ForwardBatch], ForwardBatch] | None = None,
         fatal: tuple[type[Exception], ...] = (), renew: Callable[[], None] | None = None,
+        streaming: LaneParts | None = None, streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:  # fmt: skip
         super().__init__()
         ticks = itertools.count()
         self.executor = Executor(
             "lane", ops or CpuOps(1), make_arena(kv_bytes) if arena is None else arena,
             self.report, lambda: float(next(ticks)), to_device=to_device,
-            fatal=lambda fault: isinstance(fault, fatal), renew=renew,
+            fatal=lambda fault: isinstance(fault, fatal), renew=renew, streaming=streaming,
+            streamed_bytes=streamed_bytes,
         )  # fmt: skip
         self._steps = itertools.count()
+        self._taken = 0
         self._next_block = 0
         self._block_bytes: dict[str, int] = {}
         self._model_of: dict[str, str] = {}
@@ -119,18 +124,37 @@ class Lane(EngineReports):
 
     def step(self, *parts: tuple[str, int, int]) -> StepDone | StepFailed | StepParked:
         """One step of (request, start, tokens) parts of one model."""
-        model = self._model_of[parts[0][0]]
-        step = Step(next(self._steps), model, tuple(self._part(*part) for part in parts))
         before = len(self.events)
-        self.executor.submit(RunStep(step))
+        step_id = self.launch(*parts)
         while len(self.events) == before:  # a GPU takes its time
             self.executor.poll()
         (event,) = self.events[before:]
         assert isinstance(event, StepDone | StepFailed | StepParked)
-        assert event.step_id == step.id
+        assert event.step_id == step_id
         if isinstance(event, StepDone):
             self.note(event)
         return event
+
+    def launch(self, *parts: tuple[str, int, int], lane: LaneName = "resident") -> int:
+        """Submit a step, and do not wait for its end. Return its id."""
+        model = self._model_of[parts[0][0]]
+        seqs = tuple(self._part(*part) for part in parts)
+        step = Step(next(self._steps), model, seqs, lane=lane)
+        self.executor.submit(RunStep(step))
+        return step.id
+
+    def take_done(self) -> list[StepDone]:
+        """Poll; return the steps that have ended since this was asked last."""
+        self.executor.poll()
+        done: list[StepDone] = []
+        for event in self.events[self._taken :]:
+            assert not isinstance(event, StepFailed), event.reason
+            if isinstance(event, StepDone):
+                done.append(event)
+        self._taken = len(self.events)
+        for one in done:
+            self.note(one)
+        return done
 
     def failed(self, *parts: tuple[str, int, int]) -> str:
         """Why a step fails. Its requests are not told, and begin anew with their next one."""
@@ -158,7 +182,7 @@ class Lane(EngineReports):
         fresh = self._told[name] < 0
         new = tuple(blocks[max(0, self._told[name]) :])
         self._told[name] = len(blocks)
-        return SeqStep(name, start, tokens, new, fresh, start + tokens == self._known[name])
+        return SeqStep(name, start, tokens, new, fresh, start + tokens >= self._known[name])
 
     def note(self, done: StepDone) -> None:
         """Take a step's outcomes into account (a parked one's end comes by `poll`)."""

@@ -13,6 +13,7 @@ from interpreted import DEVICE
 from layer_stacks import HIDDEN, layer_stack, rope
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu import graph_cache, tables
 from c2cserve.engine.gpu import graphs as graphs_module
 from c2cserve.engine.gpu.graph_cache import bucket
@@ -67,9 +68,11 @@ class Cache:
     shift: int = 0
     wanted: bool = False
     counted: int = 0
+    away: frozenset[int] = frozenset()
+    """Addresses of weights that are not in HBM all the same."""
 
     def location(self, w: WeightHandle) -> WeightHandle:
-        if not self.resident:
+        if not self.resident or w.pointer in self.away:
             return w
         return replace(w, home="hbm", pointer=w.pointer + self.shift)
 
@@ -79,16 +82,18 @@ class Cache:
     def count(self, hit_bytes: int, streamed_bytes: int, peer_bytes: int) -> None:
         self.counted += 1
 
-    def move(self, **fields: bool | int) -> None:
+    def move(self, **fields: bool | int | frozenset[int]) -> None:
         for name, value in fields.items():
             setattr(self, name, value)
         self.changes += 1
 
 
 class Slice:
-    def __init__(self, allocator: FakeAllocator, cache: Cache) -> None:
+    def __init__(self, allocator: FakeAllocator, cache: Cache, *, by_places: bool = False) -> None:
         self.launch = Launches(allocator)
-        self.graphs = DecodeGraphs(self.launch, self.launch.counts, cache)
+        self.graphs = DecodeGraphs(
+            self.launch, self.launch.counts, cache, by_places=by_places
+        )  # fmt: skip
 
     def step(
         self, layers: list[GpuLayer], seqs: int, *, context: int = 600, prompt: int = 0
@@ -255,3 +260,27 @@ def test_batches_of_very_unequal_contexts_have_no_graph(
     assert [one.step(layers, 64, context=1100)[0] for _ in range(3)] == [0, 0, 0]
     assert [one.step(layers, 80)[0] for _ in range(3)] == [0, 0, 0]
     assert one.launch.rows[-1] == bucket(80)
+
+
+@pytest.mark.parametrize("by_places", [False, True])
+def test_graphs_may_depend_on_which_weights_are_in_hbm(
+    allocator: FakeAllocator, by_places: bool
+) -> None:
+    layers, cache = layer_stack(1), Cache()
+    one = Slice(allocator, cache, by_places=by_places)
+    handles = [w for layer in layers for w in matrices(layer)]
+    captured: list[list[Home]] = []
+    for away in ({0}, {0, 2}, {0}, set(range(len(handles)))):
+        cache.move(away=frozenset(handles[i].pointer for i in away))
+        before = one.graphs.captures
+        for _ in range(3):
+            one.step(layers, 4)
+        if one.graphs.captures > before:
+            captured.append([w.home for layer in one.launch.layers[-1] for w in matrices(layer)])
+    everywhere: list[Home] = ["host"] * len(handles)
+    if by_places:
+        first: list[Home] = ["host", *(["hbm"] * (len(handles) - 1))]
+        second: list[Home] = ["host", "hbm", "host", *(["hbm"] * (len(handles) - 3))]
+        assert captured == [first, second, everywhere]
+    else:
+        assert captured == [everywhere]

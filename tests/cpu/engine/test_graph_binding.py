@@ -8,6 +8,7 @@ import torch
 from layer_stacks import CPU, layer_stack, rope
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.engine.gpu import tables
 from c2cserve.engine.gpu.layers import SparseHalf
 from c2cserve.engine.gpu.tables import (
@@ -109,3 +110,14 @@ def test_what_makes_graphs_differ() -> None:
 def test_rows_that_the_copy_engine_cannot_read_are_launched_one_by_one() -> None:
     assert can_be_bound(layer_stack(1))
     assert not can_be_bound(layer_stack(1, inner=100))
+
+
+def test_layers_may_have_matrices_at_several_homes() -> None:
+    layers = layer_stack(1)
+    binding = GraphBinding.like(layers, CPU)
+    count = sum(1 for layer in layers for _ in matrices(layer))
+    homes: list[Home] = ["host" if i % 3 else "hbm" for i in range(count)]
+    mixed = [w for layer in binding.mixed_layers(layers, homes) for w in matrices(layer)]
+    alike = [w for layer in binding.placeholder_layers(layers, "hbm") for w in matrices(layer)]
+    assert [w.home for w in mixed] == homes
+    assert [w.map_pointer for w in mixed] == [w.map_pointer for w in alike]

@@ -13,7 +13,7 @@ from policy_loop import PolicyLoop, hashes, models
 
 from c2cserve.core.request import FinishReason, Grammar, Job, Request, Sampling
 from c2cserve.grammars import write
-from c2cserve.grammars.matching import GrammarFailed, Matchers
+from c2cserve.grammars.matching import GrammarFailed, Matchers, Vocabulary
 from c2cserve.grammars.table import read_table, write_table
 
 __all__ = ["models"]
@@ -149,12 +149,13 @@ def test_a_grammar_that_cannot_go_on_fails_its_request_alone(
         world.tick()
     assert world.ended("bad") is FinishReason.ERROR
     assert world.ended("good") is FinishReason.LENGTH
+    assert world.guides.failed == 1
 
 
 def test_what_was_sent_must_fit_the_grammar(table: str) -> None:
     grammar = Grammar(write.grammar_of(write.regex("a+")), table, ENDS)
     with pytest.raises(GrammarFailed):
-        Matchers(1).matcher(grammar, 160, [3, 4])
+        Matchers(Vocabulary(table, 160, ENDS), 1).matcher(grammar.text, [3, 4])
 
 
 def test_a_prepared_request_is_named_when_its_grammar_is_built(

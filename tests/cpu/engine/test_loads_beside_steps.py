@@ -8,6 +8,7 @@ from fake_load_stream import KV, ROW, FakeSlice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from c2cserve.core.step import Lane
 from c2cserve.engine.gpu import weight_loads
 from c2cserve.engine.gpu.weight_loads import LoadOutcome
 
@@ -193,6 +194,49 @@ def test_weights_are_copied_from_a_neighbour_that_has_them(monkeypatch: pytest.M
     assert slice_.checked == len(ROWS["b"])
 
 
+def test_a_load_does_not_wait_for_a_stream_that_reads_none_of_its_places() -> None:
+    slice_ = FakeSlice(ARENA, ROWS, lanes=2)
+    slice_.step("c", 0, "streaming")
+    slice_.fetch("a", 0)
+    slice_.stream.steps.run()
+    slice_.stream.loads.run()
+    slice_.poll()
+    assert slice_.stream.copies > 0
+    slice_.stream.loads.run()
+    assert slice_.poll() == [LoadOutcome("a", 0.0)]
+    assert slice_.fence.waits == 0
+
+
+def test_loads_and_kv_wait_for_a_stream_that_reads_what_was_dropped() -> None:
+    slice_ = FakeSlice(ARENA, ROWS, lanes=2)
+    slice_.fetch("d", 0)
+    slice_.finish()
+    slice_.poll()
+    slice_.step("d", 0, "streaming")
+    slice_.loads.release("d")
+    slice_.fetch("b", 0)
+    slice_.step("a", 30 * ROW)
+    slice_.stream.steps.run()
+    slice_.stream.loads.run()
+    assert len(slice_.flying) == 2, "the resident lane waits"
+    assert not slice_.whole("b")
+    slice_.stream.streaming.run()
+    slice_.finish()
+    assert not slice_.flying
+    assert slice_.whole("b")
+    assert slice_.fence.waits == 1
+
+
+def test_a_stream_waits_for_copies_where_its_kv_grows() -> None:
+    slice_ = FakeSlice(ARENA, ROWS, lanes=2)
+    slice_.fetch("d", 0)
+    slice_.step("a", ARENA - 30 * ROW, "streaming")
+    slice_.stream.streaming.run()
+    assert slice_.arena.max() < KV, "the stream waits"
+    slice_.finish()
+    assert not slice_.flying
+
+
 Turn = st.one_of(
     st.tuples(st.just("fetch"), st.sampled_from("abcd"), st.integers(0, 40)),
     st.tuples(st.just("release"), st.sampled_from("abcd"), st.just(0)),
@@ -210,20 +254,44 @@ Turn = st.one_of(
 def test_in_any_order_nothing_is_read_early_or_overwritten(
     turns: list[tuple[str, str, int]],
 ) -> None:
-    slice_ = FakeSlice(ARENA, ROWS)
+    check_turns(FakeSlice(ARENA, ROWS), turns)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            Turn,
+            st.tuples(st.just("stream"), st.sampled_from("abcd"), st.integers(0, 64)),
+            st.tuples(st.just("streams run"), st.just(""), st.integers(1, 3)),
+        ),
+        max_size=60,
+    )
+)
+def test_in_any_order_two_lanes_and_loads_do_not_disturb_each_other(
+    turns: list[tuple[str, str, int]],
+) -> None:
+    check_turns(FakeSlice(ARENA, ROWS, lanes=2), turns)
+
+
+def check_turns(slice_: FakeSlice, turns: list[tuple[str, str, int]]) -> None:
     asked: set[str] = set()
     for what, model, number in turns:
         match what:
             case "fetch" if model not in asked:
                 asked.add(model)
-                slice_.fetch(model, number * ROW)
+                slice_.fetch(model, kv_end_of(slice_, number))
             case "release":
                 asked.discard(model)
                 slice_.loads.release(model)
-            case "step":
-                slice_.step(model, number * ROW)
+            case "step" | "stream":
+                lane: Lane = "resident" if what == "step" else "streaming"
+                if all(one.lane == lane for one in slice_.flying if one.model == model):
+                    slice_.step(model, kv_end_of(slice_, number), lane)
             case "steps run":
                 slice_.stream.steps.run(number)
+            case "streams run":
+                slice_.stream.streaming.run(number)
             case "copies run":
                 slice_.stream.loads.run(number)
             case "pool":
@@ -240,15 +308,22 @@ def test_in_any_order_nothing_is_read_early_or_overwritten(
     slice_.pooled = set(ROWS)
     slice_.finish()
     assert not slice_.loads._loads
-    assert not slice_.stream.steps.work, "a step waits for ever"
+    assert not any(lane.work for lane in slice_.lanes.values()), "a step waits for ever"
     assert slice_.cache.bytes == sum(size_of(m) for m in ROWS if slice_.whole(m))
     for model in ROWS:
         slice_.step(model, slice_.cache._kv_end)
         slice_.stream.steps.run()
         slice_.loads.release(model)
+    assert not slice_.flying
     assert slice_.cache.bytes == 0
     kv_end = slice_.cache._kv_end
     assert slice_.cache._gaps() == ([(kv_end, ARENA)] if kv_end < ARENA else []), "a trace is left"
+
+
+def kv_end_of(slice_: FakeSlice, rows: int) -> int:
+    """As a policy says it of two lanes: KV of steps in flight lies below it too."""
+    flying = [one.kv_end for one in slice_.flying] if len(slice_.lanes) > 1 else []
+    return max([rows * ROW, *flying])
 
 
 def check_places(slice_: FakeSlice) -> None:

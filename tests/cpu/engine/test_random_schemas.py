@@ -13,7 +13,7 @@ from random_schemas import conforms, random_schema
 
 from c2cserve.core.request import FinishReason, Grammar, Job, Request, Sampling
 from c2cserve.grammars import write
-from c2cserve.grammars.matching import GrammarFailed, Matchers
+from c2cserve.grammars.matching import GrammarFailed, Matchers, Vocabulary
 from c2cserve.grammars.table import write_table
 from c2cserve.server.text.tokenizer import Tokenizer
 
@@ -33,6 +33,7 @@ class Small:
         self.model = LateModel(folder, 512).load_all()
         raw = self.tokenizer.table(self.model.config.vocab)
         self.table = write_table(str(directory / "run"), raw)
+        self.matchers = Matchers(Vocabulary(self.table, self.model.config.vocab, ENDS), 1)
         self._raw = raw
 
     def job(self, name: str, schema: dict[str, Any], heat: float, seed: int) -> Job:
@@ -82,7 +83,7 @@ def assert_prefix(small: Small, one: Job, tokens: list[int]) -> None:
     """What was cut could go on."""
     assert one.sampling.grammar is not None
     try:
-        Matchers(1).matcher(one.sampling.grammar, small.model.config.vocab, tokens)
+        small.matchers.matcher(one.sampling.grammar.text, tokens)
     except GrammarFailed as failed:
         raise AssertionError(small.text(tokens)) from failed
 

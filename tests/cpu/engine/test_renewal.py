@@ -1,5 +1,6 @@
 """What a GPU slice builds anew after a failed step, as far as it can be seen without a GPU."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,14 +28,18 @@ def test_everything_is_built_anew_once_the_gpu_is_done() -> None:
     parts = SimpleNamespace(
         stream=part("steps"), context=context, ops=part("ops"), to_device=part("staging"),
         flashinfer=SimpleNamespace(flash=part("plans")), cache=part("cache"),
+        current=nullcontext,
+        streaming=SimpleNamespace(
+            renew=lambda: told.append("lane"), finish=lambda: told.append("wait for lane")
+        ),
         loads=SimpleNamespace(
             synchronize=lambda: told.append("wait for loads"), drop=lambda: told.append("loads")
         ),
     )  # fmt: skip
     parts.finish = lambda: GpuParts.finish(cast(Any, parts))
     GpuParts.renew(cast(Any, parts))
-    assert told[:3] == ["wait for steps", "wait for copies", "wait for loads"]
-    assert set(told[3:]) == {"context", "ops", "staging", "plans", "cache", "loads"}
+    assert told[:4] == ["wait for steps", "wait for copies", "wait for lane", "wait for loads"]
+    assert set(told[4:]) == {"context", "ops", "staging", "plans", "cache", "lane", "loads"}
 
 
 def test_weights_that_may_not_have_arrived_are_brought_again() -> None:

@@ -11,7 +11,7 @@ from c2cserve.core.actions import EngineAction, Fetch, Release, RunStep, SliceAc
 from c2cserve.core.events import Fetched, SeqOutcome, SliceEvent, StepDone
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
-from c2cserve.core.request import Job, Request, Sampling
+from c2cserve.core.request import Job, Request, Sampling, Slo
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.driver import tick
 from c2cserve.runtime.record import Record
@@ -102,8 +102,8 @@ class Worker:
             self.tell(msg.Attach(spec, f"segment.{spec.id}", {}, ""))
             self.tell(msg.Switch(spec.id, active=True, keep=keep))
 
-    def ask(self, name: str, model: str) -> None:
-        request = Request(name, model, 20, 3, time.monotonic())
+    def ask(self, name: str, model: str, slo: Slo | None = None, new: int = 3) -> None:
+        request = Request(name, model, 20, new, time.monotonic(), slo or Slo())
         self.tell(msg.Submit(Job(request, (1,) * 20, Sampling(0))))
 
 
@@ -164,6 +164,26 @@ def test_an_idle_model_leaves_for_one_with_requests(worker: Worker) -> None:
     worker.run(StepDone(step, (SeqOutcome("a", 1, finished=True),), 0.01))
     worker.ask("b", "n")
     assert worker.run() == [Release("m"), Fetch("n", 0)]
+
+
+def test_a_busy_model_drains_before_its_weights_leave(worker: Worker) -> None:
+    """Two steps of it are in flight. There is no third, and the load begins after both."""
+    large = ModelSpec("n", 70 * SLAB, 1, 512, 4096)
+    worker.activate(SPEC, large)
+    worker.ask("a", "m", Slo(60.0, 60.0), new=50)
+    worker.run()
+    [step] = steps(worker.run(Fetched("m", 0.5)))
+    [step] = steps(worker.run(StepDone(step, (SeqOutcome("a", 1, finished=False),), 0.001)))
+    told = worker.run(StepDone(step, (SeqOutcome("a", 1, finished=False),), 0.001))
+    flying = steps(told)
+    while len(flying) < 2:
+        flying += steps(worker.run())
+    worker.ask("b", "n", Slo(0.01, 0.1))
+    assert worker.run() == []
+    first, second = flying
+    assert worker.run(StepDone(first, (SeqOutcome("a", 1, finished=False),), 0.001)) == []
+    over = StepDone(second, (SeqOutcome("a", 1, finished=False),), 0.001)
+    assert worker.run(over) == [Release("m"), Fetch("n", SLAB)]
 
 
 def test_a_reset_drops_the_weights_of_all_kept_models(worker: Worker) -> None:

@@ -26,7 +26,7 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling
-from c2cserve.core.step import Step
+from c2cserve.core.step import Lane, Step
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
@@ -119,8 +119,8 @@ class Bench:
         for message in messages:
             self.controller.send(msg.encode(message))
 
-    def run(self, step: int) -> None:
-        self.world.submit(RunStep(Step(step, "m", ())))
+    def run(self, step: int, lane: Lane = "resident") -> None:
+        self.world.submit(RunStep(Step(step, "m", (), lane=lane)))
 
     def wait(self, limit_s: float = 10.0) -> list[SliceEvent]:
         return list(self.world.wait(time.monotonic() + limit_s)[1])
@@ -243,6 +243,25 @@ def test_a_failed_step_is_counted_and_is_no_progress(bench: Bench) -> None:
     bench.engine.parked = True
     bench.wait(0.01)
     assert page[Field.PROGRESS_S] > before_s, "for weights that are on their way"
+
+
+def test_progress_of_a_lane_does_not_hide_that_the_other_one_hangs(bench: Bench) -> None:
+    page = bench.page
+    bench.policy_stats = SliceStats(running=2)
+    bench.wait(0.01)
+    for step in (1, 2):
+        bench.run(step)
+    bench.engine.finish()
+    bench.wait()
+    one_lane_s = page[Field.PROGRESS_S]
+    bench.run(3, "streaming")
+    hangs_since_s = time.monotonic()
+    for step in (4, 5, 6):
+        bench.engine.finish()
+        bench.wait()
+        bench.run(step)
+        assert one_lane_s <= page[Field.PROGRESS_S] <= hangs_since_s
+        bench.engine._steps.rotate(1)  # the stream's step stays behind the others
 
 
 def test_what_the_policy_says_of_models_and_requests_is_passed_on(bench: Bench) -> None:

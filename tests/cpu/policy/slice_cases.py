@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 from slice_world import SliceTestWorld
 
-from c2cserve.core.machine import Slice
+from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request, Slo
 
@@ -51,10 +51,12 @@ requests = st.lists(
 
 def world_of(
     drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float,
-    blocks: tuple[int, int, int] = (512, 1000, 6000), host_blocks: int = 0,
+    blocks: tuple[int, int, int] = (512, 1000, 6000), host_blocks: int = 0, lanes: int = 1,
 ) -> SliceTestWorld:  # fmt: skip
     specs = [spec(name, block) for name, block in zip("abc", blocks, strict=True)]
     slice_ = replace(small_slice(slabs), host_kv_bytes=host_blocks * 1000)
+    if lanes > 1:
+        slice_ = replace(slice_, kind="gpu", gpu=GpuShare("GPU", 0), lanes=lanes)
     world = SliceTestWorld(slice_, seed, specs, in_flight, park, fail, contents=True)
     world.activate()
     for i, (model, prompt, new, at, family, shared, stop, cancel, slo, chained) in enumerate(drawn):

@@ -34,9 +34,14 @@ from c2cserve.core.events import (
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
-from c2cserve.core.step import Step
+from c2cserve.core.step import Lane, Step
+from c2cserve.policy.slice.lanes import STREAMED_BYTES
 from c2cserve.policy.slice.policy import SlicePolicy
 
+_MOVES = 0.2
+"""How often a step ends with its model's weights having come or gone."""
+STREAM_STEPS = 20.0
+"""A step that streams takes so many times as long as another."""
 Tick = tuple[float, list[SliceEvent], list[SliceAction]]
 
 
@@ -119,8 +124,10 @@ class SliceTestWorld:
         """Parts of steps for requests that had ended when the step was done."""
         self._heap: list[tuple[float, int, SliceEvent | None]] = []
         self._order = count()
-        self._free_s = 0.0
-        """When all steps that are not parked will be done."""
+        self._free_s: dict[Lane, float] = {}
+        """When all steps of a lane that are not parked will be done."""
+        self._streaming: dict[str, bool] = {}
+        """Whether steps of a model read its weights over a link now. Only where there are lanes."""
 
     def at(self, when: float, event: SliceEvent | None) -> None:
         """None: nothing happens but that the policy is asked."""
@@ -211,8 +218,13 @@ class SliceTestWorld:
     def _start(self, step: Step) -> None:
         assert step.seqs
         assert len(step.seqs) <= self.slice.max_batch
-        flying = [s for i, s in self.flying.items() if i not in self.parked]
+        flying = [
+            s for i, s in self.flying.items() if i not in self.parked and s.lane == step.lane
+        ]  # fmt: skip
         assert len(flying) < self.max_in_flight
+        assert all(s.lane == step.lane for s in self.flying.values() if s.model == step.model), (
+            "a model is in two lanes"
+        )
         told = {event.step_id for event in self.told if isinstance(event, StepParked)}
         assert all(self.flying[i].model != step.model for i in self.parked if i in told)
         prefill = sum(part.tokens for part in step.seqs if part.tokens > 1)
@@ -274,11 +286,24 @@ class SliceTestWorld:
             self.at(self.now, StepParked(step.id))
             self.parked.add(step.id)
         else:
-            done = self._free_s = max(self.now, self._free_s) + took
+            took *= self._slowness(step)
+            done = self._free_s[step.lane] = max(self.now, self._free_s.get(step.lane, 0.0)) + took
         self.flying[step.id] = step
         self.ends_s[step.id] = done
         outcomes = ()  # drawn when it is done
-        self.at(done, StepDone(step.id, outcomes, took))
+        self.at(done, StepDone(step.id, outcomes, took, 1, self._streamed_bytes(step)))
+
+    def _streamed_bytes(self, step: Step) -> int:
+        """A model's weights come and go, as others' do."""
+        if self.slice.lanes == 1:
+            return 0
+        streams = self._streaming.get(step.model, True)
+        if self.random.random() < _MOVES:
+            self._streaming[step.model] = not streams
+        return 2 * STREAMED_BYTES if streams else 0
+
+    def _slowness(self, step: Step) -> float:
+        return STREAM_STEPS if self._streaming.get(step.model, False) else 1.0
 
     def _check_reuse(self, job: Job, reused: tuple[int, ...], start: int) -> None:
         assert start % BLOCK_TOKENS == 0
@@ -343,7 +368,8 @@ class SliceTestWorld:
                 if finished:
                     job.ended = "finished"
                     self.kv.forget(part.request_id)
-        return StepDone(step.id, tuple(outcomes), event.compute_s)
+        done = tuple(outcomes)
+        return StepDone(step.id, done, event.compute_s, 1, event.streamed_bytes)
 
     # ---- invariants -----------------------------------------------------------------------------
 

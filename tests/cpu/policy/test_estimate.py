@@ -58,3 +58,52 @@ def test_tiny_times_do_not_overflow() -> None:
 )
 def test_a_step_may_use_up_lead_but_not_cause_a_gap(headroom_s: float, allowed_s: float) -> None:
     assert allowed_step_s(headroom_s, 0.1) == pytest.approx(allowed_s)
+
+
+def test_a_first_step_that_also_prepares_things_is_not_believed() -> None:
+    """The first prefill of a model registers its memory, the first decode of a size captures."""
+    time = StepTime()
+    time.learn(0, 16, 0.5)
+    time.learn(1, 0, 0.3)
+    assert time.settled is None, "one step may have done anything"
+    time.learn(0, 512, 0.013)
+    time.learn(1, 0, 0.003)
+    assert time.settled is not None
+    decode_s, token_s = time.settled
+    assert decode_s == 0.003
+    assert 512 * token_s <= 0.013
+    time.learn(4, 0, 0.3)  # a larger batch is captured
+    assert time.settled is None
+    time.learn(4, 0, 0.004)
+    assert time.settled is not None
+    assert time.settled[0] == 0.004
+
+
+@pytest.mark.parametrize("odd_s", [0.0, 0.5])
+def test_a_step_that_stands_out_changes_nothing(odd_s: float) -> None:
+    """A step that is noticed late takes long, and the one that is noticed with it no time."""
+    time = learned()
+    before_s, token_s = time.decode_step_s(4), time.prefill_token_s
+    time.learn(4, 0, odd_s)
+    time.learn(0, 16, 0.5)
+    assert time.decode_step_s(4) == pytest.approx(before_s, rel=0.01)
+    assert time.prefill_token_s == pytest.approx(token_s, rel=0.1)
+
+
+def test_what_lasts_is_believed_soon() -> None:
+    time = learned()
+    for _ in range(5):
+        time.learn(4, 0, 0.05)
+    assert time.decode_step_s(4) == pytest.approx(0.05)
+    for _ in range(16):
+        time.learn(0, 256, 0.011 + 256 * 0.002)
+    assert time.prefill_token_s == pytest.approx(0.002, rel=0.02)
+
+
+def test_short_prompts_do_not_outweigh_a_long_one() -> None:
+    """On a GPU a prompt of 16 tokens takes as long as one of 512."""
+    time = StepTime()
+    time.learn(1, 0, 0.003)
+    for tokens in (16, 512, 16, 20, 30, 16):
+        time.learn(0, tokens, 0.013)
+    assert 512 * time.prefill_token_s < 0.1

@@ -62,9 +62,9 @@ def test_weights_wait_for_room_above_kv() -> None:
     assert blocks is not None
     slice_.arena.release("m", sorted(blocks)[:49])  # one block is left, far up
     slice_.ask(model, "r", 0.0)
-    assert slice_.memory.plan(0.0, ()) == []
+    assert slice_.memory.plan(0.0, {}) == []
     slice_.arena.release("m", sorted(blocks)[49:])
-    assert slice_.memory.plan(10.5, ()) == [Fetch("m")]
+    assert slice_.memory.plan(10.5, {}) == [Fetch("m")]
     assert not slice_.memory.computes("m")
 
 
@@ -73,44 +73,44 @@ def test_a_model_that_waits_for_kv_of_its_own_streams() -> None:
     model = slice_.activate("m", 60)
     blocks = slice_.arena.allocate("m", 50)
     slice_.ask(model, "r", 0.0)
-    assert slice_.memory.plan(0.0, ()) == []
+    assert slice_.memory.plan(0.0, {}) == []
     assert slice_.memory.break_deadlock() == []
     assert slice_.memory.computes("m")
-    assert slice_.memory.plan(1.0, ()) == []
-    assert slice_.memory.plan(10.0, ()) == [], "KV reaches as far as before"
+    assert slice_.memory.plan(1.0, {}) == []
+    assert slice_.memory.plan(10.0, {}) == [], "KV reaches as far as before"
     assert blocks is not None
     slice_.arena.release("m", blocks)
-    assert slice_.memory.plan(10.5, ()) == [Fetch("m")]
+    assert slice_.memory.plan(10.5, {}) == [Fetch("m")]
 
 
 def test_a_refused_model_asks_for_more_room_before_it_streams() -> None:
     slice_ = Kept()
     model, other = slice_.activate("m", 60), slice_.activate("n", 33)
     slice_.ask(other, "s", 0.0)
-    assert slice_.memory.plan(0.0, ()) == [Fetch("n")]
+    assert slice_.memory.plan(0.0, {}) == [Fetch("n")]
     slice_.memory.fetched("n", 1.0)
     other.seqs.clear()
     slice_.ask(model, "r", 1.0)
-    assert slice_.memory.plan(1.0, ()) == [Fetch("m")]
+    assert slice_.memory.plan(1.0, {}) == [Fetch("m")]
     slice_.memory.refused("m")
-    assert slice_.memory.plan(1.1, ()) == [Fetch("m")], "63 and 33"
+    assert slice_.memory.plan(1.1, {}) == [Fetch("m")], "63 and 33"
     slice_.memory.refused("m")
-    assert slice_.memory.plan(1.2, ()) == [Release("n"), Fetch("m")], "67 and 33 are too much"
+    assert slice_.memory.plan(1.2, {}) == [Release("n"), Fetch("m")], "67 and 33 are too much"
     slice_.memory.refused("m")
     assert slice_.memory.computes("m")
     assert slice_.arena.available("m") == 100, "it takes no memory"
-    assert slice_.memory.plan(2.0, ()) == []
-    assert slice_.memory.plan(22.5, ()) == [Fetch("m")], "now and then it is tried again"
+    assert slice_.memory.plan(2.0, {}) == []
+    assert slice_.memory.plan(22.5, {}) == [Fetch("m")], "now and then it is tried again"
 
 
 def test_a_model_that_kv_displaced_is_loaded_again() -> None:
     slice_ = Kept()
     model = slice_.activate("a", 60)
     slice_.ask(model, "r", 0.0)
-    slice_.memory.plan(0.0, ())
+    slice_.memory.plan(0.0, {})
     slice_.memory.fetched("a", 6.0)
     slice_.memory.refused("a")
-    assert slice_.memory.plan(1.0, ()) == [Fetch("a")]
+    assert slice_.memory.plan(1.0, {}) == [Fetch("a")]
     slice_.memory.refused("unknown")
     slice_.memory.deactivated("a")
     slice_.memory.refused("a")
@@ -121,7 +121,8 @@ def test_a_model_that_kv_displaced_is_loaded_again() -> None:
 def test_kv_never_grows_beyond_the_line_of_weights(seed: int) -> None:
     """Weights lie at the end of the arena; no KV is there that was not there before them."""
     random = Random(seed)
-    arena = KvArena(60, 1, 30)
+    arena = KvArena(60, 1)
+    arena.limit_cache(0.5)
     arena.weights_above = True
     for name in "ab":
         arena.add_model(name, 1)
@@ -186,8 +187,8 @@ def test_weights_leave_before_a_fetch_takes_their_place() -> None:
     slice_ = Kept()
     first, second = slice_.activate("a", 60), slice_.activate("b", 60)
     slice_.ask(first, "r", 0.0)
-    slice_.memory.plan(0.0, ())
+    slice_.memory.plan(0.0, {})
     slice_.memory.fetched("a", 6.0)
     first.seqs.clear()
     slice_.ask(second, "s", 7.0)
-    assert slice_.memory.plan(7.0, ()) == [Release("a"), Fetch("b")]
+    assert slice_.memory.plan(7.0, {}) == [Release("a"), Fetch("b")]

@@ -57,7 +57,8 @@ def test_the_arena_is_used_from_its_front_and_says_how_far() -> None:
 
 
 def test_what_is_cached_makes_way_before_the_arena_grows_beyond_its_part() -> None:
-    kv = KvArena(4 * SLAB, SLAB, cached_bytes=2 * SLAB)
+    kv = KvArena(4 * SLAB, SLAB)
+    kv.limit_cache(0.5)
     for name in ("a", "b"):
         kv.add_model(name, 512)
     cache(kv, "a", [1, 2, 3, 4])

@@ -42,8 +42,8 @@ class World:
         model.add(Request(name, model.name, 20, 50, now, Slo(ttft_s, 0.1)), False)
         self.swapping.requested(model.name, now)
 
-    def plan(self, now: float, *flying: str) -> list[Fetch | Release]:
-        actions = self.swapping.plan(now, flying)
+    def plan(self, now: float, *flying: str, drain_s: float = 0.0) -> list[Fetch | Release]:
+        actions = self.swapping.plan(now, dict.fromkeys(flying, drain_s))
         self.carry_out(actions)
         return actions
 
@@ -97,7 +97,9 @@ def test_weights_and_kv_never_take_more_than_there_is(seed: int) -> None:
             assert world.swapping._rotates
             assert name not in flying, "a step is reading its weights"
         for one in models:
-            assert world.swapping.computes(one.name) == (one.name in world.there)
+            leaves = one.name in world.swapping._draining
+            assert not leaves or (one.name in world.there and flying)
+            assert world.swapping.computes(one.name) == (one.name in world.there and not leaves)
 
 
 def test_who_is_far_ahead_leaves_and_is_back_when_the_next_token_is_due() -> None:
@@ -138,6 +140,109 @@ def test_who_would_be_missed_stays_and_who_has_no_requests_goes_first() -> None:
     new.seqs["n"].due_s = 14.0
     world.ask(idle, "again", 13.0)
     assert world.plan(13.0) == [], "nobody could be away for so long"
+
+
+def leave_cached(world: World, model: ActiveModel, count: int) -> None:
+    """Let blocks of ended requests stay in the arena, to be found by their hashes."""
+    blocks = world.arena.allocate(model.key, count)
+    assert blocks is not None
+    for offset in blocks:
+        world.arena.seal(model.key, offset, hash((model.name, offset)))
+    world.arena.release(model.key, blocks)
+
+
+def test_what_is_cached_of_ended_requests_is_room_for_weights() -> None:
+    """It reaches far into the arena, above what is held. Else a model would stream beside it."""
+    world = World(100)
+    world.arena.weights_above = True
+    first, second = world.activate("first", 30), world.activate("second", 60)
+    world.ask(first, "r1", 0.0)
+    world.plan(0.0)
+    world.arrive("first", 3.0)
+    leave_cached(world, first, 50)
+    world.ask(second, "r2", 3.0)
+    assert world.plan(3.0) == [Fetch("second")], "both fit beside what is held"
+    assert world.arena.end_bytes <= 10
+
+
+def test_little_is_cached_where_not_all_weights_fit() -> None:
+    """New requests would come to lie above what is cached, and weights above these."""
+    world = World(320)
+    world.arena.weights_above = True
+    one, other = world.activate("one", 100), world.activate("other", 60)
+    leave_cached(world, one, 90)
+    leave_cached(world, other, 60)
+    assert world.arena.end_bytes == 150, "the weights of all fit beside half of the arena"
+    world.activate("third", 300)
+    assert world.arena.end_bytes <= 10
+    for _ in range(40):
+        held = world.arena.allocate(one.key, 8)
+        assert held is not None
+        assert max(held) < 10, "though others were cached meanwhile"
+        leave_cached(world, other, 2)
+        world.arena.release(one.key, held)
+    world.swapping.deactivated("third")
+    leave_cached(world, other, 60)
+    assert world.arena.end_bytes >= 60, "the weights of all fit again"
+
+
+def busy_and_waiting() -> tuple[World, ActiveModel, ActiveModel]:
+    """A model that computes far ahead of its client, and one that is due for which it must leave
+    (first due at 2, and six seconds to load)."""
+    world = World(100)
+    ahead, urgent = world.activate("ahead", 60), world.activate("urgent", 60)
+    world.ask(ahead, "r1", 0.0)
+    world.plan(0.0)
+    world.arrive("ahead", 6.0)
+    world.swapping._weights["ahead"].gap_s = 1e3
+    ahead.seqs["r1"].due_s = 50.0
+    ahead.seqs["r1"].started, ahead.started = True, 1
+    world.ask(urgent, "r2", 6.0)
+    return world, ahead, urgent
+
+
+def test_a_chosen_victim_gets_no_new_steps_until_it_is_released() -> None:
+    world, *_ = busy_and_waiting()
+    assert world.plan(6.0, "ahead") == [], "a step reads its weights"
+    assert not world.swapping.computes("ahead")
+    assert world.plan(6.01, "ahead") == []
+    assert world.plan(6.02) == [Release("ahead"), Fetch("urgent")]
+
+
+def test_a_victim_goes_on_when_the_reason_for_it_is_gone() -> None:
+    world, ahead, urgent = busy_and_waiting()
+    world.plan(6.0, "ahead")
+    assert not world.swapping.computes("ahead")
+    urgent.seqs.clear()
+    assert world.plan(6.1, "ahead") == []
+    assert world.swapping.computes("ahead"), "no model waits for its memory"
+    world.ask(urgent, "r3", 6.2)
+    world.plan(6.2, "ahead")
+    assert not world.swapping.computes("ahead")
+    world.ask(ahead, "r4", 6.3)
+    assert world.plan(6.3, "ahead") == []
+    assert world.swapping.computes("ahead"), "its new request is due too soon"
+
+
+def test_time_alone_makes_no_victim_go_on() -> None:
+    """It could be absent when it was chosen. While its steps end, its token comes nearer."""
+    world, *_ = busy_and_waiting()
+    for now in (6.0, 40.0, 49.0, 60.0):
+        assert world.plan(now, "ahead") == []
+        assert not world.swapping.computes("ahead")
+    assert world.plan(60.1) == [Release("ahead"), Fetch("urgent")]
+
+
+def test_a_load_begins_earlier_by_the_steps_that_end_before() -> None:
+    world, _, urgent = busy_and_waiting()
+    urgent.seqs["r2"].due_s = 30.0
+    assert world.plan(7.0, "ahead", drain_s=1.5) == []
+    assert world.swapping.wakeup == 30.0 - 6.0 - 0.25 - 1.5
+    assert world.swapping.computes("ahead"), "there is time"
+    assert world.plan(22.3, "ahead", drain_s=1.5) == []
+    assert not world.swapping.computes("ahead")
+    assert world.plan(22.4, "ahead") == []
+    assert not world.swapping.computes("ahead"), "fewer steps are left, and the choice stands"
 
 
 def test_loads_are_begun_early_enough_for_all_of_them() -> None:

@@ -54,10 +54,15 @@ class FakeGateway:
         return self.files.get(self.aliases.get(name, name))
 
     def overload(
-        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
-    ) -> Refused | None:
+        self, model: str, tenant: str, ttft_s: float, arrived_s: float,
+        preparing: Mapping[str, int],
+    ) -> Refused | None:  # fmt: skip
         self.gated.append((tenant, ttft_s, dict(preparing)))
         return self.overloaded
+
+    @property
+    def may_refuse(self) -> bool:
+        return self.overloaded is not None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:
         play = self.play(job)

@@ -68,6 +68,7 @@ def world(seed: int, preset: str | None = None) -> Simulation:
                 [simulated.slice.id for simulated in machine.slices],
                 [i for i, _ in machine.links],
             ),
+            as_live=chosen.name == "c2cserve" and random.random() < 0.5,
         ),
     )
 

@@ -1,4 +1,5 @@
-"""Links as arithmetic, with memory behind them, for the scheduler: a virtual clock and a heap."""
+"""Links as arithmetic, with memory behind them: a virtual clock and a heap. The engine is the one
+that serves, without its thread: it does a turn whenever anything happens."""
 
 import heapq
 import math
@@ -6,23 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from c2cserve.transfer.engine import LinkError
-from c2cserve.transfer.moves import HOST, Port, Segment, cut
-from c2cserve.transfer.schedule import Outstanding, Schedule, Transfer
+from called_links import CalledEngine, LinkFault, Piece, Task
+
+from c2cserve.transfer.engine import Ticket, TransferError
+from c2cserve.transfer.moves import HOST, Port, Segment
 from c2cserve.transfer.settings import Settings
-
-INWARD, OUTWARD = "in", "out"
-
-
-def mesh(gpus: int) -> dict[Port, list[Port]]:
-    """Every link of every GPU, each relaying for all others of its direction."""
-    relays: dict[Port, list[Port]] = {}
-    for gpu in range(gpus):
-        others = [other for other in range(gpus) if other != gpu]
-        relays[Port(gpu, "in")] = [Port(other, "in") for other in others]
-        relays[Port(gpu, "out")] = [Port(other, "out") for other in others]
-        relays |= {Port(gpu, "peer", other): [] for other in others}
-    return relays
 
 
 @dataclass(frozen=True)
@@ -34,16 +23,20 @@ class Stall:
     error: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Carried:
-    one: Outstanding
+    task: Task
+    ticket: Ticket
     begins_s: float
     ends_s: float
+    recalled: bool = False
+    harmless: bool = False
+    over: bool = False
 
 
 @dataclass
 class Simulation:
-    """`Schedule` on simulated links. All of `memory` is there once for host and every GPU."""
+    """The engine on simulated links. All of `memory` is there once for host and every GPU."""
 
     gpus: int
     settings: Settings
@@ -52,48 +45,50 @@ class Simulation:
     memory_bytes: int = 1 << 12
 
     def __post_init__(self) -> None:
-        relays = mesh(self.gpus)
-        self.schedule = Schedule(relays, relays, self.settings)
+        self.engine = CalledEngine(self.gpus, self.settings, self, threaded=False)
         self.now = 0.0
-        self.ended: list[tuple[Transfer, float]] = []
+        self.ended: list[tuple[Ticket, float]] = []
         self.written = {gpu: [0] * self.memory_bytes for gpu in (HOST, *range(self.gpus))}
         """How many micro-tasks that arrived have written each byte."""
         self.begun_for_ever = False
         """Relays that are recalled have begun, and never end."""
         self.late_writes = 0
-        """Bytes that were written for a transfer that was over."""
+        """Micro-tasks that wrote for a transfer that was over."""
+        self._owners: dict[tuple[int, int], Ticket] = {}
+        """By GPU of the target, and address in it."""
         self._events: list[tuple[float, int, _Carried | None]] = []
         self._numbers = count()
         self._free_at: dict[Port, float] = {}
-        self._carried: dict[Outstanding, _Carried] = {}
+        self._carried: dict[tuple[Port, int], _Carried] = {}
+        self._broken: set[Port] = set()
+        self._moving: list[Ticket] = []
+        self._counter = count(1)
 
-    def submit(self, segments: Iterable[Segment], *, background: bool = False) -> Transfer:
-        transfer = Transfer(background)
-        tasks = [
-            task
-            for one in segments
-            for task in cut([one], self.settings.task_bytes_of(one.port), 4)
-        ]
-        self.schedule.add(transfer, tasks)
-        self._after()
-        return transfer
+    def submit(self, segments: Iterable[Segment], *, background: bool = False) -> Ticket:
+        segments = list(segments)
+        ticket = self.engine.submit(segments, background=background)
+        for one in segments:
+            for at in range(one.target, one.target + one.size):
+                self._owners[one.target_gpu, at] = ticket
+        self._moving.append(ticket)
+        self._turn()
+        return ticket
 
-    def cancel(self, transfer: Transfer) -> None:
-        self.schedule.cancel(transfer)
-        self._after()
+    def cancel(self, ticket: Ticket) -> None:
+        self.engine.cancel(ticket)
+        self._turn()
 
-    def break_link(self, port: Port, fault: Exception) -> None:
+    def break_link(self, port: Port) -> None:
         """Let what a link carries end with an error."""
-        for one in list(self.schedule.outstanding(port)):
-            del self._carried[one]
-            self.schedule.failed(one, fault)
-        self._after()
+        self._broken.add(port)
+        self._turn()
+        self._broken.remove(port)
 
     def run(self, until_s: float = math.inf) -> None:
         """Go on until nothing is left to happen, or to a time."""
         while True:
-            wake_s = self.schedule.wakes_at(self.now)
-            next_s = min(wake_s, self._events[0][0] if self._events else math.inf)
+            due_s = self.engine.due(self.now)
+            next_s = min(due_s, self._events[0][0] if self._events else math.inf)
             if next_s > until_s or next_s == math.inf:
                 self.now = max(self.now, until_s) if until_s < math.inf else self.now
                 return
@@ -101,70 +96,86 @@ class Simulation:
             self.now = next_s
             while self._events and self._events[0][0] <= self.now:
                 carried = heapq.heappop(self._events)[2]
-                if carried is not None:
-                    self._over(carried)
-            self._after()
+                if carried is not None and not carried.over:
+                    self._end(carried)
+            self._turn()
 
-    def _after(self) -> None:
-        for one in self.schedule.stalled(self.now):
-            self._recall(one)
-        for port in self.schedule.carriers():
-            while (one := self.schedule.pull(port, self.now)) is not None:
-                self._start(one)
-        for port in self.schedule.ports:
-            assert self.schedule.pull(port, self.now) is None, "links have all that they can take"
-            taken = self.schedule.outstanding(port)
+    def state(self, ticket: Ticket) -> str:
+        try:
+            return self.engine.state(ticket)
+        except TransferError:
+            return "failed"
+
+    def _turn(self) -> None:
+        self.engine.turn(self.now)
+        for port in self.engine.ports:
+            taken = self.engine.outstanding(port)
             assert sum(not one.recalled for one in taken) <= self.settings.depth
             assert len({one.slot for one in taken}) == len(taken)
-        for transfer in self.schedule.over:
-            assert transfer.over
-            assert transfer not in [other for other, _ in self.ended], "it ends once"
-            self.ended.append((transfer, self.now))
-        self.schedule.over.clear()
+        for ticket in [one for one in self._moving if self.state(one) != "moving"]:
+            self._moving.remove(ticket)
+            self.ended.append((ticket, self.now))
 
-    def _stall(self, one: Outstanding, at_s: float) -> Stall | None:
-        stalls = self.stalls.get(one.port, ()) if one.relayed else ()
+    def _stall(self, task: Task, at_s: float) -> Stall | None:
+        stalls = self.stalls.get(task.link, ()) if task.relayed else ()
         return next((stall for stall in stalls if stall.start_s <= at_s < stall.end_s), None)
 
-    def _start(self, one: Outstanding) -> None:
-        stall = self._stall(one, self.now)
+    def _end(self, carried: _Carried) -> None:
+        carried.over = True
+        if carried.recalled:
+            return  # it saw that before it wrote, or its bytes are sent again
+        self.late_writes += self.state(carried.ticket) != "moving"
+        self._write(carried.task)
+
+    def _write(self, task: Task) -> None:
+        target = _target(task)
+        for piece in task.pieces:
+            for at in range(piece.target, piece.target + piece.size):
+                self.written[target][at] += 1
+
+    # ---- links ----------------------------------------------------------------------------------
+
+    def start(self, task: Task) -> None:
+        stall = self._stall(task, self.now)
         if stall is not None and stall.error:
-            self.schedule.failed(one, LinkError("simulated"))
-            return
-        begins_s = max(self.now, self._free_at.get(one.port, 0.0))
-        if (stall := self._stall(one, begins_s)) is not None:
+            raise LinkFault
+        begins_s = max(self.now, self._free_at.get(task.link, 0.0))
+        if (stall := self._stall(task, begins_s)) is not None:
             begins_s = stall.end_s
-        ends_s = begins_s + one.task.size / self.rates.get(one.port, 1.0)
-        if (stall := self._stall(one, ends_s)) is not None and begins_s < stall.start_s:
+        ends_s = begins_s + task.size / self.rates.get(task.link, 1.0)
+        if (stall := self._stall(task, ends_s)) is not None and begins_s < stall.start_s:
             ends_s = stall.end_s  # it stands still in the middle
-        carried = self._carried[one] = _Carried(one, begins_s, ends_s)
+        ticket = self._owners[_target(task), task.pieces[0].target]
+        carried = self._carried[task.key] = _Carried(task, ticket, begins_s, ends_s)
         if ends_s < math.inf:
-            self._free_at[one.port] = ends_s
+            self._free_at[task.link] = ends_s
             heapq.heappush(self._events, (ends_s, next(self._numbers), carried))
 
-    def _recall(self, one: Outstanding) -> None:
-        carried = self._carried[one]
+    def is_over(self, task: Task) -> bool:
+        if task.link in self._broken:
+            raise LinkFault
+        return self._carried[task.key].over
+
+    def recall(self, task: Task) -> None:
+        carried = self._carried[task.key]
+        carried.recalled = True
         if self.begun_for_ever:
             return
         if carried.begins_s > self.now:
-            self.schedule.give_up(one)  # it has not begun, and never writes
+            carried.harmless = True  # it has not begun, and never writes
         else:
-            self._carried[one] = over = _Carried(one, carried.begins_s, self.now)
-            heapq.heappush(self._events, (self.now, next(self._numbers), over))
+            carried.over = True
+            heapq.heappush(self._events, (self.now, next(self._numbers), None))
 
-    def _over(self, carried: _Carried) -> None:
-        one = carried.one
-        if self._carried.get(one) is not carried:
-            return  # it was recalled, and ended then
-        del self._carried[one]
-        transfer = one.task.transfer
-        if not one.recalled:
-            self._write(one)
-            self.late_writes += transfer.over
-        self.schedule.arrived(one, self.now)
+    def is_harmless(self, task: Task) -> bool:
+        return self._carried[task.key].harmless
 
-    def _write(self, one: Outstanding) -> None:
-        target = HOST if one.task.port.direction == "out" else one.task.port.gpu
-        for piece in one.task.pieces:
-            for at in range(piece.target, piece.target + piece.size):
-                self.written[target][at] += 1
+    def is_passed(self, stream: int) -> bool:
+        return True
+
+    def copy(self, pieces: Sequence[Piece]) -> None:
+        assert not any(piece.size for piece in pieces), "no transfer is small"
+
+
+def _target(task: Task) -> int:
+    return HOST if task.port.direction == "out" else task.port.gpu

@@ -3,31 +3,36 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import permutations
+from pathlib import Path
 
+import fake_cuda
 import numpy as np
 import pytest
-from fake_driver import FakeDriver, FakeStream, install
+from fake_cuda import FakeCuda
 
-from c2cserve.kernels.gpu.driver import CudaError
-from c2cserve.transfer.engine import TransferEngine
-from c2cserve.transfer.gpu.flags import Flags, Holds
-from c2cserve.transfer.gpu.links import GpuLinks, open_engine
-from c2cserve.transfer.moves import HOST, Segment
+from c2cserve.kernels.gpu.aot.variants import RELAY
+from c2cserve.transfer.engine import LinkError, Ticket, TransferEngine
+from c2cserve.transfer.gpus import open_on
+from c2cserve.transfer.library import library
+from c2cserve.transfer.moves import HOST, Segment, ports_of
 from c2cserve.transfer.settings import Settings
 
 SIZE = 1 << 20
-SETTINGS = Settings(task_bytes=1 << 14, one_path_bytes=1 << 10, stall_s=0.02, pause_s=100.0)
+SETTINGS = Settings(
+    task_bytes=1 << 14, task_bytes_most=1 << 16, alone_bytes=1 << 16, depth=2,
+    one_path_bytes=1 << 10, stall_s=100.0, pause_s=100.0,
+)  # fmt: skip
+Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass
 class Case:
-    driver: FakeDriver
-    engine: TransferEngine[Any]
-    links: GpuLinks
-    source: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
-    target: "np.ndarray[tuple[int], np.dtype[np.uint8]]"
+    cuda: FakeCuda
+    engine: TransferEngine
+    source: Bytes
+    target: Bytes
 
     def segment(self, start: int = 0, stop: int = SIZE, *, inward: bool = True) -> Segment:
         ends = (0, HOST) if inward else (HOST, 0)
@@ -38,126 +43,172 @@ class Case:
         limit_s = time.monotonic() + 20
         while not condition():
             assert time.monotonic() < limit_s
-            self.driver.pump()
+            self.cuda.pump()
             time.sleep(1e-4)
 
+    def finish(self, ticket: Ticket) -> None:
+        self.until(lambda: self.engine.poll(ticket))
+
     def relay_streams(self) -> list[int]:
-        return [int(slot.stream) for slot in self.links._relay_slots.values()]
+        engine, ports = self.engine._native(), range(len(self.engine._ports))
+        found = [
+            library().c2c_transfers_relay_stream(engine, link, lane)
+            for link in ports
+            for lane in range(2)
+        ]
+        return [one for one in found if one is not None]
+
+
+@pytest.fixture(scope="module")
+def cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
+    return FakeCuda(fake_cuda.build(tmp_path_factory.mktemp("cuda")))
+
+
+def opened(
+    cuda: FakeCuda, path: Path | None = None, settings: Settings = SETTINGS
+) -> TransferEngine:
+    ports, relays = ports_of([0, 1], permutations([0, 1], 2))
+    contexts = [port.carrier + 1 for port in ports]
+    return open_on(ports, relays, contexts, b"code", settings, driver=str(path or cuda.path))
 
 
 @pytest.fixture
-def case(monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
-    fake = install(monkeypatch, gpus=2)
-    engine = open_engine([0, 1], SETTINGS)
-    links = engine._links
-    assert isinstance(links, GpuLinks)
+def case(cuda: FakeCuda) -> Iterator[Case]:
+    yield from closed_after(cuda, SETTINGS)
+
+
+@pytest.fixture
+def impatient(cuda: FakeCuda) -> Iterator[Case]:
+    """It takes relays for stalled that are a little late."""
+    yield from closed_after(cuda, replace(SETTINGS, stall_s=0.02))
+
+
+def closed_after(cuda: FakeCuda, settings: Settings) -> Iterator[Case]:
+    before = cuda.left
+    engine = opened(cuda, settings=settings)
     source = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
-    yield Case(fake, engine, links, source, np.zeros(SIZE, dtype=np.uint8))
-    fake.pump()
+    yield Case(cuda, engine, source, np.zeros(SIZE, dtype=np.uint8))
+    cuda.unpin(0, 0)
+    cuda.pump()
     closing = threading.Thread(target=engine.close)
     closing.start()
     while closing.is_alive():
-        fake.pump()
+        cuda.pump()
         closing.join(1e-3)
-    assert not fake._memory, "flags are freed"
-    assert not fake.context, "every context was popped"
+    assert cuda.left == before, "contexts were popped, all else was freed"
 
 
 @pytest.mark.parametrize("inward", [True, False])
 def test_both_paths_carry_bytes(case: Case, inward: bool) -> None:
-    warm = case.driver.launches
-    ticket = case.engine.submit([case.segment(inward=inward)])
-    case.until(lambda: case.engine.poll(ticket))
+    launches, copies = case.cuda.launches, case.cuda.copies
+    case.finish(case.engine.submit([case.segment(inward=inward)]))
     assert np.array_equal(case.target, case.source)
     counts = case.engine.counts()
     own, neighbour = ("in0", "in1") if inward else ("out0", "out1")
     assert counts[own].direct_bytes + counts[neighbour].relayed_bytes == SIZE
-    assert case.driver.copies == counts[own].tasks > 0
-    assert case.driver.launches > warm
+    assert case.cuda.copies - copies == counts[own].tasks > 0
+    assert case.cuda.launches - launches == counts[neighbour].tasks > 0
 
 
 def test_segments_are_grouped(case: Case) -> None:
-    ticket = case.engine.submit([case.segment(at, at + 100) for at in range(0, SIZE, 200)])
-    case.until(lambda: case.engine.poll(ticket))
+    copies, batches, launches = case.cuda.copies, case.cuda.batches, case.cuda.launches
+    case.finish(case.engine.submit([case.segment(at, at + 100) for at in range(0, SIZE, 200)]))
     expected = np.where(np.arange(SIZE) % 200 < 100, case.source, 0)
     assert np.array_equal(case.target, expected)
-    assert case.driver.copies == 0
-    assert case.driver.batches > 0
-    assert case.driver.launches > 0
+    assert case.cuda.copies == copies
+    assert case.cuda.batches > batches
+    assert case.cuda.launches > launches
+
+
+def test_the_kernel_has_the_parameters_that_are_launched() -> None:
+    assert RELAY.pieces == 160, "kRelayPieces of cuda_links.h"
+    assert 24 + 24 * RELAY.pieces <= 4096, "kernel parameters"
 
 
 @pytest.mark.parametrize("stop", [1000, SIZE], ids=["one copy", "micro-tasks"])
-def test_stream_order(case: Case, stop: int) -> None:
-    """What comes before is seen, what comes after waits."""
-    stream = FakeStream(case.driver, 0)
-    ready, seen = threading.Event(), list[bytes]()
-    case.driver.enqueue(stream.cuda_stream, ready.is_set)
-    ticket = case.engine.submit([case.segment(0, stop)], stream, hold=True)
-    case.driver.enqueue(stream.cuda_stream, lambda: seen.append(case.target.tobytes()))
+def test_a_transfer_comes_after_what_its_stream_had(case: Case, stop: int) -> None:
+    stream, written = case.cuda.stream(0), np.full(SIZE, 7, dtype=np.uint8)
+    case.cuda.block(stream.cuda_stream)
+    case.cuda.copy(case.source.ctypes.data, written.ctypes.data, SIZE, stream)
+    ticket = case.engine.submit([case.segment(0, stop)], stream)
     for _ in range(20):
-        case.driver.pump()
+        case.cuda.pump()
         time.sleep(1e-3)
-    assert not case.target.any()
-    case.source[:stop] = 7
-    ready.set()
-    case.until(lambda: bool(seen))
-    assert case.engine.wait(ticket, 20)
-    assert seen == [bytes([7] * stop + [0] * (SIZE - stop))]
-
-
-def test_a_single_copy_that_holds_no_stream(case: Case) -> None:
-    stream = FakeStream(case.driver, 0)
-    ready = threading.Event()
-    case.driver.enqueue(stream.cuda_stream, ready.is_set)
-    ticket = case.engine.submit([case.segment(0, 1000)], stream)
-    assert len(case.driver.streams[stream.cuda_stream]) == 2, "what it had, and an event"
-    case.driver.pump()
     assert not case.engine.poll(ticket)
-    ready.set()
-    case.until(lambda: case.engine.poll(ticket))
-    assert np.array_equal(case.target[:1000], case.source[:1000])
+    assert not case.target.any()
+    case.cuda.block(stream.cuda_stream, blocked=False)
+    case.finish(ticket)
+    assert (case.target[:stop] == 7).all()
+    case.cuda.pump()
+    case.cuda.destroy(stream)
 
 
-def test_stalled_relays_are_recalled_and_write_nothing(case: Case) -> None:
-    go_on = threading.Event()
-    for stream in case.relay_streams():
-        case.driver.enqueue(stream, go_on.is_set)
+def test_a_stream_follows_what_is_under_way_of_a_cancelled_transfer(case: Case) -> None:
+    """What it is given later sees no more writes."""
     ticket = case.engine.submit([case.segment()])
-    case.until(lambda: case.engine.poll(ticket))
+    stream, seen = case.cuda.stream(0), np.zeros(SIZE, dtype=np.uint8)
+    with pytest.raises(ValueError, match="has not begun"):
+        case.engine.follow(ticket, stream)
+    case.engine.cancel(ticket)
+    case.engine.follow(ticket, stream)
+    case.cuda.copy(seen.ctypes.data, case.target.ctypes.data, SIZE, stream)
+    case.finish(ticket)
+    case.cuda.pump()
+    assert case.target.any()
+    assert np.array_equal(seen, case.target)
+    case.cuda.destroy(stream)
+
+
+def test_stalled_relays_are_recalled_and_write_nothing(impatient: Case) -> None:
+    case = impatient
+    for stream in case.relay_streams():
+        case.cuda.block(stream)
+    ticket = case.engine.submit([case.segment()])
+    case.finish(ticket)
     assert np.array_equal(case.target, case.source)
     assert case.engine.counts()["in1"].resent == 2
     case.target[:] = 9
-    go_on.set()
-    case.driver.pump()
+    for stream in case.relay_streams():
+        case.cuda.block(stream, blocked=False)
+    case.cuda.pump()
     assert (case.target == 9).all()
 
 
 @pytest.mark.parametrize("inward", [True, False])
 def test_host_memory_that_is_not_pinned_is_refused(case: Case, inward: bool) -> None:
-    host = case.source if inward else case.target
-    case.driver.unpinned = [(host.ctypes.data, host.ctypes.data + SIZE)]
+    host = np.zeros(SIZE, dtype=np.uint8)
+    case.cuda.unpin(host.ctypes.data, host.ctypes.data + SIZE)
+    ends = (case.target.ctypes.data, host.ctypes.data)
+    segment = Segment(*ends, SIZE, 0, HOST) if inward else Segment(*ends[::-1], SIZE, HOST, 0)
     with pytest.raises(ValueError, match="is not pinned"):
-        case.engine.submit([case.segment(inward=inward)])
+        case.engine.submit([segment])
     assert not case.target.any()
 
 
-def test_a_launch_that_fails_is_sent_again(case: Case) -> None:
-    case.driver.failing = set(case.relay_streams())
-    ticket = case.engine.submit([case.segment()])
-    case.until(lambda: case.engine.poll(ticket))
+def test_a_launch_that_fails_is_sent_again(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    for stream in case.relay_streams():
+        case.cuda.fail(stream)
+    case.finish(case.engine.submit([case.segment()]))
     assert np.array_equal(case.target, case.source)
     assert case.engine.counts()["in1"].errors == 1
+    assert "in1 relays no more: cuLaunchKernel(relay): CUDA_ERROR_OF_A_TEST (719)" in caplog.text
 
 
-def test_holds_are_used_again_for_higher_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch, gpus=1)
-    flags = Flags(2)
-    holds = Holds(flags, 2)
-    first, second = holds.take(), holds.take()
-    with pytest.raises(CudaError, match="2 streams are held already"):
-        holds.take()
-    holds.let_go(first[0])
-    assert (flags[first[0]], flags[second[0]]) == (1, 0)
-    number, address, value = holds.take()
-    assert (number, address, value) == (first[0], first[1], 2)
-    flags.close()
+def test_the_stream_of_a_gpu_without_links_is_refused(case: Case) -> None:
+    stream = case.cuda.stream(5)
+    with pytest.raises(LinkError, match="no link of GPU 5"):
+        case.engine.submit([case.segment()], stream)
+    case.cuda.destroy(stream)
+
+
+def test_a_broken_stream_is_refused(case: Case) -> None:
+    stream = case.cuda.stream(1)
+    case.cuda.fail(stream.cuda_stream)
+    with pytest.raises(LinkError, match=r"cuEventRecord: CUDA_ERROR_OF_A_TEST \(719\)"):
+        case.engine.submit([case.segment()], stream)
+    case.cuda.destroy(stream)
+
+
+def test_no_driver_is_one_clear_error(cuda: FakeCuda, tmp_path: Path) -> None:
+    with pytest.raises(LinkError, match=r"none\.so"):
+        opened(cuda, tmp_path / "none.so")

@@ -41,6 +41,8 @@ class GraphKey(NamedTuple):
     """Where the first weight that is not in HBM is read; `hbm` if all are there."""
     arena: int
     """The arena's address."""
+    places: int = 0
+    """Tells apart which of a model's weights are where, if its graphs depend on it; else 0."""
 
 
 def bucket(seqs: int) -> int:

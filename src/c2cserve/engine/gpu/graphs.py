@@ -84,10 +84,18 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """The decode graphs of one slice. They belong to the slice's thread."""
+    """The decode graphs of one lane of a slice. They belong to the slice's thread."""
 
-    def __init__(self, launch: Launch, launched: Counter[str], cache: HbmCache | None) -> None:
-        """`launch` counts its launches in `launched`. `cache`: the slice's weight cache."""
+    def __init__(
+        self, launch: Launch, launched: Counter[str], cache: HbmCache | None, *,
+        by_places: bool = False,
+    ) -> None:  # fmt: skip
+        """`launch` counts its launches in `launched`. `cache`: the slice's weight cache.
+
+        `by_places`: a grid depends on where its weight is. So models of which other parts are in
+        HBM have graphs of their own.
+        """
+        self._by_places = by_places
         self._launch = launch
         self._launched = launched
         self._cache = cache
@@ -201,7 +209,9 @@ class DecodeGraphs:
             if tables.resident is None:
                 return None
             number = model.number
-        return GraphKey(model.kind, number, rows, context, tables.home, step.arena.data_ptr())
+        places = tables.places if self._by_places else 0
+        arena = step.arena.data_ptr()
+        return GraphKey(model.kind, number, rows, context, tables.home, arena, places)
 
     def _graph(
         self, key: GraphKey, step: _Step, model: _Model, binding: GraphBinding
@@ -232,7 +242,9 @@ class DecodeGraphs:
             key.rows, hidden.shape[1], key.context, hidden.dtype, hidden.device
         )  # fmt: skip
         layers = resident if key.model else None
-        if not layers:
+        if not layers and key.places:
+            layers = binding.mixed_layers(step.layers, model.tables.homes)
+        elif not layers:
             layers = binding.placeholder_layers(step.layers, key.home)
         rope, before = binding.rope(key.context, step.rope), self._launched.copy()
         try:

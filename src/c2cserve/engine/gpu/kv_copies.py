@@ -37,6 +37,7 @@ class KvCopies:
         stream = self._streams[inward]
         if inward:
             # Launched steps may still read what was at these places: weights, or ended requests.
+            # If those of another lane do, this one waits for them (`engine.gpu.lanes.LaneFence`).
             stream.wait_stream(self._computing)
         near, far = self._arena.data_ptr(), self._host.data_ptr()
         for arena_offset, host_offset, size in copies:

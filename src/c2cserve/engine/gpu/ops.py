@@ -137,9 +137,12 @@ class GpuOps:
         assert branch is not None, "no layers"
         return branch
 
-    def capture_decoding(self, launched: Counter[str], cache: HbmCache | None) -> None:
-        """Run steps of one new token a sequence as graphs from now on."""
-        self.graphs = DecodeGraphs(self._launch_layers, launched, cache)
+    def capture_decoding(
+        self, launched: Counter[str], cache: HbmCache | None, *, by_places: bool = False
+    ) -> None:
+        """Run steps of one new token a sequence as graphs from now on. `by_places`: see
+        `DecodeGraphs`."""
+        self.graphs = DecodeGraphs(self._launch_layers, launched, cache, by_places=by_places)
 
     def renew(self) -> None:
         """Forget what a failed step may have left half done. Nothing runs meanwhile.

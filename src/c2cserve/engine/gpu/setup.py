@@ -6,6 +6,7 @@ Everything that can fail or take long is done here, before the slice reports tha
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import torch
 from torch import Tensor
 
 from c2cserve.core.machine import ProfileChoice
+from c2cserve.core.step import LANES
 from c2cserve.core.tensors import HalfDtype
 from c2cserve.devices.partitions import Partition
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
-from c2cserve.engine.gpu.completion_notifier import CompletionNotifier
+from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
 from c2cserve.engine.gpu.load_stream import CopyEngineStream
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
@@ -29,6 +32,7 @@ from c2cserve.engine.rotation import HostKv, no_copies
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, warm
+from c2cserve.kernels.gpu.attention.flash import Flash
 from c2cserve.kernels.gpu.attention.flash_library import FlashInfer
 from c2cserve.kernels.gpu.driver import CudaError
 from c2cserve.kernels.gpu.gemm.choice.assumed import assumed_profile
@@ -43,7 +47,6 @@ from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
 
 log = logging.getLogger(__name__)
-
 
 _FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
 
@@ -70,6 +73,30 @@ class GpuParts:
     host_kv: HostKv
     """The KV of paused requests."""
     flashinfer: FlashInfer
+    streaming: GpuLane | None
+    """The lane of steps whose weights stream. All that is above is the other lane's, or both's."""
+    fence: LaneFence
+
+    @property
+    def linears(self) -> list[Linear]:
+        """The GEMMs of each lane."""
+        return [self.linear, *([self.streaming.linear] if self.streaming else [])]
+
+    @property
+    def graphs(self) -> list[DecodeGraphs]:
+        """The decode graphs of each lane."""
+        ops = [self.ops, *([self.streaming.ops] if self.streaming else [])]
+        return [one.graphs for one in ops if one.graphs is not None]
+
+    @property
+    def flashes(self) -> list[Flash]:
+        """The attention of long prompts of each lane."""
+        libraries = [self.flashinfer, *([self.streaming.flashinfer] if self.streaming else [])]
+        return [library.flash for library in libraries]
+
+    def streamed_bytes(self) -> int:
+        """Return the bytes of weights that launches of all lanes have read over links so far."""
+        return 0 if self.cache is None else self.cache.counts.streamed_bytes
 
     def warm(self, config: ModelConfig) -> None:
         """Compile, load and allocate everything that a model needs; quick after another model of
@@ -79,6 +106,9 @@ class GpuParts:
         for windowed in sorted({window > 0 for window in config.windows}):
             kind = FlashKind(sizes.dtype, sizes.head_dim, windowed)
             self.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
+            if self.streaming is not None:
+                with self.streaming.current():
+                    self.streaming.flashinfer.load(kind, sizes.heads, sizes.kv_heads)
         _touch_libraries(sizes, self.device)
 
     def fatal(self, fault: Exception) -> bool:
@@ -96,19 +126,28 @@ class GpuParts:
         on their way into the cache. Models and kernels stay, and whole models in the cache.
         """
         self.finish()
-        self.context.renew()
-        self.ops.renew()
-        self.to_device.renew()
-        self.flashinfer.flash.renew()
+        with self.current():  # a step of the other lane may have failed
+            self.context.renew()
+            self.ops.renew()
+            self.to_device.renew()
+            self.flashinfer.flash.renew()
+        if self.streaming is not None:
+            self.streaming.renew()
         if self.cache is not None:
             self.cache.clear()
         if self.loads is not None:
             self.loads.drop()
 
+    def current(self) -> AbstractContextManager[object]:
+        """Return a context in which the thread's work goes to the resident lane."""
+        return torch.cuda.stream(self.stream)
+
     def finish(self) -> None:
         """Wait for the slice's own work on the GPU."""
         self.stream.synchronize()
         self.context.copies.synchronize()
+        if self.streaming is not None:
+            self.streaming.finish()
         if self.loads is not None:
             self.loads.synchronize()
 
@@ -126,6 +165,7 @@ def open_gpu(
     swaps_weights: bool = False,
     peers: PeerPool | None = None,
     host_kv_bytes: int = 0,
+    lanes: int = 1,
 ) -> GpuParts:
     """Make the calling thread a slice's thread, and set the slice up.
 
@@ -136,53 +176,58 @@ def open_gpu(
     models are loaded into the part of the arena that KV leaves. Else `cache_policy` decides which
     weights stay there as they stream by; without one no weight does. `peers` knows which other
     weights can be read on another GPU. `host_kv_bytes` is the size of the host memory, registered
-    here, that KV may rotate through.
+    here, that KV may rotate through. With two `lanes` steps whose weights stream have a lane of
+    their own (`engine.gpu.lanes`); partitions have one lane.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
     `PinningError` and `CudaError`.
     """
     torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device) if partition is None else partition.stream
-    torch.cuda.set_stream(stream)
+    assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
+    streams = lane_streams(device, lanes) if partition is None else [partition.stream]
+    torch.cuda.set_stream(streams[0])
     # Partial sums of split GEMMs in 16 bits would make a row depend more on its batch.
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     repository = Repository(device, kernels)
     repository.load(SERVING_VARIANTS)
-    context = LaunchContext(device, repository, None if partition is None else partition.sms)
     torch_device = torch.device("cuda", device)
     arena = gpu_arena(torch_device, kv_bytes, "--gpu-kv-bytes")
     chooser = Chooser(_profile(device, profile))
+    if partition is None:
+        contexts = lane_contexts(device, repository, chooser, lanes)
+    else:
+        contexts = [LaunchContext(device, repository, partition.sms)]
     wake = notify or _nothing
-    load_stream = CopyEngineStream(torch_device, stream, wake) if swaps_weights else None
+    load_stream = CopyEngineStream(torch_device, streams, wake) if swaps_weights else None
     borrower = None
     if peers is not None:
         chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
-        borrower = Borrower(peers, lambda: _mark(stream, load_stream))
-    cache, loads = _weight_cache(arena, stream, load_stream, cache_policy, borrower)
-    linear = Linear(context, chooser, cache)
-    on_step_end = None if notify is None else CompletionNotifier(torch_device, notify).watch
-    flashinfer = FlashInfer(torch_device, kernels)
-    ops = GpuOps(linear, torch_device, host_sampler, on_step_end, flashinfer.flash)
-    ops.capture_decoding(linear.launched, cache)
-    host_kv = _host_kv(arena, host_kv_bytes, stream, wake)
+        readers = streams if load_stream is None else [*streams, load_stream.stream]
+        borrower = Borrower(peers, marker(readers))
+    fence = LaneFence(dict(zip(LANES, streams, strict=False)))
+    cache, loads = _weight_cache(arena, streams[0], load_stream, cache_policy, borrower, fence)
+    lane, *beside = [
+        GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
+        for stream, context in zip(streams, contexts, strict=True)
+    ]
+    host_kv = _host_kv(arena, host_kv_bytes, lane.stream, wake)
     parts = GpuParts(
-        torch_device, stream, context, linear, ops, arena, Staging(torch_device), cache, loads,
-        borrower, host_kv, flashinfer,
+        torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
+        cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
     )  # fmt: skip
-    for sizes in COMMON:
-        warm(sizes, torch_device)
-    parts.finish()
+    _warm_common(parts)
     return parts
 
 
 def _weight_cache(
     arena: Tensor, stream: torch.cuda.Stream, load_stream: CopyEngineStream | None,
-    policy: CachePolicy | None, borrower: Borrower | None,
+    policy: CachePolicy | None, borrower: Borrower | None, fence: LaneFence,
 ) -> tuple[HbmCache | None, WeightLoads[torch.cuda.Event] | None]:  # fmt: skip
     if load_stream is None:
-        return (None if policy is None else HbmCache(arena, policy, borrower)), None
-    cache = HbmCache(arena, None, borrower)
+        cache = None if policy is None else HbmCache(arena, policy, borrower, fence.dropped)
+        return cache, None
+    cache = HbmCache(arena, None, borrower, fence.dropped)
 
     def fatal(fault: Exception) -> bool:
         return _fatal(fault, stream)
@@ -240,25 +285,6 @@ def _profile(device: int, choice: ProfileChoice) -> Profile:
     return assumed.profile
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A `memory.peer_pool.Mark`: events on all streams that read a neighbour's memory."""
-
-    events: tuple[torch.cuda.Event, ...]
-
-    def synchronize(self) -> None:
-        for event in self.events:
-            event.synchronize()
-
-
-def _mark(stream: torch.cuda.Stream, loads: CopyEngineStream | None) -> _Mark:
-    """Record events after all of the slice's work. Its stream waits for the copy engines of steps,
-    so the event there covers their work too; it does not wait for loads."""
-    event = torch.cuda.Event(blocking=True)
-    event.record(stream)
-    return _Mark((event,) if loads is None else (event, loads.mark()))
-
-
 def _fatal(fault: Exception, stream: torch.cuda.Stream) -> bool:
     """See `GpuParts.fatal`."""
     if isinstance(fault, _FATAL):
@@ -268,6 +294,16 @@ def _fatal(fault: Exception, stream: torch.cuda.Stream) -> bool:
     except torch.AcceleratorError:
         return True
     return False
+
+
+def _warm_common(parts: GpuParts) -> None:
+    """Load what most models need, before there are any."""
+    for sizes in COMMON:
+        warm(sizes, parts.device)
+    if parts.streaming is not None:
+        with parts.streaming.current():  # now: later it would wait for a stream's steps
+            _touch_libraries(COMMON[0], parts.device)
+    parts.finish()
 
 
 def _touch_libraries(sizes: Sizes, device: torch.device) -> None:

@@ -9,8 +9,9 @@ to these places. That moves some MiB inside HBM, and nothing is captured again. 
 matrix is now, at its home or in the weight cache, so a graph does not depend on that either.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -107,6 +108,11 @@ class ModelTables:
         """The first matrix that is not in HBM, at its home."""
         self.home: Home = "hbm"
         """Where `missing` is read; `hbm` once all matrices are there."""
+        self.homes: tuple[Home, ...] = ()
+        """Where each matrix is read."""
+        self.places = 0
+        """A hash of `homes`; 0 while all matrices have the same one. Graphs of two models whose
+        hashes are equal by chance would only read with an unfavourable number of CTAs."""
         self.resident: list[GpuLayer] | None = None
         """The layers with all matrices where they are in HBM; None while one is elsewhere."""
         self.local_bytes = 0
@@ -134,6 +140,8 @@ class ModelTables:
         # The owner is left out: this must not keep a detached model's memory alive.
         self.missing = None if missing is None else replace(missing, owner=None)
         self.home = streamed[0].home if streamed else "hbm"
+        self.homes = tuple(w.home for w in now)
+        self.places = hash(self.homes) if len(set(self.homes)) > 1 else 0
         self.streamed_bytes = sum(w.bytes for w in streamed)
         self.peer_bytes = sum(w.bytes for w in streamed if w.home == "peer")
         self.local_bytes = sum(w.bytes for w in now) - self.streamed_bytes
@@ -170,12 +178,16 @@ class GraphBinding:
         return cls(maps, torch.empty_like(packed), {}, {})
 
     def placeholder_layers(self, layers: Sequence[GpuLayer], home: Home) -> list[GpuLayer]:
-        """Return the layers to capture a graph with."""
+        """Return the layers to capture a graph with, all matrices at one home."""
         if home not in self.layers:
-            places = iter(range(self.maps.data_ptr(), 1 << 62, MAP_BYTES))
-            pieces = _pieces(self.vectors, [v for layer in layers for v in vectors(layer)])
-            self.layers[home] = [_placeholder(one, home, places, pieces) for one in layers]
+            self.layers[home] = self.mixed_layers(layers, repeat(home))
         return self.layers[home]
+
+    def mixed_layers(self, layers: Sequence[GpuLayer], homes: Iterable[Home]) -> list[GpuLayer]:
+        """Return new layers to capture a graph with. `homes`: one for each matrix."""
+        places = zip(homes, range(self.maps.data_ptr(), 1 << 62, MAP_BYTES), strict=False)
+        pieces = _pieces(self.vectors, [v for layer in layers for v in vectors(layer)])
+        return [_placeholder(one, places, pieces) for one in layers]
 
     def rope(self, length: int, like: Rope) -> Rope:
         """Return rotary tables to capture a graph with, for contexts of up to `length` tokens."""
@@ -224,13 +236,14 @@ def _located(layers: Sequence[GpuLayer], now: Sequence[WeightHandle]) -> list[Gp
 
 
 def _placeholder(
-    layer: GpuLayer, home: Home, places: Iterator[int], pieces: Iterator[Tensor]
+    layer: GpuLayer, places: Iterator[tuple[Home, int]], pieces: Iterator[Tensor]
 ) -> GpuLayer:
     """Return a layer of placeholder weights; `places` and `pieces` are in the order of `matrices`
     and `vectors`."""
 
     def handle(w: WeightHandle) -> WeightHandle:
-        return replace(w, pointer=0, home=home, owner=None, map_pointer=next(places))
+        home, map_pointer = next(places)
+        return replace(w, pointer=0, home=home, owner=None, map_pointer=map_pointer)
 
     def matrix(weight: WeightHandle, like: Matrix) -> Matrix:
         return Matrix(weight, None if like.bias is None else next(pieces))

@@ -8,11 +8,11 @@ A load takes places for all of a model's matrices (`memory.hbm_cache`), and copi
 of its own. The model is shown when all copies are over, so no step waits for a load. These rules
 keep steps and loads apart:
 
-- A load begins after everything that the slice launched before it: that may still read what was at
-  its places.
+- A load begins after every step launched before it that may still read what was at its places.
+  A step that streams beside it in another lane does not hold it up.
 - Copies run in the order of one stream. So a load may overwrite places of a load that was
   cancelled, whose last copies are still under way.
-- KV that grows into such places waits on the GPU for these copies (`make_room`).
+- KV that grows into such places waits on the GPU for these copies, in all lanes (`make_room`).
 
 Copies are enqueued a few batches ahead and not all at once, so that a cancelled load leaves the
 link soon.
@@ -60,7 +60,7 @@ class LoadStream(Protocol[EventT]):
     """A stream for copies, beside the slice's own (`engine.gpu.load_stream`)."""
 
     def mark_steps(self) -> EventT:
-        """Return an event after all that the slice has launched."""
+        """Return an event after all steps launched so far that may read what was dropped."""
         ...
 
     def wait_for_steps(self, event: EventT) -> None:
@@ -74,7 +74,7 @@ class LoadStream(Protocol[EventT]):
         ...
 
     def hold_steps(self, event: EventT) -> None:
-        """Let what the slice launches from now on wait for an event of `record`."""
+        """Let what the slice launches from now on, in any lane, wait for an event of `record`."""
         ...
 
     def synchronize(self) -> None:

@@ -21,6 +21,7 @@ from c2cserve.engine.models.layout import (
     layer_group,
     layer_tensor,
 )
+from c2cserve.engine.models.placing import placed
 from c2cserve.engine.models.rope import RopeTables
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.layer import (
@@ -48,6 +49,14 @@ class ForwardBatch(TokenRows):
     """int64[R]: tokens whose logits are wanted, in order."""
     longest: int
     """The largest of `context_len`."""
+
+    @property
+    def ids_to_read(self) -> Tensor:
+        """The tokens, on the host if all are known there. To read them elsewhere takes a wait."""
+        host = self.host
+        if isinstance(host, ForwardBatch) and bool((host.ids >= 0).all()):
+            return host.ids
+        return self.ids
 
 
 class Decoder:
@@ -132,7 +141,7 @@ class Decoder:
     def _embedding(self, batch: ForwardBatch, ops: Ops) -> Tensor:
         if self._embed is None:
             if self._weights.missing([self._embed_group]):
-                rows = self._weights.rows(EMBED, batch.ids).to(self._device)
+                rows = placed(self._weights.rows(EMBED, batch.ids_to_read), self._device)
                 all_of_them = torch.arange(rows.shape[0], dtype=torch.int32, device=self._device)
                 return ops.embed(rows, all_of_them)
             self._embed = self._weights.tensor(EMBED)
@@ -169,7 +178,7 @@ class Decoder:
         hidden += ops.moe_experts(x, ids, weights, experts.w13, experts.w2)
 
     def _vector(self, name: str) -> Tensor:
-        return self._weights.tensor(name).to(self._device, torch.float32).contiguous()
+        return placed(self._weights.tensor(name).float().contiguous(), self._device)
 
     def _layer_weights(self, index: int) -> LayerWeights:
         """Views of one layer's weights; the small vectors are widened to float32 once."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.engine.models.config import ModelConfig, Rope
+from c2cserve.engine.models.placing import placed, release
 
 _FIRST_LENGTH = 2048
 
@@ -39,6 +40,8 @@ class RopeTables:
         if length > self._longest:
             raise ValueError(f"a context of {length} tokens, at most {self._longest} are served")
         if length > self._made:
+            for table in self._tables:  # launched steps may read them
+                release(table)
             self._tables = self._make(min(self._longest, max(length, 2 * self._made)))
         return self._tables
 
@@ -47,7 +50,7 @@ class RopeTables:
         positions = torch.arange(length, dtype=torch.float32)
         angles = torch.outer(positions, self._frequencies.float())
         cos, sin = (angles.cos() * self._factor, angles.sin() * self._factor)
-        return cos.to(self._device).contiguous(), sin.to(self._device).contiguous()
+        return placed(cos.contiguous(), self._device), placed(sin.contiguous(), self._device)
 
 
 def _frequencies(config: ModelConfig, length: int) -> tuple[Tensor, float]:

@@ -144,6 +144,15 @@ def copy_async(target: int, source: int, size: int, stream: int) -> None:
     checked("cuMemcpyAsync", cu.cuMemcpyAsync(target, source, size, cu.CUstream(stream)))
 
 
+def hold_back(stream: int, word: int) -> None:
+    """Have no later kernel of the stream begin before all earlier work has ended.
+
+    A kernel that may begin early does so beside a kernel before it, but not beside a memset. Four
+    bytes at `word`, which nothing reads, are set to 0. Raises `CudaError`.
+    """
+    checked("cuMemsetD32Async", cu.cuMemsetD32Async(word, 0, 1, cu.CUstream(stream)))
+
+
 def signal(stream: int, flag: int, value: int) -> None:
     """Set a 32-bit flag in GPU memory once all earlier work of the stream is done."""
     checked("cuStreamWriteValue32", cu.cuStreamWriteValue32(cu.CUstream(stream), flag, value, 0))
@@ -154,23 +163,6 @@ def wait_at_least(stream: int, flag: int, value: int) -> None:
     reached = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
     result = cu.cuStreamWaitValue32(cu.CUstream(stream), flag, value, int(reached))
     checked("cuStreamWaitValue32", result)
-
-
-@cache
-def _libcuda() -> ctypes.CDLL:
-    library = ctypes.CDLL("libcuda.so.1")
-    library.cuLaunchHostFunc.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    return library
-
-
-def call_on_host(stream: int, function: int, argument: int) -> None:
-    """Let the driver call a C function, `void (void *)`, after what the stream has.
-
-    cuda-bindings may wrap such functions in ones that take the interpreter's lock. So the driver is
-    called without them.
-    """
-    code = _libcuda().cuLaunchHostFunc(stream, function, argument)
-    checked("cuLaunchHostFunc", (cu.CUresult(code),))
 
 
 @cache

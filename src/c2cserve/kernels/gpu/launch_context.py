@@ -1,12 +1,14 @@
 """Where kernels run: a GPU or a partition of one, its streams, its kernels and its work memory."""
 
 import ctypes
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from c2cserve.core.tensors import Home
 from c2cserve.kernels.gpu import driver
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES, THREADS, Variant
@@ -36,11 +38,26 @@ class Slot:
 class LaunchContext:
     """Launches kernels on torch's current stream, with grids that fit `sms` SMs.
 
-    Not thread-safe: a context belongs to one slice and its thread.
+    Not thread-safe: a context belongs to one lane of one slice, and to the slice's thread.
     """
 
-    def __init__(self, device: int, repository: Repository, sms: int | None = None) -> None:
+    def __init__(
+        self, device: int, repository: Repository, sms: int | None = None, *,
+        readers: Mapping[Home, int] | None = None, spared_sms: int = 0,
+    ) -> None:  # fmt: skip
+        """Other kernels run beside this context's in two cases.
+
+        `readers`: at most so many CTAs read W from a home, or one cluster if that is larger. No
+        kernel begins before they have ended: it would take SMs that it has no use for yet. The
+        kernels beside have all other SMs. `spared_sms`: grids leave so many SMs to the readers
+        beside. Neither changes a result.
+        """
         self.device = device
+        self.readers: Mapping[Home, int] = readers or {}
+        self._spared_sms = spared_sms
+        self._word: Tensor | None = None
+        if self.readers:
+            self._word = torch.zeros(1, dtype=torch.int32, device=f"cuda:{device}")
         self.repository = repository
         whole = torch.cuda.get_device_properties(device).multi_processor_count
         self.sms = min(sms or whole, whole)
@@ -113,11 +130,21 @@ class LaunchContext:
             self._scratch[name] = memory
         return memory[:size]
 
-    def clusters(self, variant: Variant) -> int:
-        """Return how many clusters of a variant run at once. Raises `CudaError` if not one does."""
+    def clusters(self, variant: Variant, home: Home = "hbm") -> int:
+        """Return how many clusters of a variant run at once, with W at `home`.
+
+        Raises `CudaError` if not one does.
+        """
+        fits = self._fitting(variant)
+        readers = self.readers.get(home)
+        return fits if readers is None else min(fits, max(1, readers // variant.cluster))
+
+    def _fitting(self, variant: Variant) -> int:
         if variant not in self._clusters:
             room = self.sms // variant.cluster
             fits = min(room, _resident_clusters(self.repository, variant)) if room else 0
+            if fits:
+                fits = min(fits, max(1, (self.sms - self._spared_sms) // variant.cluster))
             if fits < 1:
                 raise driver.CudaError(
                     f"{variant.name} needs clusters of {variant.cluster} SMs;"
@@ -127,13 +154,16 @@ class LaunchContext:
         return self._clusters[variant]
 
     def launch(
-        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False
-    ) -> None:
-        """Launch a variant. Raises `KernelMissingError`, `CudaError`."""
+        self, variant: Variant, clusters: int, parameters: ctypes.Structure, *, pdl: bool = False,
+        home: Home = "hbm",
+    ) -> None:  # fmt: skip
+        """Launch a variant, with W at `home`. Raises `KernelMissingError`, `CudaError`."""
         driver.launch(
             self.repository.kernel(variant), clusters * variant.cluster, THREADS,
             SHARED_BYTES, self.stream, parameters, pdl=pdl,
         )  # fmt: skip
+        if self._word is not None and home in self.readers:
+            driver.hold_back(self.stream, self._word.data_ptr())
 
 
 @cache

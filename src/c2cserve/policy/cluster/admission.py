@@ -5,22 +5,30 @@ a break for `burst_s`, more is asked than can be done. Then a newcomer whose fir
 late is refused on arrival, and so is what waits and is late. Else a late request does no harm,
 because requests that can be in time go before it (`policy.cluster.queue`). It waits for a quiet
 moment, until its patience ends.
+
+What delays a first token beside the queue is not foreseen but learned (`InTimeShare`): the more
+first tokens were late, the shorter the queue.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
+from c2cserve.policy.cluster.placement import worth_a_try
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
-from c2cserve.policy.cluster.slice_load import SliceLoad
+from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
 
 BURST_S = 0.25
-IN_TIME_SHARE = 0.5
-"""The share of its TTFT target that a new request may be expected to wait for in an overload. The
-rest is for its prompt, and for what delays it unseen on a busy machine."""
+CALM_S = 2.0
+"""An overload is over when no newcomer has had to wait for so long. Refusals make queues end early:
+without this, each end would let in all that is asked for a burst's time."""
+_LATE_TOLERATED = 0.02
+"""The share of first tokens that may be late in an overload."""
+_LATE_STEP = 0.1
 _WEIGHT = 0.3
 _WINDOW_S = 0.5
 _RECHECK_S = 0.25
@@ -79,17 +87,73 @@ class Standing:
     def __init__(self, burst_s: float) -> None:
         self._burst_s = burst_s
         self._since_s: float | None = None
+        self._pressed_s = -inf
         self.is_long = False
-        """Something has waited without a break for longer than a burst."""
+        """Something has waited without a break for longer than a burst. It stays so while newcomers
+        have to wait, and `CALM_S` more."""
 
     def note(self, *, waiting: bool, now: float) -> bool:
         """Whether something waits now; returns `is_long`."""
-        if not waiting:
+        if waiting:
+            self._since_s = now if self._since_s is None else self._since_s
+            self.is_long = self.is_long or now - self._since_s >= self._burst_s
+        else:
             self._since_s = None
-        elif self._since_s is None:
-            self._since_s = now
-        self.is_long = self._since_s is not None and now - self._since_s >= self._burst_s
+            self.is_long = self.is_long and now - self._pressed_s < CALM_S
         return self.is_long
+
+    def press(self, now: float) -> None:
+        """Note that a newcomer had to wait behind what waits already."""
+        if self.is_long:
+            self._pressed_s = now
+
+
+class InTimeShare:
+    """The share of its TTFT target that a request may be expected to wait for in an overload.
+
+    The rest is for its prompt and for what delays it unseen: the event loops of a busy machine,
+    other work on its cores. A late first token lowers the share by a tenth. One in time raises
+    it a little: the share stays level while `_LATE_TOLERATED` of them are late."""
+
+    MOST, LEAST = 0.75, 0.05
+
+    def __init__(self) -> None:
+        self.value = 0.5
+
+    def note(self, *, late: bool) -> None:
+        raised = _LATE_STEP * _LATE_TOLERATED / (1.0 - _LATE_TOLERATED)
+        factor = 1.0 - _LATE_STEP if late else 1.0 + raised
+        self.value = min(self.MOST, max(self.LEAST, self.value * factor))
+
+
+class Pace:
+    """The share of the targets that predicted times may take on a CPU slice in an overload.
+    Predictions leave out what comes between steps: other prompts, other work on the cores.
+
+    It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
+    new value."""
+
+    LEAST, MOST = 0.1, 1.0
+    LOWER, HIGHER = 0.75, 1.005
+    SLOW_S = 5.0
+
+    def __init__(self) -> None:
+        self.share = self.MOST
+        self._lowered_s = self._slow_s = -inf
+
+    def slow(self, now: float) -> bool:
+        """Return whether an answer was too slow lately."""
+        return now - self._slow_s < self.SLOW_S
+
+    def note(self, *, late: bool, sent_s: float, now: float) -> None:
+        """Learn from an answer's time per token. `sent_s`: when it was sent to its slice."""
+        self._slow_s = now if late else self._slow_s
+        if sent_s < self._lowered_s:
+            return
+        factor = self.LOWER if late else self.HIGHER
+        self.share = min(self.MOST, max(self.LEAST, self.share * factor))
+        if late:
+            self._lowered_s = now
 
 
 def refusal(
@@ -122,16 +186,86 @@ class Admission:
         self._standing = Standing(settings.burst_s)
         """The queue of requests that can be in time: they wait for places, so more is asked than
         can be done."""
+        self.share = InTimeShare()
+        self._late: list[Request] = []
+        """Those that have become late since this was looked at."""
+        self._pace = Pace()
+        self._begun: dict[str, tuple[Request, float, float]] = {}
+        """Requests with a first token: when they were sent to their slices, and when that came."""
+        self._ended: list[tuple[Request, float, float, int]] = []
+        """The same of those that have finished, and their lengths: their times are not known yet,
+        because no clock is read while events are applied."""
+        self._sent: dict[str, tuple[Request, float]] = {}
+        """Requests without a first token, and when they were sent to their slices."""
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
         self._notified = Backlog()
 
+    @property
+    def wakeup(self) -> float | None:
+        return self.recheck_s if self._queue or self.overload else None
+
+    @property
+    def overload(self) -> bool:
+        """Whether more is asked than can be done."""
+        return self._standing.is_long
+
+    def sent(self, request: Request, now: float) -> None:
+        """Note that a request goes to a slice."""
+        self._sent[request.id] = request, now
+
+    def left(self, request_id: str) -> None:
+        """Note that a request is on no slice any more."""
+        self._sent.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def finished(self, request_id: str, output_len: int) -> None:
+        """Note that a request has ended by itself."""
+        self.throughput.finished()
+        if (begun := self._begun.pop(request_id, None)) is not None:
+            self._ended.append((*begun, output_len))
+
+    def first_token(self, request_id: str, after_s: float) -> None:
+        """Learn from a first token, which came so long after its request arrived."""
+        if (sent := self._sent.pop(request_id, None)) is None:
+            return
+        request, sent_s = sent
+        self._begun[request_id] = request, sent_s, request.arrival_s + after_s
+        if self.overload and not request.sent:
+            self.share.note(late=after_s > request.slo.ttft_s)
+
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
-        if self._settings.patience > 0.0:  # else late requests would wait for ever
-            self._queue.age(now)
+        for request, sent_s, first_s, length in self._ended:
+            tpot_s = (now - first_s) / max(1, length - 1)
+            self._pace.note(late=tpot_s > request.slo.tpot_s, sent_s=sent_s, now=now)
+        self._ended.clear()
+        self._age(now)
         if not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
+
+    def _age(self, now: float) -> None:
+        if self._settings.patience > 0.0:  # else late requests would wait for ever
+            self._late += self._queue.age(now)
+
+    def overdue(self, now: float, loads: Iterable[SliceLoad]) -> Iterator[Reject]:
+        """Refuse requests in an overload before any is placed. These are those that have become
+        late since the last time, and those that are late on slices."""
+        self._age(now)
+        late, self._late = self._late, []
+        if self.overload and self._settings.patience > 0.0:
+            yield from self._hopeless(now, loads)
+            for one in late:
+                if one.id in self._queue and self._usable(one.model):
+                    yield self._overdue(one, now)
+
+    def _overdue(self, request: Request, now: float) -> Reject:
+        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
+        reason = (
+            f"the first token is due within {request.slo.ttft_s:g} s, and "
+            f"{now - request.arrival_s:.1f} s have passed"
+        )
+        return Reject(request.id, 429, reason, retry_s, "overload")
 
     def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
@@ -147,14 +281,16 @@ class Admission:
         if not self._queue:
             return
         new = {request.id for request in arrived}
+        if any(one in self._queue and not self._queue.late(one) for one in new):
+            self._standing.press(now)
         waiting = list(self._queue) if everybody else [r for r in arrived if r.id in self._queue]
         ahead = Counter[str]() if everybody else punctual
         for request in waiting:
             strict: float | None = None
-            if self._standing.is_long and self._queue.late(request.id):
+            if self.overload and self._queue.late(request.id):
                 strict = 1.0
-            elif self._standing.is_long and request.id in new:
-                strict = IN_TIME_SHARE
+            elif self.overload and request.id in new:
+                strict = self.share.value
             before = turns_before(request.tenant, ahead)
             reject = self._judge(request, before, now, strict)
             if reject is not None:
@@ -162,38 +298,32 @@ class Admission:
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
 
-    def hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
+    def _hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
         """Refuse requests on slices that are late before their first token, once in a while in an
         overload. Requests that can still be in time could have their places."""
-        if not self._standing.is_long or now < self.recheck_s or self._settings.patience <= 0.0:
+        if now < self.recheck_s:
             return []
-        late = [
-            job.request for load in loads for one in load.busy() for job in one.jobs.values()
+        return [
+            self._overdue(job.request, now)
+            for load in loads for one in load.busy() for job in one.jobs.values()
             if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
         ]  # fmt: skip
-        retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
-        return [
-            Reject(
-                one.id, 429, f"the first token was due within {one.slo.ttft_s:g} s, and "
-                f"{now - one.arrival_s:.1f} s have passed", retry_s, "overload",
-            )
-            for one in late
-        ]  # fmt: skip
 
-    def backlog(self) -> Backlog | None:
+    def backlog(self) -> list[Backlog]:
         """Return what the server must know to refuse newcomers before anything is done for them;
-        None if nothing has changed."""
+        nothing if that has not changed."""
         backlog = Backlog()
-        if self._standing.is_long and self.throughput.per_s > 0.0:
+        if self.overload and self.throughput.per_s > 0.0:
             waiting = self._queue.punctual(self._usable)
             models = self._queue.models_in_time(self._usable)
             backlog = Backlog(
-                self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models)
+                self.throughput.per_s, tuple(sorted(waiting.items())), tuple(models),
+                round(self.share.value, 2),
             )  # fmt: skip
         if backlog == self._notified:
-            return None
+            return []
         self._notified = backlog
-        return backlog
+        return [backlog]
 
     def _too_many(self, arrived: Sequence[Request]) -> Iterator[Reject]:
         most = self._settings.max_waiting
@@ -228,6 +358,22 @@ class Admission:
         """Whether it waits although it is late, so that it might as well be served."""
         late = self._queue.late(request.id) and self._settings.patience > 1.0
         return late or self.never_refused(request)
+
+    def confirmed(
+        self, placement: Placement | None, request: Request, slices: Mapping[str, SliceLoad],
+        now: float,
+    ) -> Placement | None:  # fmt: skip
+        """Return the placement of a waiting request. In an overload, and while answers are slow, a
+        busy CPU slice gets none on which it or others would be late. `placement` has looked at that
+        for other slices. What is late already may stay so."""
+        strict = self.overload or self._pace.slow(now)
+        if placement is None or not strict or self.never_refused(request):
+            return placement
+        load, late = slices[placement.slice_id], self._queue.late(request.id)
+        if not load.is_cpu:
+            return placement
+        tried = worth_a_try(load, request, now, self._pace.share, late=late)
+        return placement if tried else None
 
     def never_refused(self, request: Request) -> bool:
         """Whether a waiting request is kept however late it is."""

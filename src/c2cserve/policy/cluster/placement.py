@@ -128,6 +128,13 @@ def in_time(
     ) and OVERESTIMATE * round_s <= share * tpot_s
 
 
+def worth_a_try(load: SliceLoad, request: Request, now: float, share: float, *, late: bool) -> bool:
+    """Whether the request may be in time on a slice beside what is there (`in_time`). True if times
+    are not known."""
+    predictable = load.requests and _predictable(load, request)
+    return not predictable or in_time(load, request, now, share, late=late)
+
+
 def active_if_full(loads: Sequence[SliceLoad]) -> set[str] | None:
     """Return the only models that may get a place. None: some slice takes another one."""
     for load in loads:

@@ -1,6 +1,6 @@
 """The slow loop: admit, load, place, switch, keep; and after a fault, place again."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Generic, Never, overload
 
@@ -75,8 +75,7 @@ class ClusterPolicy(Generic[ExtraT]):
     @property
     def wakeup(self) -> float | None:
         idle_s = 0.0 if self._pool_changed else self._instances.wakeup
-        recheck_s = self._admission.recheck_s if self._queue else None
-        times = idle_s, self._relocation.wakeup, recheck_s
+        times = idle_s, self._relocation.wakeup, self._admission.wakeup
         return min((one for one in times if one is not None), default=None)
 
     # ---- events ---------------------------------------------------------------------------------
@@ -88,10 +87,11 @@ class ClusterPolicy(Generic[ExtraT]):
             case ev.Cancelled(request_id):
                 self._cancelled(request_id)
             case ev.FirstToken(request_id, after_s) | ev.Progressed(request_id, after_s):
+                self._admission.first_token(request_id, after_s)
                 self._instances.first_token(request_id, after_s)
                 self._relocation.tokens(event)
             case ev.Finished():
-                self._admission.throughput.finished()
+                self._admission.finished(event.request_id, event.output_len)
                 self._finished(event)
             case ev.SliceUp(slice_):
                 self._instances.slice_up(slice_)
@@ -163,6 +163,7 @@ class ClusterPolicy(Generic[ExtraT]):
         """Note that a request is on no slice, nor on its way from one. Return its model."""
         if request_id in self._where:
             self._relieved[self._where[request_id][1]] = None
+        self._admission.left(request_id)
         name = self._instances.left(request_id)
         if name is not None:
             self._models[name].running -= 1
@@ -188,6 +189,7 @@ class ClusterPolicy(Generic[ExtraT]):
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
+        self._refuse(self._admission.overdue(now, self._slices.values()))
         self._back_off(now)
         self._fail(now)
         if self._pool_changed or now >= self._admission.recheck_s:
@@ -195,7 +197,8 @@ class ClusterPolicy(Generic[ExtraT]):
         self._room_changed |= self._relocation.direct(now)
         self._dispatch(now, arrived)
         self._dispatch_owed(now)
-        self._refuse(now, arrived)
+        self._refuse(self._admission.refused(now, arrived, slices=bool(self._slices)))
+        self._actions += self._admission.backlog()
         self._forget()
         self._actions += self._relocation.recalls(now)
         usable = any(self._models[m].usable for m in self._queue.models())
@@ -354,7 +357,8 @@ class ClusterPolicy(Generic[ExtraT]):
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
         spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
-        return self._placing.place(request, spec, loads, self._value, now, late=late)
+        placement = self._placing.place(request, spec, loads, self._value, now, late=late)
+        return self._admission.confirmed(placement, request, self._slices, now)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """Return what it costs to let a model without requests leave a slice; lowest first."""
@@ -371,21 +375,18 @@ class ClusterPolicy(Generic[ExtraT]):
         displaced = self._queue.displaced(request.id)
         self._queue.remove(request.id)
         self._shares.dispatched(request, self._outputs.mean(model.spec.id))
+        self._admission.sent(request, now)
         self._instances.send(request, model.spec, placement, displaced=displaced)
         model.running += 1
         model.last_used_s = now
 
-    def _refuse(self, now: float, arrived: Sequence[Request]) -> None:
-        for reject in self._admission.hopeless(now, self._slices.values()):
-            self._instances.undispatch(reject.request_id)
-            self._left(reject.request_id)
+    def _refuse(self, rejects: Iterable[act.Reject]) -> None:
+        for reject in rejects:
+            if reject.request_id in self._where:
+                self._instances.undispatch(reject.request_id)
+                self._left(reject.request_id)
             self._leave_queue(reject.request_id)
             self._actions.append(reject)
-        for reject in self._admission.refused(now, arrived, slices=bool(self._slices)):
-            self._leave_queue(reject.request_id)
-            self._actions.append(reject)
-        if (backlog := self._admission.backlog()) is not None:
-            self._actions.append(backlog)
 
     def _forget(self) -> None:
         for name in self._removing[:]:

@@ -117,8 +117,10 @@ class WaitingQueue:
         if not displaced:
             heappush(self._aging, (request.first_token_due_s, request.id))
 
-    def age(self, now: float) -> None:
-        """Move requests whose first token is overdue behind those that can still be in time."""
+    def age(self, now: float) -> list[Request]:
+        """Move requests whose first token is overdue behind those that can still be in time. Return
+        those moved."""
+        moved: list[Request] = []
         while self._aging and self._aging[0][0] < now:
             _, request_id = heappop(self._aging)
             entry = self._entries.get(request_id)
@@ -126,6 +128,8 @@ class WaitingQueue:
                 self.remove(request_id)
                 urgency, request = entry
                 self._insert(((LATE, *urgency[1:]), request))
+                moved.append(request)
+        return moved
 
     def _insert(self, entry: Entry) -> None:
         _, request = entry

@@ -52,13 +52,16 @@ def cluster_policy(settings: AdmissionSettings, preset: Preset) -> SimulatedClus
     return ClusterPolicy(settings, strategies)
 
 
-def slice_policy(slice_: Slice, preset: Preset, lookahead: int) -> SimulatedSlicePolicy:
-    """Build one slice's policy. `lookahead`: decode steps that may be decided at once; 1: none."""
+def slice_policy(
+    slice_: Slice, preset: Preset, lookahead: int, in_flight: int = 1
+) -> SimulatedSlicePolicy:
+    """Build one slice's policy. `lookahead`: decode steps that may be decided at once; 1: none.
+    `in_flight`: steps at a time."""
     arena = arena_of(slice_)
     swapping = swapping_of(arena, slice_, rotates=preset.keeps)
     rotation = preset.rotation if slice_.host_kv_bytes else None
     by_headroom = preset.turn == "headroom"
-    several = lookahead > 1 and rotation is None
+    several = lookahead > 1 and in_flight == 1 and rotation is None and slice_.lanes == 1
     strategies: SliceStrategies[SimulatedSliceAction] = SliceStrategies(
         arena, swapping, _BUDGETS[preset.chunks], BY_HEADROOM if by_headroom else BY_ARRIVAL,
         rotation,
@@ -66,4 +69,4 @@ def slice_policy(slice_: Slice, preset: Preset, lookahead: int) -> SimulatedSlic
         if several else None,
         AlphaBank() if preset.alpha else None,
     )  # fmt: skip
-    return SlicePolicy(slice_, 1, strategies)
+    return SlicePolicy(slice_, in_flight, strategies)

@@ -55,7 +55,7 @@ class SwappingLookahead:
         for model in models:
             left = min(left, _decodes_left(model))
             too_many = len(model.seqs) > self._max_batch
-            if left < 2 or model.time.decode_s <= 0.0 or too_many:
+            if left < 2 or model.time.decode_step_s(len(model.seqs)) <= 0.0 or too_many:
                 return []
         if len(models) < 2:
             return [0] * left if models else []

@@ -1,13 +1,23 @@
 """What decisions believe about time, learned from what steps took.
 
 A step takes about `decode_step_s(decodes) + prefill_token_s * prefill tokens`. Decode steps are
-kept by powers of two of the batch (SLINFER section 6 B), with straight lines between them. All
-values are exponential averages. (The simulator has its own cost model: what is believed and what
-happens are never the same table.)"""
+kept by powers of two of the batch (SLINFER section 6 B), with straight lines between them.
 
+A step may also do what is done once: register memory, capture a graph, compile. Then it takes a
+hundred times as long as the next one, and says nothing about it. So each value comes from the last
+few steps without the slowest. The controller gets none that only one step has shown: it would
+refuse requests for it. (The simulator has its own cost model: what is believed and what happens are
+never the same table.)"""
+
+from collections import deque
 from dataclasses import dataclass, field
 
-_WEIGHT = 0.2
+_STEPS = 5
+"""A decode time comes from so many steps of its size."""
+_PROMPTS_MOST = 16
+_PROMPT_TOKENS = 4096
+"""The time of a prefill token comes from so many tokens, in 5 to 16 steps. A short prompt takes
+nearly as long as one of a few hundred tokens on a GPU, and must not outweigh that one."""
 _PREFILL_TOKENS_MIN = 8
 """Shorter chunks say more about fixed costs than about the cost of a token."""
 _FIRST_CHUNK = 64
@@ -21,13 +31,25 @@ client sees the gap, not the average."""
 class StepTime:
     """One model on one slice. 0 means: nothing is known yet."""
 
-    decode_s: float = 0.0
-    """A decode step of the batch that was seen last: what the controller is told."""
     prefill_token_s: float = 0.0
+    _prompts: "deque[tuple[int, float]]" = field(default_factory=deque[tuple[int, float]])
+    """The last prefills: tokens, and seconds beside those of the decodes."""
+    _decodes: "dict[int, deque[float]]" = field(default_factory=dict[int, "deque[float]"])
+    """floor(log2(batch)) -> seconds of the last decode steps."""
+    _last: int = 0
+    """The key of the last decode step's batch."""
     _by_batch: dict[int, float] = field(default_factory=dict[int, float])
     """floor(log2(batch)) -> seconds of a pure decode step."""
     _largest: int = -1
     """The largest of its keys."""
+
+    @property
+    def settled(self) -> tuple[float, float] | None:
+        """Return what the controller gets: the seconds of a decode step of the batch that was
+        seen last, and of a prefill token. None: only one step has shown it, or none."""
+        if len(self._decodes.get(self._last, ())) < 2 or len(self._prompts) < 2:
+            return None
+        return self._by_batch[self._last], self.prefill_token_s
 
     def decode_step_s(self, batch: int) -> float:
         """Return the seconds of a pure decode step: interpolated between known batches, else those
@@ -54,14 +76,16 @@ class StepTime:
 
     def learn(self, decodes: int, prefill_tokens: int, took_s: float) -> None:
         if not prefill_tokens:
-            size = decodes.bit_length() - 1
-            took_s = _blend(self._by_batch.get(size, 0.0), took_s)
-            self.decode_s = self._by_batch[size] = took_s
+            size = self._last = decodes.bit_length() - 1
+            steps = self._decodes.setdefault(size, deque(maxlen=_STEPS))
+            steps.append(took_s)
+            self._by_batch[size] = _typical(steps)
             self._largest = max(self._largest, size)
         elif prefill_tokens >= _PREFILL_TOKENS_MIN:
             # A step without decodes has its fixed cost too: about a decode step of one.
             rest_s = max(0.0, took_s - self.decode_step_s(max(1, decodes)))
-            self.prefill_token_s = _blend(self.prefill_token_s, rest_s / prefill_tokens)
+            self._prompts.append((prefill_tokens, rest_s))
+            self.prefill_token_s = _token_s(self._prompts)
 
     def step_s(self, decodes: int, prefill_tokens: int) -> float:
         return self.decode_step_s(max(1, decodes)) + self.prefill_token_s * prefill_tokens
@@ -82,5 +106,23 @@ def allowed_step_s(headroom_s: float, tpot_s: float) -> float:
     return tpot_s * _AHEAD_MAX if headroom_s > tpot_s * _AHEAD_MAX else max(headroom_s, tpot_s)
 
 
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else old + _WEIGHT * (new - old)
+def _typical(steps: "deque[float]") -> float:
+    """Return the mean of a few times without the longest and the shortest; of two the shorter. (Of
+    two steps that are noticed at once, the second seems to take no time.)"""
+    if len(steps) < 3:
+        return min(steps)
+    return (sum(steps) - max(steps) - min(steps)) / (len(steps) - 2)
+
+
+def _token_s(prompts: "deque[tuple[int, float]]") -> float:
+    """Return the seconds per token of the last prefills, without the slowest. Forget older ones."""
+    total = sum(tokens for tokens, _ in prompts)
+    while len(prompts) > _PROMPTS_MOST or (
+        len(prompts) > _STEPS and total - prompts[0][0] >= _PROMPT_TOKENS
+    ):
+        total -= prompts.popleft()[0]
+    took_s = sum(seconds for _, seconds in prompts)
+    if len(prompts) > 1:
+        tokens, seconds = max(prompts, key=lambda one: one[1] / one[0])
+        total, took_s = total - tokens, took_s - seconds
+    return max(0.0, took_s) / total

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
+from c2cserve.core.step import Lane
 from c2cserve.policy.slice.batching import ActiveModel, StepInFlight
 
 _LEAD_S = 0.02
@@ -42,14 +43,27 @@ class InFlight:
     def parked(self, model: ActiveModel) -> bool:
         return any(step.parked for step in self.of(model))
 
-    def models(self) -> set[str]:
-        return {step.model.name for step in self}
+    def running_in(self, lane: Lane) -> int:
+        """Return the number of the lane's steps that are not parked."""
+        return sum(not step.parked for step in self if step.step.lane == lane)
 
-    def next_plan_s(self, now: float) -> float:
-        """Return when to plan the next step: at once if nothing runs, else shortly before what runs
-        ends. Requests that arrive until then can still join it. While step times are unknown, it is
-        planned when the step has ended."""
-        first = next((step for step in self if not step.parked), None)
+    def models(self) -> dict[str, float]:
+        """Return the models with steps in flight, and in how many seconds these end at the latest,
+        as far as is known. Steps of a lane run in the order of their launch."""
+        ends_s: dict[str, float] = {}
+        total_s: dict[Lane, float] = {}
+        for one in self:
+            lane, name = one.step.lane, one.model.name
+            total_s[lane] = total_s.get(lane, 0.0) + one.expected_s
+            ends_s[name] = max(ends_s.get(name, 0.0), total_s[lane])
+        return ends_s
+
+    def next_plan_s(self, now: float, lane: Lane) -> float:
+        """Return when to plan a lane's next step: at once if nothing runs there, else shortly
+        before what runs ends. Requests that arrive until then can still join it. While step times
+        are unknown, it is planned when the step has ended."""
+        of_lane = (step for step in self if step.step.lane == lane)
+        first = next((step for step in of_lane if not step.parked), None)
         if first is None:
             return now
         if first.since_s is None:

@@ -50,13 +50,9 @@ class _ModelKv:
 
 
 class KvArena:
-    def __init__(self, kv_bytes: int, slab_bytes: int, cached_bytes: int | None = None) -> None:
-        """`cached_bytes`: what is cached makes way before the arena's used part grows beyond so
-        many bytes, because weights may lie there that are worth more. None: only when it is full.
-        """
-        self._roomy_slabs = kv_bytes if cached_bytes is None else cached_bytes // slab_bytes
+    def __init__(self, kv_bytes: int, slab_bytes: int) -> None:
         self.slab_bytes = slab_bytes
-        self.slabs = kv_bytes // slab_bytes
+        self.slabs = self._roomy_slabs = kv_bytes // slab_bytes
         self.size = self.slabs * slab_bytes
         """Bytes."""
         self._taken = bytearray(self.slabs)
@@ -74,6 +70,11 @@ class KvArena:
     def end_bytes(self) -> int:
         """Below it lies all that is held or cached: slabs are taken from the front."""
         return (self._taken.rfind(1) + 1) * self.slab_bytes
+
+    @property
+    def held_end_bytes(self) -> int:
+        """Below it lies all that is held. What is cached above it can make way at once."""
+        return (self._busy.rfind(1) + 1) * self.slab_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -113,6 +114,11 @@ class KvArena:
     def free_slabs(self) -> int:
         """Those in which no KV is held, withheld ones too."""
         return self._busy.count(0)
+
+    def limit_cache(self, share: float) -> None:
+        """Let what is cached make way before the arena's used part grows beyond a share of it."""
+        self._roomy_slabs = int(self.slabs * share)
+        self._forget_above(self._roomy_slabs)
 
     def withhold(self, slabs: int) -> None:
         """So many slabs hold something else than KV from now on, wherever they lie: at most

@@ -9,7 +9,7 @@ little and frees the rest at once. A request that comes in takes any free block,
 one that is still being read. A request can be paused when it is in no step and no move, and has run
 since it came in."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from c2cserve.core.actions import Direction, Move
 from c2cserve.core.machine import Slice
@@ -20,30 +20,39 @@ from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, Rotati
 
 
 class KvRotation:
-    def __init__(self, arena: KvArena, slice_: Slice, settings: RotationSettings) -> None:
+    def __init__(
+        self, arena: KvArena, slice_: Slice, settings: RotationSettings,
+        release_weights: Callable[[ActiveModel], bool],
+    ) -> None:  # fmt: skip
+        """`release_weights` releases weights for KV of a model. It returns whether any could go."""
         self._arena = arena
         self._slice = slice_
         self._settings = settings
+        self._release_weights = release_weights
         self._copies = EagerCopies(slice_.host_kv_bytes)
         self._moving: dict[str, tuple[Seq, Direction]] = {}
         self._outgoing_bytes = 0
+        self._room_bytes = arena.size
+        """The arena without weights that are needed."""
         self.may_start: set[str] = set()
         """Waiting requests that may start in this iteration."""
         self.contended = False
         """A request that wants to run found no room. Requests in a running step cannot be paused,
         so the next step is better decided when this one has ended."""
 
-    def plan(self, seqs: Iterable[Seq], now: float) -> list[Move]:
+    def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:
         """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
         and start, and which blocks of the others are copied meanwhile. Room that is about to be
         free counts as free. The request that it was made for has the largest lag in the next
-        iteration too."""
+        iteration too. `weight_bytes` of the arena are taken by weights that are needed. Other
+        weights make way."""
         by_id = {seq.request.id: seq for seq in seqs}
+        self._room_bytes = self._arena.size - weight_bytes
         claims = self._claims(by_id.values(), now)
         held = self._arena.held_bytes - self._outgoing_bytes
         running = sum(one.state is KvState.RUNNING for one in claims)
         growth_bytes = running * max((seq.model.block_bytes for seq in by_id.values()), default=0)
-        free = max(0, self._arena.size - held - growth_bytes)
+        free = max(0, self._room_bytes - held - growth_bytes)
         rotation = rotate(claims, free, self._settings, now)
         self.contended = len(claims) > running + len(rotation.prioritized)
         moves: list[Move] = []
@@ -97,8 +106,10 @@ class KvRotation:
         return self._claim(seq, state, blocks_of(seq.length + 1), since_s)
 
     def _claim(self, seq: Seq, state: KvState, blocks: int, since_s: float) -> KvClaim:
-        # The token after a prompt that fills the arena may be the last one, which has no KV.
-        size = min(self._arena.size, blocks * seq.model.block_bytes)
+        # The token after a prompt that fills the room beside the weights may be the last one, which
+        # has no KV. If it is not, the model streams from then on.
+        least = min(blocks, blocks_of(seq.length)) * seq.model.block_bytes
+        size = max(least, min(self._room_bytes, blocks * seq.model.block_bytes))
         return KvClaim(seq.request.id, state, size, since_s, seq.request.slo)
 
     def pause(self, seq: Seq, now: float) -> Move | None:
@@ -122,9 +133,10 @@ class KvRotation:
 
     def _resume(self, seq: Seq, now: float) -> Move | None:
         """Bring a request into HBM, if there is room by now."""
-        blocks = self._arena.allocate(seq.model.key, blocks_of(seq.length))
-        if blocks is None:
-            return None
+        needed = blocks_of(seq.length)
+        while (blocks := self._arena.allocate(seq.model.key, needed)) is None:
+            if not self._release_weights(seq.model):
+                return None
         seq.blocks, seq.notified, seq.since_s = blocks, 0, now
         lasting, end_bytes = self._copies.lasting(seq.request.id), self._arena.end_bytes
         return self._move(seq, "in", 0, blocks[: blocks_of(seq.computed)], lasting, end_bytes)
@@ -169,6 +181,11 @@ class KvRotation:
             self._arena.release(seq.model.key, seq.blocks)
             seq.blocks = []
         return seq
+
+    @property
+    def under_way(self) -> bool:
+        """Whether KV is being moved."""
+        return bool(self._moving)
 
     def moving(self, model: ActiveModel) -> bool:
         """Whether some of the model's blocks are being read or written by moves."""

@@ -15,10 +15,11 @@ from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, S
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
-from c2cserve.core.step import SeqStep, Step
+from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight, spare_tokens
 from c2cserve.policy.slice.estimate import StepTime
 from c2cserve.policy.slice.faults import Faults, groups, set_apart
+from c2cserve.policy.slice.lanes import Lanes
 from c2cserve.policy.slice.slice_memory import SliceMemory
 from c2cserve.policy.slice.strategies import ExtraT, Lookahead, SliceStrategies, live_strategies
 
@@ -43,20 +44,20 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self, slice_: Slice, max_in_flight: int = 1,
         strategies: SliceStrategies[ExtraT] | None = None,
     ) -> None:  # fmt: skip
-        """Build the policy of one slice. `max_in_flight`: steps at a time that are not parked. They
-        run in the order of their launch; more than two only make newcomers wait."""
+        """Build the policy of one slice. `max_in_flight`: steps at a time of one lane that are not
+        parked. They run in the order of their launch; more than two only make newcomers wait."""
         strategies = strategies or live_strategies(slice_)
         super().__init__(slice_, strategies)
         self._max_in_flight = max_in_flight
         self._strategies = strategies
         self._lookahead = strategies.lookahead
         self._models: dict[str, ActiveModel] = {}
-        self._times: dict[str, StepTime] = {}
-        """Step times of all models that ever were active here."""
+        self._lanes = Lanes(slice_.lanes)
+        self._times: dict[tuple[str, Lane], StepTime] = {}
+        """Step times of all models that ever were active here, in each lane."""
         self._faults = Faults()
         self._step_ids = count(1)
         self._keys = count(1)
-        self._late_ran = False
         self.retries = 0
         """Requests whose step failed and that ran again,"""
         self.given_up = 0
@@ -113,13 +114,19 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
-            time = self._times.setdefault(spec.id, StepTime())
-            key = f"{spec.id}#{next(self._keys)}"
+            lane = self._lanes.of(spec.id, False if keep else None)
+            time, key = self._time(spec.id, lane), f"{spec.id}#{next(self._keys)}"
             model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, self._strategies.rank)
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
             if keep:
                 self._weights.activated(model, spec)
+
+    def _lane_of(self, name: str) -> Lane:
+        return self._lanes.of(name, self._weights.streams(name))
+
+    def _time(self, name: str, lane: Lane) -> StepTime:
+        return self._times.setdefault((name, lane), StepTime())
 
     def _withdraw(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
@@ -134,8 +141,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _step_done(self, event: ev.StepDone) -> None:
         flight = self._in_flight.landed(event.step_id)
-        if times := event.times:
+        times = event.times
+        if times and not all(seq.ended for seq in flight.seqs):  # else nothing ran
             flight.model.time.learn(flight.decodes, flight.prefill_tokens, event.compute_s / times)
+            self._lanes.landed(flight.step.model, event.streamed_bytes)
         outcomes = {outcome.request_id: outcome for outcome in event.outcomes}
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
             self._land(seq, part, outcomes.get(part.request_id), times)
@@ -143,6 +152,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     def _step_failed(self, step_id: int, reason: str) -> None:
         flight = self._in_flight.landed(step_id)
+        self._lanes.forget()
         for part, seq in zip(flight.step.seqs, flight.seqs, strict=True):
             seq.in_flight -= 1
             if not seq.ended:
@@ -218,88 +228,131 @@ class SlicePolicy(SliceMemory[ExtraT]):
     # ---- decisions ------------------------------------------------------------------------------
 
     def decide(self, now: float) -> Sequence[SliceAction | ExtraT]:
-        self._short_of_room = False
         self._now = now
         self._shares.refresh(now)
-        tried: set[str] = set()
         self._actions += self._weights.plan(now, self._in_flight.models())
         self.wakeup = self._weights.wakeup
-        if self._rotation is not None and self._may_launch(now):
-            self._actions += self._rotation.plan(self._seqs.values(), now)
+        lanes = self._lanes.in_order()
+        if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
+            self._actions += self._rotation.plan(
+                self._in_hbm_or_ready(), now, self._weights.needed_bytes
+            )
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
-        while self._may_launch(now):
-            candidates = [
-                (model.first(), model.last_step, name)
-                for name, model in self._models.items()
-                if model.seqs and name not in tried and self._weights.computes(name)
-                and not any(step.holds_up for step in self._in_flight.of(model))
-            ]  # fmt: skip
-            candidates = self._shares.candidates(candidates, self._models)
-            turn = self._weights.turn(candidates, now, self._late_ran)
+        self._lanes.short = None
+        for lane in lanes:
+            if not self._fill(lane, now):
+                self._lanes.short = lane
+                break
+        if self._stuck():
+            self._actions += self._weights.break_deadlock()
+            self._wake_by(self._weights.wakeup)
+        actions, self._actions = self._actions, []
+        if any(isinstance(action, Fetch) for action in actions):
+            actions = _with_kv_end(actions, self.arena.end_bytes)
+        return actions
+
+    def _stuck(self) -> bool:
+        """Return whether resident models cannot run, and will not by themselves. KV that is on its
+        way may let them."""
+        if self._rotation is not None and self._rotation.under_way:
+            return False
+        steps = (one.step for one in self._in_flight)
+        return self._lanes.stuck(steps, self._weights.streams)
+
+    def _fill(self, lane: Lane, now: float) -> bool:
+        """Launch the lane's next steps, if it is time. Return False if a decode finds no block, and
+        the requests that could be preempted are in a step: its end comes first."""
+        self._short_of_room = False
+        tried: set[str] = set()
+        while self._may_launch(lane, now):
+            turn = self._turn(lane, tried, now)
             if turn is None:
                 break
             late, name = turn
-            freed = len(self._actions)
-            if self._launch(self._models[name], now):
-                self._late_ran = late
-                self._shares.ran(self._models[name])
+            model, freed = self._models[name], len(self._actions)
+            model.time = self._time(name, lane)
+            if self._launch(model, lane, now):
+                self._lanes.late_ran[lane] = late
+                self._shares.ran(model)
                 continue
             if len(self._actions) > freed:
                 tried.clear()  # a request was preempted: all may have room now
             else:
                 tried.add(name)
             if self._in_flight.running and self._short_of_room:
-                break  # the requests that could be preempted are in a step: its end comes first
-        if not self._in_flight:
-            self._actions += self._weights.break_deadlock()
-            self.wakeup = self._weights.wakeup
-        actions, self._actions = self._actions, []
-        if any(isinstance(action, Fetch) for action in actions):
-            actions = _with_kv_end(actions, self.arena.end_bytes)
-        return actions
+                return False
+        return True
 
-    def _may_launch(self, now: float) -> bool:
-        """Steps do not overlap while requests compete for memory: only between steps can they
-        change places."""
+    def _turn(self, lane: Lane, tried: set[str], now: float) -> tuple[bool, str] | None:
+        """Return which of the lane's models runs next. A model changes lanes between steps."""
+        candidates = [
+            (model.first(), model.last_step, name)
+            for name, model in self._models.items()
+            if model.seqs and name not in tried and self._weights.computes(name)
+            and self._lane_of(name) == lane
+            and not any(step.holds_up or step.step.lane != lane
+                        for step in self._in_flight.of(model))
+        ]  # fmt: skip
+        candidates = self._shares.candidates(candidates, self._models)
+        return self._weights.turn(candidates, now, self._lanes.late_ran[lane])
+
+    def _in_hbm_or_ready(self) -> list[Seq]:
+        """Return the requests that rotate. Of a model whose weights are absent, these are the ones
+        with KV in HBM. They may leave, and the others come in after the weights."""
+        return [
+            seq for seq in self._seqs.values()
+            if self._weights.computes(seq.model.name) or (seq.started and not seq.paused)
+        ]  # fmt: skip
+
+    def _may_launch(self, lane: Lane, now: float) -> bool:
+        """Steps of a lane do not overlap while requests compete for memory: only between steps can
+        they change places."""
         contended = self._rotation is not None and self._rotation.contended
         most = 1 if contended else self._max_in_flight
-        return self._in_flight.running < most and self._is_time(now)
+        return self._in_flight.running_in(lane) < most and self._is_time(lane, now)
 
     def _launch_several(self, lookahead: Lookahead, now: float) -> None:
         """Launch several decode steps at once, where single decisions would come to the same."""
         models = [m for m in self._models.values() if m.seqs and self._weights.computes(m.name)]
-        steps = lookahead.decide(models, self._step_ids, now, self._late_ran)
+        assert len(self._lanes.late_ran) == 1, "lanes end in any order, which none foresees"
+        late_ran = self._lanes.late_ran["resident"]
+        steps = lookahead.decide(models, self._step_ids, now, late_ran)
         if steps is not None:
             self._in_flight.launched(steps.in_flight)
-            self._late_ran = steps.late
+            self._lanes.late_ran["resident"] = steps.late
             self._actions.append(steps.run)
 
-    def _is_time(self, now: float) -> bool:
-        begin_s = self._in_flight.next_plan_s(now)
+    def _is_time(self, lane: Lane, now: float) -> bool:
+        begin_s = self._in_flight.next_plan_s(now, lane)
         if now < begin_s < float("inf"):
-            self.wakeup = begin_s if self.wakeup is None else min(begin_s, self.wakeup)
+            self._wake_by(begin_s)
         return now >= begin_s
 
-    def _launch(self, model: ActiveModel, now: float) -> bool:
+    def _wake_by(self, when: float | None) -> None:
+        if when is not None:
+            self.wakeup = when if self.wakeup is None else min(when, self.wakeup)
+
+    def _launch(self, model: ActiveModel, lane: Lane, now: float) -> bool:
         """Start the model's next step. Return False if nothing of it can run now."""
         line, limit_s = self._shares.apportion(model, model.line_up(now), self._models)
         if self._in_flight.of(model) and self._lacks_room(model, line[0]):
             return False
-        return any(self._launch_group(model, *group, now, limit_s) for group in groups(model, line))
+        split = groups(model, line)
+        return any(self._launch_group(model, lane, *group, now, limit_s) for group in split)
 
     def _launch_group(
-        self, model: ActiveModel, decodes: list[Seq], prefills: list[Seq], now: float,
-        limit_s: float | None,
+        self, model: ActiveModel, lane: Lane, decodes: list[Seq], prefills: list[Seq],
+        now: float, limit_s: float | None,
     ) -> bool:  # fmt: skip
         seqs: list[Seq] = []
         parts: list[SeqStep] = []
         budget = 0
         if prefills and len(decodes) < self._slice.max_batch:
+            beside = [m for m in self._models.values() if self._lane_of(m.name) == lane]
             budget = self._strategies.prefill_budget(
-                self._models.values(), model, prefills[0], now, len(decodes),
-                self._slice.max_step_tokens,
-            )  # fmt: skip
+                beside, model, prefills[0], now, len(decodes), self._slice.max_step_tokens
+            )
         for seq in decodes[: self._slice.max_batch]:
             # Paused or not started any more: one of those before it has preempted it.
             room = seq.issued < len(seq.blocks) * BLOCK_TOKENS
@@ -321,7 +374,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 left -= tokens
         if not parts:
             return False
-        step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes)
+        step = Step(next(self._step_ids), model.name, tuple(parts), self.arena.end_bytes, lane)
         expected_s = model.time.step_s(decoding, budget - left)
         launched = StepInFlight(step, model, seqs, decoding, budget - left, expected_s)
         self._in_flight.launched((launched,))

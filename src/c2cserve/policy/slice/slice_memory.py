@@ -20,7 +20,9 @@ class SliceMemory(Generic[ExtraT]):
         self._slice = slice_
         self.arena = strategies.arena
         rotation = strategies.rotation
-        self._rotation = None if rotation is None else KvRotation(self.arena, slice_, rotation)
+        self._rotation = None if rotation is None else KvRotation(
+            self.arena, slice_, rotation, self._release_weights
+        )  # fmt: skip
         self._weights = strategies.memory
         self._deactivated: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
@@ -49,8 +51,9 @@ class SliceMemory(Generic[ExtraT]):
         if self._rotation is not None:
             if seq.request.id not in self._rotation.may_start:
                 return False
-            if self.arena.available(model.key) < needed:
-                return False
+            while self.arena.available(model.key) < needed:
+                if not self._release_weights(model):
+                    return False
         elif not self._may_start(seq, needed):
             return False
         reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]

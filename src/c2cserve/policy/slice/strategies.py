@@ -30,6 +30,7 @@ from c2cserve.policy.slice.batching import (
 from c2cserve.policy.slice.kv import KvArena
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.policy.weights.weight_memory import WeightMemory
+from c2cserve.policy.weights.weight_room import CACHE_SHARE
 from c2cserve.policy.weights.weight_swapping import WeightSwapping
 
 ExtraT = TypeVar("ExtraT")
@@ -74,9 +75,12 @@ class SliceStrategies(Generic[ExtraT_co]):
 
 
 def arena_of(slice_: Slice) -> KvArena:
-    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights."""
-    cached_bytes = None if slice_.gpu is None else slice_.kv_bytes // 2
-    return KvArena(slice_.kv_bytes, slice_.slab_bytes, cached_bytes)
+    """Return the empty arena of a slice. On GPUs, what KV leaves of it is for weights, which are
+    worth more than prefixes that may be asked for again."""
+    arena = KvArena(slice_.kv_bytes, slice_.slab_bytes)
+    if slice_.gpu is not None:
+        arena.limit_cache(CACHE_SHARE)
+    return arena
 
 
 def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwapping:
@@ -85,6 +89,12 @@ def swapping_of(arena: KvArena, slice_: Slice, *, rotates: bool) -> WeightSwappi
     Where KV may have all of that memory, weights lie at its end, in what KV leaves."""
     arena.weights_above = rotates and slice_.swaps_weights and slice_.kv_bytes >= slice_.hbm_bytes
     return WeightSwapping(arena, slice_, rotates=rotates)
+
+
+def live_steps_in_flight(slice_: Slice) -> int:
+    """Return how many steps of a slice a server has in flight. A GPU's next step is launched while
+    one runs. A CPU slice computes its steps on the thread that plans them."""
+    return 1 if slice_.gpu is None else 2
 
 
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:

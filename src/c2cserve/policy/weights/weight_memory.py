@@ -1,6 +1,6 @@
 """Which models' weights lie in a slice's memory: the interface, and the simplest answer."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.model import ModelSpec
@@ -23,6 +23,15 @@ class WeightMemory:
         """Return whether steps of the model find their weights now."""
         return True
 
+    def streams(self, name: str) -> bool | None:
+        """Return whether the model's next step reads its weights over a link. None: not known."""
+        return None
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the arena that weights of models with requests take, or will once loaded."""
+        return 0
+
     def capacity(self, model: ActiveModel) -> int:
         """Return the blocks of KV that the model could have at most."""
         return self._arena.capacity(model.key)
@@ -41,9 +50,9 @@ class WeightMemory:
     def requested(self, name: str, now: float) -> None:
         """Note that a request for the model has arrived."""
 
-    def plan(self, now: float, in_flight: Collection[str]) -> Sequence[Fetch | Release]:
-        """Return loads to begin and weights to release. `in_flight`: models with steps under
-        way, whose weights must stay."""
+    def plan(self, now: float, in_flight: Mapping[str, float]) -> Sequence[Fetch | Release]:
+        """Return loads to begin and weights to release. `in_flight`: models with steps under way,
+        whose weights must stay, and in how many seconds these are expected to end."""
         return ()
 
     def turn(

@@ -12,6 +12,14 @@ the latest start that brings all in time is
 Then the resident models that will be missed last make room, if they can be absent until they are
 loaded again. Models without requests go at once. While there is room, none waits.
 
+A slice may have two steps in flight, so a model that computes always has one. Victims get no new
+steps from when they are chosen. When their last steps have ended they are released, and the load
+begins. The choice stands until then, or until its reason is gone. Either the model that waits needs
+no weights any more, or a new request of a victim is due too soon. So steps in flight are part of a
+load's time:
+
+    the first load begins at b_1 - the time that steps of its victims still take
+
 While all are far ahead they do not take turns: the model that makes room soonest and for longest
 runs until it is done (`favourite`).
 
@@ -20,10 +28,8 @@ small for a matrix. The model asks again, with more room. If that does not help 
 until KV has made way (`_reconsider`). So does a model that has
 a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
 
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import frexp, inf, isinf
-from typing import Literal
 
 from c2cserve.core.actions import Fetch, Release
 from c2cserve.core.machine import Slice
@@ -32,7 +38,9 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.weights.model_weights import ModelWeights
 from c2cserve.policy.weights.weight_memory import WeightMemory
+from c2cserve.policy.weights.weight_room import WeightRoom
 
 _MARGIN_S = 0.25
 """How long before the latest start a load begins. Several steps that were decided at once may be
@@ -44,8 +52,6 @@ EASE_S = 4.0
 _LONG_S = 1e4
 _TRIES = 3
 """Loads of a model that may be refused in a row before it streams."""
-_MORE_ROOM = 1 / 16
-"""The share of a model's weights that each further try asks for beyond them."""
 _REFUSED_S = 2.0
 """The least time for which a model whose loads were refused streams,"""
 _REFUSED_MOST_S = 20.0
@@ -53,43 +59,6 @@ _REFUSED_MOST_S = 20.0
 _STREAM_S = 0.001
 """How soon a model that streams to break a deadlock is run."""
 _WEIGHT = 0.2
-
-
-@dataclass(slots=True, eq=False)
-class _Weights:
-    model: ActiveModel
-    size: int
-    tokens_beside: float
-    """The longest request's whose KV fits beside the weights; infinite if all do."""
-    state: Literal["absent", "loading", "resident", "refused"] = "absent"
-    gap_s: float = float("inf")
-    """Between its requests, lately."""
-    asked_s: float = float("-inf")
-    """When the last of them came."""
-    tries: int = 0
-    """Loads that were refused since the last one that was not."""
-    refused_s: float | None = None
-    """When it was seen that its loads were refused,"""
-    kv_end_bytes: int = 0
-    """and how far KV reached then."""
-
-    @property
-    def due_s(self) -> float:
-        """When its most urgent request is due; infinite without requests."""
-        return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
-
-    @property
-    def too_long(self) -> bool:
-        """Whether a request of the model needs more KV than fits beside its weights."""
-        return not isinf(self.tokens_beside) and any(
-            seq.length > self.tokens_beside for seq in self.model.seqs.values()
-        )
-
-    def needed_s(self, now: float) -> float:
-        """When a client will wait for it, if it is absent: its next token is due, or its next
-        request is expected. After a long gap the next request is expected after as long again."""
-        next_s = now + max(self.gap_s, now - self.asked_s)
-        return min(next_s, self.due_s)
 
 
 class WeightSwapping(WeightMemory):
@@ -101,13 +70,18 @@ class WeightSwapping(WeightMemory):
         for them until they are deactivated."""
         super().__init__(arena)
         self._rotates = rotates
-        outside_bytes = slice_.hbm_bytes - slice_.kv_bytes if slice_.hbm_bytes else 1 << 60
-        self._outside_bytes = max(0, outside_bytes)
+        self._room = WeightRoom(arena, slice_)
         self._bytes_per_s = slice_.link_bytes_per_s
-        self._weights: dict[str, _Weights] = {}
+        self._weights: dict[str, ModelWeights] = {}
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
         have ended: else the models that wait for that KV would make it leave again at once."""
+        self._tried: set[str] = set()
+        """Models that were loaded to break a deadlock since a resident model's last step."""
+        self._draining: dict[str, float] = {}
+        """Victims whose steps in flight end first -> when they were needed as they were chosen,"""
+        self._newcomer = ""
+        """and the model for which they make room."""
         self._now = 0.0
 
     @property
@@ -116,29 +90,46 @@ class WeightSwapping(WeightMemory):
         return any(one.state == "absent" and one.model.seqs for one in self._weights.values())
 
     def computes(self, name: str) -> bool:
-        """Its weights are here, or are not kept as a whole."""
+        """Its weights are here to stay, or are not kept as a whole."""
         one = self._weights.get(name)
+        if name in self._draining:
+            return False
         return (
             one is None or one.state == "refused" or (one.state == "resident" and not one.too_long)
         )
+
+    def streams(self, name: str) -> bool | None:
+        """A model that is kept streams only where it was refused; of others nothing is known."""
+        one = self._weights.get(name)
+        return None if one is None else one.state == "refused"
+
+    @property
+    def needed_bytes(self) -> int:
+        size = sum(
+            one.size for one in self._weights.values()
+            if one.state in ("loading", "resident") and one.model.seqs
+        )  # fmt: skip
+        return self._room.slabs(size) * self._arena.slab_bytes
 
     def capacity(self, model: ActiveModel) -> int:
         """Blocks of KV there could be for the model. A model that may stream can do without its own
         weights."""
         one = self._weights.get(model.name)
-        beside = 0 if one is None or self._rotates else self._inside(one.size)
+        beside = 0 if one is None or self._rotates else self._room.slabs(one.size)
         return self._arena.capacity(model.key, beside)
 
     # ---- events ---------------------------------------------------------------------------------
 
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
-        beside = self._arena.capacity(model.key, self._inside(spec.weight_bytes)) * BLOCK_TOKENS
+        beside = self._arena.capacity(model.key, self._room.slabs(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
-        self._weights[model.name] = _Weights(model, spec.weight_bytes, tokens)
+        self._weights[model.name] = ModelWeights(model, spec.weight_bytes, tokens)
+        self._room.wanted(sum(one.size for one in self._weights.values()))
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
-            self._arena.withhold(self._slabs())
+            self._withhold()
+            self._room.wanted(sum(one.size for one in self._weights.values()))
 
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
@@ -157,7 +148,7 @@ class WeightSwapping(WeightMemory):
             if one.tries == _TRIES or not self._rotates:
                 one.tries = 0
                 self._stream(one)
-            self._arena.withhold(self._slabs())
+            self._withhold()
 
     def requested(self, name: str, now: float) -> None:
         """A request for the model has come."""
@@ -168,14 +159,17 @@ class WeightSwapping(WeightMemory):
 
     # ---- decisions ------------------------------------------------------------------------------
 
-    def plan(self, now: float, in_flight: Collection[str]) -> list[Fetch | Release]:
+    def plan(self, now: float, in_flight: Mapping[str, float]) -> list[Fetch | Release]:
         """Whose weights to load now, and who makes room. `in_flight`: models with steps in flight,
-        which stay."""
+        which stay until these have ended, and in how many seconds that is expected."""
         self.wakeup = None
         self._now = now
+        if any(self.streams(name) is False for name in in_flight):
+            self._tried.clear()
         self._reconsider(now)
         actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
+        chosen, self._draining = self._draining, {}
         while sum(one.state == "loading" for one in self._weights.values()) < most:
             out = sorted(
                 (one.due_s, name) for name, one in self._weights.items()
@@ -183,13 +177,22 @@ class WeightSwapping(WeightMemory):
             )  # fmt: skip
             if not out:
                 break
-            begin_s = self.latest_start_s(out) - _MARGIN_S
             first = self._weights[out[0][1]]
-            victims = self._victims_for(first, now, in_flight)
+            victims = self._victims_for(first, now, chosen)
             if victims is None:
-                break  # who could leave is in flight, or not far enough ahead
-            if now < begin_s and any(one.model.seqs for one in victims):
+                break  # those that could leave are not far enough ahead
+            names = [one.model.name for one in victims]
+            drain_s = max((in_flight.get(name, 0.0) for name in names), default=0.0)
+            begin_s = self.latest_start_s(out) - _MARGIN_S - drain_s
+            waits = now < begin_s and any(one.model.seqs for one in victims)
+            if waits and not (chosen and first.model.name == self._newcomer):
                 self.wakeup = begin_s
+                break
+            if any(name in in_flight for name in names):
+                self._newcomer = first.model.name
+                self._draining = {
+                    one.model.name: chosen.get(one.model.name, one.needed_s(now)) for one in victims
+                }
                 break
             actions += self._bring(first, victims)
         return actions
@@ -200,7 +203,7 @@ class WeightSwapping(WeightMemory):
         for one in self._weights.values():
             if one.state == "refused" and not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
-                less = self._arena.end_bytes < one.kv_end_bytes
+                less = self._arena.held_end_bytes < one.kv_end_bytes
                 if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
                     one.state = "absent"
 
@@ -251,7 +254,8 @@ class WeightSwapping(WeightMemory):
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
         more urgent. Else the two would make each other leave in turn."""
         victim = next(iter(self._victims(model.name, in_flight, now)), None)
-        if victim is None or self._slabs(-victim.size) == self._slabs():
+        there = self._there_bytes()
+        if victim is None or self._room.slabs(there - victim.size) == self._room.slabs(there):
             return []
         if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
             return []
@@ -259,11 +263,18 @@ class WeightSwapping(WeightMemory):
 
     def break_deadlock(self) -> list[Fetch | Release]:
         """Deadlock: resident models find no free KV blocks, and the models that hold them are
-        absent. Load the holder that is due first, with as many victims as it takes."""
+        absent. Load the holder that is due first, with as many victims as it takes. If none is
+        absent, or that one was loaded before and no step ran since, weights leave too little room
+        for any KV. Then the model that is due last streams."""
         absent = [one for one in self._weights.values() if one.state == "absent" and one.model.seqs]
-        if not absent or any(one.state == "loading" for one in self._weights.values()):
+        if any(one.state == "loading" for one in self._weights.values()):
             return []
+        if not absent:
+            return self._give_way()
         first = min(absent, key=lambda one: (not one.model.started, one.due_s, one.model.name))
+        if first.model.name in self._tried and (actions := self._give_way()):
+            return actions
+        self._tried.add(first.model.name)
         there = [one for one in self._weights.values() if one.state == "resident"]
         there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
@@ -276,16 +287,28 @@ class WeightSwapping(WeightMemory):
         self.wakeup = self._now + _STREAM_S
         return []
 
-    def _frees_kv(self, one: _Weights) -> bool:
+    def _give_way(self) -> list[Fetch | Release]:
+        there = [
+            one for one in self._weights.values() if one.state == "resident" and one.model.seqs
+        ]
+        if not there or not self._rotates:
+            return []
+        last = max(there, key=lambda one: (one.due_s, one.model.name))
+        release = self._release(last)
+        self._stream(last)
+        self.wakeup = self._now + _STREAM_S
+        return [release]
+
+    def _frees_kv(self, one: ModelWeights) -> bool:
         """Whether it has broken a deadlock, and its KV is not free yet."""
         name, held = self._freeing
         seqs = one.model.seqs
         return one.model.name == name and any(id_ in seqs and seqs[id_].started for id_ in held)
 
-    def _bring(self, one: _Weights, victims: Iterable[_Weights]) -> list[Fetch | Release]:
+    def _bring(self, one: ModelWeights, victims: Iterable[ModelWeights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
         one.state = "loading"
-        self._arena.withhold(self._slabs())
+        self._withhold()
         return [*actions, Fetch(one.model.name)]
 
     def latest_start_s(self, out: Iterable[tuple[float, str]]) -> float:
@@ -295,27 +318,37 @@ class WeightSwapping(WeightMemory):
             begin_s = min(begin_s, due_s) - self._load_s(self._weights[name])
         return begin_s
 
-    def _load_s(self, one: _Weights) -> float:
+    def _load_s(self, one: ModelWeights) -> float:
         return one.size / self._bytes_per_s if self._bytes_per_s > 0.0 else 0.0
 
     def _victims_for(
-        self, first: _Weights, now: float, in_flight: Collection[str]
-    ) -> list[_Weights] | None:
-        """Return the victims that make room for it. None: those that could must not be absent."""
-        chosen: list[_Weights] = []
-        candidates = iter(self._victims(first.model.name, in_flight, now))
-        while not self._fits(first, chosen):
+        self, first: ModelWeights, now: float, chosen: Mapping[str, float]
+    ) -> list[ModelWeights] | None:
+        """Return the victims that make room for it. Those without requests go first, then those
+        `chosen` before. None: those that could must not be absent."""
+        victims: list[ModelWeights] = []
+        able = self._victims(first.model.name, (), now)
+        able.sort(key=lambda one: (bool(one.model.seqs), one.model.name not in chosen))
+        candidates = iter(able)
+        while not self._fits(first, victims):
             victim = next(candidates, None)
-            if victim is None:
+            if victim is None or self._must_stay(victim, first, now, chosen):
                 return None
-            if victim.model.seqs:
-                back_s = self._load_s(first) + self._load_s(victim)
-                if victim.needed_s(now) < max(now, first.due_s) + back_s:
-                    return None
-            chosen.append(victim)
-        return chosen
+            victims.append(victim)
+        return victims
 
-    def _victims(self, name: str, in_flight: Collection[str], now: float) -> list[_Weights]:
+    def _must_stay(
+        self, victim: ModelWeights, first: ModelWeights, now: float, chosen: Mapping[str, float]
+    ) -> bool:
+        """Return whether a victim would be needed before it could be back. Of one that was `chosen`
+        this was known: only a new request, which makes it more urgent, is a reason to stay."""
+        needed_s = victim.needed_s(now)
+        if not victim.model.seqs or needed_s >= chosen.get(victim.model.name, inf):
+            return False
+        back_s = self._load_s(first) + self._load_s(victim)
+        return needed_s < max(now, first.due_s) + back_s
+
+    def _victims(self, name: str, in_flight: Collection[str], now: float) -> list[ModelWeights]:
         """Return the models that could leave, the one that would be missed last in front."""
         if not self._rotates:
             return []
@@ -330,42 +363,23 @@ class WeightSwapping(WeightMemory):
         busy.sort(key=lambda one: (-one.needed_s(now), one.model.name))
         return unused + busy
 
-    def _stream(self, one: _Weights) -> None:
+    def _stream(self, one: ModelWeights) -> None:
         """Let a model without weights here stream, until it is reconsidered."""
-        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.end_bytes
+        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.held_end_bytes
 
-    def _release(self, one: _Weights) -> Release:
+    def _release(self, one: ModelWeights) -> Release:
         one.state = "absent"
-        self._arena.withhold(self._slabs())
+        self._draining.pop(one.model.name, None)
+        self._withhold()
         return Release(one.model.name)
 
-    # ---- memory ---------------------------------------------------------------------------------
+    def _fits(self, one: ModelWeights, victims: Collection[ModelWeights]) -> bool:
+        return self._room.fits(one, self._there_bytes() - sum(other.size for other in victims))
 
-    def _fits(self, one: _Weights, victims: Collection[_Weights]) -> bool:
-        """Is there room for its weights, and for a prompt if it has nothing else, once these
-        left? (A prompt that is longer than the memory ends as such.) KV may have gaps where no
-        weights fit. So where weights have places, they must fit above it."""
-        more = int(one.tries * _MORE_ROOM * one.size)
-        size = one.size + more - sum(other.size for other in victims)
-        if self._arena.weights_above:
-            slabs = self._arena.slabs - -(-self._arena.end_bytes // self._arena.slab_bytes)
-            if self._slabs(size) > slabs:
-                return False
-        blocks = 0
-        if not one.model.started:
-            blocks = min(seq.length for seq in one.model.seqs.values()) // BLOCK_TOKENS + 1
-        kv_slabs = -(-blocks * one.model.block_bytes // self._arena.slab_bytes)
-        kv_slabs = min(kv_slabs, self._arena.slabs - self._inside(one.size))
-        return self._slabs(size) + kv_slabs <= self._arena.free_slabs
-
-    def _slabs(self, more: int = 0) -> int:
-        """Slabs of the arena for weights beyond the memory outside of it."""
-        return self._inside(
-            more
-            + sum(
-                one.size for one in self._weights.values() if one.state in ("loading", "resident")
-            )
+    def _there_bytes(self) -> int:
+        return sum(
+            one.size for one in self._weights.values() if one.state in ("loading", "resident")
         )
 
-    def _inside(self, size: int) -> int:
-        return -(-max(0, size - self._outside_bytes) // self._arena.slab_bytes)
+    def _withhold(self) -> None:
+        self._arena.withhold(self._room.slabs(self._there_bytes()))

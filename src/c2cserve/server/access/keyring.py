@@ -4,7 +4,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -39,7 +39,9 @@ class Denied:
     code: str | None
 
 
-_MISSING = Denied("You did not provide an API key: send Authorization: Bearer KEY", None)
+_MISSING = Denied(
+    "You did not provide an API key: send Authorization: Bearer KEY, or x-api-key", None
+)
 _WRONG = Denied("Incorrect API key provided", "invalid_api_key")
 _NO_KEY = ("0" * 32, "0" * 64)
 """Salt and hash for unknown ids: their refusal takes as long as that of a wrong secret."""
@@ -51,6 +53,15 @@ def bearer(header: str | None) -> bytes | None:
     # Headers arrive as Latin-1: this gives the bytes that were sent.
     given = token.strip(" ").encode("latin-1")
     return given if given and scheme.lower() == "bearer" else None
+
+
+def key_header(headers: Mapping[str, str]) -> str | None:
+    """Return a request's key as an Authorization header. Without one, Anthropic's `x-api-key`
+    counts."""
+    authorization = headers.get("authorization")
+    if authorization is None and (key := headers.get("x-api-key")):
+        return f"Bearer {key}"
+    return authorization
 
 
 class Keyring:

@@ -1,7 +1,6 @@
 """The description of the API as an OpenAPI 3.1 document: every route, its fields and its errors."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -12,8 +11,10 @@ from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Snapshot
 from c2cserve.server.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from c2cserve.server.openapi import answers as shapes
+from c2cserve.server.openapi.doors import DOOR_OPERATIONS
+from c2cserve.server.openapi.operation import Operation
 
-_JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
+_JSON, _TEXT = "application/json", "text/plain"
 _SCHEMAS = "#/components/schemas/{model}"
 _BODY_ERRORS = (400, 408, 413, 415, 429)
 _REASONS = {
@@ -26,20 +27,6 @@ _REASONS = {
 _ROLE_ERRORS: dict[str, tuple[int, ...]] = {
     "user": (401, 403, 503), "admin": (401, 403), "metrics": (401, 403), "": (),
 }  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """What the document says of one route. `answer`: a type, a media type, or None for any JSON."""
-
-    summary: str
-    answer: Any
-    body: Any = None
-    chunk: Any = None
-    """The type of an event, if answers may be streams."""
-    errors: tuple[int, ...] = ()
-    status: int = 200
-    query: tuple[str, ...] = ()
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -90,6 +77,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/version"): Operation("Show the version", shapes.Version),
     ("GET", "/openapi.json"): Operation("Describe the API", None),
+    **DOOR_OPERATIONS,
 }  # fmt: skip
 _OWN_503 = ("/health", "/ready")
 """Routes whose 503 has the shape of their 200."""
@@ -117,6 +105,7 @@ def describe(version: str, routes: Iterable[tuple[str, str, str]]) -> dict[str, 
             "schemas": schemas.definitions,
             "securitySchemes": {
                 "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
                 "admin": {"type": "http", "scheme": "bearer"},
             },
         },
@@ -131,6 +120,7 @@ def _kinds(operation: Operation) -> list[_Kind]:
         (operation.body, "validation"),
         (operation.answer, "serialization"),
         (operation.chunk, "serialization"),
+        (operation.error, "serialization"),
     ]
 
 
@@ -138,7 +128,7 @@ class _Schemas:
     """The JSON schemas of all bodies and answers, by type."""
 
     def __init__(self, operations: Iterable[Operation]) -> None:
-        kinds: list[_Kind] = [(shapes.Error, "serialization")]
+        kinds: list[_Kind] = []
         for one in operations:
             kinds += _kinds(one)
         inputs: list[tuple[int, JsonSchemaMode, TypeAdapter[Any]]] = [
@@ -165,10 +155,11 @@ class _Schemas:
 
 def _leave_out_refused(schema: dict[str, Any]) -> None:
     """Leave out the fields of a body that may only be null: they are refused by name."""
-    properties = schema.get("properties", {})
+    properties, required = schema.get("properties", {}), schema.get("required", ())
     if schema.get("additionalProperties") is False and "model" in properties:
-        for name in [key for key, one in properties.items() if one.get("type") == "null"]:
-            del properties[name]
+        for name, one in list(properties.items()):
+            if one.get("type") == "null" and name not in required:
+                del properties[name]
 
 
 def _described(schemas: _Schemas, operation: Operation, path: str, role: str) -> dict[str, Any]:
@@ -176,9 +167,11 @@ def _described(schemas: _Schemas, operation: Operation, path: str, role: str) ->
     media_type = operation.answer if isinstance(operation.answer, str) else _JSON
     content: dict[str, Any] = {media_type: {"schema": schemas.answer(operation.answer)}}
     if operation.chunk is not None:
-        content[_EVENTS] = {"schema": schemas.answer(operation.chunk)}
+        content[operation.streams] = {"schema": schemas.answer(operation.chunk)}
+    if operation.examples is not None:
+        content[media_type]["example"] = operation.examples[1]
     good = {"description": _REASONS[operation.status], "content": content}
-    error = {_JSON: {"schema": schemas.answer(shapes.Error)}}
+    error = {_JSON: {"schema": schemas.answer(operation.error)}}
     described: dict[str, Any] = {
         "summary": operation.summary,
         "responses": {str(operation.status): good}
@@ -198,8 +191,12 @@ def _described(schemas: _Schemas, operation: Operation, path: str, role: str) ->
             for where, name in parameters
         ]
     if operation.body is not None:
-        body = {_JSON: {"schema": schemas.body(operation.body)}}
+        body: dict[str, Any] = {_JSON: {"schema": schemas.body(operation.body)}}
+        if operation.examples is not None:
+            body[_JSON]["example"] = operation.examples[0]
         described["requestBody"] = {"required": True, "content": body}
     if role:
-        described["security"] = [{"key": []} if role == "user" else {"admin": []}]
+        described["security"] = (
+            [{"key": []}, {"x-api-key": []}] if role == "user" else [{"admin": []}]
+        )
     return described

@@ -129,6 +129,8 @@ class StopStrings:
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._stops = stops
         self._held = ""
+        self.found = ""
+        """The stop string that ended the text."""
 
     def add(self, text: str) -> tuple[str, bool]:
         """Return the text that can be shown now, and whether a stop string was found."""
@@ -137,7 +139,9 @@ class StopStrings:
         self._held += text
         found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            return self._held[: min(found)[1]], True
+            end, at = min(found)
+            self.found = self._held[at:end]
+            return self._held[:at], True
         keep = max(self._overlap(stop) for stop in self._stops)
         cut = len(self._held) - keep
         shown, self._held = self._held[:cut], self._held[cut:]

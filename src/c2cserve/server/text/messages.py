@@ -13,7 +13,10 @@ from c2cserve.server.tools.reading import ReadingPlan
 FRAME_HEAD_BYTES = 4
 """Bytes of the head of a frame: the length of the message behind it, little-endian."""
 
-Api = Literal["completions", "chat", "tokenize", "detokenize"]
+Api = Literal[
+    "completions", "chat", "tokenize", "detokenize", "messages", "count_tokens", "ollama_chat",
+    "ollama_generate", "ollama_show", "responses",
+]  # fmt: skip
 
 
 class OpenModel(msgspec.Struct, tag=True):
@@ -84,6 +87,8 @@ class Asked(msgspec.Struct):
     sampling: Sampling
     reading: ReadingPlan | None
     """What to look for in the outputs of a chat, None for nothing."""
+    repeated: bytes = b""
+    """What answers repeat of the request, as a JSON object; empty for most APIs."""
 
 
 class TokenizedPrompt(msgspec.Struct):

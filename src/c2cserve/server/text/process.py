@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from c2cserve.processes.parent_death import end_with_parent
+from c2cserve.server.doors.ollama.show import do_show
+from c2cserve.server.doors.readers import READERS
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.text.messages import (
     FRAME_HEAD_BYTES,
@@ -27,12 +29,13 @@ from c2cserve.server.text.messages import (
     frame,
 )
 from c2cserve.server.text.tokenizer import Tokenizer
-from c2cserve.server.text.tokenizing import do_detokenize, do_tokenize
+from c2cserve.server.text.tokenizing import do_count, do_detokenize, do_tokenize
 from c2cserve.server.text.vocabulary import TokenizerError
 from c2cserve.server.text.work import do_work
 
 _WORK: dict[Api, Callable[[TextRequest, Tokenizer | None], FromText]] = {
-    "completions": do_work, "chat": do_work, "tokenize": do_tokenize, "detokenize": do_detokenize,
+    **dict.fromkeys(READERS, do_work), "tokenize": do_tokenize, "detokenize": do_detokenize,
+    "count_tokens": do_count, "ollama_show": do_show,
 }  # fmt: skip
 
 

@@ -37,6 +37,7 @@ class ChatTemplate:
         self._specials = _special_tokens(config)
         sources = _sources(directory, config)
         source = sources.get("default")
+        self.source = source or ""
         self._template = None if source is None else _compiled(directory, source)
         # Some checkpoints have a template of its own for chats with tools.
         of_tools = sources.get("tool_use", source)

@@ -25,6 +25,7 @@ class Tokenizer(Vocabulary):
     def __init__(self, directory: Path, model: str = "") -> None:
         """Load the tokenizer of a checkpoint. `model` salts the prefix hashes. Raises
         TokenizerError."""
+        self.directory = directory
         path = directory / "tokenizer.json"
         try:
             text = read_text(path, TOKENIZER_BYTES_MAX)
@@ -105,6 +106,11 @@ class Tokenizer(Vocabulary):
     def call_format(self) -> CallFormat | None:
         """The format in which the model's template asks for calls of tools, None if unknown."""
         return self._template.call_format
+
+    @property
+    def template_source(self) -> str:
+        """The model's chat template, empty if it has none."""
+        return self._template.source
 
     def mark(self, form: CallFormat) -> int | None:
         """Return the special token that begins calls in a format, None if the format has none or

@@ -1,10 +1,11 @@
-"""The work of /tokenize and /detokenize, in a text process. Shapes are vLLM's."""
+"""Counting and showing tokens, in a text process. /tokenize and /detokenize have vLLM's shapes."""
 
 import msgspec
 from pydantic import ValidationError
 
+from c2cserve.server.doors.anthropic.fields import read_count
 from c2cserve.server.errors import ApiError, of_validation
-from c2cserve.server.fields import DetokenizeBody, TokenizeBody
+from c2cserve.server.fields import ChatBody, DetokenizeBody, TokenizeBody
 from c2cserve.server.text.limits import check_vocabulary, check_vocabulary_ids, within
 from c2cserve.server.text.messages import TextAnswer, TextRequest
 from c2cserve.server.text.tokenizer import Tokenizer
@@ -18,23 +19,46 @@ def do_tokenize(work: TextRequest, tokenizer: Tokenizer | None) -> TextAnswer:
         body = TokenizeBody.model_validate_json(work.body)
     except ValidationError as error:
         raise of_validation(error) from error
+    tokens = _checked_tokens(body, work, tokenizer)
+    if tokens is None or work.target is None or tokenizer is None:
+        return TextAnswer(body.model, b"")
+    content = {
+        "count": len(tokens), "max_model_len": work.target.max_context, "tokens": tokens,
+        "token_strs": tokenizer.pieces(tokens) if body.return_token_strs else None,
+    }  # fmt: skip
+    return TextAnswer(body.model, msgspec.json.encode(content))
+
+
+def do_count(work: TextRequest, tokenizer: Tokenizer | None) -> TextAnswer:
+    """Answer a request to /v1/messages/count_tokens. Raises ApiError."""
+    asked = read_count(work.body)
+    chat = asked.body
+    assert isinstance(chat, ChatBody)
+    body = TokenizeBody(
+        model=chat.model, messages=chat.messages, chat_template_kwargs=chat.template_variables
+    )
+    tokens = _checked_tokens(body, work, tokenizer)
+    content = b"" if tokens is None else msgspec.json.encode({"input_tokens": len(tokens)})
+    return TextAnswer(body.model, content)
+
+
+def _checked_tokens(
+    body: TokenizeBody, work: TextRequest, tokenizer: Tokenizer | None
+) -> list[int] | None:
+    """Return the tokens of a body, within the limits; None without a tokenizer. Raises ApiError."""
     field, limits = "prompt" if body.messages is None else "messages", work.limits
     messages = body.messages or ()
     within(field, f"there are {len(messages)} messages", len(messages), limits.messages, "messages")
     chars = len(body.prompt or "") + sum(one.chars for one in messages)
     within(field, f"{field} has {chars} characters", chars, limits.prompt_chars, "prompt-chars")
     if work.target is None or tokenizer is None:
-        return TextAnswer(body.model, b"")
+        return None
     try:
         tokens = _tokens(body, tokenizer, limits.prompt_chars)
     except TokenizerError as error:
         raise ApiError(400, str(error), param=field) from error
     check_vocabulary(tokens, work.target, field)
-    content = {
-        "count": len(tokens), "max_model_len": work.target.max_context, "tokens": tokens,
-        "token_strs": tokenizer.pieces(tokens) if body.return_token_strs else None,
-    }  # fmt: skip
-    return TextAnswer(body.model, msgspec.json.encode(content))
+    return tokens
 
 
 def _tokens(body: TokenizeBody, tokenizer: Tokenizer, chars_max: int) -> list[int]:

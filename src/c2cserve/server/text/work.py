@@ -9,11 +9,11 @@ from array import array
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from c2cserve.core.request import Sampling
 from c2cserve.server.cache_salts import request_salt
-from c2cserve.server.errors import ApiError, of_validation
+from c2cserve.server.doors.readers import READERS
+from c2cserve.server.doors.translation import Translated
+from c2cserve.server.errors import ApiError
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
 from c2cserve.server.text.guiding import grammar_for
@@ -38,7 +38,15 @@ precision."""
 def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
     """Prepare a request's text. Without a tokenizer, the body is only validated and the result has
     no prompts. Raises ApiError."""
-    body = _validated(work)
+    asked = READERS[work.api](work.body)
+    try:
+        return _prepared(asked, work, tokenizer)
+    except ApiError as error:
+        raise asked.names.of(error) from error
+
+
+def _prepared(asked: Translated, work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
+    body = asked.body
     texts = _texts(body)
     _check_counts(body, len(texts), work.limits)
     if body.max_tokens == 0 and not (isinstance(body, CompletionBody) and body.echo):
@@ -47,10 +55,10 @@ def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
             param="max_tokens",
         )  # fmt: skip
     if work.target is None or tokenizer is None:
-        return TextResult(_asked(body, Sampling(seed=0), None), [])
+        return TextResult(_asked(asked, Sampling(seed=0), None), [])
     sampling = _sampling(body, work.target)
     salt = request_salt(work.cache_salt, body.cache_salt)
-    reader = _Reader(tokenizer, work.target, body, work.limits, salt)
+    reader = _Reader(tokenizer, work.target, asked, work.limits, salt)
     try:
         prompts = [reader.read(text) for text in texts]
         grammar = grammar_for(
@@ -60,17 +68,9 @@ def do_work(work: TextRequest, tokenizer: Tokenizer | None) -> TextResult:
             # The end of a grammar is an end of the output, `ignore_eos` or not.
             ends = dict.fromkeys((*grammar.ends, *sampling.stop_token_ids))
             sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(ends))
-        return TextResult(_asked(body, sampling, reader.plan), prompts)
+        return TextResult(_asked(asked, sampling, reader.plan), prompts)
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
-
-
-def _validated(work: TextRequest) -> CompletionBody | ChatBody:
-    kind = CompletionBody if work.api == "completions" else ChatBody
-    try:
-        return kind.model_validate_json(work.body)
-    except ValidationError as error:
-        raise of_validation(error) from error
 
 
 def _prompt_field(body: Common) -> str:
@@ -117,16 +117,17 @@ class _Reader:
     """Tokenizes the prompts of one request."""
 
     def __init__(
-        self, tokenizer: Tokenizer, target: Target, body: CompletionBody | ChatBody,
-        limits: RequestLimits, salt: bytes,
+        self, tokenizer: Tokenizer, target: Target, asked: Translated, limits: RequestLimits,
+        salt: bytes,
     ) -> None:  # fmt: skip
         """`salt` goes into the prefix hashes."""
         self._salt = salt
         self._tokenizer = tokenizer
         self._target = target
-        self._body = body
+        self._body = asked.body
+        self._unbounded = asked.unbounded or isinstance(asked.body, ChatBody)
         self._limits = limits
-        self._field = _prompt_field(body)
+        self._field = _prompt_field(asked.body)
         self._tokens = 0
         """Prompt tokens of all choices so far."""
         self.plan: ReadingPlan | None = None
@@ -213,7 +214,9 @@ class _Reader:
         usual = self._target.defaults.max_new_tokens
         wanted = body.max_tokens
         if isinstance(body, ChatBody):
-            wanted = wanted or body.max_completion_tokens or max(1, min(room, usual or room))
+            wanted = wanted or body.max_completion_tokens
+        if self._unbounded:
+            wanted = wanted or max(1, min(room, usual or room))
         if wanted is None:
             wanted = min(_COMPLETION_TOKENS, usual or _COMPLETION_TOKENS)
         if wanted > room:
@@ -232,9 +235,8 @@ class _Reader:
 # ---- everything else ----------------------------------------------------------------------------
 
 
-def _asked(
-    body: CompletionBody | ChatBody, sampling: Sampling, reading: ReadingPlan | None
-) -> Asked:
+def _asked(asked: Translated, sampling: Sampling, reading: ReadingPlan | None) -> Asked:
+    body = asked.body
     options = body.stream_options
     return Asked(
         model=body.model,
@@ -250,6 +252,7 @@ def _asked(
         priority=body.priority,
         sampling=sampling,
         reading=reading,
+        repeated=asked.repeated,
     )
 
 

@@ -93,12 +93,16 @@ class CatalogHost:
         post: Callable[[ClusterEvent], None],
         kv_bytes: int,
         defaults: SamplingDefaults | None = None,
+        *,
+        half_only: bool = False,
     ) -> None:
         """`base_dir`: what relative paths of entries start from. `roots`: the directories for
         checkpoints of entries that are not in the catalogue's file. `post` takes the pool's events.
         `kv_bytes`: the largest slice's KV memory. `defaults`: of all models, instead of those of
-        each checkpoint."""
+        each checkpoint. `half_only`: slices compute in bfloat16 and float16 only, as GPU slices
+        do."""
         self._kv_bytes = kv_bytes
+        self._half_only = half_only
         self._defaults = defaults
         self._base_dir = base_dir
         self._roots = roots
@@ -157,7 +161,7 @@ class CatalogHost:
             roots.check_files(sealed)
         raw = read_config(directory)
         defaults = read_defaults(directory) if self._defaults is None else self._defaults
-        config = parse_config(raw, parsed.dtype)
+        config = self._parse_config(raw, parsed)
         _check_encodable(raw)
         weights = find_files(directory)
         seal = Seal(sealed.files | seal_files(weights).files)
@@ -170,6 +174,21 @@ class CatalogHost:
         if (what := seal.changed()) is not None:
             raise CheckpointError(f"{directory}: {what} changed while it was read; try again")
         return _Checked(directory, raw, config, plan, sources, seal, tokenizer, defaults)
+
+    def _parse_config(self, raw: dict[str, object], parsed: CatalogEntry) -> ModelConfig:
+        """Normalise a config. Where slices compute in 16 bits, float32 is refused if the entry
+        asks for it. If only the checkpoint says so, weights are kept in bfloat16, as vLLM does.
+        Raises ConfigError."""
+        config = parse_config(raw, parsed.dtype)
+        if config.dtype != "float32" or not self._half_only:
+            return config
+        if parsed.dtype != "auto":
+            raise ConfigError(
+                "dtype float32: GPU slices run bfloat16 and float16; leave `dtype` out, or set one"
+                " of them"
+            )
+        log.info("model %s: its float32 weights are kept in bfloat16", parsed.id)
+        return parse_config(raw, "bfloat16")
 
     def _check_tokenizer(self, directory: Path, vocab_size: int, seal: Seal) -> None:
         """Try a tokenizer, unless the same one passed before: models often share one."""

@@ -13,6 +13,7 @@ from c2cserve.core.events import Cancelled, ClusterEvent, Draining
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
 from c2cserve.policy.cluster.admission import BURST_S
+from c2cserve.policy.cluster.entrance import Entrance, Newcomer
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
 from c2cserve.serving.controller.changes import ModelChanges
 from c2cserve.serving.controller.controller import Controller, Loop
@@ -20,7 +21,6 @@ from c2cserve.serving.controller.directory import BrokenModel, Directory
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
-from c2cserve.serving.controller.overload import OverloadCheck
 from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
 from c2cserve.serving.controller.world import ControllerWorld
 
@@ -79,7 +79,7 @@ class LiveGateway:
         self._outbox: list[tuple[_OutputStream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
-        self._overload = OverloadCheck(burst_s)
+        self._entrance = Entrance(burst_s)
         self._busy = BusyShares()
         self._world = ControllerWorld(
             fleet, host, self._directory, self._jobs, self._flush, self._forgotten
@@ -114,15 +114,17 @@ class LiveGateway:
     def _flush(self) -> None:
         if self._outbox:
             batch, self._outbox = self._outbox, []
-            self._loop.call_soon_threadsafe(self._hand_out, batch)
+            self._loop.call_soon_threadsafe(self._hand_out, batch, time.monotonic())
 
     def _forgotten(self, model: str) -> None:
         self._loop.call_soon_threadsafe(self._changes.forgotten, model)
 
     # ---- the event loop -----------------------------------------------------------------------
 
-    @staticmethod
-    def _hand_out(batch: list[tuple[_OutputStream, Delta | Refused]]) -> None:
+    def _hand_out(
+        self, batch: list[tuple[_OutputStream, Delta | Refused]], flushed_s: float
+    ) -> None:
+        self._jobs.hand_out_s = time.monotonic() - flushed_s
         for stream, item in batch:
             stream.put(item)
 
@@ -141,10 +143,18 @@ class LiveGateway:
         return None if model is None else model.hosted.files
 
     def overload(
-        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
-    ) -> Refused | None:
-        backlog, now = self._world.backlog, time.monotonic()
-        return self._overload.refusal(backlog, model, tenant, ttft_s, preparing, now)
+        self, model: str, tenant: str, ttft_s: float, arrived_s: float,
+        preparing: Mapping[str, int],
+    ) -> Refused | None:  # fmt: skip
+        world, now = self._world, time.monotonic()
+        newcomer = Newcomer(model, tenant, ttft_s, now - arrived_s)
+        posted = world.inbox.posted() if self._entrance.strict(world.backlog, now) else {}
+        found = self._entrance.refusal(world.backlog, newcomer, preparing, posted, now)
+        return None if found is None else Refused(429, *found)
+
+    @property
+    def may_refuse(self) -> bool:
+        return self._entrance.strict(self._world.backlog, time.monotonic())
 
     async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
         record = self._directory.version(job.request.model)
@@ -157,12 +167,12 @@ class LiveGateway:
         outage = self._fleet.outage(time.monotonic())
         if outage is not None and outage.retry_s > 0.0:
             raise Refused(503, outage.reason, outage.retry_s)
-        self._overload.prepared()
-        request = job.request
-        waited_s = time.monotonic() - request.arrival_s
-        late = self._overload.too_late(self._world.backlog, waited_s, request.slo.ttft_s)
+        self._entrance.prepared()
+        request, now = job.request, time.monotonic()
+        waited_s, ttft_s = now - request.arrival_s, request.slo.ttft_s
+        late = self._entrance.overdue(self._world.backlog, waited_s, ttft_s, now)
         if late is not None:
-            raise late
+            raise Refused(429, *late)
         stream = _OutputStream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
@@ -172,12 +182,19 @@ class LiveGateway:
                 item = await stream.get()
                 if isinstance(item, Refused):
                     ended = True
-                    raise item
+                    raise self._later(item)
                 ended = item.finish is not None
                 yield item
         finally:
             if not ended:
                 self.cancel(request_id)
+
+    def _later(self, refused: Refused) -> Refused:
+        """Return a refusal with the time to try again that fits all refusals together."""
+        if refused.status == 429 and refused.retry_after_s is not None:
+            backlog, least_s = self._world.backlog, refused.retry_after_s
+            refused.retry_after_s = self._entrance.retry_s(backlog, least_s, time.monotonic())
+        return refused
 
     def cancel(self, request_id: str) -> None:
         self._world.post(Cancelled(request_id))
@@ -194,7 +211,7 @@ class LiveGateway:
             counters=self._world.counters,
             busy=self._busy,
             stall_timeout_s=self._fleet.settings.stall_timeout_s,
-            refused_early=self._overload.refused,
+            refused_early=self._entrance.refused,
         )
 
     @property

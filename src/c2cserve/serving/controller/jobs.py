@@ -5,6 +5,7 @@ from there.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from c2cserve.core.events import (
     Recalled,
     Returned,
 )
-from c2cserve.core.request import Delta, FinishReason, Job, Request
+from c2cserve.core.request import Delta, FinishReason, Job, Request, Timing
 from c2cserve.runtime.gateway import Refused
 
 Sink = Callable[["Delta | Refused"], None]
@@ -43,6 +44,8 @@ class LiveJob:
     """The controller asked its slice to give it back (`core.actions.Recall`)."""
     moved: bool = False
     """It was placed again, on another slice or on the same one."""
+    dispatched_s: float = 0.0
+    """When the controller sent it to its slice."""
     lost_slice: str = ""
     """The slice that it was on before it was placed again."""
 
@@ -54,6 +57,14 @@ class LiveJob:
     def unsent(self) -> bool:
         """Whether no token of its output was sent yet."""
         return not self.output and not self.request.sent
+
+    def dispatch(self, slice_id: str) -> None:
+        self.slice_id, self.dispatched_s = slice_id, time.monotonic()
+
+    def with_times(self, timing: Timing, now: float) -> Timing:
+        """Return a slice's report with what the controller saw."""
+        arrival_s = self.request.arrival_s
+        return replace(timing, wait_s=self.dispatched_s - arrival_s, report_s=now - arrival_s)
 
     def remaining(self) -> Job:
         """Return what is left to do after the last token received: the prompt grows by the
@@ -86,6 +97,8 @@ class JobTable:
         self.resumed = 0
         self.blamed = 0
         """Requests that failed because handling them raised here."""
+        self.hand_out_s = 0.0
+        """How long the event loop took lately to get what was received. It sets this."""
 
     def __len__(self) -> int:
         return len(self._jobs)
@@ -117,9 +130,12 @@ class JobTable:
             return []
         events: list[ClusterEvent] = []
         if delta.tokens and live.unsent:
-            events.append(FirstToken(delta.request_id, now - live.request.arrival_s))
+            after_s = now + self.hand_out_s - live.request.arrival_s
+            events.append(FirstToken(delta.request_id, after_s))
         if live.moved:
             delta = self._without_repeats(live, delta)
+        if delta.timing is not None:
+            delta = replace(delta, timing=live.with_times(delta.timing, now))
         # What can fail comes before: a token is noted exactly if its client gets it.
         before = len(live.output)
         live.output.extend(delta.tokens)

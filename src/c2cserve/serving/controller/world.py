@@ -8,12 +8,9 @@ worker. Any other exception leaves `wait` or `submit` and ends the loop. `restar
 fresh loop (`serving.controller.controller`).
 """
 
-import contextlib
 import logging
-import os
 import select
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -49,6 +46,7 @@ from c2cserve.runtime.gateway import Refused, Superseded
 from c2cserve.serving.controller.directory import Directory
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import ModelHost
+from c2cserve.serving.controller.inbox import Inbox
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
 from c2cserve.serving.controller.loaded_models import LoadedModels
 from c2cserve.serving.controller.restart import RestartTick, restart_ticks
@@ -82,10 +80,7 @@ class ControllerWorld:
         self._jobs = jobs
         self._flush = flush
         self._forgotten = forgotten
-        self._inbox: deque[ClusterEvent | LiveJob] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # Loaders and signals may post until the process ends: its number is not given away before.
-        weakref.finalize(self, os.close, self._wake_fd)
+        self.inbox = Inbox()
         self._checked_s = 0.0
         self._abort: str | None = None
         self._draining = False
@@ -107,12 +102,11 @@ class ControllerWorld:
     # ---- any thread ---------------------------------------------------------------------------
 
     def post(self, item: ClusterEvent | LiveJob) -> None:
-        self._inbox.append(item)
-        os.eventfd_write(self._wake_fd, 1)
+        self.inbox.post(item)
 
     def abort(self, reason: str) -> None:
         self._abort = reason
-        os.eventfd_write(self._wake_fd, 1)
+        self.inbox.wake()
 
     # ---- Source -------------------------------------------------------------------------------
 
@@ -135,7 +129,7 @@ class ControllerWorld:
 
     def _poll(self, timeout_s: float) -> None:
         poller = select.poll()
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self.inbox.wake_fd, select.POLLIN)
         for slot in self._fleet.slots.values():
             if slot.worker is not None:
                 poller.register(slot.worker.pidfd, select.POLLIN)
@@ -165,10 +159,7 @@ class ControllerWorld:
         self._flush()
 
     def _take_inbox(self, events: list[ClusterEvent]) -> None:
-        with contextlib.suppress(BlockingIOError):  # nothing was posted
-            os.eventfd_read(self._wake_fd)
-        while self._inbox:
-            item = self._inbox.popleft()
+        for item in self.inbox.take():
             if isinstance(item, LiveJob):
                 self._jobs.add(item)
                 events.append(Arrived(item.request))
@@ -339,7 +330,7 @@ class ControllerWorld:
         match action:
             case Dispatch(request_id, slice_id):
                 if (live := self._jobs.get(request_id)) is not None:
-                    live.slice_id = slice_id
+                    live.dispatch(slice_id)
                     self._send(slice_id, msg.Submit(live.job))
             case Withdraw(request_id, slice_id):
                 self._send(slice_id, msg.Withdraw(request_id))

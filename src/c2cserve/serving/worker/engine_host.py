@@ -1,8 +1,7 @@
 """The worker's engine half. Importing this module imports torch; the server never does."""
 
-import threading
+import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,19 +24,18 @@ from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
 from c2cserve.engine.weights import Weights
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
-from c2cserve.policy.weights.hbm_residency import Residency
-from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.shared_gpu import SharedGpu
 from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
-    from c2cserve.devices.partitions import Partition
-    from c2cserve.engine.gpu.segments import PinnedSegments
-    from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.kernels.gpu.gemm.weight import WeightHandle
-    from c2cserve.memory.peer_pool import PeerPool
 
+log = logging.getLogger(__name__)
+
+_ATTACH_LOGGED_S = 0.25
+"""Models that take longer to attach are logged. Clients of other models notice it."""
 _SAMPLER_THREADS = 4
 """Threads of a GPU slice for rows that its GPU does not sample itself."""
 
@@ -97,7 +95,7 @@ class _CpuBackend:
     stats = SliceStats()
     waiting = False
 
-    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
+    def __init__(self, slice_: Slice, world: WorkerWorld, guides: Guides) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
@@ -107,7 +105,7 @@ class _CpuBackend:
             host_kv = HostKv(slice_.host_kv_bytes, copier)
         self.executor = Executor(
             slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv,
-            guides=Guides(world.notify),
+            guides=guides,
         )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:
@@ -140,8 +138,9 @@ class _GpuBackend:
     policy, or cached there when used."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
-    ) -> None:
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, guides: Guides,
+        shared: "SharedGpu",
+    ) -> None:  # fmt: skip
         """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
@@ -155,8 +154,11 @@ class _GpuBackend:
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
-            guides=Guides(world.notify),
+            streaming=None if gpu.streaming is None else gpu.streaming.parts,
+            streamed_bytes=gpu.streamed_bytes,
+            guides=guides,
         )  # fmt: skip
+        gpu.fence.reading = self.executor.lanes_in_flight
 
     def warm(self, config: ModelConfig) -> None:
         self._gpu.warm(config)
@@ -181,7 +183,8 @@ class _GpuBackend:
     def begin(self, step: Step) -> None:
         streaming = self._shared.streaming
         streaming.add(self._id)
-        self._gpu.linear.neighbours = len(streaming) - 1
+        for linear in self._gpu.linears:
+            linear.neighbours = len(streaming) - 1
         peers = self._gpu.peers
         if peers is not None and step.model in self._names:
             peers.refresh()
@@ -210,7 +213,11 @@ class _GpuBackend:
         if decoder is None:
             raise LookupError(f"{model} is not attached to this slice")
         prepared = decoder.prepared(self._gpu.ops)
-        return None if prepared is None else all_matrices(*prepared, self._gpu.device)
+        if prepared is None:
+            return None
+        if self._gpu.streaming is not None:  # it may have to stream after all
+            self._gpu.streaming.parts.attached()
+        return all_matrices(*prepared, self._gpu.device)
 
     def release(self, model: str) -> None:
         if self._gpu.loads is not None:
@@ -232,15 +239,14 @@ class _GpuBackend:
 
     @property
     def stats(self) -> SliceStats:
-        cache, graphs = self._gpu.cache, self._gpu.ops.graphs
-        flash = self._gpu.flashinfer.flash
+        cache, graphs, flashes = self._gpu.cache, self._gpu.graphs, self._gpu.flashes
         steps = SliceStats(
-            graph_steps=0 if graphs is None else graphs.replays,
-            graph_captures=0 if graphs is None else graphs.captures,
-            graph_capture_failures=0 if graphs is None else graphs.failures,
-            graphs_dropped=0 if graphs is None else graphs.dropped,
-            flash_steps=flash.steps,
-            flash_missed_steps=flash.missed,
+            graph_steps=sum(one.replays for one in graphs),
+            graph_captures=sum(one.captures for one in graphs),
+            graph_capture_failures=sum(one.failures for one in graphs),
+            graphs_dropped=sum(one.dropped for one in graphs),
+            flash_steps=sum(one.steps for one in flashes),
+            flash_missed_steps=sum(one.missed for one in flashes),
         )
         if cache is None:
             return steps
@@ -259,10 +265,6 @@ class _GpuBackend:
         )  # fmt: skip
 
 
-class NoEngine(Exception):
-    """The slice cannot compute here; the message is one line with the reason and what helps."""
-
-
 class WorkerEngine:
     """The `serving.worker.slice_engine.SliceEngine` of any kind of slice. Raises `NoEngine`."""
 
@@ -273,17 +275,22 @@ class WorkerEngine:
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
+        self._guides = Guides(world.notify)
         self._backend: _Backend
         if share is None:
-            self._backend = _CpuBackend(slice_, world)
+            self._backend = _CpuBackend(slice_, world, self._guides)
         else:
-            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
+            self._backend = _GpuBackend(
+                slice_, share, world, self._guides, shared or SharedGpu(share)
+            )
         self._executor = self._backend.executor
         self._paths: dict[str, Path] = {}
         self._decoders: dict[str, Decoder] = {}
+        self._attaches, self._attach_s = 0, 0.0
         self.isa = self._backend.isa
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
+        began_s = time.monotonic()
         parsed = parse_config(config, dtype)
         self._backend.warm(parsed)
         path = Path(segment)
@@ -292,6 +299,11 @@ class WorkerEngine:
         decoder = Decoder(parsed, weights, spec.max_context, self._backend.device)
         self._decoders[spec.id] = decoder
         self._executor.attach(spec.id, decoder)
+        took_s = time.monotonic() - began_s
+        self._attaches += 1
+        self._attach_s += took_s
+        if took_s > _ATTACH_LOGGED_S:
+            log.info("%s took %.1f s to attach: no step was planned meanwhile", spec.id, took_s)
 
     def detach(self, model: str) -> None:
         self._decoders.pop(model, None)
@@ -328,67 +340,9 @@ class WorkerEngine:
         state = self._executor.poll()
         self._backend.polled(computing=state.computing)
         stats = replace(
-            self._backend.stats, parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
+            self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
+            grammars_failed=self._guides.failed, grammar_processes_lost=self._guides.processes_lost,
+            parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
         )  # fmt: skip
         return EngineState(state.parked or self._backend.waiting, stats, state.prepared)
-
-
-class SharedGpu:
-    """Resources of a GPU that exist once per process, for all its slices there. Thread-safe."""
-
-    def __init__(self, share: GpuShare) -> None:
-        self._share = share
-        self._lock = threading.Lock()
-        self._device: int | None = None
-        self._partitions: list[Partition] = []
-        self._segments: PinnedSegments | None = None
-        self._peers: PeerPool | None = None
-        self.streaming: set[str] = set()
-        """Slices that have steps in flight: they share the link."""
-
-    @property
-    def segments(self) -> "PinnedSegments":
-        assert self._segments is not None, "no slice has opened the GPU"
-        return self._segments
-
-    def open(
-        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
-    ) -> "GpuParts":
-        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
-        # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
-        from c2cserve.devices.binding import BindingError, bind
-        from c2cserve.devices.partitions import PartitionError, split_sms
-        from c2cserve.engine.gpu.segments import PinnedSegments
-        from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
-
-        with self._lock:
-            try:
-                if self._device is None:
-                    self._device = bind(self._share)
-                    self._peers = self._borrow(self._device)
-                    self._segments = PinnedSegments(peers=self._peers)
-                if share.parts and not self._partitions:
-                    self._partitions = split_sms(self._device, share.sms, share.parts)
-                partition = self._partitions[share.part] if share.parts else None
-                swaps = slice_.swaps_weights
-                return open_gpu(
-                    self._device, slice_.kv_bytes, sampler.sample, partition=partition,
-                    profile=share.profile, notify=notify, swaps_weights=swaps,
-                    cache_policy=None if swaps else Residency(slice_.kv_bytes),
-                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes,
-                )  # fmt: skip
-            except (BindingError, PartitionError, *SETUP_ERRORS) as error:
-                raise NoEngine(str(error)) from error
-
-    def _borrow(self, device: int) -> "PeerPool | None":
-        """Open the memory that other GPUs lend; None if none does."""
-        from c2cserve.devices.binding import find_device
-        from c2cserve.engine.gpu.peers import open_peers
-
-        share = self._share
-        if not share.lenders:
-            return None
-        lenders = [find_device(uuid) for uuid in share.lenders]
-        lending = Lending(share.lent_bytes * len(lenders))
-        return open_peers(device, lenders, share.lent_bytes, lending)

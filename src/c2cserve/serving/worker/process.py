@@ -18,8 +18,8 @@ import msgspec
 
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
-from c2cserve.core.machine import Slice
 from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.runtime.driver import run
 from c2cserve.runtime.ports import Recorder
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MAX_IN_FLIGHT = 2
-"""Steps in flight on a GPU slice: the next one is launched while one runs. A CPU slice computes its
-steps on the thread that plans them, one at a time."""
 _CPU_NICE = 5
 """Niceness of CPU slices. They compute without pause on cores that the server and its text
 processes use too. With equal priority, each hop of a request between those processes would wait for
@@ -151,7 +148,8 @@ def _serve_slice() -> NoReturn:
 
 def _serve_part_of_gpu(config: WorkerConfig, message: bytes, end: socket.socket) -> None:
     """Serve a part of a GPU: one process computes for all slices that are parts of the same GPU."""
-    from c2cserve.serving.worker.engine_host import SharedGpu, WorkerEngine
+    from c2cserve.serving.worker.engine_host import WorkerEngine
+    from c2cserve.serving.worker.shared_gpu import SharedGpu
 
     share = config.slice.gpu
     assert share is not None
@@ -178,9 +176,9 @@ def _serve(
     config: WorkerConfig, channel: Channel, make: "Callable[[WorkerWorld], WorkerEngine]"
 ) -> None:
     """Serve one slice on the calling thread until `Quit`. A failure ends the process."""
-    from c2cserve.serving.worker.engine_host import NoEngine
+    from c2cserve.serving.worker.shared_gpu import NoEngine
 
-    policy = SlicePolicy(config.slice, _max_in_flight(config.slice))
+    policy = SlicePolicy(config.slice, live_steps_in_flight(config.slice))
     page = StatusPage(Path(config.status_path), create=False)
     world = WorkerWorld(channel, page, _policy_stats(policy), _measured(policy))
     try:
@@ -211,10 +209,6 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
-def _max_in_flight(slice_: Slice) -> int:
-    return 1 if slice_.gpu is None else _MAX_IN_FLIGHT
-
-
 def _die_with(parent: int) -> None:
     """Have the kernel kill this process when the server ends, in whatever way."""
     end_with_parent()
@@ -226,7 +220,8 @@ def _recorder(config: WorkerConfig) -> Recorder[SliceEvent, SliceAction]:
     if config.record_path is None:
         return no_record
     stream = f"{config.slice.id}/{config.epoch}"
-    arguments = {"slice": config.slice, "max_in_flight": _max_in_flight(config.slice)}
+    most = live_steps_in_flight(config.slice)
+    arguments = {"slice": config.slice, "max_in_flight": most}
     return Record(Path(config.record_path), stream, "slice", arguments)
 
 
@@ -243,7 +238,7 @@ def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
 
 def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:
     def measured() -> list[Measured]:
-        times = policy.step_times().items()
-        return [Measured(name, t.decode_s, t.prefill_token_s) for name, t in times if t.decode_s]
+        times = ((name, time.settled) for name, time in policy.step_times().items())
+        return [Measured(name, *one) for name, one in times if one is not None]
 
     return measured

@@ -30,6 +30,7 @@ from c2cserve.core.events import (
 )
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job
+from c2cserve.core.step import Lane
 from c2cserve.runtime.slice_stats import SliceStats, StatSource
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
@@ -74,9 +75,10 @@ class WorkerWorld:
         self._active: dict[str, bool] = {}
         """Active models, and whether their weights are kept as a whole."""
         self._resetting: int | None = None
-        self._last_model = ""
-        self._in_flight: set[int] = set()
-        """Ids of steps that were submitted and have neither ended nor parked."""
+        self._last_models: dict[Lane, str] = {}
+        self._in_flight: dict[int, tuple[Lane, float]] = {}
+        """Steps that were submitted and have neither ended nor parked -> lane, time of submission.
+        """
         self._notifier = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._reported_s = 0.0
         self._stop = threading.Event()
@@ -122,12 +124,15 @@ class WorkerWorld:
 
     def _note_outcome(self, event: StepDone | StepFailed | StepParked) -> None:
         now = time.monotonic()
-        self._in_flight.discard(event.step_id)
+        lane, _ = self._in_flight.pop(event.step_id, ("resident", now))
         self._page[Field.STEP_STARTED_S] = now if self._in_flight else 0.0
         if isinstance(event, StepDone):
             self._page.add(Field.BUSY_S, event.compute_s)
             self._page.add_stat("steps", 1)
-            self._page[Field.PROGRESS_S] = now
+            # A lane that hangs is not hidden by the other one's progress.
+            beside = [since_s for other, since_s in self._in_flight.values() if other != lane]
+            progress_s = max(self._page[Field.PROGRESS_S], min([now, *beside]))
+            self._page[Field.PROGRESS_S] = progress_s
         elif isinstance(event, StepFailed):
             self._page.add_stat("step_failures", 1)
 
@@ -350,12 +355,13 @@ class WorkerWorld:
 
     def _run(self, action: RunStep) -> None:
         page = self._page
-        model = action.step.model
-        if model != self._last_model:
-            page.add_stat("switches", 1 if self._last_model else 0)
-            self._last_model = model
+        model, lane = action.step.model, action.step.lane
+        if model != self._last_models.get(lane):
+            page.add_stat("switches", 1 if lane in self._last_models else 0)
+            self._last_models[lane] = model
             page[Field.LAST_MODEL] = self._attach_order[model]
+        now = time.monotonic()
         if not self._in_flight:
-            page[Field.STEP_STARTED_S] = time.monotonic()
-        self._in_flight.add(action.step.id)
+            page[Field.STEP_STARTED_S] = now
+        self._in_flight[action.step.id] = lane, now
         self.engine.submit(action)

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import inf, sqrt
 
 from c2cserve.core import events as ev
@@ -36,12 +37,16 @@ class Compute:
         cached: WeightCache | None,
         notify: Callable[[ev.SliceEvent], None],
         finished: Callable[[SeqState], None],
+        use: SliceUse,
+        slowdown: Callable[[], float],
     ) -> None:
         """`cache` holds weights that stream; None: all are in the slice's memory.
 
         `finished` is called for sequences with all their output, before the policy is notified of
-        the step's end."""
-        self.use = SliceUse()
+        the step's end. `slowdown` returns how many times as long a step takes, but for its link,
+        as the slice's other lane has one under way."""
+        self.use = use
+        self._slowdown = slowdown
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
@@ -74,6 +79,8 @@ class Compute:
         """Number of the latest plan for the end of the step or burst; earlier plans are void."""
         self._flow: Flow | None = None
         self._last_model = ""
+        self._streamed_bytes = 0.0
+        """Bytes that the step under way, or the last one, brings over the link."""
         self._floor_s = self._compute_share = 0.0
         """Floor of the step under way, and the share of it that compute sets."""
         self._memory_bytes = self._moved_before = 0.0
@@ -83,6 +90,11 @@ class Compute:
         self._line.append(run)
         if len(self._line) == 1:
             self._start()
+
+    @property
+    def computing(self) -> bool:
+        """A step is under way."""
+        return bool(self._line)
 
     def models(self) -> set[str]:
         """Return the models of the steps in line."""
@@ -126,8 +138,8 @@ class Compute:
         self._started_s = self._context.timeline.now
         order = run.order
         if not run.then:
-            steps = self._steps = (run.step,)
-            self._parts = [self._begin(run.step, len(order) or 1)]
+            steps = self._steps = (self._present(run.step),)
+            self._parts = [self._begin(steps[0], len(order) or 1)]
             self._times, self._took_s = [0], [0.0]
         else:
             steps = self._steps = (run.step, *run.then)
@@ -135,9 +147,20 @@ class Compute:
             self._times, self._took_s = [0] * len(steps), [0.0] * len(steps)
         self._stopping = False
         self._position = 0
-        if not order or not self._start_burst(run, steps):
+        if not steps[0].seqs:
+            self._times[0] = 1
+            self._finish()
+        elif not order or not self._start_burst(run, steps):
             self._current = order[0] if order else 0
             self._start_step(steps[self._current])
+
+    def _present(self, step: Step) -> Step:
+        """Return the step without requests that have ended since it was decided."""
+        if all(part.request_id in self._seqs for part in step.seqs):
+            return step
+        return replace(
+            step, seqs=tuple(part for part in step.seqs if part.request_id in self._seqs)
+        )
 
     def _begin(self, step: Step, times: int) -> Parts:
         """Begin a step that runs `times` times, and return its sequences."""
@@ -159,11 +182,11 @@ class Compute:
             return
         alpha = self.alphas.get(step.model, 0.0) if context.hybrid else None
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
-        floor_s = cost.floor_s
+        floor_s = cost.floor_s * self._slowdown()
         if context.noise:
             floor_s *= context.random.lognormvariate(0.0, context.noise)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
-        streamed = cost.link_bytes if simulated.h2d else 0.0
+        streamed = self._streamed_bytes = cost.link_bytes if simulated.h2d else 0.0
         self.use.streamed_bytes += streamed
         if alpha is not None and simulated.h2d:
             self._memory_bytes = cost.memory_bytes
@@ -342,7 +365,9 @@ class Compute:
     def _finish(self) -> None:
         """Notify the policy of the steps of a run, and remove what has ended."""
         now = self._context.timeline.now
-        self._line.popleft()
+        run = self._line.popleft()
+        # Several steps are decided at once in slices of one lane alone, which need not know.
+        streamed = 0 if run.order else round(self._streamed_bytes)
         self.use.busy_s += now - self._started_s
         every = zip(self._steps, self._parts, self._times, self._took_s, strict=True)
         for step, parts, times, took_s in every:
@@ -353,7 +378,7 @@ class Compute:
                     outcomes.append(ev.SeqOutcome(part.request_id, times, finished))
                     if finished:
                         self._finished(seq)
-            self._notify(ev.StepDone(step.id, tuple(outcomes), took_s, times))
+            self._notify(ev.StepDone(step.id, tuple(outcomes), took_s, times, streamed))
         if self._line:
             self._start()
 

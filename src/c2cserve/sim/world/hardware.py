@@ -193,6 +193,8 @@ class SliceSettings:
     max_active: int = 8
     host_kv_bytes: int = 0
     """Host memory for paused KV of each slice that has memory of its own."""
+    lanes: int = 1
+    """Lanes of whole GPUs and MIG instances (`core.step.Lane`)."""
 
 
 def build(
@@ -268,6 +270,7 @@ def _slices_of(
             link=routes["h2d"][0] if streams else "",
             link_bytes_per_s=link_share / (layout.slices * parts) if streams else 0.0,
             host_kv_bytes=settings.host_kv_bytes if streams else 0,
+            lanes=settings.lanes if layout.kind in ("gpu", "mig") and parts == 1 else 1,
         )
         slice_ = replace(slice_, **layout.slice)
         simulated = SimulatedSlice(

@@ -10,6 +10,7 @@ from c2cserve.core.request import Request
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.simulated.build import cluster_policy, slice_policy
 from c2cserve.policy.simulated.presets import C2CSERVE, Preset
+from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.runtime.record import no_record
 from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
@@ -48,6 +49,9 @@ class Settings:
     lookahead: int = 64
     """Decode steps that slices may decide at once (`policy.simulated.lookahead`); 1: none, as
     live."""
+    as_live: bool = False
+    """Slices are as a server's. GPU slices have two steps in flight, and each step is a decision of
+    its own. The controller learns step times from slices; else it knows them in advance."""
     hybrid: bool = False
     """GEMMs are C2CServe's hybrid ones instead of ours (`sim.world.costs`)."""
 
@@ -121,7 +125,8 @@ class Simulation:
         yield ev.PoolState(self.machine.hardware.pool_bytes)
         for model in self.models.values():
             yield ev.ModelAdded(model.spec)
-        yield from profiled(self.machine, list(self.models.values()))
+        if not self.settings.as_live:
+            yield from profiled(self.machine, list(self.models.values()))
 
     # ---- arrivals -------------------------------------------------------------------------------
 
@@ -262,9 +267,12 @@ class Simulation:
     # ---- slices come and go ---------------------------------------------------------------------
 
     def _up(self, simulated: SimulatedSlice) -> None:
-        policy = slice_policy(simulated.slice, self.settings.preset, self.settings.lookahead)
+        preset, live = self.settings.preset, self.settings.as_live
+        lookahead = 1 if live else self.settings.lookahead
+        in_flight = live_steps_in_flight(simulated.slice) if live else 1
+        policy = slice_policy(simulated.slice, preset, lookahead, in_flight)
         self.slices[simulated.slice.id] = SliceSimulation(
-            simulated, self._context, policy, no_record
+            simulated, self._context, policy, no_record, chained=in_flight > 1, reports=live
         )
         self.notify(ev.SliceUp(simulated.slice))
 

@@ -15,11 +15,12 @@ from c2cserve.core.actions import (
     SliceAction,
     Truncate,
 )
+from c2cserve.core.step import LANES, Lane
 from c2cserve.policy.simulated.build import SimulatedSlicePolicy
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.compute import Compute
-from c2cserve.sim.world.context import SimulationContext
+from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.links import Flow
@@ -27,6 +28,13 @@ from c2cserve.sim.world.loop import PolicyLoop
 from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.weight_cache import WeightCache
+
+_BESIDE_RESIDENT = 2.0
+"""How many times as long a step's arithmetic takes in the streaming lane while a resident step is
+under way, whose CTAs go first. (Assumed, not measured.)"""
+
+_REPORT_S = 1.0
+"""How often a live worker tells the controller what steps took."""
 
 
 class SliceSimulation:
@@ -38,7 +46,12 @@ class SliceSimulation:
         context: SimulationContext,
         policy: SimulatedSlicePolicy,
         record: Recorder[ev.SliceEvent, SliceAction | SimulatedSliceAction],
+        *,
+        chained: bool = False,
+        reports: bool = False,
     ) -> None:
+        """`chained`: a request's next step may be decided before its last one has ended.
+        `reports`: the controller is told what steps took, as a live worker tells it."""
         self.simulated = simulated
         self.loop: PolicyLoop[ev.SliceEvent, SliceAction | SimulatedSliceAction] = PolicyLoop(
             policy, self, record
@@ -48,13 +61,20 @@ class SliceSimulation:
         self.active: dict[str, SimModel] = {}
         self.book = BlockBook(simulated.slice)
         self._context = context
+        self._chained, self._reports = chained, reports
+        self._reported_s = 0.0
         self._cache: WeightCache | None = None
         if simulated.h2d:
             self._cache = WeightCache(max(0, simulated.slice.hbm_bytes - simulated.slice.kv_bytes))
-        self.compute = Compute(
-            simulated, context, self.seqs, self.book, self._cache, self._notify, self._finished
-        )
-        self.use = self.compute.use
+        self.use = SliceUse()
+        """Counters of all lanes together."""
+        self._lanes: dict[Lane, Compute] = {
+            lane: Compute(
+                simulated, context, self.seqs, self.book, self._cache, self._notify,
+                self._finished, self.use, partial(self._slowdown, lane),
+            )
+            for lane in LANES[: simulated.slice.lanes]
+        }  # fmt: skip
         self._in = CopyEngine(context.timeline, context.network, simulated.h2d)
         self._out = CopyEngine(context.timeline, context.network, simulated.d2h)
         self._loading: dict[str, tuple[float, Flow]] = {}
@@ -103,7 +123,7 @@ class SliceSimulation:
             self._used_since_s = self._context.timeline.now
         spec = self.active[request.model].spec
         self.seqs[request.id] = SeqState(tracked, spec, request.prompt_len)
-        self._notify(ev.Submitted(request))
+        self._notify(ev.Submitted(request, self._chained))
 
     def withdraw(self, request_id: str) -> None:
         self._notify(ev.Withdrawn(request_id))
@@ -114,7 +134,7 @@ class SliceSimulation:
     def pause(self, name: str) -> None:
         """Stop a model until `resume`, because its memory is being moved."""
         self._paused[name] = self._paused.get(name, 0) + 1
-        self.compute.interrupt()
+        self._interrupt()
 
     def resume(self, name: str) -> None:
         self._paused[name] -= 1
@@ -124,7 +144,8 @@ class SliceSimulation:
         """End the slice, and return the requests that were here."""
         self._dead = True
         self.update_use()
-        self.compute.stop()
+        for compute in self._lanes.values():
+            compute.stop()
         return [seq.tracked for seq in self.seqs.values()]
 
     def update_use(self) -> None:
@@ -136,11 +157,39 @@ class SliceSimulation:
         if self.active:
             self.use.held_s += now - self._held_since_s
             self._held_since_s = now
-        self.compute.update_use()
+        for compute in self._lanes.values():
+            compute.update_use()
 
     def _notify(self, event: ev.SliceEvent) -> None:
-        self.compute.interrupt()
+        if self._reports:
+            self._report()
+        self._interrupt()
         self._context.loops.notify(self.loop, event)
+
+    def _interrupt(self) -> None:
+        for compute in self._lanes.values():
+            compute.interrupt()
+
+    def _slowdown(self, lane: Lane) -> float:
+        """Return how many times as long a lane's step takes beside the other one's, apart from its
+        link. What streams has about half of the slice left, and takes some of its memory's rate."""
+        if not any(other.computing for name, other in self._lanes.items() if name != lane):
+            return 1.0
+        simulated = self.simulated
+        if lane == "streaming":
+            return _BESIDE_RESIDENT
+        return 1.0 + simulated.load_bytes_per_s / simulated.hbm_bytes_per_s
+
+    def _report(self) -> None:
+        """Tell the controller about once a second what steps took."""
+        now = self._context.timeline.now
+        if now - self._reported_s <= _REPORT_S:
+            return
+        self._reported_s = now
+        for name, time in self.policy.step_times().items():
+            if time.settled is not None:
+                times = ev.StepTimes(self.simulated.slice.id, name, *time.settled)
+                self._context.controller.notify(times)
 
     # ---- resident weights (CPUs read theirs in the pool) ---------------------------------------
 
@@ -193,7 +242,7 @@ class SliceSimulation:
     def _release(self, name: str) -> None:
         if not self._blocked(name):
             for step in self._waiting.pop(name, ()):
-                self.compute.submit(step)
+                self._lanes[step.step.lane].submit(step)
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -211,7 +260,8 @@ class SliceSimulation:
         elif isinstance(action, Move):
             self._move(action)
         elif isinstance(action, SetAlpha):
-            self.compute.alphas[action.model] = action.alpha
+            for compute in self._lanes.values():
+                compute.alphas[action.model] = action.alpha
         elif isinstance(action, Fetch):
             self._load(self.active[action.model])
         elif isinstance(action, Release):
@@ -235,14 +285,14 @@ class SliceSimulation:
         If one of several steps has to wait, each of them runs once."""
         steps = (run.step, *run.then)
         if not any(self._blocked(step.model) for step in steps):
-            self.compute.submit(run)
+            self._lanes[run.step.lane].submit(run)
             return
         for step in steps:
             if self._blocked(step.model):
                 self._waiting.setdefault(step.model, []).append(RunStep(step))
                 self._notify(ev.StepParked(step.id))
             else:
-                self.compute.submit(RunStep(step))
+                self._lanes[step.lane].submit(RunStep(step))
 
     def _move(self, move: Move) -> None:
         """Move KV over the links of weights; it leaves in the other direction."""

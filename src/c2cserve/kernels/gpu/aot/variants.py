@@ -123,9 +123,9 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class RelayKernel:
-    """The kernel that copies between host memory and another GPU's memory (`transfer.gpu`)."""
+    """The kernel that copies between host memory and another GPU's memory (`transfer.gpus`)."""
 
-    pieces: int = 64
+    pieces: int = 160
     """Contiguous pieces that one launch copies, at most. They are parameters of the launch."""
     threads: int = 512
     name: str = "relay"

@@ -21,7 +21,7 @@ struct Piece {
 };
 
 struct RelayParams {
-  const uint32_t* recalled;  // host memory: launches up to this number write nothing more
+  const uint32_t* recalled;  // host memory: the launch of this number writes nothing more
   uint32_t* started;         // host memory: the last launch of which a CTA has begun
   uint32_t number, pieces;
   Piece piece[PIECES];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void store(uint4* target, uint4 v) {
 __device__ __forceinline__ bool is_recalled(const RelayParams& p) {
   uint32_t last;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(last) : "l"(p.recalled) : "memory");
-  return static_cast<int32_t>(last - p.number) >= 0;
+  return last == p.number;
 }
 
 template <typename T>

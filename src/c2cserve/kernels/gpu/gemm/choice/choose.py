@@ -22,6 +22,10 @@ point, so a prediction does not jump when one point takes another's place."""
 _CACHED = 4096
 """The number of cached answers: the linears of many models times the row counts of their steps."""
 
+_SATURATED = 0.96
+"""CTAs that read a link at this share of its best rate are enough: more would hardly read faster.
+"""
+
 _NEAR = 1.03
 """Predictions within this factor count as equal. Of equal ones, the first of `candidates` is taken.
 """
@@ -144,6 +148,10 @@ class Chooser:
         Raises `ProfileMismatch`.
         """
         return self._rates.engine_bytes_per_s(home, 1)
+
+    def readers(self) -> dict[Home, int]:
+        """Return, for each link of the profile, the fewest CTAs that saturate it."""
+        return {home: self._rates.fewest_readers(home, _SATURATED) for home in self._rates.homes}
 
     def floor_s(self, question: Question) -> float:
         return floor_s(self._rates, question)

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -35,10 +35,17 @@ class Rates:
     """
 
     def __init__(self, profile: Profile) -> None:
-        self._links = {home: _link(rates) for home, rates in profile.links.items()}
+        self._links: dict[Home, _Link] = {
+            home: _link(rates) for home, rates in profile.links.items()
+        }
         self._hbm_read = sorted((float(r.sms), r.read_bytes_per_s) for r in profile.hbm)
         self._hbm_write = sorted((float(r.sms), r.write_bytes_per_s) for r in profile.hbm)
         self._row_s = _row_curves(profile.matmul_flops)
+
+    @property
+    def homes(self) -> Collection[Home]:
+        """The homes whose links were measured."""
+        return self._links.keys()
 
     def read_bytes_per_s(self, home: Home, ctas: int, slices: int) -> float:
         """Return the rate at which `ctas` CTAs of one slice read a link that `slices` slices share.
@@ -62,6 +69,12 @@ class Rates:
         measured = [int(ctas) for ctas, _ in self._link(home).alone if ctas < sms]
         reads = (self.read_bytes_per_s(home, ctas, slices) for ctas in [*measured, sms])
         return max(self.engine_bytes_per_s(home, slices), *reads)
+
+    def fewest_readers(self, home: Home, share: float) -> int:
+        """Return the fewest CTAs that were measured to read a link at `share` of its best rate."""
+        alone = self._link(home).alone
+        enough = share * max(rate for _, rate in alone)
+        return int(next(ctas for ctas, rate in alone if rate >= enough))
 
     def hbm_s(self, read_bytes: float, write_bytes: float, sms: int) -> float:
         reading_s = read_bytes / _by_count(self._hbm_read, sms)

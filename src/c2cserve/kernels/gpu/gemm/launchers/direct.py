@@ -40,12 +40,12 @@ def launch_direct(
     work = _column_tiles(out, gated=gated) * -(-m // tiles.block_rows)
     context.launch(
         variant,
-        min(work, context.clusters(variant)),
+        min(work, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, slot=map_slot,
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(w),
+        pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
 
@@ -65,12 +65,12 @@ def split(
     work = _column_tiles(out, gated=gated) * -(-m // tiles.bx)
     context.launch(
         variant,
-        min(work, context.clusters(variant)),
+        min(work, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=_weight_map(w, BW, gated=gated),
             out=output(out, bias), feed=_feed(context, w), m=m, n=out.shape[1], k=w.k,
         ),
-        pdl=_overlaps_previous(w),
+        pdl=_overlaps_previous(w), home=w.home,
     )  # fmt: skip
 
 
@@ -98,11 +98,12 @@ def grouped(
     most = -(-w.n // BW) * (w.experts + x.shape[0] // tiles.block_rows)
     context.launch(
         variant,
-        min(most, context.clusters(variant)),
+        min(most, context.clusters(variant, w.home)),
         parameters(
             x=_rows_map(x, tiles.bx, w), w=map_w, out=output(out, None), feed=_feed(context, w),
             offsets_ptr=offsets.data_ptr(), experts=w.experts, n=w.n, k=w.k,
         ),
+        home=w.home,
     )  # fmt: skip
 
 

@@ -1,0 +1,44 @@
+"""What a slice knows of one model whose weights are kept as a whole."""
+
+from dataclasses import dataclass
+from math import isinf
+from typing import Literal
+
+from c2cserve.policy.slice.batching import ActiveModel
+
+
+@dataclass(slots=True, eq=False)
+class ModelWeights:
+    model: ActiveModel
+    size: int
+    tokens_beside: float
+    """The longest request's whose KV fits beside the weights; infinite if all do."""
+    state: Literal["absent", "loading", "resident", "refused"] = "absent"
+    gap_s: float = float("inf")
+    """Between its requests, lately."""
+    asked_s: float = float("-inf")
+    """When the last of them came."""
+    tries: int = 0
+    """Loads that were refused since the last one that was not."""
+    refused_s: float | None = None
+    """When it was seen that its loads were refused,"""
+    kv_end_bytes: int = 0
+    """and how far KV reached then."""
+
+    @property
+    def due_s(self) -> float:
+        """When its most urgent request is due; infinite without requests."""
+        return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
+
+    @property
+    def too_long(self) -> bool:
+        """Whether a request of the model needs more KV than fits beside its weights."""
+        return not isinf(self.tokens_beside) and any(
+            seq.length > self.tokens_beside for seq in self.model.seqs.values()
+        )
+
+    def needed_s(self, now: float) -> float:
+        """When a client will wait for it, if it is absent: its next token is due, or its next
+        request is expected. After a long gap the next request is expected after as long again."""
+        next_s = now + max(self.gap_s, now - self.asked_s)
+        return min(next_s, self.due_s)

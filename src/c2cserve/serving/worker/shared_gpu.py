@@ -1,0 +1,80 @@
+"""What all slices of a GPU share in the process that computes for them."""
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from c2cserve.core.machine import GpuShare, Slice
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.policy.weights.hbm_residency import Residency
+from c2cserve.policy.weights.lending import Lending
+
+if TYPE_CHECKING:
+    from c2cserve.devices.partitions import Partition
+    from c2cserve.engine.gpu.segments import PinnedSegments
+    from c2cserve.engine.gpu.setup import GpuParts
+    from c2cserve.memory.peer_pool import PeerPool
+
+
+class NoEngine(Exception):
+    """The slice cannot compute here; the message is one line with the reason and what helps."""
+
+
+class SharedGpu:
+    """Resources of a GPU that exist once per process, for all its slices there. Thread-safe."""
+
+    def __init__(self, share: GpuShare) -> None:
+        self._share = share
+        self._lock = threading.Lock()
+        self._device: int | None = None
+        self._partitions: list[Partition] = []
+        self._segments: PinnedSegments | None = None
+        self._peers: PeerPool | None = None
+        self.streaming: set[str] = set()
+        """Slices that have steps in flight: they share the link."""
+
+    @property
+    def segments(self) -> "PinnedSegments":
+        assert self._segments is not None, "no slice has opened the GPU"
+        return self._segments
+
+    def open(
+        self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
+    ) -> "GpuParts":
+        """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
+        # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
+        from c2cserve.devices.binding import BindingError, bind
+        from c2cserve.devices.partitions import PartitionError, split_sms
+        from c2cserve.engine.gpu.segments import PinnedSegments
+        from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
+
+        with self._lock:
+            try:
+                if self._device is None:
+                    self._device = bind(self._share)
+                    self._peers = self._borrow(self._device)
+                    self._segments = PinnedSegments(peers=self._peers)
+                if share.parts and not self._partitions:
+                    self._partitions = split_sms(self._device, share.sms, share.parts)
+                partition = self._partitions[share.part] if share.parts else None
+                swaps = slice_.swaps_weights
+                return open_gpu(
+                    self._device, slice_.kv_bytes, sampler.sample, partition=partition,
+                    profile=share.profile, notify=notify, swaps_weights=swaps,
+                    cache_policy=None if swaps else Residency(slice_.kv_bytes),
+                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
+                )  # fmt: skip
+            except (BindingError, PartitionError, *SETUP_ERRORS) as error:
+                raise NoEngine(str(error)) from error
+
+    def _borrow(self, device: int) -> "PeerPool | None":
+        """Open the memory that other GPUs lend; None if none does."""
+        from c2cserve.devices.binding import find_device
+        from c2cserve.engine.gpu.peers import open_peers
+
+        share = self._share
+        if not share.lenders:
+            return None
+        lenders = [find_device(uuid) for uuid in share.lenders]
+        lending = Lending(share.lent_bytes * len(lenders))
+        return open_peers(device, lenders, share.lent_bytes, lending)

@@ -1,1 +1,0 @@
-"""The links of GPUs: copy engines, and relay kernels on neighbours."""

@@ -1,0 +1,101 @@
+"""The transfer engine over the links of this process's GPUs (`transfer/native/cuda_links.h`)."""
+
+import contextlib
+import ctypes
+from collections.abc import Generator, Sequence
+from functools import cache
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
+from c2cserve.kernels.gpu.aot.repository import KernelMissingError
+from c2cserve.kernels.gpu.aot.variants import RELAY
+from c2cserve.kernels.gpu.driver import checked, cu
+from c2cserve.transfer.engine import TransferEngine
+from c2cserve.transfer.library import Result, library, machine_of, view_of
+from c2cserve.transfer.moves import Port, ports_of
+from c2cserve.transfer.settings import Settings
+
+CTAS = 4
+"""CTAs of a relay kernel: as few as fill a PCIe 5 link."""
+_DRIVER = "libcuda.so.1"
+_ENABLED_ALREADY = 704
+"""CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, which leaves nothing behind in the driver's API."""
+
+
+def open_engine(
+    gpus: Sequence[int], settings: Settings | None = None, *, ctas: int = CTAS,
+    folder: Path | None = None,
+) -> TransferEngine:  # fmt: skip
+    """Return an engine over the links of these GPUs, by CUDA's numbers.
+
+    GPUs without access to each other's memory do not relay for each other. `ctas` are those of a
+    relay kernel. Raises `CudaError`, `LinkError`, `KernelsMissing`, and `KernelMissingError` if
+    there are neighbours and the relay kernel is not built.
+    """
+    reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
+    ports, relays = ports_of(gpus, reaches)
+    contexts = [int(context_of(port.carrier)) for port in ports]
+    cubin = _relay_cubin(folder or default_folder()) if relays else None
+    return open_on(ports, relays, contexts, cubin, settings or Settings(), ctas=ctas)
+
+
+def open_on(
+    ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int],
+    cubin: bytes | None, settings: Settings, *, ctas: int = CTAS, driver: str = _DRIVER,
+) -> TransferEngine:  # fmt: skip
+    """Return an engine over these ports, in contexts of the GPUs that carry them.
+
+    `driver` is CUDA's library, or a test's. Raises `LinkError`.
+    """
+
+    def open_native() -> Result:
+        places = (ctypes.c_void_p * len(contexts))(*contexts)
+        return library().c2c_transfers_open(
+            machine_of(ports, relays), view_of(settings), driver.encode(), places, cubin, ctas,
+            RELAY.threads,
+        )  # fmt: skip
+
+    return TransferEngine(ports, open_native)
+
+
+def _relay_cubin(folder: Path) -> bytes:
+    path = cubin_path(folder, RELAY)
+    if not path.exists():
+        raise KernelMissingError(RELAY, folder)
+    return path.read_bytes()
+
+
+@cache
+def context_of(gpu: int) -> Any:
+    """Return the primary context of a GPU, by CUDA's number. It is never given back."""
+    torch.cuda.init()
+    checked("cuInit", cu.cuInit(0))
+    device = checked("cuDeviceGet", cu.cuDeviceGet(gpu))
+    return checked("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(device))
+
+
+@contextlib.contextmanager
+def use(gpu: int) -> Generator[None]:
+    """Make a GPU's context this thread's current one meanwhile. Raises `CudaError`."""
+    checked("cuCtxPushCurrent", cu.cuCtxPushCurrent(context_of(gpu)))
+    try:
+        yield
+    finally:
+        checked("cuCtxPopCurrent", cu.cuCtxPopCurrent())
+
+
+def _enable_peer(gpu: int, other: int) -> bool:
+    """Let `gpu` access the memory of `other`. Return False if it cannot. Raises `CudaError`."""
+    theirs = context_of(other)
+    with use(gpu):
+        devices = [checked("cuDeviceGet", cu.cuDeviceGet(number)) for number in (gpu, other)]
+        if not checked("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(*devices)):
+            return False
+        result = cu.cuCtxEnablePeerAccess(theirs, 0)
+        if int(result[0]) != _ENABLED_ALREADY:
+            checked("cuCtxEnablePeerAccess", result)
+    return True

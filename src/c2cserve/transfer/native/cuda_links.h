@@ -1,0 +1,93 @@
+// The links of this process's GPUs.
+//
+//     in0 direct    copy engine of GPU 0        host --PCIe 0--> GPU 0
+//     in0 by in1    relay kernel on GPU 1       host --PCIe 1--> SMs of GPU 1 --NVLink--> GPU 0
+//     out0 by out1  relay kernel on GPU 1       GPU 0 --NVLink--> SMs of GPU 1 --PCIe 1--> host
+//
+// A relay has to be a kernel. A copy between host memory and GPU 0 takes the link of GPU 0, also
+// when it is issued on another GPU's stream.
+//
+// All direct copies of a link are in one stream, so that a copy engine goes from one to the next.
+// Relays have two streams: a kernel begins while the one before ends. Their priority is the
+// highest, so that they come before kernels of the neighbour that wait.
+#pragma once
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cuda.h"
+#include "links.h"
+
+namespace c2c::transfer {
+
+constexpr int kRelayLanes = 2;
+constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters hold
+
+struct RelayParams {  // of relay.cu
+  CudaPointer recalled, started;
+  uint32_t number, pieces;
+  Piece piece[kRelayPieces];
+};
+
+struct LinkPlace {
+  int gpu;        // whose streams carry what takes the link
+  void* context;  // of that GPU
+  bool relays;
+};
+
+struct RelayCode {
+  const void* cubin;  // null: nothing relays
+  int ctas, threads;
+};
+
+class CudaLinks : public Links {
+ public:
+  CudaLinks(const std::string& library, const std::vector<LinkPlace>& places, RelayCode relay,
+            int depth);
+  ~CudaLinks() override;
+
+  void start(const Task& task) override;
+  bool is_over(const Task& task) override;
+  void recall(const Task& task) override;
+  bool is_harmless(const Task& task) override;
+  void check_host(uint64_t address) override;
+  Mark mark(const Stream& stream) override;
+  bool is_passed(Mark mark) override;
+  void drop(Mark mark) noexcept override;
+  void follow(const Stream& stream, const Task& task) override;
+  Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) override;
+
+  void* relay_stream(int link, int lane) const;  // null: there is no such
+
+ private:
+  struct Slot {
+    void* event = nullptr;
+    uint32_t* recalled = nullptr;  // flags in host memory, of relays only
+    uint32_t* started = nullptr;
+    RelayParams params{};
+  };
+
+  void make_link(int link, int depth);
+  void* new_stream();
+  Slot& slot_of(const Task& task) { return slots_[task.link][task.slot]; }
+  void copy_pieces(const std::vector<Piece>& pieces, void* stream);
+  void launch_relay(Slot& slot, const std::vector<Piece>& pieces, void* stream);
+  void* context_of(int gpu) const;
+
+  Cuda cuda_;
+  std::vector<LinkPlace> places_;
+  RelayCode relay_;
+  void* library_ = nullptr;
+  void* kernel_ = nullptr;
+  uint32_t* flags_ = nullptr;
+  CudaPointer flags_address_ = 0;
+  size_t flags_taken_ = 0;
+  std::vector<void*> lanes_;        // of direct copies, one for each link
+  std::vector<void*> small_lanes_;  // of small transfers
+  std::vector<std::vector<void*>> relay_lanes_;
+  std::vector<unsigned> relays_launched_;
+  std::vector<std::vector<Slot>> slots_;
+  std::vector<void*> events_;  // all that were made
+};
+
+}  // namespace c2c::transfer

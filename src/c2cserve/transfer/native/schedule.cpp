@@ -1,0 +1,266 @@
+#include "schedule.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace c2c::transfer {
+namespace {
+
+constexpr int kPauseDoublings = 6;    // the longest pause after stalls is 64 times the first
+constexpr uint64_t kPage = 4096;      // larger micro-tasks are cut at multiples of it
+constexpr int kOutstandingShare = 2;  // a link has half of its part of the queue outstanding
+
+}  // namespace
+
+Schedule::Schedule(int ports, const std::vector<std::pair<int, int>>& relays,
+                   const Settings& settings)
+    : settings_(settings), queues_(ports), links_(ports) {
+  for (int i = 0; i < ports; ++i) {
+    queues_[i].carriers.push_back(i);
+    for (int slot = settings.depth - 1; slot >= 0; --slot) {
+      links_[i].free_slots[0].push_back(slot);
+      links_[i].free_slots[1].push_back(settings.depth + slot);
+    }
+  }
+  for (auto [link, port] : relays) {
+    queues_[port].carriers.push_back(link);
+    links_[link].foreign.push_back(port);
+  }
+}
+
+// ---- transfers ----------------------------------------------------------------------------------
+
+void Schedule::add(const TransferPtr& transfer,
+                   std::vector<std::pair<int, std::vector<Piece>>> by_port) {
+  for (auto& [port, pieces] : by_port) {
+    Job job{transfer, std::move(pieces)};
+    for (const Piece& piece : job.pieces) job.bytes += piece.size;
+    if (job.bytes == 0) continue;
+    queues_[port].bytes[transfer->background] += job.bytes;
+    queues_[port].jobs[transfer->background].push_back(std::move(job));
+    ++transfer->waiting;
+  }
+  end_if_over(transfer);
+}
+
+void Schedule::cancel(const TransferPtr& transfer) {
+  if (transfer->state == State::kMoving) stop(transfer, State::kCancelled);
+}
+
+void Schedule::stop(const TransferPtr& transfer, State state) {
+  transfer->state = state;
+  if (transfer->waiting > 0) {
+    for (Queue& queue : queues_) {
+      auto& jobs = queue.jobs[transfer->background];
+      for (auto job = jobs.begin(); job != jobs.end();) {
+        if (job->transfer != transfer) {
+          ++job;
+          continue;
+        }
+        queue.bytes[transfer->background] -= job->bytes;
+        job = jobs.erase(job);
+      }
+    }
+  }
+  transfer->waiting = 0;
+  end_if_over(transfer);
+}
+
+void Schedule::end_if_over(const TransferPtr& transfer) {
+  if (!transfer->over()) return;
+  if (transfer->state == State::kMoving) transfer->state = State::kDone;
+  over_.push_back(transfer);
+}
+
+std::vector<TransferPtr> Schedule::take_over() { return std::exchange(over_, {}); }
+
+// ---- links --------------------------------------------------------------------------------------
+
+bool Schedule::has_own(int link) const {
+  return !queues_[link].jobs[0].empty() || !queues_[link].jobs[1].empty();
+}
+
+bool Schedule::waiting() const {
+  for (int i = 0; i < int(queues_.size()); ++i)
+    if (has_own(i)) return true;
+  return false;
+}
+
+Task* Schedule::pull(int number, double now_s) {
+  Link& link = links_[number];
+  if (link.carried() >= settings_.depth) return nullptr;
+  int background = 0;
+  const int port = choose(link, number, now_s, &background);
+  if (port < 0) return nullptr;
+  auto task = std::make_unique<Task>();
+  task->link = number, task->port = port;
+  task->relayed = port != number, task->background = background;
+  auto& free_slots = link.free_slots[task->relayed];
+  task->slot = free_slots.back();
+  free_slots.pop_back();
+  task->since_s = now_s, task->late_s = now_s + settings_.stall_s;
+  take(queues_[port], background, *task);
+  ++outstanding_;
+  link.outstanding.push_back(std::move(task));
+  return link.outstanding.back().get();
+}
+
+uint64_t Schedule::task_bytes(const Queue& queue, int background) const {
+  const uint64_t carriers = queue.carriers.size();
+  if (carriers == 1) return settings_.alone_bytes;
+  uint64_t share = queue.bytes[background] / (kOutstandingShare * settings_.depth * carriers);
+  if (share > kPage) share -= share % kPage;
+  return std::clamp<uint64_t>(share, settings_.task_bytes, settings_.task_bytes_most);
+}
+
+// Moves the first bytes of a queue into a micro-task: those of one transfer, at most.
+void Schedule::take(Queue& queue, int background, Task& task) {
+  Job& job = queue.jobs[background].front();
+  const uint64_t most = std::min(task_bytes(queue, background), job.bytes);
+  const size_t pieces_most =
+      task.relayed ? settings_.relay_pieces_most : settings_.direct_pieces_most;
+  task.transfer = job.transfer;
+  task.size = 0;
+  while (task.size < most && task.pieces.size() < pieces_most) {
+    Piece& piece = job.pieces[job.at];
+    const uint64_t size = std::min(piece.size, most - task.size);
+    if (size > 0) task.pieces.push_back({piece.target, piece.source, size});
+    piece = {piece.target + size, piece.source + size, piece.size - size};
+    job.at += piece.size == 0;
+    task.size += size;
+  }
+  job.bytes -= task.size;
+  queue.bytes[background] -= task.size;
+  ++task.transfer->carried;
+  if (job.bytes == 0) {
+    --task.transfer->waiting;
+    queue.jobs[background].pop_front();
+  }
+}
+
+// Returns the queue that a link takes from, -1 for none.
+int Schedule::choose(const Link& link, int own, double now_s, int* background) const {
+  // While one of its relays is stuck, a link relays no more.
+  const bool relays = link.recalled == 0 && now_s >= link.relays_from_s;
+  *background = 0;
+  if (const int found = pick(link, own, relays, 0); found >= 0) return found;
+  *background = 1;  // one micro-task at a time
+  if (link.carried() > 0 || now_s < link.background_from_s) return -1;
+  return pick(link, own, relays, 1);
+}
+
+int Schedule::pick(const Link& link, int own, bool relays, int background) const {
+  int best = -1;
+  uint64_t most = 0;
+  if (!queues_[own].jobs[background].empty()) {
+    if (!settings_.longest_first) return own;
+    best = own, most = queues_[own].bytes[background];
+  }
+  if (!relays) return best;
+  for (const int port : link.foreign) {
+    if (queues_[port].bytes[background] > most) {
+      best = port, most = queues_[port].bytes[background];
+    }
+  }
+  return best;
+}
+
+void Schedule::arrived(Task* task, double now_s) {
+  if (task->recalled) {
+    // It may have ended because it was recalled. To send it again is always right.
+    give_up(task);
+    release(task);
+    return;
+  }
+  Link& link = links_[task->link];
+  ++link.counts.tasks;
+  if (task->relayed) {
+    link.counts.relayed_bytes += task->size;
+    link.stalls_in_row = 0;
+  } else {
+    link.counts.direct_bytes += task->size;
+  }
+  if (task->background) {  // only those are alone on their link, as far as the engine knows
+    const double took_s = now_s - task->since_s, s_per_byte = took_s / task->size;
+    if (s_per_byte > settings_.slow * link.fastest_s_per_byte)
+      link.background_from_s = now_s + took_s;
+    link.fastest_s_per_byte = std::min(link.fastest_s_per_byte, s_per_byte);
+  }
+  const TransferPtr transfer = task->transfer;
+  release(task);
+  --transfer->carried;
+  end_if_over(transfer);
+}
+
+void Schedule::release(Task* task) {
+  Link& link = links_[task->link];
+  link.recalled -= task->recalled;
+  link.free_slots[task->relayed].push_back(task->slot);
+  --outstanding_;
+  const auto is_it = [task](const std::unique_ptr<Task>& one) { return one.get() == task; };
+  link.outstanding.erase(std::find_if(link.outstanding.begin(), link.outstanding.end(), is_it));
+}
+
+double Schedule::due(double now_s) const {
+  double at_s = kNever;
+  for (const Link& link : links_)
+    for (const auto& task : link.outstanding)
+      if (task->relayed && !task->recalled) at_s = std::min(at_s, task->late_s);
+  const auto has_background = [](const Queue& queue) { return !queue.jobs[1].empty(); };
+  if (std::none_of(queues_.begin(), queues_.end(), has_background)) return at_s;
+  for (const Link& link : links_)
+    if (now_s < link.background_from_s) at_s = std::min(at_s, link.background_from_s);
+  return at_s;
+}
+
+// ---- faults -------------------------------------------------------------------------------------
+
+void Schedule::failed(Task* task, const std::string& fault) {
+  Link& link = links_[task->link];
+  ++link.counts.errors;
+  if (task->relayed) {
+    link.relays_from_s = kNever;
+    give_up(task);
+    release(task);
+    return;
+  }
+  const TransferPtr transfer = task->transfer;
+  release(task);
+  --transfer->carried;
+  if (transfer->fault.empty()) transfer->fault = fault;
+  stop(transfer, State::kFailed);
+}
+
+std::vector<Task*> Schedule::stalled(double now_s) {
+  std::vector<Task*> found;
+  for (Link& link : links_) {
+    for (auto& task : link.outstanding) {
+      if (!task->relayed || task->recalled || now_s < task->late_s) continue;
+      task->recalled = true;
+      ++link.recalled;
+      found.push_back(task.get());
+      ++link.counts.stalls;
+      if (now_s < link.relays_from_s) continue;  // the first of those that stall together counts
+      const int doublings = std::min(link.stalls_in_row++, kPauseDoublings);
+      link.relays_from_s = now_s + std::ldexp(settings_.pause_s, doublings);
+    }
+  }
+  return found;
+}
+
+void Schedule::give_up(Task* task) {
+  if (task->given_up) return;
+  task->given_up = true;
+  const TransferPtr transfer = task->transfer;
+  --transfer->carried;
+  if (transfer->state != State::kMoving) {
+    end_if_over(transfer);
+    return;
+  }
+  queues_[task->port].bytes[task->background] += task->size;
+  queues_[task->port].jobs[task->background].push_front({transfer, task->pieces, 0, task->size});
+  ++transfer->waiting;
+  ++links_[task->link].counts.resent;
+}
+
+}  // namespace c2c::transfer

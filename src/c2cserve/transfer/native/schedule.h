@@ -1,0 +1,140 @@
+// Which link carries which micro-task, and when: the scheduler of the transfer engine.
+//
+//     submitted -> queue of its port -> pulled by a link -> outstanding -> arrived
+//                    ^                    direct: the port's own    |
+//                    |                    relay: another GPU's      | error or stall of a relay
+//                    +----------------------------------------------+
+//
+// Each port has a queue of bytes, and is itself a link that carries them. A link pulls a micro-task
+// when it has fewer outstanding than its depth, so a congested link pulls less. It takes what is in
+// its own queue first: that path is direct. Else it relays for another GPU. Micro-tasks are cut
+// when they are pulled: large ones while much is left, small ones at the end, so that links end
+// together.
+//
+// Nothing here waits, copies or reads a clock. Method (MMA, 3.4): queues for each destination,
+// outstanding queues of fixed depth for each link, direct path first, longest queue first.
+#pragma once
+#include <stdint.h>
+
+#include <deque>
+#include <limits>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace c2c::transfer {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+
+struct Piece {  // contiguous bytes to copy; addresses are those that GPUs use
+  uint64_t target, source, size;
+};
+
+struct Settings {  // `transfer.settings.Settings`; times are in seconds
+  int64_t task_bytes, task_bytes_most, alone_bytes, one_path_bytes;
+  int32_t depth, longest_first;
+  int32_t direct_pieces_most, relay_pieces_most;
+  double stall_s, pause_s, slow, poll_s, spin_s;
+};
+
+enum class State : int32_t { kMoving, kDone, kCancelled, kFailed };
+
+struct Transfer {
+  bool background = false;
+  State state = State::kMoving;
+  std::string fault;
+  int waiting = 0;  // jobs in queues
+  int carried = 0;  // micro-tasks outstanding, without those that write nothing more
+
+  bool over() const { return waiting == 0 && carried == 0; }
+};
+using TransferPtr = std::shared_ptr<Transfer>;
+
+struct Job {  // what is left in a queue of one transfer
+  TransferPtr transfer;
+  std::vector<Piece> pieces;
+  size_t at = 0;  // the first piece that is left; its first bytes may be gone
+  uint64_t bytes = 0;
+};
+
+struct Task {  // a micro-task on a link; it keeps one of the link's slots until it is released
+  int link, port, slot;  // slots below the depth are for direct paths, the others for relays
+  bool relayed, background;
+  std::vector<Piece> pieces;
+  uint64_t size;
+  double since_s, late_s;
+  TransferPtr transfer;
+  bool recalled = false;  // the link was asked to write nothing more of it
+  bool given_up = false;  // it was sent again: what may be left of it writes nothing
+};
+
+struct LinkCounts {
+  int64_t direct_bytes, relayed_bytes, tasks, resent, stalls, errors;
+};
+
+struct Queue {
+  std::vector<int> carriers;
+  std::deque<Job> jobs[2];  // of the foreground, and of the background
+  uint64_t bytes[2] = {0, 0};
+};
+
+struct Link {
+  std::vector<int> foreign;       // queues that it can relay for
+  std::vector<int> free_slots[2];  // for direct paths, for relays: a stuck relay takes no other
+  std::vector<std::unique_ptr<Task>> outstanding;
+  int recalled = 0;  // of them; those are not counted as what the link carries
+  double relays_from_s = -kNever;  // it does not relay before; infinity: never again
+  double background_from_s = -kNever;
+  double fastest_s_per_byte = kNever;
+  int stalls_in_row = 0;
+  LinkCounts counts{};
+
+  int carried() const { return int(outstanding.size()) - recalled; }
+};
+
+class Schedule {
+ public:
+  // `relays` are (link, port that it can relay for).
+  Schedule(int ports, const std::vector<std::pair<int, int>>& relays, const Settings& settings);
+
+  void add(const TransferPtr& transfer, std::vector<std::pair<int, std::vector<Piece>>> by_port);
+  // Drops what is queued. The transfer is over when what is outstanding is over.
+  void cancel(const TransferPtr& transfer);
+
+  // Returns the micro-task that a link carries next, null if it has to wait.
+  Task* pull(int link, double now_s);
+  // Whether a link's own queue has anything. Such links pull before others do.
+  bool has_own(int link) const;
+  bool waiting() const;
+  void arrived(Task* task, double now_s);
+  void failed(Task* task, const std::string& fault);
+  // Sends again what a relay carried, first of its queue. Its slot stays taken until `release`.
+  void give_up(Task* task);
+  // Returns the relays to recall now. Their links relay no more for a while.
+  std::vector<Task*> stalled(double now_s);
+  // When a relay is late, or a link that pauses may carry what waits in the background; infinity if
+  // there is no such time.
+  double due(double now_s) const;
+
+  const std::vector<Link>& links() const { return links_; }
+  int outstanding() const { return outstanding_; }
+  std::vector<TransferPtr> take_over();  // transfers that have ended since
+
+ private:
+  int choose(const Link& link, int own, double now_s, int* background) const;
+  int pick(const Link& link, int own, bool relays, int background) const;
+  void take(Queue& queue, int background, Task& task);
+  uint64_t task_bytes(const Queue& queue, int background) const;
+  void release(Task* task);
+  void stop(const TransferPtr& transfer, State state);
+  void end_if_over(const TransferPtr& transfer);
+
+  Settings settings_;
+  std::vector<Queue> queues_;
+  std::vector<Link> links_;
+  std::vector<TransferPtr> over_;
+  int outstanding_ = 0;
+};
+
+}  // namespace c2c::transfer

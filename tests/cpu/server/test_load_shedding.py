@@ -1,0 +1,126 @@
+"""Refusals in an overload, before the application sees a request."""
+
+import json
+import logging
+import socket
+from collections.abc import Iterator
+
+import pytest
+from served import BYTE, Served
+
+from c2cserve.runtime.gateway import Refused
+
+BODY = {"model": BYTE, "prompt": "hello", "max_tokens": 3}
+
+
+@pytest.fixture
+def overloaded(served: Served) -> Iterator[Served]:
+    served.gateway.overloaded = Refused(429, "it would come late", 7.2)
+    yield served
+    served.gateway.overloaded = None
+
+
+def raw(body: bytes, head: str = "") -> bytes:
+    fields = f"host: localhost\r\ncontent-type: application/json\r\n{head}"
+    return (
+        f"POST /v1/completions HTTP/1.1\r\n{fields}content-length: {len(body)}\r\n\r\n"
+    ).encode() + body
+
+
+def answers(connection: socket.socket, count: int) -> list[tuple[int, dict[str, object]]]:
+    found: list[tuple[int, dict[str, object]]] = []
+    with connection.makefile("rb") as file:
+        while len(found) < count:
+            status = int(file.readline().split()[1])
+            fields: dict[str, str] = {}
+            while line := file.readline().decode().strip():
+                name, _, value = line.partition(": ")
+                fields[name] = value
+            found.append((status, json.loads(file.read(int(fields["content-length"])))))
+    return found
+
+
+def test_a_refusal_is_whole(overloaded: Served) -> None:
+    answer = overloaded.http.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    assert answer.status_code == 429
+    assert answer.headers["retry-after"] == "8"
+    assert answer.headers["retry-after-ms"] == "7200"
+    assert answer.headers["x-request-id"] == "mine"
+    assert answer.headers["content-type"] == "application/json"
+    assert "date" in answer.headers
+    assert answer.json()["error"]["code"] == "rate_limit_exceeded"
+    assert answer.json()["error"]["message"] == "it would come late"
+
+
+def test_a_kept_connection_goes_on(overloaded: Served) -> None:
+    with socket.create_connection(("127.0.0.1", overloaded.port), 10) as connection:
+        whole = json.dumps(BODY).encode()
+        for _ in range(3):
+            connection.sendall(raw(whole))
+            [(status, _)] = answers(connection, 1)
+            assert status == 429
+        overloaded.gateway.overloaded = None
+        overloaded.says([70])
+        connection.sendall(raw(whole))
+        [(status, _)] = answers(connection, 1)
+        assert status == 200
+
+
+def test_requests_in_one_piece_are_answered_in_order(overloaded: Served) -> None:
+    whole = raw(json.dumps(BODY).encode())
+    other = raw(json.dumps({**BODY, "model": "none"}).encode())
+    with socket.create_connection(("127.0.0.1", overloaded.port), 10) as connection:
+        connection.sendall(whole + other + whole)
+        statuses = [status for status, _ in answers(connection, 3)]
+    assert statuses == [429, 404, 429]
+
+
+def test_a_body_in_parts_is_waited_for(overloaded: Served) -> None:
+    whole = raw(json.dumps(BODY).encode())
+    with socket.create_connection(("127.0.0.1", overloaded.port), 10) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(0, len(whole), 40):
+            connection.sendall(whole[at : at + 40])
+        [(status, _)] = answers(connection, 1)
+    assert status == 429
+
+
+def test_a_client_that_ends_its_connection_gets_an_answer(overloaded: Served) -> None:
+    with socket.create_connection(("127.0.0.1", overloaded.port), 10) as connection:
+        connection.sendall(raw(json.dumps(BODY).encode(), "connection: close\r\n"))
+        [(status, _)] = answers(connection, 1)
+        assert status == 429
+        assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "status"),
+    [
+        ({"origin": "https://elsewhere.example"}, BODY, 403),
+        ({"content-type": "text/plain"}, BODY, 415),
+        ({}, {**BODY, "model": "none"}, 404),
+        ({"x-slo-ttft-ms": "soon"}, BODY, 400),
+    ],
+)
+def test_a_fault_is_told_in_an_overload_too(
+    overloaded: Served, headers: dict[str, str], body: dict[str, object], status: int
+) -> None:
+    answer = overloaded.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == status
+
+
+def test_refusals_are_counted_and_logged_once_a_second_at_most(
+    overloaded: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    def counted() -> float:
+        name = 'c2cserve:http_responses_total{route="/v1/completions",status="429"}'
+        lines = overloaded.http.get("/metrics").text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
+
+    before = counted()
+    with caplog.at_level(logging.INFO, "c2cserve.server.load_shedding"):
+        for _ in range(20):
+            overloaded.http.post("/v1/completions", json=BODY)
+    assert counted() == before + 20
+    lines = [one for one in caplog.records if one.name == "c2cserve.server.load_shedding"]
+    assert len(lines) <= 10, "at most one each second"

@@ -1,0 +1,267 @@
+// CUDA's driver as transfers use it, in this process's memory. Streams run when they are pumped.
+// What the real driver would refuse is refused: streams and events of another context, for example.
+// A relay kernel is emulated from the parameters of its launch.
+#include <stdint.h>
+#include <string.h>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <set>
+#include <vector>
+
+namespace {
+
+struct Stream {
+  void* context;
+  std::deque<std::function<bool()>> operations;  // each returns whether it is over
+  bool blocked = false, failing = false;
+};
+struct Event {
+  void* context;
+  int pending = 0;  // records that are not over
+};
+struct Piece {
+  uint64_t target, source, size;
+};
+struct Relay {
+  uint32_t *recalled, *started;
+  uint32_t number, pieces;
+  Piece piece[160];
+};
+
+std::recursive_mutex mutex;
+std::set<Stream*> streams;
+std::set<Event*> events;
+std::map<char*, size_t> host;
+std::pair<uint64_t, uint64_t> unpinned;
+int64_t counts[4];  // copies, batches, launches, contexts that are current
+thread_local std::vector<void*> current;
+
+using Lock = std::lock_guard<std::recursive_mutex>;
+constexpr int kInvalidContext = 201, kInvalidHandle = 400, kLaunchFailed = 719, kNotReady = 600;
+
+int enqueue(void* stream, std::function<bool()> run) {
+  const Lock lock(mutex);
+  Stream* one = static_cast<Stream*>(stream);
+  if (!streams.count(one)) return kInvalidHandle;
+  if (current.empty() || current.back() != one->context) return kInvalidContext;
+  if (one->failing) return kLaunchFailed;
+  one->operations.push_back(std::move(run));
+  return 0;
+}
+
+bool move(const Piece& piece) {
+  memmove(reinterpret_cast<void*>(piece.target), reinterpret_cast<void*>(piece.source), piece.size);
+  return true;
+}
+
+bool relay(const Relay& p) {
+  *p.started = p.number;
+  if (*p.recalled == p.number) return true;
+  for (uint32_t i = 0; i < p.pieces; ++i) move(p.piece[i]);
+  return true;
+}
+
+}  // namespace
+
+extern "C" {
+
+void fake_pump() {
+  const Lock lock(mutex);
+  for (Stream* stream : streams)
+    while (!stream->blocked && !stream->operations.empty() && stream->operations.front()())
+      stream->operations.pop_front();
+}
+
+void* fake_stream(void* context) {
+  const Lock lock(mutex);
+  return *streams.insert(new Stream{context, {}}).first;
+}
+
+void fake_block(void* stream, int blocked) {
+  const Lock lock(mutex);
+  static_cast<Stream*>(stream)->blocked = blocked;
+}
+
+void fake_fail(void* stream) {
+  const Lock lock(mutex);
+  static_cast<Stream*>(stream)->failing = true;
+}
+
+void fake_unpin(uint64_t start, uint64_t stop) {
+  const Lock lock(mutex);
+  unpinned = {start, stop};
+}
+
+int64_t fake_count(int which) {  // 0 to 3: as `counts`; 4: what is still there
+  const Lock lock(mutex);
+  return which < 4 ? counts[which] : streams.size() + events.size() + host.size();
+}
+
+int cuGetErrorName(int, const char** name) {
+  *name = "CUDA_ERROR_OF_A_TEST";
+  return 0;
+}
+
+// ---- contexts and memory ------------------------------------------------------------------------
+
+int cuCtxPushCurrent_v2(void* context) {
+  const Lock lock(mutex);
+  ++counts[3];
+  current.push_back(context);
+  return 0;
+}
+
+int cuCtxPopCurrent_v2(void** context) {
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  --counts[3];
+  *context = current.back();
+  current.pop_back();
+  return 0;
+}
+
+int cuMemHostAlloc(void** memory, size_t size, unsigned) {
+  const Lock lock(mutex);
+  char* made = new char[size];
+  host[made] = size;
+  *memory = made;
+  return current.empty() ? kInvalidContext : 0;
+}
+
+int cuMemHostGetDevicePointer_v2(uint64_t* address, void* memory, unsigned) {
+  *address = reinterpret_cast<uint64_t>(memory);
+  return 0;
+}
+
+int cuMemFreeHost(void* memory) {
+  const Lock lock(mutex);
+  delete[] static_cast<char*>(memory);
+  return host.erase(static_cast<char*>(memory)) ? 0 : kInvalidHandle;
+}
+
+int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
+  const Lock lock(mutex);
+  if (current.empty() || attribute != 2) return kInvalidContext;
+  if (unpinned.first <= address && address < unpinned.second) return 1;
+  *static_cast<int*>(value) = 1;
+  return 0;
+}
+
+// ---- streams and events -------------------------------------------------------------------------
+
+int cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
+  *lowest = 0, *highest = -5;
+  return 0;
+}
+
+int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
+  if (current.empty() || flags != 1 || priority != -5) return kInvalidContext;
+  *stream = fake_stream(current.back());
+  return 0;
+}
+
+int cuStreamSynchronize(void* stream) {
+  fake_pump();
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  return static_cast<Stream*>(stream)->operations.empty() ? 0 : kInvalidHandle;
+}
+
+int cuStreamDestroy_v2(void* stream) {
+  const Lock lock(mutex);
+  Stream* one = static_cast<Stream*>(stream);
+  if (current.empty()) return kInvalidContext;
+  if (!streams.erase(one) || !one->operations.empty()) return kInvalidHandle;
+  delete one;
+  return 0;
+}
+
+int cuEventCreate(void** event, unsigned flags) {
+  const Lock lock(mutex);
+  if (current.empty() || flags != 2) return kInvalidContext;
+  *event = *events.insert(new Event{current.back()}).first;
+  return 0;
+}
+
+int cuEventDestroy_v2(void* event) {
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  return events.erase(static_cast<Event*>(event)) ? 0 : kInvalidHandle;  // waits may still read it
+}
+
+int cuEventRecord(void* event, void* stream) {
+  const Lock lock(mutex);
+  Event* one = static_cast<Event*>(event);
+  if (!events.count(one) || one->context != static_cast<Stream*>(stream)->context)
+    return kInvalidHandle;
+  ++one->pending;
+  return enqueue(stream, [one] {
+    --one->pending;
+    return true;
+  });
+}
+
+int cuEventQuery(void* event) {
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  if (!events.count(static_cast<Event*>(event))) return kInvalidHandle;
+  return static_cast<Event*>(event)->pending ? kNotReady : 0;
+}
+
+int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  const Lock lock(mutex);
+  Event* one = static_cast<Event*>(event);
+  if (!events.count(one)) return kInvalidHandle;
+  return enqueue(stream, [one] { return one->pending == 0; });
+}
+
+// ---- copies -------------------------------------------------------------------------------------
+
+int cuMemcpyAsync(uint64_t target, uint64_t source, size_t size, void* stream) {
+  const Lock lock(mutex);
+  ++counts[0];
+  return enqueue(stream, [=] { return move({target, source, size}); });
+}
+
+int cuMemcpyBatchAsync_v2(uint64_t* targets, uint64_t* sources, size_t* sizes, size_t count,
+                          const int* attributes, size_t* first, size_t attributes_count,
+                          void* stream) {
+  const Lock lock(mutex);
+  if (attributes[0] != 1 || *first != 0 || attributes_count != 1) return kInvalidHandle;
+  ++counts[1];
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < count; ++i) pieces.push_back({targets[i], sources[i], sizes[i]});
+  return enqueue(stream, [pieces] {
+    for (const Piece& piece : pieces) move(piece);
+    return true;
+  });
+}
+
+int cuLibraryLoadData(void** library, const void* code, void*, void*, unsigned, void*, void*,
+                      unsigned) {
+  if (strcmp(static_cast<const char*>(code), "code") != 0) return kInvalidHandle;
+  *library = const_cast<void*>(code);
+  return 0;
+}
+
+int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
+  *kernel = library;
+  return strcmp(name, "relay") ? kInvalidHandle : 0;
+}
+
+int cuLibraryUnload(void*) { return 0; }
+
+int cuLaunchKernel(void* kernel, unsigned x, unsigned y, unsigned z, unsigned threads, unsigned ty,
+                   unsigned tz, unsigned shared, void* stream, void** parameters, void** extra) {
+  const Lock lock(mutex);
+  if (!kernel || !x || y != 1 || z != 1 || threads % 32 || ty != 1 || tz != 1 || shared || extra)
+    return kInvalidHandle;
+  ++counts[2];
+  Relay copied = *static_cast<Relay*>(parameters[0]);
+  return enqueue(stream, [copied] { return relay(copied); });
+}
+
+}  // extern "C"
