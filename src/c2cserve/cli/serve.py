@@ -94,8 +94,7 @@ def serve(
         max_body_bytes, requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
             max_prompt_tokens, max_grammar_chars,
-        ),
-        connections=ConnectionLimits(
+        ), connections=ConnectionLimits(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
         ),

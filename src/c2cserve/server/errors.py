@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Refused
-from c2cserve.server.structured import FORMATS
+from c2cserve.server.tools.structured import FORMATS
 
 if TYPE_CHECKING:
     from starlette.responses import Response

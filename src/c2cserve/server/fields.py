@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from c2cserve.server.structured import NamedTool, ResponseFormat, StructuredOutputs
 from c2cserve.server.tools.fields import Tool, ToolCalls, Tools
+from c2cserve.server.tools.structured import NamedTool, ResponseFormat, StructuredOutputs
 
 T = TypeVar("T")
 
@@ -253,6 +253,11 @@ class ChatBody(Common):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered if tool.function.name == name]
         return self.offered if self.tool_choice == "required" else []
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether `tool_choice` names the tool that is called."""
+        return isinstance(self.tool_choice, NamedTool)
 
     @field_validator("tool_choice")
     @classmethod

@@ -10,12 +10,12 @@ from c2cserve.grammars import write
 from c2cserve.grammars.table import write_table
 from c2cserve.server.errors import ApiError
 from c2cserve.server.fields import ChatBody, CompletionBody
-from c2cserve.server.structured import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from c2cserve.server.text.limits import within
 from c2cserve.server.text.messages import Target
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.tools.calls import called, mixed
 from c2cserve.server.tools.reading import ReadingPlan
+from c2cserve.server.tools.structured import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 
 _SCHEMA = "response_format.json_schema.schema"
 
@@ -90,7 +90,7 @@ def _text(
             _check_tool(f"tools.{index}.function.parameters", tool.function.parameters)
         single = body.parallel_tool_calls is False or not isinstance(body.tool_choice, str | None)
         if body.forced:
-            answer, rules = called(tools, plan.calls, tokenizer.mark(plan.calls), single=single)
+            answer, rules = called(tools, plan.calls, tokenizer.marks(plan.calls), single=single)
         else:
             answer, rules = mixed(tools, plan.calls)
         return write.grammar_of(answer, thought=thought, rules=rules)

@@ -13,7 +13,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, read_text
 from c2cserve.server.text.templates import ChatTemplate
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary, VocabularyFacts, refusal
-from c2cserve.server.tools.reading import CALLS_MARK, CallFormat
+from c2cserve.server.tools.reading import ARGUMENTS_MARK, CALLS_MARK, CallFormat
 
 _NORMALIZED = 3
 """Largest factor by which a normal form (NFC) makes a text shorter, in bytes of UTF-8."""
@@ -112,10 +112,11 @@ class Tokenizer(Vocabulary):
         """The model's chat template, empty if it has none."""
         return self._template.source
 
-    def mark(self, form: CallFormat) -> int | None:
-        """Return the special token that begins calls in a format, None if the format has none or
-        the vocabulary has not."""
-        return self._fast.token_to_id(CALLS_MARK) if form == "mistral" else None
+    def marks(self, form: CallFormat) -> dict[str, int]:
+        """Return the special tokens of calls in a format, as far as the vocabulary has them."""
+        used = {"mistral": (CALLS_MARK,), "mistral_args": (CALLS_MARK, ARGUMENTS_MARK)}
+        ids = {mark: self._fast.token_to_id(mark) for mark in used.get(form, ())}
+        return {mark: token for mark, token in ids.items() if token is not None}
 
     def table(self, size: int) -> list[bytes]:
         """Return the bytes that each of the first tokens adds to a text, empty for special tokens

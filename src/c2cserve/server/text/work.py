@@ -176,7 +176,7 @@ class _Reader:
                 tuple(tool.function.name for tool in body.offered),
                 body.parallel_tool_calls is False,
                 bool(body.separate_reasoning), text.rstrip().endswith("<think>"),
-                forced=bool(body.forced),
+                forced=bool(body.forced), named=body.names_tool,
             )  # fmt: skip
         return text
 

@@ -1,36 +1,40 @@
 """Grammars of outputs that call tools, in the format that a model's template asks for."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from c2cserve.grammars import write
 from c2cserve.server.tools.fields import Tool
-from c2cserve.server.tools.reading import CallFormat
+from c2cserve.server.tools.reading import ARGUMENTS_MARK, CALLS_MARK, CallFormat
 
 _ANY: dict[str, Any] = {"type": "object"}
 _KEYS: dict[CallFormat, str] = {
     "hermes": "arguments", "llama3": "parameters", "mistral": "arguments",
 }  # fmt: skip
+_MORE: dict[CallFormat, str] = {
+    "hermes": '("\\n" tagged)*', "llama3": '("; " call)*', "mistral": '(", " call)*',
+    "mistral_args": "call*",
+}  # fmt: skip
 
 
 def called(
-    tools: Sequence[Tool], form: CallFormat, mark: int | None, *, single: bool
+    tools: Sequence[Tool], form: CallFormat, marks: Mapping[str, int], *, single: bool
 ) -> tuple[str, list[str]]:
     """Return the right side and the rules of an output that is one call of the tools or more.
 
-    `mark`: the special token that begins calls, if the format has one. `single`: exactly one call.
-    Raises GrammarError.
+    `marks`: the special tokens of the format. `single`: exactly one call. Raises GrammarError.
     """
+    more = "" if single else _MORE[form]
+    if form == "mistral_args":
+        return f"call {more}", [f"call: {_either(tools)}", *_headed(tools, marks)]
     rules = [f"call: {_either(tools)}", *_objects(tools, form, every=True)]
-    more = "" if single else {"hermes": '("\\n" tagged)*', "llama3": '("; " call)*',
-                              "mistral": '(", " call)*'}[form]  # fmt: skip
     if form == "hermes":
         rules.append('tagged: "<tool_call>\\n" call "\\n</tool_call>"')
         return f"tagged {more}", rules
     if form == "llama3":
         return f"call {more}", rules
-    begin = "" if mark is None else f"<[{mark}]> "
+    begin = f"<[{marks[CALLS_MARK]}]> " if CALLS_MARK in marks else ""
     return f'{begin}"[" call {more} "]"', rules
 
 
@@ -57,11 +61,30 @@ def _objects(tools: Sequence[Tool], form: CallFormat, *, every: bool) -> list[st
     """Return a rule for the object of each tool's call. `every`: strict or not."""
     rules: list[str] = []
     for number, tool in enumerate(tools):
-        function = tool.function
-        held = every or function.strict
-        schema = function.parameters if held and function.parameters is not None else _ANY
-        if "type" not in schema:
-            schema = {**_ANY, **schema}  # arguments are an object
-        head = write.literal(f'{{"name": {json.dumps(function.name)}, "{_KEYS[form]}": ')
-        rules.append(f'call_{number}: {head} {write.json_schema(schema)} "}}"')
+        name = json.dumps(tool.function.name)
+        head = write.literal(f'{{"name": {name}, "{_KEYS[form]}": ')
+        rules.append(f'call_{number}: {head} {_arguments(tool, every=every)} "}}"')
     return rules
+
+
+def _headed(tools: Sequence[Tool], marks: Mapping[str, int]) -> list[str]:
+    """Return a rule for each tool's call as a name and its arguments, each after its mark."""
+    begin, then = (
+        f"<[{marks[mark]}]>" if mark in marks else write.literal(mark)
+        for mark in (CALLS_MARK, ARGUMENTS_MARK)
+    )
+    return [
+        f"call_{number}: {begin} {write.literal(tool.function.name)} {then}"
+        f" {_arguments(tool, every=True)}"
+        for number, tool in enumerate(tools)
+    ]
+
+
+def _arguments(tool: Tool, *, every: bool) -> str:
+    """Return the right side of a call's arguments."""
+    function = tool.function
+    held = every or function.strict
+    schema = function.parameters if held and function.parameters is not None else _ANY
+    if "type" not in schema:
+        schema = {**_ANY, **schema}  # arguments are an object
+    return write.json_schema(schema)

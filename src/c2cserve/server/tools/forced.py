@@ -11,13 +11,17 @@ import re
 import secrets
 from typing import Any, cast
 
+CALL_HEAD = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
+"""What comes before the arguments of a call where its name is no part of an object."""
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
 
 
 class ForcedCalls:
     """The calls of one growing output."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, headed: bool = False) -> None:
+        """`headed`: a call is a name and an object with its arguments."""
+        self._headed = headed
         self._held = ""
         """Text before the next call's arguments."""
         self._depth = 0
@@ -37,12 +41,13 @@ class ForcedCalls:
     def _before(self, text: str, pieces: list[dict[str, Any]]) -> str:
         """Look for the next call. Return the text behind its name."""
         self._held += text
-        found = _HEAD.search(self._held)
+        found = (CALL_HEAD if self._headed else _HEAD).search(self._held)
         if found is None:
             return ""
         rest, self._held = self._held[found.end() :], ""
         self._in_call = True
-        function = {"name": json.loads(found[1]), "arguments": ""}
+        name = found[1] if self._headed else json.loads(found[1])
+        function = {"name": name, "arguments": ""}
         pieces.append({
             "index": self.count, "id": f"call_{secrets.token_hex(12)}", "type": "function",
             "function": function,

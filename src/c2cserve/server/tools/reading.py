@@ -3,8 +3,9 @@
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
 Formats of calls: `hermes` (Hermes, Qwen) writes each call between tags. `llama3` writes nothing but
-JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. The mark is
-a special token as a rule, which is not part of the text. A text is held while it could still become
+JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. Newer models
+of Mistral (`mistral_args`) write `[TOOL_CALLS]name[ARGS]{...}` for each call. These marks are
+special tokens as a rule, which are no part of the text. A text is held while it could still become
 a tag or a call. What turns out to be no call is content, so no text is lost. Outputs that a grammar
 holds to calls need no such care (`tools.forced`).
 """
@@ -16,10 +17,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from c2cserve.server.tools.forced import ForcedCalls
+from c2cserve.server.tools.forced import CALL_HEAD, ForcedCalls
 
-CallFormat = Literal["hermes", "llama3", "mistral"]
-CALLS_MARK = "[TOOL_CALLS]"
+CallFormat = Literal["hermes", "llama3", "mistral", "mistral_args"]
+CALLS_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[ARGS]"
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _SEPARATORS = " \t\r\n;"
@@ -39,6 +40,8 @@ class ReadingPlan(msgspec.Struct, frozen=True):
     """The prompt ends inside a thought."""
     forced: bool = False
     """The output is nothing but calls, by its grammar."""
+    named: bool = False
+    """The request names the tool. Then OpenAI's reason to end is `stop`."""
 
 
 @dataclass(slots=True)
@@ -66,7 +69,7 @@ class OutputReader:
         self._state = "thought" if plan.reasoning and plan.thinking else "start"
         self.called = False
         """Whether there was a call."""
-        self._forced = ForcedCalls()
+        self._forced = ForcedCalls(headed=plan.calls == "mistral_args")
 
     def add(self, text: str) -> Parts:
         self.held += text
@@ -105,7 +108,7 @@ class OutputReader:
         if self._state == "start-content":
             self.held = self.held.lstrip()  # the line breaks between a thought and its answer
             if self.held:
-                start = self._plan.forced or self._plan.calls in ("llama3", "mistral")
+                start = self._plan.forced or self._plan.calls not in (None, "hermes")
                 self._state = "start" if start else "content"
                 self._plan = _without_reasoning(self._plan)
             return bool(self.held)
@@ -152,9 +155,17 @@ class OutputReader:
         if self._plan.forced:
             self._state = "forced"
             return True
-        opens = {"llama3": "{", "mistral": "["}.get(self._plan.calls or "")
-        self._state = "objects" if opens and begun.startswith(opens) else "content"
+        opens = self._openings()
+        if not begun.startswith(opens) and any(one.startswith(begun) for one in opens):
+            return False
+        self._state = "objects" if begun.startswith(opens) else "content"
         return True
+
+    def _openings(self) -> tuple[str, ...]:
+        """Return how an output of nothing but calls may begin."""
+        if self._plan.calls == "mistral_args":
+            return (CALLS_MARK, *self._plan.names)
+        return {"llama3": ("{",), "mistral": ("[",)}.get(self._plan.calls or "", ())
 
     def _until(self, tag: str) -> tuple[str, bool]:
         """Take the text before a tag, and the tag. Return the text, and whether the tag was there.
@@ -188,6 +199,8 @@ class OutputReader:
         """Return the calls of a text that is nothing but objects, None for any other text."""
         if self._plan.calls == "mistral":
             return self._listed(text)
+        if self._plan.calls == "mistral_args":
+            return self._headed(text)
         decoder, at, calls = json.JSONDecoder(), 0, list[dict[str, Any]]()
         text = text.strip(_SEPARATORS)
         while at < len(text):
@@ -210,6 +223,24 @@ class OutputReader:
         calls = [self._call(value, "arguments") for value in cast("list[object]", values)]
         return None if None in calls else cast("list[dict[str, Any]]", calls)
 
+    def _headed(self, text: str) -> list[dict[str, Any]] | None:
+        """Return the calls of a text that is nothing but names, each with an object."""
+        decoder, at, calls = json.JSONDecoder(), 0, list[dict[str, Any]]()
+        text = text.rstrip()
+        while at < len(text):
+            head = CALL_HEAD.match(text, at)
+            if head is None:
+                return None
+            try:
+                arguments, at = decoder.raw_decode(text, head.end())
+            except (ValueError, RecursionError):
+                return None
+            call = self._call({"name": head[1], "arguments": arguments}, "arguments")
+            if call is None:
+                return None
+            calls.append(call)
+        return calls
+
     def _call(self, value: object, key: str) -> dict[str, Any] | None:
         """Return an object as a call in OpenAI's shape, None if it calls no tool of the request."""
         if not isinstance(value, dict):
@@ -223,7 +254,7 @@ class OutputReader:
 
 
 def _without_reasoning(plan: ReadingPlan) -> ReadingPlan:
-    return ReadingPlan(plan.calls, plan.names, plan.single, forced=plan.forced)
+    return msgspec.structs.replace(plan, reasoning=False, thinking=False)
 
 
 def _loaded(text: str) -> object:

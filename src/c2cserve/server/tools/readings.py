@@ -39,7 +39,7 @@ class Readings:
             delta["tool_calls"] = pieces
         return {
             "index": piece.index, "delta": delta, "logprobs": logprobs,
-            "finish_reason": _finish(piece.finish, reader.called),
+            "finish_reason": self._finish(piece.finish, reader),
         }  # fmt: skip
 
     def whole(self, text: str, finish: str | None) -> dict[str, Any]:
@@ -54,7 +54,11 @@ class Readings:
                 + joined([piece for parts in found for piece in parts.pieces]),
             ),
         )
-        return {"message": message, "finish_reason": _finish(finish, reader.called)}
+        return {"message": message, "finish_reason": self._finish(finish, reader)}
+
+    def _finish(self, finish: str | None, reader: OutputReader) -> str | None:
+        called = reader.called and not self._plan.named
+        return "tool_calls" if called and finish == "stop" else finish
 
 
 def _message(reasoning: str, parts: Parts) -> dict[str, Any]:
@@ -66,7 +70,3 @@ def _message(reasoning: str, parts: Parts) -> dict[str, Any]:
     if parts.calls:
         message["tool_calls"] = parts.calls
     return message
-
-
-def _finish(finish: str | None, called: bool) -> str | None:
-    return "tool_calls" if called and finish == "stop" else finish
