@@ -56,7 +56,7 @@ class Held:
         """Why it cannot go on, known with its next mask."""
         self.process: _Process | None = None
         """The process that has its matcher,"""
-        self.told = 0
+        self.known = 0
         """and the tokens that it knows of."""
 
     def take(self, token: int) -> None:
@@ -65,10 +65,10 @@ class Held:
 
     def news(self, process: "_Process") -> Output:
         """Return what the process does not know, for a message to it."""
-        known = self.told if self.process is process else 0
+        begin = self.known if self.process is process else 0
         grammar = "" if self.process is process else self.grammar
-        self.process, self.told = process, len(self.tokens)
-        return Output(self.number, tuple(self.tokens[known:]), grammar)
+        self.process, self.known = process, len(self.tokens)
+        return Output(self.number, tuple(self.tokens[begin:]), grammar)
 
 
 class _Process:
