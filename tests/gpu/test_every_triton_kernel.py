@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.gemm import experts
 from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
@@ -96,6 +98,19 @@ def drawn_ids() -> None:
     sampling(rows, lambda logits: sample(logits, asked_of(rows).to(DEVICE)))
 
 
+def masked_ids() -> None:
+    """A row with a mask of few tokens, and one without."""
+    mask = torch.zeros(-(-VOCAB // 32), dtype=torch.int32)
+    mask[[0, 3]] = torch.tensor([0b1010_0000, -(1 << 31)], dtype=torch.int32)
+    for heat in (0.0, 1.5):
+        rows = [RowSampling(5, 0, heat, mask=mask), RowSampling(5, 1, heat)]
+        only = RowMasks.of([row.mask for row in rows], DEVICE)
+        if not heat:
+            sampling(rows, partial(greedy, only=only))
+        asked = asked_of(rows).to(DEVICE)
+        sampling(rows, partial(sample, asked=asked, only=only))
+
+
 def graph_inputs() -> None:
     fixed, hidden = GraphInputs.make(3, HIDDEN, 32, DTYPE, DEVICE), noise(2, HIDDEN).to(DTYPE)
     rows = TokenRows(
@@ -116,6 +131,7 @@ CASES: dict[Callable[[], None], set[str]] = {
     attention: {"_rope_store_kernel", "_many_kernel", "_single_kernel"},
     greedy_ids: {"_part_kernel", "_whole_kernel"},
     drawn_ids: {"_sample_kernel"},
+    masked_ids: {"_part_kernel", "_whole_kernel", "_sample_kernel"},
     graph_inputs: {"_copy_in_kernel"},
 }
 """What runs which kernels."""

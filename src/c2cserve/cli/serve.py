@@ -76,6 +76,7 @@ def serve(
     max_logit_bias: opt.MaxLogitBias = REQUESTS.logit_bias,
     max_prompt_chars: opt.MaxPromptChars = REQUESTS.prompt_chars,
     max_prompt_tokens: opt.MaxPromptTokens = REQUESTS.prompt_tokens,
+    max_grammar_chars: opt.MaxGrammarChars = REQUESTS.grammar_chars,
     max_body_bytes: opt.MaxBodyBytes = SERVER.body_bytes_max,
     max_header_bytes: opt.MaxHeaderBytes = CONNECTIONS.header_bytes,
     max_headers: opt.MaxHeaders = CONNECTIONS.headers,
@@ -92,9 +93,8 @@ def serve(
         opt.split_keys(api_key), choose_admin_key(admin_key, access.admin_key_file),
         max_body_bytes, requests=RequestLimits(
             max_choices, max_messages, max_stops, max_logit_bias, max_prompt_chars,
-            max_prompt_tokens,
-        ),
-        connections=ConnectionLimits(
+            max_prompt_tokens, max_grammar_chars,
+        ), connections=ConnectionLimits(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
         ),

@@ -55,6 +55,18 @@ class Request:
 
 
 @value
+class Grammar:
+    """What an output is held to."""
+
+    text: str
+    """The grammar, in the dialect of Lark that `grammars.write` writes."""
+    tokens: str
+    """The path of the file with the bytes of the vocabulary (`grammars.table`)."""
+    ends: tuple[int, ...]
+    """The model's end tokens: they may come where the grammar may end, and nowhere else."""
+
+
+@value
 class Sampling:
     """How tokens are drawn. `seed` is always set (the server draws one), so a resumed request
     continues exactly: the random stream is keyed by (seed, output position)."""
@@ -74,6 +86,7 @@ class Sampling:
     logprobs: int | None = None
     """Alternatives reported per output token; None reports nothing, 0 only the chosen token."""
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
 
 @value

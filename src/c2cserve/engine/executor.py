@@ -18,29 +18,17 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from c2cserve.core.actions import (
-    Drop,
-    ExecutorAction,
-    Fail,
-    Move,
-    Return,
-    RunStep,
-    Truncate,
-)
-from c2cserve.core.events import (
-    MoveDone,
-    StepDone,
-    StepFailed,
-    StepParked,
-)
+from c2cserve.core.actions import Drop, ExecutorAction, Fail, Move, Return, RunStep, Truncate
+from c2cserve.core.events import MoveDone, StepDone, StepFailed, StepParked
 from c2cserve.core.request import Delta, FinishReason, Job
 from c2cserve.core.step import Lane, SeqStep, Step
+from c2cserve.engine.guides import Guides, LateSample, StepMasks
 from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
-from c2cserve.engine.run import Run, Work
+from c2cserve.engine.run import Run, Work, pick_rows
 from c2cserve.engine.sampled import record_tokens
 from c2cserve.engine.sequences import Sequence, build_batch
 from c2cserve.engine.step_costs import InlineTimer, StepCosts, StepKind, StepTimer, kind_of
@@ -66,6 +54,7 @@ class Executor:
         renew: Callable[[], None] | None = None,
         host_kv: HostKv | None = None,
         timer: StepTimer | None = None,
+        guides: Guides | None = None,
         streaming: LaneParts | None = None,
         streamed_bytes: Callable[[], int] = lambda: 0,
     ) -> None:
@@ -75,7 +64,7 @@ class Executor:
         An exception for which `fatal` is true is not a step's own. It is raised out of `submit` or
         `poll`, and the executor must not be used again. After any other exception `renew` waits for
         what is launched, and builds anew what operators keep from step to step (None: they keep
-        nothing). `host_kv` holds the KV of paused requests, if the policy pauses any.
+        nothing). `host_kv` holds the KV of paused requests, `guides` the grammars of requests.
 
         `ops`, `to_device` and `timer` (None: steps are over when they are launched) are the
         resident lane's; `streaming` is the other, if there is one.
@@ -97,6 +86,7 @@ class Executor:
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
         self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
+        self._guides = Guides() if guides is None else guides
 
     # ---- models and requests --------------------------------------------------------------------
 
@@ -108,6 +98,16 @@ class Executor:
     def detach(self, model: str) -> None:
         self._models.pop(model, None)
 
+    def prepare(self, job: Job) -> bool:
+        """Begin to prepare a request. Return whether it can be added at once. If not, the state
+        after a `poll` names it, or it is to be taken back by `forget`."""
+        plain = job.sampling.grammar is None
+        return plain or self._guides.prepare(job, self._decoder(job.request.model).config.vocab)
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that was prepared and will not be added."""
+        self._guides.forget(request_id)
+
     def add(self, job: Job) -> bool:
         """Add a request. Return whether its next step may be submitted before its last one is done.
 
@@ -115,6 +115,8 @@ class Executor:
         beginning. What this raises is the request's own fault, and nothing of it is held then.
         """
         seq = Sequence.of(job, self._clock())
+        if job.sampling.grammar is not None:
+            seq.held = self._guides.output(job, self._decoder(job.request.model).config.vocab)
         seq.chained = self._ops.chains(seq.row_sampling())
         self._seqs[job.request.id] = seq
         return seq.chained
@@ -172,7 +174,7 @@ class Executor:
         return ExecutorState(
             any(lane.launched for lane in self._lanes.values()), bool(self._parked),
             self._renewals, host_kv.used_bytes,
-            host_kv.counts.out_bytes, host_kv.counts.in_bytes,
+            host_kv.counts.out_bytes, host_kv.counts.in_bytes, self._guides.prepared(),
         )  # fmt: skip
 
     def _move(self, move: Move) -> None:
@@ -220,9 +222,7 @@ class Executor:
         source = self._take_parts(run)
         if not run.parts:
             return SampledTokens([], [])
-        decoder = self._models.get(run.step.model)
-        if decoder is None:
-            raise RuntimeError(f"{run.step.model} is not attached to this slice")
+        decoder = self._decoder(run.step.model)
         batch = build_batch(run.parts, run.seqs)
         if lane.to_device is not None:
             batch = lane.to_device(batch)
@@ -231,13 +231,16 @@ class Executor:
         started_s = self._clock()
         collected_s = self.costs.collected_s - collected_s
         self.costs.batch_s[run.kind] += started_s - began_s - collected_s
-        for seq in run.seqs:
-            if seq.clock.started_s is None:
-                seq.clock.started_s = run.picked_s
-                seq.clock.switched = run.switched
-                seq.clock.switch_s = started_s - run.picked_s
+        run.note_start(started_s)
+        masks = StepMasks(self._guides, run, decoder.config.vocab)
         logits = yield from decoder.forward(batch, lane.ops, self._arena)
-        return self._sample(run, logits, lane.ops)
+        return self._sample(run, logits, lane.ops, masks)
+
+    def _decoder(self, model: str) -> Decoder:
+        decoder = self._models.get(model)
+        if decoder is None:
+            raise RuntimeError(f"{model} is not attached to this slice")
+        return decoder
 
     def _take_parts(self, run: Run) -> Tensor | None:
         """Bring the sequences up to date with the policy, and note those that are present.
@@ -252,7 +255,9 @@ class Executor:
         ]
         sample = unknown[0].sample if unknown else None
         source = None if sample is None else sample.chain
-        if any(not seq.chained or seq.sample is not sample for seq in unknown):
+        if unknown and (
+            source is None or any(not seq.chained or seq.sample is not sample for seq in unknown)
+        ):
             source = None
             self._collect(self._lanes[run.step.lane], wait=True)
         for part in run.step.seqs:
@@ -269,20 +274,9 @@ class Executor:
         seq = self._seqs.get(part.request_id)
         return None if seq is None or (seq.lost and not part.fresh) else seq
 
-    def _sample(self, run: Run, logits: Tensor, ops: Ops) -> Sample:
-        rows: list[int] = []
-        row = 0
-        for part, seq in zip(run.parts, run.seqs, strict=True):
-            if seq.scores_prompt(part):
-                run.scored.append((part, seq, logits[row : row + part.tokens]))
-                row += part.tokens
-            elif part.emits:
-                row += 1
-            if part.emits:
-                run.sampled.append(seq)
-                rows.append(row - 1)
-        picked = logits if len(rows) == logits.shape[0] else logits[rows]
-        sample = ops.sample(picked, [seq.row_sampling() for seq in run.sampled])
+    def _sample(self, run: Run, logits: Tensor, ops: Ops, masks: StepMasks) -> Sample:
+        picked = pick_rows(run, logits)
+        sample = masks.sample(ops, picked, run.sampled, self._holds)
         for row, seq in enumerate(run.sampled):
             seq.in_flight += 1
             seq.sample, seq.row = sample, row
@@ -349,6 +343,9 @@ class Executor:
         """Complete the lane's steps that are done, in their order; if `wait`, all launched ones."""
         while lane.launched:
             run = lane.launched[0]
+            if isinstance(run.sample, LateSample):
+                with lane.parts.current():
+                    run.sample.launch()  # all steps before it are collected
             if not (wait or run.sample is None or run.sample.done):
                 return
             lane.launched.popleft()
@@ -390,8 +387,14 @@ class Executor:
     def _report_done(self, run: Run, tokens: SampledTokens) -> None:
         for seq in run.seqs:
             seq.clock.compute_s += run.compute_s
-        for request_id in record_tokens(run, tokens, self._seqs, self._slice_id):
+        ended = record_tokens(
+            run, tokens, self._slice_id, present=self._holds, failure=self._guides.failure
+        )
+        for request_id in ended:
             self._end(request_id)
         outcomes = tuple(run.outcomes)
         done = StepDone(run.step.id, outcomes, run.compute_s, 1, run.streamed_bytes)
         self._report(done, run.deltas)
+
+    def _holds(self, seq: Sequence) -> bool:  # it may have ended in the step before this one
+        return self._seqs.get(seq.job.request.id) is seq

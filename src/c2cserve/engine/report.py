@@ -25,3 +25,5 @@ class ExecutorState:
     """KV copied to host memory so far,"""
     kv_in_bytes: int
     """and back."""
+    prepared: list[str]
+    """Requests that can be added now."""

@@ -44,3 +44,33 @@ class Run:
     """The reason why it was not launched or collected; it samples nothing then."""
     outcomes: list[SeqOutcome] = field(default_factory=list[SeqOutcome])
     deltas: list[Delta] = field(default_factory=list[Delta])
+
+    def note_start(self, now: float) -> None:
+        """Note when its requests started, for those that had not."""
+        for seq in self.seqs:
+            if seq.clock.started_s is None:
+                seq.clock.started_s = self.picked_s
+                seq.clock.switched = self.switched
+                seq.clock.switch_s = now - self.picked_s
+
+
+def pick_rows(run: Run, logits: Tensor) -> Tensor:
+    """Return the rows of a step's logits [rows, V] that are sampled. Note for whom, and the rows
+    that score prompts."""
+    rows: list[int] = []
+    row = 0
+    for part, seq in zip(run.parts, run.seqs, strict=True):
+        if seq.scores_prompt(part):
+            run.scored.append((part, seq, logits[row : row + part.tokens]))
+            row += part.tokens
+        elif part.emits:
+            row += 1
+        if part.emits:
+            run.sampled.append(seq)
+            rows.append(row - 1)
+    return logits if len(rows) == logits.shape[0] else logits[rows]
+
+
+def emitting(run: Run) -> list[Sequence]:
+    """Return the sequences that a step samples a token for, once its parts are taken."""
+    return [seq for part, seq in zip(run.parts, run.seqs, strict=True) if part.emits]

@@ -1,6 +1,6 @@
 """What the sampled tokens of a step mean for its requests: their tokens, deltas and ends."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 from c2cserve.core.events import SeqOutcome
 from c2cserve.core.request import Delta, FinishReason, TokenLogprob
@@ -10,17 +10,23 @@ from c2cserve.kernels.ops import SampledTokens
 
 
 def record_tokens(
-    run: Run, tokens: SampledTokens, held: Mapping[str, Sequence], slice_id: str
+    run: Run,
+    tokens: SampledTokens,
+    slice_id: str,
+    *,
+    present: Callable[[Sequence], bool],
+    failure: Callable[[Sequence], str],
 ) -> list[str]:
     """Record a step's sampled tokens, its deltas and its outcomes. Return the requests that end.
 
-    `held` has the requests of the slice: one may have ended in the step before this one."""
+    A request of which `present` is false ended in the step before this one. `failure` says why a
+    request got no token."""
     ended: list[str] = []
     for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
-        if seq.lost or held.get(seq.job.request.id) is not seq:
+        if seq.lost or not present(seq):
             continue
         if token < 0:
-            _fail(run, seq, "the model computed values that are not numbers")
+            _fail(run, seq, failure(seq))
             ended.append(seq.job.request.id)
             continue
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -50,6 +56,8 @@ def _take(
         finish = FinishReason.STOP
     elif seq.sampled >= request.max_new_tokens:
         finish = FinishReason.LENGTH
+    elif seq.held is not None:
+        seq.held.take(token)
     run.deltas.append(seq.delta(token, logprobs, finish, slice_id))
     run.outcomes.append(SeqOutcome(request.id, 1, finish is not None))
     return finish is not None

@@ -18,6 +18,7 @@ from c2cserve.core.request import (
 )
 from c2cserve.core.step import SeqStep
 from c2cserve.engine.models.decoder import ForwardBatch
+from c2cserve.grammars.outputs import Held
 from c2cserve.kernels.ops import RowSampling, Sample
 
 
@@ -64,6 +65,8 @@ class Sequence:
     sample: Sample | None = None
     """The sample of the last of these steps, which has the token in its row `row`."""
     row: int = 0
+    held: Held | None = None
+    """The state of its grammar after the known tokens; None without a grammar."""
 
     @classmethod
     def of(cls, job: Job, now: float) -> "Sequence":

@@ -24,10 +24,10 @@ ISAS = tuple(_NEEDS)
 """Best first."""
 
 
-SAMPLE_ROW = struct.Struct("=6Q4q2Q2q6f")
+SAMPLE_ROW = struct.Struct("=7Q4q2Q2q6f")
 """`SampleRow` of sample.h.
 
-    6Q  pointers: logits, prompt, output, bias ids, bias, banned
+    7Q  pointers: logits, prompt, output, bias ids, bias, banned, mask
     4q  lengths: prompt, output, bias, banned
     2Q  seed, position
     2q  top_k, top_logprobs

@@ -34,13 +34,17 @@ class RowSampling:
     bias_ids: Tensor | None = None
     bias: Tensor | None = None
     banned: Tensor | None = None
+    mask: Tensor | None = None
+    """int32 [ceil(V / 32)], dense: bit v % 32 of word v // 32 says whether token v is allowed. None
+    allows all."""
     top_logprobs: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
     """The tokens of a finished sample, one entry per row. `ids[i]` is -1 if row i holds a NaN or an
-    infinity. It is a `Sample` itself, for operators that finish at once."""
+    infinity, or if no token is allowed in it. It is a `Sample` itself, for operators that finish at
+    once."""
 
     ids: list[int]
     logprobs: list[float]

@@ -37,9 +37,13 @@ def pack_rows(logits: Tensor, rows: Sequence[RowSampling]) -> bytes:
             bias_ids, bias = _ids(row.bias_ids), _ids(row.bias, torch.float32)
             if bias_ids[1] != bias[1]:
                 raise ValueError(f"sample: {bias_ids[1]} bias ids and {bias[1]} values")
+        mask = none if row.mask is None else _ids(row.mask)
+        if row.mask is not None and mask[1] != -(-vocab // 32):
+            raise ValueError(f"sample: a mask of {mask[1]} words for {vocab} tokens")
         SAMPLE_ROW.pack_into(
             packed, i * SAMPLE_ROW.size,
             at + i * vocab * 4, prompt[0], output[0], bias_ids[0], bias[0], banned[0],
+            mask[0],
             prompt[1], output[1], bias[1], banned[1],
             row.seed & _U64, row.position, row.top_k, min(vocab, row.top_logprobs),
             row.temperature, row.top_p, row.min_p, row.repetition, row.presence, row.frequency,

@@ -49,6 +49,9 @@ class ModelFiles:
     check_tokenizer: Callable[[], None] = _unchanged
     """Raises `Refused` (503) when the tokenizer's files are not those that were checked."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    tables: str = "c2cserve"
+    """The beginning of the paths of files that hold vocabularies for workers. They go with the
+    run."""
 
     @property
     def key(self) -> str:

@@ -174,6 +174,12 @@ class SliceStats:
     step_failures: int = _counter("steps", _LOOP, "Steps that ended with an exception.")
     step_retries: int = _counter("requests", _POLICY, "Requests of failed steps that ran again.")
     retries_failed: int = _counter("requests", _POLICY, "Those that failed again, alone.")
+    grammars_failed: int = _counter(
+        "requests", _ENGINE, "Requests that ended because their grammars could not go on."
+    )
+    grammar_processes_lost: int = _counter(
+        "processes", _ENGINE, "Grammar processes that ended while they were needed."
+    )
     parts_rebuilt: int = _counter(
         "rebuilds", _ENGINE, "How often GPU state was built anew after a failed step."
     )

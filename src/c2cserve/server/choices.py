@@ -128,7 +128,10 @@ class ChoiceStream:
         if stopped:
             finish = "stop"
         elif delta.finish is not None:
-            rest, stopped = self._stops.add(self._detokenizer.finish())
+            rest = self._detokenizer.finish()
+            if self.job.sampling.grammar is not None and delta.finish is FinishReason.LENGTH:
+                rest = rest.rstrip("\N{REPLACEMENT CHARACTER}")  # half a character fits no grammar
+            rest, stopped = self._stops.add(rest)
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""

@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.tools.structured import FORMATS
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -131,12 +132,14 @@ def of_validation(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_context=False)[:_PROBLEMS_MAX]
     # Among the problems of a union, the one with a wrong word ("image_url") says most.
     first = next((one for one in problems if one["type"] == "literal_error"), problems[0])
+    if first["type"] == "union_tag_invalid":
+        first["loc"] = (*first["loc"], "type")
     return of_problem(first)
 
 
 def of_problem(first: ErrorDetails) -> ApiError:
     """Return one problem of a request body as an error that names its field."""
-    where = [str(part) for part in first["loc"] if not _is_branch(part)]
+    where = _fields(first["loc"])
     param = ".".join(where)[:_PARAM_CHARS] or None
     if first["type"] in ("extra_forbidden", "none_required"):
         message = f"{param!r} is not supported{_WHY_NOT.get(where[-1], '')}"
@@ -162,8 +165,16 @@ def of_problem(first: ErrorDetails) -> ApiError:
     return ApiError(400, f"{param}: {message}" if param else message, param=param)
 
 
+def _fields(location: tuple[int | str, ...]) -> list[str]:
+    """Return the fields of a location, without pydantic's names of union members."""
+    fields = [str(part) for part in location if not _is_branch(part)]
+    if fields[:1] == ["response_format"] and len(fields) > 1 and fields[1] in FORMATS:
+        del fields[1]
+    return fields
+
+
 def _is_branch(part: object) -> bool:
     """Return whether a part of a location is pydantic's name of a union member, not a field."""
     return isinstance(part, str) and (
-        "[" in part or part in ("str", "int", "float", "bool", "function-after")
+        "[" in part or part in ("str", "int", "float", "bool", "function-after", "NamedTool")
     )

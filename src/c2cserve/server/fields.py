@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from c2cserve.server.tools.fields import Tool, ToolCalls, Tools
+from c2cserve.server.tools.structured import NamedTool, ResponseFormat, StructuredOutputs
 
 T = TypeVar("T")
 
@@ -12,6 +13,7 @@ _TOKEN_MAX = 2**31 - 1
 _STOP_CHARS = 1024
 _ID_DIGITS = 10
 _SALT_CHARS = 256
+_STRUCTURED = "structured_outputs"
 
 Unit = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -40,10 +42,6 @@ class StreamOptions(_Strict):
         return value
 
 
-class TextFormat(_Strict):
-    type: Literal["text"] = "text"
-
-
 class Common(_Strict):
     """Fields that both APIs share."""
 
@@ -67,6 +65,8 @@ class Common(_Strict):
     ignore_eos: bool | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=_SALT_CHARS)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     # Facts for OpenAI's service, which stores them or bills by them. They change nothing here.
     user: str | None = None
@@ -119,6 +119,20 @@ class Common(_Strict):
     ) -> StreamOptions | None:  # fmt: skip
         if value is not None and not others.data.get("stream"):
             raise ValueError("is only allowed when stream is true")
+        return value
+
+    @field_validator("structured_outputs")
+    @classmethod
+    def _structured(
+        cls, value: StructuredOutputs | None, others: ValidationInfo
+    ) -> StructuredOutputs | None:
+        if value is None:
+            return None
+        if len(value.kinds) != 1:
+            raise ValueError("give one of json, json_object, regex, choice and grammar")
+        given = others.data.get("response_format")
+        if given is not None and given.type != "text":
+            raise ValueError("says what response_format says too: give one of them")
         return value
 
     @property
@@ -206,13 +220,12 @@ class ChatBody(Common):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: TextFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
     echo: Literal[False] | None = None
@@ -233,11 +246,33 @@ class ChatBody(Common):
         """The tools that the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    @property
+    def forced(self) -> list[Tool]:
+        """The tools of which one or more must be called; empty if none must."""
+        if isinstance(self.tool_choice, NamedTool):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.offered if tool.function.name == name]
+        return self.offered if self.tool_choice == "required" else []
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether `tool_choice` names the tool that is called."""
+        return isinstance(self.tool_choice, NamedTool)
+
     @field_validator("tool_choice")
     @classmethod
     def _choice(cls, value: T, others: ValidationInfo) -> T:
-        if value == "auto" and not others.data.get("tools"):
-            raise ValueError("'auto' is only allowed when tools are specified")
+        tools: list[Tool] | None = others.data.get("tools")
+        if value in ("auto", "required") and not tools:
+            raise ValueError(f"{value!r} is only allowed when tools are specified")
+        if isinstance(value, NamedTool):
+            name = value.function.name
+            if all(tool.function.name != name for tool in tools or ()):
+                raise ValueError(f"there is no tool {name!r} among the request's")
+        if value == "required" or isinstance(value, NamedTool):
+            wanted, given = others.data.get("response_format"), others.data.get(_STRUCTURED)
+            if given is not None or (wanted is not None and wanted.type != "text"):
+                raise ValueError("an output is either calls or what the format says")
         return value
 
     @property

@@ -18,6 +18,8 @@ class RequestLimits(msgspec.Struct, frozen=True):
     """Characters of all prompts or messages together, and of a chat template's output."""
     prompt_tokens: int = 1 << 20
     """Summed over choices: each of a prompt's choices counts its tokens again."""
+    grammar_chars: int = 1 << 16
+    """Characters of what an output is held to: schemas as JSON, a regular expression, ..."""
 
 
 @dataclass(frozen=True, slots=True)

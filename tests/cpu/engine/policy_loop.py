@@ -1,5 +1,6 @@
 """The executor under the real slice policy, without a worker."""
 
+import atexit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,11 +19,16 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Sampling
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
+from c2cserve.engine.guides import Guides
 from c2cserve.engine.rotation import Copier, Copy, HostKv, copies_at_once
+from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.slice.policy import SlicePolicy
 
 MAX_NEW = 12
+GRAMMARS = Grammars()
+"""Of all loops: a grammar process takes a while to start."""
+atexit.register(GRAMMARS.close)
 SHARED = [17, 23, 42, 5] * 8
 
 
@@ -48,8 +54,10 @@ class PolicyLoop(EngineReports):
         self.policy = SlicePolicy(slice_, 1 if late is None else 2)
         arena = make_arena(slice_.kv_bytes)
         self.host_kv = HostKv(slice_.host_kv_bytes, self._copier(arena, slice_.host_kv_bytes))
+        self.guides = Guides(grammars=GRAMMARS)
         self.executor = Executor(
             "s", late or CpuOps(1), arena, self.report, lambda: self._now, host_kv=self.host_kv,
+            guides=self.guides,
         )  # fmt: skip
         self._now = 0.0
         self.computed = 0

@@ -150,3 +150,28 @@ def test_one_seed_is_not_another(ops: CpuOps) -> None:
     assert len(set(by_seed)) > 180
     assert len(set(by_position)) > 180
     assert by_seed != by_position
+
+
+@pytest.mark.parametrize("way", [{"temperature": 0.0}, {}, {"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_only_what_a_mask_allows_is_drawn(ops: CpuOps, way: dict[str, float]) -> None:
+    """Filters apply to what the mask leaves, and log-probabilities are those of all logits."""
+    allowed = [3, 31, 32, 3000]
+    mask = torch.zeros(94, dtype=torch.int32)
+    for token in allowed:
+        mask[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+    logits = noise(1, VOCAB, seed=3) * 3
+    rows = [RowSampling(1, i, top_logprobs=0, mask=mask, **way) for i in range(300)]  # pyright: ignore[reportArgumentType]
+    got = ops.sample(logits.expand(300, -1).contiguous(), rows)
+    assert set(got.ids) <= set(allowed)
+    whole = logits.double().log_softmax(-1)[0]
+    assert got.logprobs == pytest.approx([float(whole[i]) for i in got.ids], abs=1e-5)
+    best = max(allowed, key=lambda token: float(logits[0, token]))
+    assert best in got.ids
+    if way == {"temperature": 0.0}:
+        assert set(got.ids) == {best}
+
+
+def test_a_mask_of_another_vocabulary_is_refused(ops: CpuOps) -> None:
+    mask = torch.zeros(3, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a mask of 3 words for 3001 tokens"):
+        ops.sample(noise(1, VOCAB), [RowSampling(0, 0, mask=mask)])

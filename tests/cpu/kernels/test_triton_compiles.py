@@ -36,6 +36,7 @@ from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.sampling.sample import sample
 from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
+from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.aot.warm import Sizes, warm
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 dim, cpu, dtype = int(sys.argv[1]), torch.device("cpu"), torch.bfloat16
@@ -65,6 +66,9 @@ for tokens in (1, 2, 5, 16, 4096):
                      zeros(few, 3, dtype=torch.int64), zeros(few, dtype=torch.int64))
     GraphInputs.make(8, 3072, 4096, dtype, cpu).copy_in(zeros(few, 3072), rows)
     sample(zeros(min(tokens, 17), 32000), zeros(6, min(tokens, 17), dtype=torch.int64))
+    masks = RowMasks.of([zeros(1000, dtype=torch.int32), *[None] * min(tokens - 1, 16)], cpu)
+    greedy(zeros(min(tokens, 17), 32000), masks)
+    sample(zeros(min(tokens, 17), 32000), zeros(6, min(tokens, 17), dtype=torch.int64), masks)
 for layer, heads, kv_heads in ((0, 1, 1), (1, 28, 4), (35, 64, 8)):
     kv = KvLayout(36, kv_heads, dim, "bfloat16")
     arena, slots = zeros(kv.block_bytes, dtype=torch.uint8), zeros(5, dtype=torch.int64)
@@ -105,4 +109,4 @@ def test_every_kernel_compiles_for_hopper_when_warmed_and_never_again(dim: int) 
         env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 13
+    assert len(done.stdout.split()) == 16

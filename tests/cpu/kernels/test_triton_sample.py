@@ -1,12 +1,15 @@
 """Tokens drawn on the GPU against the CPU sampler's, which draws them from the same stream."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted import DEVICE
 from triton_case import noise
 
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.gpu.sampling.greedy import greedy_of
+from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import RowSampling
 
@@ -112,3 +115,62 @@ def test_the_stream_is_the_cpu_samplers() -> None:
     assert ids == CpuOps(1).sample(logits, rows).ids
     known = ((0x6627E8D5 << 21) ^ (0xE169C58D >> 11)) / 2**53
     assert ids[0] == int(known * 4096), "Random123's known answer for counter 0, key 0"
+
+
+def masks_of(vocab: int, rows: int) -> list[torch.Tensor | None]:
+    """Masks of few tokens, of one, of none, and rows without a mask."""
+    words = -(-vocab // 32)
+    masks: list[torch.Tensor | None] = []
+    for row in range(rows):
+        mask = torch.zeros(words, dtype=torch.int32)
+        for token in {row * 31 % vocab, vocab - 1, row * 7 % vocab} if row % 4 else {vocab - 1}:
+            mask[token // 32] |= -(1 << 31) if token % 32 == 31 else 1 << token % 32
+        masks.append(None if row % 3 == 2 else mask)
+    return masks
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # numpy's, of the interpreter
+@pytest.mark.parametrize(("vocab", "dtype"), [(160, torch.float32), (9001, torch.bfloat16)])
+def test_only_what_a_mask_allows_is_sampled(vocab: int, dtype: torch.dtype) -> None:
+    logits = (noise(len(WAYS), vocab, seed=vocab) * 4).to(dtype)
+    masks = masks_of(vocab, len(WAYS))
+    told = [replace(_told(row), mask=mask) for row, mask in zip(WAYS, masks, strict=True)]
+    want = CpuOps(1).sample(logits.float(), told)
+    only = RowMasks.of(masks, DEVICE)
+    found = sample(logits.to(DEVICE), asked_of(WAYS).to(DEVICE), only)
+    ids, logprobs = greedy_of(found.cpu())
+    assert ids == want.ids
+    assert logprobs == pytest.approx(want.logprobs, rel=1e-4, abs=1e-4)
+    likeliest = [replace(row, temperature=0.0) for row in told]
+    want = CpuOps(1).sample(logits.float(), likeliest)
+    ids, logprobs = greedy_of(greedy(logits.to(DEVICE), only).cpu())
+    assert ids == want.ids
+    assert logprobs == pytest.approx(want.logprobs, rel=1e-4, abs=1e-4)
+
+
+def test_rows_without_a_mask_have_the_same_bits_beside_rows_with_one() -> None:
+    logits = (noise(4, 9000, seed=9) * 4).bfloat16()
+    logits[3] = 0
+    logits[3, 5] = 90.0  # its probability is 1
+    masks = [None, *masks_of(9000, 2), None]
+    only = RowMasks.of(masks, DEVICE)
+    rows = [RowSampling(1, i) for i in range(4)]
+    asked = asked_of(rows).to(DEVICE)
+    for alone, beside in (
+        (greedy(logits.to(DEVICE)), greedy(logits.to(DEVICE), only)),
+        (sample(logits.to(DEVICE), asked), sample(logits.to(DEVICE), asked, only)),
+    ):
+        assert torch.equal(alone[:, [0, 3]], beside[:, [0, 3]])
+
+
+def test_a_mask_that_allows_nothing() -> None:
+    logits = noise(2, 9000).bfloat16()
+    nothing = torch.zeros(282, dtype=torch.int32)
+    only = RowMasks.of([nothing, None], DEVICE)
+    rows = [RowSampling(1, 0), RowSampling(1, 1)]
+    ids, _ = greedy_of(sample(logits.to(DEVICE), asked_of(rows).to(DEVICE), only).cpu())
+    also, _ = greedy_of(greedy(logits.to(DEVICE), only).cpu())
+    assert ids[0] == also[0] == -1
+    assert min(ids[1], also[1]) >= 0
+    told = [replace(row, mask=mask) for row, mask in zip(rows, [nothing, None], strict=True)]
+    assert CpuOps(1).sample(logits.float(), told).ids[0] == -1

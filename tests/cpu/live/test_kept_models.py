@@ -20,6 +20,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import StatusPage
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SLAB = 1 << 10
@@ -46,16 +47,22 @@ class Engine:
     def detach(self, model: str) -> None:
         pass
 
+    def prepare(self, job: Job) -> bool:
+        return True
+
+    def forget(self, request_id: str) -> None:
+        pass
+
     def add(self, job: Job) -> bool:
         return True
 
     def submit(self, action: EngineAction) -> None:
         self.told.append(action)
 
-    def poll(self) -> bool:
+    def poll(self) -> EngineState:
         while self.over:
             self._world.report(self.over.pop(0), ())
-        return False
+        return EngineState(parked=False)
 
 
 class Worker:

@@ -32,6 +32,7 @@ from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 SPEC = ModelSpec("m", 1, 1, 512, 64)
@@ -53,6 +54,10 @@ class Engine:
         self._over: deque[SliceEvent] = deque()
         self.polls = 0
         self.told: list[SliceAction] = []
+        self.preparing: set[str] = set()
+        """Requests that take a while to prepare,"""
+        self.prepared: list[str] = []
+        """and those of them that are ready."""
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
         if segment == "gone":
@@ -62,7 +67,17 @@ class Engine:
         if model == "stuck":
             raise RuntimeError("it does not let go")
 
+    def prepare(self, job: Job) -> bool:
+        if job.request.id == "wrong":
+            raise ValueError("it cannot be prepared")
+        return job.request.id not in self.preparing
+
+    def forget(self, request_id: str) -> None:
+        if request_id in self.prepared:
+            self.prepared.remove(request_id)
+
     def add(self, job: Job) -> bool:
+        self.forget(job.request.id)
         if 1 << 31 in job.tokens:
             raise OverflowError("no token is that large")
         return job.sampling.temperature == 0.0
@@ -77,7 +92,7 @@ class Engine:
         self.polls += 1
         while self._over:
             self._world.report(self._over.popleft(), ())
-        return self.parked
+        return EngineState(self.parked, list(self.prepared))
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
@@ -375,10 +390,44 @@ def test_the_engines_figures_are_not_made_for_every_step(bench: Bench) -> None:
         bench.run(step)
         bench.engine.finish()
         bench.wait()
-    before, began_s = made, bench.world._published_s
+    before, began_s = made, bench.world._publishing._published_s
     bench.engine.finish()
     bench.wait()
     bench.wait(0.01)
     assert before <= 2 + (time.monotonic() - began_s + 50 * 0.05) / 0.05
     assert made > before
     assert bench.page.stats().graph_steps == made
+
+
+def test_a_request_is_shown_to_the_policy_when_it_is_prepared(bench: Bench) -> None:
+    bench.engine.preparing = {"slow"}
+    bench.tell(msg.Submit(job("slow")), msg.Submit(job("fast")))
+    assert [event.request.id for event in bench.wait() if isinstance(event, Submitted)] == ["fast"]
+    assert bench.wait(0.05) == []
+    bench.engine.prepared.append("slow")
+    assert [event.request.id for event in bench.wait() if isinstance(event, Submitted)] == ["slow"]
+    assert bench.wait(0.05) == []
+
+
+def test_a_request_leaves_while_it_is_prepared(bench: Bench) -> None:
+    bench.engine.preparing = {"withdrawn", "recalled", "reset", "late"}
+    for name in ("withdrawn", "recalled", "reset"):
+        bench.tell(msg.Submit(job(name)))
+    bench.tell(msg.Withdraw("withdrawn"), msg.Recall("recalled"))
+    assert bench.wait(0.05) == []
+    assert heard(bench)[-1] == msg.Returned("recalled")
+    bench.tell(msg.Reset(1), msg.Switch("m", active=True))
+    assert bench.wait() == [Withdrawn("reset"), Deactivated("m")]
+    assert bench.wait() == [Activated(SPEC)]
+    assert heard(bench) == [msg.ResetDone(1)]
+    bench.engine.prepared.append("reset")
+    assert bench.wait(0.05) == []
+
+
+def test_a_request_whose_preparation_fails_fails_alone(bench: Bench) -> None:
+    bench.tell(msg.Submit(job("wrong")), msg.Submit(job("good")))
+    assert len(bench.wait()) == 1
+    failed = Delta(
+        "wrong", finish=FinishReason.ERROR, error="ValueError: it cannot be prepared"
+    )  # fmt: skip
+    assert msg.Output((failed,)) in heard(bench)

@@ -180,5 +180,5 @@ def _prompt_logprobs(job: Job) -> tuple[TokenLogprob, ...]:
 def model_files(name: str, path: Path, *, vocab: int, max_context: int = 256) -> ModelFiles:
     return ModelFiles(
         id=name, path=str(path), max_context=max_context, vocab_size=vocab, eos_token_ids=(2,),
-        ttft_s=1.0, tpot_s=0.1, priority=3,
+        ttft_s=1.0, tpot_s=0.1, priority=3, tables=str(path / "tables"),
     )  # fmt: skip

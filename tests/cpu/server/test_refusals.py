@@ -42,6 +42,10 @@ UNSUPPORTED = [
 ]
 
 
+def _schema(schema: object, name: str = "x", **more: object) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": schema, **more}}
+
+
 def refused(served: Served, path: str, body: object, status: int = 400) -> dict[str, Any]:
     """The error of a request that must not have reached the gateway."""
     before = len(served.gateway.jobs)
@@ -68,15 +72,59 @@ def test_unsupported_fields_are_named(served: Served, api: str, field: str, valu
 @pytest.mark.parametrize(
     ("response_format", "named"),
     [
-        ({"type": "json_object"}, "response_format"),
-        ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}, "response_format"),
+        ({"type": "xml"}, "response_format.type"),
+        ({"type": "json_schema"}, "response_format.json_schema"),
+        (_schema({"type": "text"}), "response_format.json_schema.schema"),
+        (_schema({"not": {"type": "string"}}), "response_format.json_schema.schema"),
+        (_schema({"$ref": "#/nowhere"}), "response_format.json_schema.schema"),
+        (_schema({"x-guidance": {"lenient": True}}), "response_format.json_schema.schema"),
+        (_schema({"pattern": "(", "type": "string"}), "response_format.json_schema.schema"),
+        (_schema({"const": "x" * 70000}), "response_format.json_schema.schema"),
+        (_schema({"type": "object"}, name="a b"), "response_format.json_schema.name"),
+        (_schema({"type": "object"}, more=1), "response_format.json_schema.more"),
     ],
 )
-def test_structured_output_is_refused(
+def test_a_wrong_format_is_named(
     served: Served, response_format: dict[str, Any], named: str
 ) -> None:
     error = refused(served, PATHS["chat"][0], {**CHAT, "response_format": response_format})
-    assert named in (error["param"] or "") + error["message"]
+    assert error["param"] == named
+    assert named in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "structured_outputs"),
+        ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ({"regex": "("}, "structured_outputs.regex"),
+        ({"regex": ""}, "structured_outputs.regex"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": [""]}, "structured_outputs.choice.0"),
+        ({"json": "{"}, "structured_outputs.json"),
+        ({"json": {"type": "text"}}, "structured_outputs.json"),
+        ({"json_object": False}, "structured_outputs.json_object"),
+        ({"grammar": "start: b"}, "structured_outputs.grammar"),
+        ({"grammar": "nothing"}, "structured_outputs.grammar"),
+        ({"grammar": '%llguidance {}\nstart: "a"'}, "structured_outputs.grammar"),
+        ({"whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+    ],
+)
+def test_wrong_structured_outputs_are_named(
+    served: Served, given: dict[str, Any], named: str
+) -> None:
+    for api in ("chat", "completions"):
+        path, body = PATHS[api]
+        error = refused(served, path, {**body, "structured_outputs": given})
+        assert error["param"] == named
+
+
+def test_two_formats_at_once_are_refused(served: Served) -> None:
+    both = {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}}
+    assert refused(served, PATHS["chat"][0], {**CHAT, **both})["param"] == "structured_outputs"
+    for fields in both.items():
+        body = {**CHAT, "tools": [TOOL], "tool_choice": "required", **dict([fields])}
+        assert refused(served, PATHS["chat"][0], body)["param"] == "tool_choice"
 
 
 @pytest.mark.parametrize(

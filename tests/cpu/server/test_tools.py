@@ -32,16 +32,31 @@ SHOW = (
 HERMES = SHOW + "{# answer with <tool_call>{...}</tool_call> #}"
 THINKING = HERMES + "<assistant><think>\n"
 LLAMA = SHOW + '{# answer with {"name": ..., "parameters": ...} #}'
+MISTRAL = SHOW + '{# answer with [TOOL_CALLS] [{"name": ..., "arguments": ...}] #}'
+NAMED = {
+    name: {"type": "function", "function": {"name": name}} for name in ("weather", "other")
+}  # fmt: skip
+WRONG: dict[str, Any] = {
+    "type": "function", "function": {"name": "w", "parameters": {"type": "text"}},
+}  # fmt: skip
+STRICT: dict[str, Any] = {"type": "function", "function": {**TOOL["function"], "strict": True}}
 MESSAGES: list[Any] = [{"role": "user", "content": "how is it in Köln?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}\n</tool_call>'
+MISTRAL_CALL = '{"name": "weather", "arguments": {"city": "Köln"}}'
+ARGS = SHOW + "{# answer with [TOOL_CALLS]name[ARGS]{...} #}"
+ARGS_CALL = 'weather{"city": "Köln"}'
 LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
+
+
+TEMPLATES = {"hermes": HERMES, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL,
+             "args": ARGS}  # fmt: skip
 
 
 @pytest.fixture
 def calling(served: Served, byte_dir: Path, tmp_path: Path) -> Iterator[Served]:
     """A server with a model for each format of calls."""
     files = served.gateway.files[BYTE]
-    for name, template in (("hermes", HERMES), ("thinking", THINKING), ("llama", LLAMA)):
+    for name, template in TEMPLATES.items():
         path = Path(shutil.copytree(byte_dir, tmp_path / name))
         (path / "chat_template.jinja").write_text(template)
         # Each test has a version of its own, since text processes keep tokenizers by version.
@@ -49,7 +64,7 @@ def calling(served: Served, byte_dir: Path, tmp_path: Path) -> Iterator[Served]:
             files, id=name, path=str(path), max_context=2048, version=f"{name}#{id(tmp_path)}"
         )
     yield served
-    for name in ("hermes", "thinking", "llama"):
+    for name in TEMPLATES:
         served.gateway.files.pop(name)
 
 
@@ -114,16 +129,17 @@ def test_calls_and_their_results_are_sent_back(calling: Served, byte: Tokenizer)
 @pytest.mark.parametrize(
     ("change", "param"),
     [
-        ({"tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": NAMED["other"]}, "tool_choice"),
+        ({"tool_choice": NAMED["weather"]}, "tool_choice"),
+        ({"tools": [TOOL, WRONG], "tool_choice": "required"}, "tools.1.function.parameters"),
+        ({"tools": [STRICT], "model": "llama"}, "tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [{"type": "function"}]}, "tools.0.function"),
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]},
-            "tools.0.function.strict",
-        ),
         ({"model": BYTE, "tools": [TOOL]}, "tools"),
         ({"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]}, "messages.0"),
         ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages.0"),
@@ -161,6 +177,11 @@ def test_tokenize_takes_tools(calling: Served, byte: Tokenizer) -> None:
         ("hermes", f"{CALL}\n{CALL}"),
         ("llama", LLAMA_CALL),
         ("llama", f"{LLAMA_CALL}; {LLAMA_CALL}"),
+        ("mistral", f"[{MISTRAL_CALL}]"),
+        ("mistral", f" [{MISTRAL_CALL}, {MISTRAL_CALL}]"),
+        ("args", ARGS_CALL),
+        ("args", f"{ARGS_CALL}{ARGS_CALL}"),
+        ("args", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}'),
     ],
 )
 def test_calls(calling: Served, byte: Tokenizer, model: str, text: str) -> None:
@@ -189,6 +210,16 @@ def test_calls(calling: Served, byte: Tokenizer, model: str, text: str) -> None:
         ("llama", '{"name": "weather", "parameters": {}} and more'),
         ("llama", f"it is {LLAMA_CALL}"),
         ("llama", "[1]"),
+        ("mistral", "[1]"),
+        ("mistral", "[TOOL"),
+        ("mistral", f"[{MISTRAL_CALL}"),
+        ("mistral", f"see [{MISTRAL_CALL}]"),
+        ("args", "weat"),
+        ("args", "weather is fine"),
+        ("args", 'weather{"city":'),
+        ("args", f"{ARGS_CALL} and more"),
+        ("args", "other{}"),
+        ("args", "[TOOL_CALLS]"),
     ],
 )
 def test_what_is_no_call_is_content(
@@ -198,6 +229,87 @@ def test_what_is_no_call_is_content(
     choice = ask(calling, model, tools=[TOOL])
     assert (choice.message.content, choice.message.tool_calls) == (text, None)
     assert choice.finish_reason == "stop"
+
+
+def streamed_calls(served: Served, **body: Any) -> list[list[str]]:
+    """The name of each call of a stream, and the pieces of its arguments."""
+    calls: list[list[str]] = []
+    for chunk in served.client.chat.completions.create(stream=True, **body):
+        for call in chunk.choices[0].delta.tool_calls or ():
+            if call.id is not None:
+                assert call.index == len(calls)
+                calls.append([call.function.name])
+            calls[call.index].append(call.function.arguments)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("hermes", f"{CALL}\n{CALL}"),
+        ("llama", f"{LLAMA_CALL}; {LLAMA_CALL}"),
+        ("mistral", f"[{MISTRAL_CALL}, {MISTRAL_CALL}]"),
+        ("args", f"{ARGS_CALL}{ARGS_CALL}"),
+        ("args", '[TOOL_CALLS]weather[ARGS]{"city": "Köln"}' * 2),
+    ],
+)
+@pytest.mark.parametrize("choice", ["required", NAMED["weather"]], ids=str)
+def test_forced_calls_are_sent_in_pieces(
+    calling: Served, byte: Tokenizer, model: str, text: str, choice: Any
+) -> None:
+    says(calling, byte, text)
+    body = {"model": model, "messages": MESSAGES, "tools": [TOOL], "tool_choice": choice}
+    whole = calling.client.chat.completions.create(max_tokens=500, **body).choices[0]
+    # As OpenAI says where the request names the function.
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    assert whole.message.content is None
+    assert [one.function.arguments for one in whole.message.tool_calls] == ['{"city": "Köln"}'] * 2
+    calls = streamed_calls(calling, max_tokens=500, **body)
+    assert [one[0] for one in calls] == ["weather"] * 2
+    assert ["".join(one[1:]) for one in calls] == ['{"city": "Köln"}'] * 2
+    assert max(len(one) for one in calls) > 4, "the arguments come as they are made"
+
+
+def test_a_call_that_is_cut_is_sent_as_far_as_it_came(calling: Served, byte: Tokenizer) -> None:
+    says(calling, byte, CALL[:-20])
+    body = {"model": "hermes", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}
+    whole = calling.client.chat.completions.create(max_tokens=500, **body).choices[0]
+    (call,) = whole.message.tool_calls
+    assert '{"city": "Köln"}'.startswith(call.function.arguments)
+
+
+def test_a_forced_call_after_a_thought(calling: Served, byte: Tokenizer) -> None:
+    says(calling, byte, f"call {CALL}?</think>\n\n{CALL}")
+    body = {"model": "thinking", "messages": MESSAGES, "tools": [TOOL], "tool_choice": "required"}
+    more = {"separate_reasoning": True}
+    message = calling.client.chat.completions.create(**body, extra_body=more).choices[0].message
+    assert len(message.tool_calls) == 1
+    assert message.reasoning_content == f"call {CALL}?"
+
+
+def test_what_a_grammar_says_of_calls(calling: Served, byte: Tokenizer) -> None:
+    says(calling, byte, "fine")
+    for model, fields, forms in (
+        ("hermes", {"tool_choice": "required"}, ['("\\n" tagged)*', "tool_call"]),
+        (
+            "hermes",
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            ["answer: tagged \n"],
+        ),
+        ("hermes", {"tool_choice": NAMED["weather"]}, ["answer: tagged \n"]),
+        ("llama", {"tool_choice": "required"}, ["parameters", "; "]),
+        ("mistral", {"tool_choice": "required"}, ["[", "arguments"]),
+        ("args", {"tool_choice": "required"}, ["call*", '"[TOOL_CALLS]" "weather" "[ARGS]" %json']),
+        ("hermes", {"tools": [STRICT]}, ["begin[lazy]"]),
+    ):
+        tools = {"tools": [TOOL], **fields}
+        calling.client.chat.completions.create(model=model, messages=MESSAGES, **tools)
+        grammar = calling.job.sampling.grammar
+        assert grammar is not None
+        for form in forms:
+            assert form in grammar.text
+    calling.client.chat.completions.create(model="hermes", messages=MESSAGES, tools=[TOOL])
+    assert calling.job.sampling.grammar is None
 
 
 def test_nothing_is_read_unasked(calling: Served, byte: Tokenizer) -> None:
@@ -243,11 +355,25 @@ def test_a_call_that_never_ends_costs_a_constant_time_per_token() -> None:
 
 
 PIECES = st.sampled_from(
-    ["<think>", "</think>", "<tool_call>", "</tool_call>", "<", "{", LLAMA_CALL, CALL, " \n", "a;"]
+    [
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+        "<",
+        "{",
+        LLAMA_CALL,
+        CALL,
+        " \n",
+        "a;",
+        "[",
+        "[TOOL_CALLS]",
+        f"[{MISTRAL_CALL}]",
+    ]
 )
 PLANS = st.builds(
-    ReadingPlan, st.sampled_from(["hermes", "llama3", None]), st.just(("weather",)), st.booleans(),
-    st.booleans(), st.booleans(),
+    ReadingPlan, st.sampled_from(["hermes", "llama3", "mistral", None]), st.just(("weather",)),
+    st.booleans(), st.booleans(), st.booleans(),
 )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
+from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.ops import RowSampling, Sample, SampledTokens
 
@@ -24,8 +25,8 @@ OnStepEnd = Callable[[torch.cuda.Event], None]
 
 
 def is_plain(row: RowSampling) -> bool:
-    """Return whether a row samples from its logits as they are, and wants the log-probability of
-    the chosen token alone."""
+    """Return whether a row samples from its logits as they are, or from those that its mask leaves.
+    It wants the log-probability of the chosen token alone."""
     return (
         row.top_logprobs <= 0
         and row.repetition == 1.0
@@ -104,13 +105,15 @@ class Sampler:
 
 def _decide(logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int]) -> Tensor:
     """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning."""
-    if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
-        return greedy(logits)
     elsewhere = set(others)
+    masks = [None if i in elsewhere else row.mask for i, row in enumerate(rows)]
+    only = RowMasks.of(masks, logits.device)
+    if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
+        return greedy(logits, only)
     asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])
     if logits.device.type == "cuda":
         asked = asked.pin_memory().to(logits.device, non_blocking=True)
-    return sample(logits, asked)
+    return sample(logits, asked, only)
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -18,19 +18,21 @@ struct SampleRow {
   const int32_t* bias_ids;
   const float* bias;
   const int32_t* banned;
+  const uint32_t* mask;  // bit v % 32 of word v / 32: token v is allowed; null: all are
   int64_t prompt_len, output_len, bias_len, banned_len;
   uint64_t seed, position;
   int64_t top_k;
   int64_t top_logprobs;  // -1: no log-probabilities wanted
   float temperature, top_p, min_p, repetition, presence, frequency;
 
+  bool allows(int64_t v) const { return mask[v / 32] >> (v % 32) & 1; }
   bool adjusted() const {
-    return bias_len || banned_len || repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+    return bias_len || banned_len || mask || repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
   }
 };
 
 struct SampleResult {
-  int32_t* id;  // -1 when the row holds a NaN or an infinity, or every token is banned
+  int32_t* id;  // -1 when the row holds a NaN or an infinity, or no token is left
   float* logprob;
   int32_t* top_ids;  // [top_logprobs]
   float* top_logprobs;
@@ -136,6 +138,8 @@ inline void penalize(SampleBuffers& b, const SampleRow& r) {
   }
   const float never = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < r.banned_len; ++i) l[size_t(r.banned[i])] = never;
+  if (r.mask)
+    for (int64_t i = 0; i < int64_t(l.size()); ++i) l[size_t(i)] = r.allows(i) ? l[size_t(i)] : never;
 }
 
 // In the order of their logits; equal ones by id.
@@ -232,6 +236,8 @@ inline int32_t draw(SampleBuffers& b, const SampleRow& r, float peak) {
   if (int rest = int(n - i); rest > 0)
     store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
   for (i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
+  if (r.mask)
+    for (i = 0; i < n; ++i) p[i] = r.allows(i) ? p[i] : 0.0f;
   if (r.min_p > 0.0f)
     for (i = 0; i < n; ++i) p[i] = p[i] < std::min(r.min_p, 1.0f) ? 0.0f : p[i];
   const Ladder ladder{peak, scale};

@@ -9,6 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, cast
 
+from msgspec.structs import replace
+
 from c2cserve.server.choices import ChoicePiece
 from c2cserve.server.tools.reading import ReadingPlan
 from c2cserve.server.tools.readings import Readings
@@ -20,7 +22,8 @@ class Deltas:
     """The pieces of one choice as deltas of chat completions."""
 
     def __init__(self, plan: ReadingPlan | None) -> None:
-        self._readings = None if plan is None else Readings(plan)
+        # Only chats tell a call that was named from others by their reason to end.
+        self._readings = None if plan is None else Readings(replace(plan, named=False))
 
     def read(self, piece: ChoicePiece) -> tuple[dict[str, Any], str | None]:
         """Return the delta (`content`, `reasoning_content`, `tool_calls`), and why the choice

@@ -41,8 +41,6 @@ class Names:
     """First part of a field's path -> its name, for fields that are called otherwise."""
     inner: Mapping[str, str] = field(default_factory=dict[str, str])
     """The same for later parts; empty: the part is left out."""
-    refused: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Field of a chat -> the message when the chat endpoint does not support its value."""
 
     def of(self, error: ApiError) -> ApiError:
         """Return an error with its field as this API calls it."""
@@ -110,9 +108,6 @@ def translated(kind: type[C], fields: Mapping[str, Any], names: Names) -> C:
     except ValidationError as error:
         found = of_validation(error)
         head = (found.param or "").partition(".")[0]
-        wrong = error.errors(include_url=False)[0]["type"]
-        if head in names.refused and wrong != "value_error":
-            found = ApiError(400, names.refused[head], param=head, code="unsupported_parameter")
         if head == "messages":  # their numbers are not those of the client's list
             found = ApiError(400, found.message, param=head, code=found.code)
         raise names.of(found) from error

@@ -38,12 +38,15 @@ class Target(msgspec.Struct, frozen=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     defaults: SamplingDefaults
+    tables: str
+    """The beginning of the paths of files with vocabularies (`grammars.table`)."""
 
     @classmethod
     def of(cls, files: ModelFiles) -> "Target":
         return cls(
-            files.key, files.max_context, files.vocab_size, files.eos_token_ids, files.defaults
-        )
+            files.key, files.max_context, files.vocab_size, files.eos_token_ids, files.defaults,
+            files.tables,
+        )  # fmt: skip
 
 
 class TextRequest(msgspec.Struct, tag=True):

@@ -20,7 +20,7 @@ from jinja2.ext import loopcontrols
 from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read_text
 from c2cserve.server.text.contents import ContentForms
 from c2cserve.server.text.vocabulary import TokenizerError
-from c2cserve.server.tools.reading import CallFormat
+from c2cserve.server.tools.reading import ARGUMENTS_MARK, CALLS_MARK, CallFormat
 
 _WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
 """Exceptions of reading templates that are not as assumed."""
@@ -129,6 +129,8 @@ def _call_format(source: str) -> CallFormat | None:
     if "<tool_call>" in source:
         # Newer Qwen coders write XML between the same tags.
         return None if "<function=" in source else "hermes"
+    if CALLS_MARK in source:
+        return "mistral_args" if ARGUMENTS_MARK in source else "mistral"
     return "llama3" if re.search(r'\\?"parameters\\?"', source) else None
 
 

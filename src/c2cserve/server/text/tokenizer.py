@@ -13,7 +13,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.files.reading import TOKENIZER_BYTES_MAX, FileProblem, read_text
 from c2cserve.server.text.templates import ChatTemplate
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary, VocabularyFacts, refusal
-from c2cserve.server.tools.reading import CallFormat
+from c2cserve.server.tools.reading import ARGUMENTS_MARK, CALLS_MARK, CallFormat
 
 _NORMALIZED = 3
 """Largest factor by which a normal form (NFC) makes a text shorter, in bytes of UTF-8."""
@@ -48,6 +48,7 @@ class Tokenizer(Vocabulary):
         super().__init__(self.facts())
         self._decoder = self._fast
         self.token_bytes_max = self._token_bytes_max()
+        self._table: list[bytes] = []
 
     def facts(self) -> VocabularyFacts:
         """Return what the server needs to show tokens."""
@@ -110,6 +111,23 @@ class Tokenizer(Vocabulary):
     def template_source(self) -> str:
         """The model's chat template, empty if it has none."""
         return self._template.source
+
+    def marks(self, form: CallFormat) -> dict[str, int]:
+        """Return the special tokens of calls in a format, as far as the vocabulary has them."""
+        used = {"mistral": (CALLS_MARK,), "mistral_args": (CALLS_MARK, ARGUMENTS_MARK)}
+        ids = {mark: self._fast.token_to_id(mark) for mark in used.get(form, ())}
+        return {mark: token for mark, token in ids.items() if token is not None}
+
+    def table(self, size: int) -> list[bytes]:
+        """Return the bytes that each of the first tokens adds to a text, empty for special tokens
+        and ids without a token. Only for kinds where that is fixed (not `other`)."""
+        if len(self._table) != size:
+            bytes_of = (self.byte(token) for token in range(size))
+            self._table = [
+                self.raw(token) if byte is None else bytes([byte])
+                for token, byte in enumerate(bytes_of)
+            ]
+        return self._table
 
     def pieces(self, tokens: list[int]) -> list[str]:
         """Return the tokens as the vocabulary spells them; empty for ids without a token."""

@@ -6,6 +6,7 @@ checkpoint's template. So they run in processes that can be killed (server/text/
 
 import random
 from array import array
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from c2cserve.core.request import Sampling
@@ -15,6 +16,7 @@ from c2cserve.server.doors.translation import Translated
 from c2cserve.server.errors import ApiError
 from c2cserve.server.fields import ChatBody, Common, CompletionBody
 from c2cserve.server.settings import RequestLimits
+from c2cserve.server.text.guiding import grammar_for
 from c2cserve.server.text.limits import check_vocabulary, check_vocabulary_ids, within
 from c2cserve.server.text.messages import Asked, Target, TextRequest, TextResult, TokenizedPrompt
 from c2cserve.server.text.tokenizer import Tokenizer
@@ -59,6 +61,13 @@ def _prepared(asked: Translated, work: TextRequest, tokenizer: Tokenizer | None)
     reader = _Reader(tokenizer, work.target, asked, work.limits, salt)
     try:
         prompts = [reader.read(text) for text in texts]
+        grammar = grammar_for(
+            body, tokenizer, work.target, reader.plan, work.limits.grammar_chars
+        )  # fmt: skip
+        if grammar is not None:
+            # The end of a grammar is an end of the output, `ignore_eos` or not.
+            ends = dict.fromkeys((*grammar.ends, *sampling.stop_token_ids))
+            sampling = replace(sampling, grammar=grammar, stop_token_ids=tuple(ends))
         return TextResult(_asked(asked, sampling, reader.plan), prompts)
     except TokenizerError as error:
         raise ApiError(400, str(error), param=_prompt_field(body)) from error
@@ -157,7 +166,7 @@ class _Reader:
         if body.offered and self._tokenizer.call_format is None:
             raise ApiError(
                 400, "this model's chat template has no tools, or calls in a format that is not"
-                " known here (known are those of Hermes and Qwen, and Llama 3's JSON)",
+                " known here (known are those of Hermes and Qwen, Llama 3's JSON and Mistral's)",
                 param="tools", code="unsupported_parameter",
             )  # fmt: skip
         text = self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
@@ -167,6 +176,7 @@ class _Reader:
                 tuple(tool.function.name for tool in body.offered),
                 body.parallel_tool_calls is False,
                 bool(body.separate_reasoning), text.rstrip().endswith("<think>"),
+                forced=bool(body.forced), named=body.names_tool,
             )  # fmt: skip
         return text
 

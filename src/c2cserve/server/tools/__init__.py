@@ -1,1 +1,1 @@
-"""Tools: their fields, and reading calls and reasoning out of a model's output."""
+"""Tools and forms of outputs: their fields; reading calls and reasoning out of an output."""

@@ -16,8 +16,8 @@ class FunctionDefinition(_Strict):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """JSON schema of the arguments. Nothing holds an output to it."""
-    strict: Literal[False] | None = None
+    """JSON schema of the arguments. Calls that are forced are held to it, others if `strict`."""
+    strict: bool | None = None
 
 
 class Tool(_Strict):

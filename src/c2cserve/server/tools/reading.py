@@ -3,8 +3,11 @@
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
 Formats of calls: `hermes` (Hermes, Qwen) writes each call between tags. `llama3` writes nothing but
-JSON objects with `parameters`. A text is held while it could still become a tag or a call. What
-turns out to be no call is content, so no text is lost.
+JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. Newer models
+of Mistral (`mistral_args`) write `[TOOL_CALLS]name[ARGS]{...}` for each call. These marks are
+special tokens as a rule, which are no part of the text. A text is held while it could still become
+a tag or a call. What turns out to be no call is content, so no text is lost. Outputs that a grammar
+holds to calls need no such care (`tools.forced`).
 """
 
 import json
@@ -14,7 +17,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-CallFormat = Literal["hermes", "llama3"]
+from c2cserve.server.tools.forced import CALL_HEAD, ForcedCalls
+
+CallFormat = Literal["hermes", "llama3", "mistral", "mistral_args"]
+CALLS_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[ARGS]"
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _SEPARATORS = " \t\r\n;"
@@ -32,6 +38,10 @@ class ReadingPlan(msgspec.Struct, frozen=True):
     """Text between the tags of thoughts is split off."""
     thinking: bool = False
     """The prompt ends inside a thought."""
+    forced: bool = False
+    """The output is nothing but calls, by its grammar."""
+    named: bool = False
+    """The request names the tool. Then OpenAI's reason to end is `stop`."""
 
 
 @dataclass(slots=True)
@@ -42,6 +52,8 @@ class Parts:
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
     """Calls in OpenAI's shape."""
+    pieces: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """Pieces of calls that are forced, in the shape of a delta's `tool_calls`."""
 
 
 class OutputReader:
@@ -57,6 +69,7 @@ class OutputReader:
         self._state = "thought" if plan.reasoning and plan.thinking else "start"
         self.called = False
         """Whether there was a call."""
+        self._forced = ForcedCalls(headed=plan.calls == "mistral_args")
 
     def add(self, text: str) -> Parts:
         self.held += text
@@ -76,6 +89,8 @@ class OutputReader:
             self._add_calls(parts, calls, held)
         elif self._state == "call":
             self._add_calls(parts, self._calls_in(held), _CALL + held)
+        elif self._state == "forced":
+            pass  # the end of the last call
         else:
             parts.content = held
         return parts
@@ -93,7 +108,8 @@ class OutputReader:
         if self._state == "start-content":
             self.held = self.held.lstrip()  # the line breaks between a thought and its answer
             if self.held:
-                self._state = "start" if self._plan.calls == "llama3" else "content"
+                start = self._plan.forced or self._plan.calls not in (None, "hermes")
+                self._state = "start" if start else "content"
                 self._plan = _without_reasoning(self._plan)
             return bool(self.held)
         if self._state == "content":
@@ -115,6 +131,11 @@ class OutputReader:
             self._add_calls(parts, self._calls_in(written), f"{_CALL}{written}{_CALLED}")
             self._state = "content"
             return True
+        if self._state == "forced":
+            parts.pieces += self._forced.add(self.held)
+            self.held = ""
+            self.called = self._forced.count > 0
+            return False
         # Objects are read at the end.
         self._written.append(self.held)
         self.held = ""
@@ -131,9 +152,20 @@ class OutputReader:
                 return True
             if _THINK.startswith(begun):
                 return False
-        objects = self._plan.calls == "llama3" and begun.startswith("{")
-        self._state = "objects" if objects else "content"
+        if self._plan.forced:
+            self._state = "forced"
+            return True
+        opens = self._openings()
+        if not begun.startswith(opens) and any(one.startswith(begun) for one in opens):
+            return False
+        self._state = "objects" if begun.startswith(opens) else "content"
         return True
+
+    def _openings(self) -> tuple[str, ...]:
+        """Return how an output of nothing but calls may begin."""
+        if self._plan.calls == "mistral_args":
+            return (CALLS_MARK, *self._plan.names)
+        return {"llama3": ("{",), "mistral": ("[",)}.get(self._plan.calls or "", ())
 
     def _until(self, tag: str) -> tuple[str, bool]:
         """Take the text before a tag, and the tag. Return the text, and whether the tag was there.
@@ -165,6 +197,10 @@ class OutputReader:
 
     def _objects(self, text: str) -> list[dict[str, Any]] | None:
         """Return the calls of a text that is nothing but objects, None for any other text."""
+        if self._plan.calls == "mistral":
+            return self._listed(text)
+        if self._plan.calls == "mistral_args":
+            return self._headed(text)
         decoder, at, calls = json.JSONDecoder(), 0, list[dict[str, Any]]()
         text = text.strip(_SEPARATORS)
         while at < len(text):
@@ -177,6 +213,32 @@ class OutputReader:
                 return None
             calls.append(call)
             at = end + len(text[end:]) - len(text[end:].lstrip(_SEPARATORS))
+        return calls
+
+    def _listed(self, text: str) -> list[dict[str, Any]] | None:
+        """Return the calls of a text that is nothing but a list of them, None for any other."""
+        values = _loaded(text.strip().removeprefix(CALLS_MARK))
+        if not isinstance(values, list):
+            return None
+        calls = [self._call(value, "arguments") for value in cast("list[object]", values)]
+        return None if None in calls else cast("list[dict[str, Any]]", calls)
+
+    def _headed(self, text: str) -> list[dict[str, Any]] | None:
+        """Return the calls of a text that is nothing but names, each with an object."""
+        decoder, at, calls = json.JSONDecoder(), 0, list[dict[str, Any]]()
+        text = text.rstrip()
+        while at < len(text):
+            head = CALL_HEAD.match(text, at)
+            if head is None:
+                return None
+            try:
+                arguments, at = decoder.raw_decode(text, head.end())
+            except (ValueError, RecursionError):
+                return None
+            call = self._call({"name": head[1], "arguments": arguments}, "arguments")
+            if call is None:
+                return None
+            calls.append(call)
         return calls
 
     def _call(self, value: object, key: str) -> dict[str, Any] | None:
@@ -192,7 +254,7 @@ class OutputReader:
 
 
 def _without_reasoning(plan: ReadingPlan) -> ReadingPlan:
-    return ReadingPlan(plan.calls, plan.names, plan.single)
+    return msgspec.structs.replace(plan, reasoning=False, thinking=False)
 
 
 def _loaded(text: str) -> object:

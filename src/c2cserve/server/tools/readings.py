@@ -3,6 +3,7 @@
 from typing import Any
 
 from c2cserve.server.choices import ChoicePiece
+from c2cserve.server.tools.forced import joined
 from c2cserve.server.tools.reading import OutputReader, Parts, ReadingPlan
 
 
@@ -18,7 +19,8 @@ class Readings:
     def chunk(
         self, piece: ChoicePiece, logprobs: dict[str, Any] | None, *, first: bool
     ) -> dict[str, Any]:
-        """Return a piece as a choice of a chunk. A call comes whole, in one chunk."""
+        """Return a piece as a choice of a chunk. A call comes whole, in one chunk, unless it is
+        forced."""
         reader = self._readers.setdefault(piece.index, OutputReader(self._plan))
         found = [reader.add(piece.text)]
         if piece.finish is not None:
@@ -33,9 +35,11 @@ class Readings:
             delta["tool_calls"] = [
                 {"index": number, **call} for number, call in enumerate(calls, begin)
             ]
+        if pieces := [piece for parts in found for piece in parts.pieces]:
+            delta["tool_calls"] = pieces
         return {
             "index": piece.index, "delta": delta, "logprobs": logprobs,
-            "finish_reason": _finish(piece.finish, reader.called),
+            "finish_reason": self._finish(piece.finish, reader),
         }  # fmt: skip
 
     def whole(self, text: str, finish: str | None) -> dict[str, Any]:
@@ -46,10 +50,15 @@ class Readings:
             "".join(parts.reasoning for parts in found),
             Parts(
                 content="".join(parts.content for parts in found),
-                calls=[call for parts in found for call in parts.calls],
+                calls=[call for parts in found for call in parts.calls]
+                + joined([piece for parts in found for piece in parts.pieces]),
             ),
         )
-        return {"message": message, "finish_reason": _finish(finish, reader.called)}
+        return {"message": message, "finish_reason": self._finish(finish, reader)}
+
+    def _finish(self, finish: str | None, reader: OutputReader) -> str | None:
+        called = reader.called and not self._plan.named
+        return "tool_calls" if called and finish == "stop" else finish
 
 
 def _message(reasoning: str, parts: Parts) -> dict[str, Any]:
@@ -61,7 +70,3 @@ def _message(reasoning: str, parts: Parts) -> dict[str, Any]:
     if parts.calls:
         message["tool_calls"] = parts.calls
     return message
-
-
-def _finish(finish: str | None, called: bool) -> str | None:
-    return "tool_calls" if called and finish == "stop" else finish

@@ -138,7 +138,7 @@ class CatalogHost:
         if self._defaults is None and (said := str(checked.defaults)):
             log.info("model %s: generation_config.json sets %s", parsed.id, said)
         check = partial(self._check_unchanged, parsed.id, checked.tokenizer)
-        return _hosted(entry, parsed, checked, version, size, check)
+        return _hosted(entry, parsed, checked, version, size, check, str(self._pool.prefix))
 
     def _roots_for(self, entry: dict[str, object], parsed: CatalogEntry) -> ModelRoots | None:
         """Return the roots that the entry's files must lie under, None for an entry of the
@@ -289,6 +289,7 @@ def _hosted(
     version: str,
     weight_bytes: int,
     check_tokenizer: Callable[[], None],
+    tables: str,
 ) -> HostedModel:
     config = checked.config
     max_context = parsed.max_context or config.max_position
@@ -321,6 +322,7 @@ def _hosted(
         version=version,
         check_tokenizer=check_tokenizer,
         defaults=checked.defaults,
+        tables=tables,
     )
     return _Prepared(
         spec, files, parsed.aliases, checked.raw, config.dtype, entry,

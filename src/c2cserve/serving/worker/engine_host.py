@@ -17,6 +17,7 @@ from c2cserve.core.request import Job
 from c2cserve.core.step import Step
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
+from c2cserve.engine.guides import Guides
 from c2cserve.engine.models.config import ModelConfig, parse_config
 from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
@@ -26,6 +27,7 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.worker.shared_gpu import SharedGpu
+from c2cserve.serving.worker.slice_engine import EngineState
 from c2cserve.serving.worker.world import WorkerWorld
 
 if TYPE_CHECKING:
@@ -94,7 +96,7 @@ class _CpuBackend:
     stats = SliceStats()
     waiting = False
 
-    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
+    def __init__(self, slice_: Slice, world: WorkerWorld, guides: Guides) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
@@ -103,8 +105,9 @@ class _CpuBackend:
             copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
             host_kv = HostKv(slice_.host_kv_bytes, copier)
         self.executor = Executor(
-            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv
-        )
+            slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv,
+            guides=guides,
+        )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:
         pass
@@ -136,8 +139,9 @@ class _GpuBackend:
     policy, or cached there when used."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
-    ) -> None:
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, guides: Guides,
+        shared: "SharedGpu",
+    ) -> None:  # fmt: skip
         """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
@@ -154,6 +158,7 @@ class _GpuBackend:
             timer=gpu.timer,
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
+            guides=guides,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
 
@@ -272,11 +277,14 @@ class WorkerEngine:
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
+        self._guides = Guides(world.notify)
         self._backend: _Backend
         if share is None:
-            self._backend = _CpuBackend(slice_, world)
+            self._backend = _CpuBackend(slice_, world, self._guides)
         else:
-            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
+            self._backend = _GpuBackend(
+                slice_, share, world, self._guides, shared or SharedGpu(share)
+            )
         self._executor = self._backend.executor
         self._state = self._executor.poll()
         self._paths: dict[str, Path] = {}
@@ -307,6 +315,12 @@ class WorkerEngine:
         if path is not None:
             self._backend.close(model, path)
 
+    def prepare(self, job: Job) -> bool:
+        return self._executor.prepare(job)
+
+    def forget(self, request_id: str) -> None:
+        self._executor.forget(request_id)
+
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
 
@@ -325,16 +339,17 @@ class WorkerEngine:
             case _:
                 self._executor.submit(action)
 
-    def poll(self) -> bool:
+    def poll(self) -> EngineState:
         state = self._state = self._executor.poll()
         self._backend.polled(computing=state.computing)
-        return state.parked or self._backend.waiting
+        return EngineState(state.parked or self._backend.waiting, state.prepared)
 
     @property
     def stats(self) -> SliceStats:
         state = self._state
         return replace(
             self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
+            grammars_failed=self._guides.failed, grammar_processes_lost=self._guides.processes_lost,
             parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
             **_step_stats(self._executor),

@@ -1,11 +1,22 @@
 """The port between a worker's loop and its engine."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from c2cserve.core.actions import EngineAction
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job
 from c2cserve.runtime.slice_stats import SliceStats
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    parked: bool
+    """A step, or a load into the slice's memory, waits for weights that are being loaded into the
+    pool. The end of that is not notified of, so `poll` has to look."""
+    prepared: Sequence[str] = ()
+    """Requests of which `prepare` was called and that can be added now."""
 
 
 class SliceEngine(Protocol):
@@ -22,6 +33,15 @@ class SliceEngine(Protocol):
 
     def detach(self, model: str) -> None: ...
 
+    def prepare(self, job: Job) -> bool:
+        """Begin to prepare a request. Return whether it can be added at once. If not, `poll` names
+        it later. An exception is the fault of this request alone."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request that was prepared and will not be added."""
+        ...
+
     def add(self, job: Job) -> bool:
         """Take a request. Return whether it is `events.Submitted.chained`. An exception is the
         fault of this request alone."""
@@ -29,11 +49,8 @@ class SliceEngine(Protocol):
 
     def submit(self, action: EngineAction) -> None: ...
 
-    def poll(self) -> bool:
-        """Report what is done, and go on with what can.
-
-        Return whether a step, or a load into the slice's memory, waits for weights that are being
-        loaded into the pool. The end of that is not notified of, so `poll` has to look."""
+    def poll(self) -> EngineState:
+        """Report what is done, and go on with what can."""
         ...
 
     @property

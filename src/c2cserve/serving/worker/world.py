@@ -31,11 +31,12 @@ from c2cserve.core.events import (
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Delta, FinishReason, Job
 from c2cserve.core.step import Lane
-from c2cserve.runtime.slice_stats import SliceStats, StatSource
+from c2cserve.runtime.slice_stats import SliceStats
 from c2cserve.serving.ipc import messages as msg
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.status_page import Field, StatusPage
 from c2cserve.serving.worker.loop_times import LoopTimes
+from c2cserve.serving.worker.publishing import Publishing
 from c2cserve.serving.worker.slice_engine import SliceEngine
 
 log = logging.getLogger(__name__)
@@ -43,9 +44,6 @@ log = logging.getLogger(__name__)
 _BEAT_S = 0.5
 _PARKED_POLL_S = 0.001
 """How soon a parked step notices that its weights have arrived."""
-_PUBLISH_S = 0.05
-"""How old figures of the policy and the engine may be on the page while steps are in flight. Making
-them takes a few per cent of a small step."""
 _IN_FLIGHT, _BUBBLE = ("in_flight_seconds",), ("bubble_seconds",)
 _LOADING = ("bubble_seconds", "loading_bubble_seconds")
 
@@ -62,12 +60,9 @@ class WorkerWorld:
         policy_stats: Callable[[], SliceStats],
         measured: Callable[[], Sequence[msg.Measured]],
     ) -> None:
-        """`policy_stats` is read before the loop sleeps and every few steps; `measured` about once
-        a second."""
         self._channel = channel
         self._page = page
-        self._policy_stats = policy_stats
-        self._measured = measured
+        self._publishing = Publishing(channel, page, policy_stats, measured)
         self._engine: SliceEngine | None = None
         self._specs: dict[str, ModelSpec] = {}
         self._attach_order: dict[str, int] = {}
@@ -77,6 +72,8 @@ class WorkerWorld:
         """Messages that arrived during a reset; they are handled when it is done."""
         self._accepted: set[str] = set()
         """Requests that were accepted and have not ended or been returned."""
+        self._preparing: dict[str, Job] = {}
+        """Accepted requests that the engine prepares; the policy does not know them yet."""
         self._active: dict[str, bool] = {}
         """Active models, and whether their weights are kept as a whole."""
         self._resetting: int | None = None
@@ -88,7 +85,6 @@ class WorkerWorld:
         self._loading: set[str] = set()
         """Whole models that are being loaded."""
         self._times = LoopTimes(page.add_stat)
-        self._reported_s = self._published_s = 0.0
         self._stop = threading.Event()
         self._beating = threading.Thread(target=self._beat, name="beat", daemon=True)
 
@@ -173,16 +169,20 @@ class WorkerWorld:
     def wait(self, until: float | None) -> tuple[float, Sequence[SliceEvent]]:
         page, times = self._page, self._times
         times.lap("policy_seconds")
-        self._report_measured()
+        self._publishing.report_measured(time.monotonic())
         while True:
             self._take_messages()
-            parked = self.engine.poll()
+            state = self.engine.poll()
+            for request_id in state.prepared:
+                if (job := self._preparing.pop(request_id, None)) is not None:
+                    self._add(job)
             self._end_reset()
             now = time.monotonic()
             rests = not (self._events or self._in_flight)
-            if rests or now - self._published_s > _PUBLISH_S:
-                self._publish(now)
-            if parked or not page.has_requests:
+            if rests or self._publishing.due(now):
+                times.publish()
+                self._publishing.publish(self.engine.stats, now)
+            if state.parked or not page.has_requests:
                 page[Field.PROGRESS_S] = now
             if self._events or (until is not None and now >= until):
                 events, self._events = self._events, []
@@ -190,7 +190,7 @@ class WorkerWorld:
                 return now, events
             timeout_s = _BEAT_S if until is None else min(_BEAT_S, until - now)
             times.lap("poll_seconds")
-            self._channel.wait(_PARKED_POLL_S if parked else timeout_s, self._notifier)
+            self._channel.wait(_PARKED_POLL_S if state.parked else timeout_s, self._notifier)
             times.lap("sleep_seconds")
             with contextlib.suppress(BlockingIOError):  # no notification
                 os.eventfd_read(self._notifier)
@@ -217,13 +217,17 @@ class WorkerWorld:
     def _take(self, message: msg.ToWorker | None) -> None:
         match message:
             case msg.Submit(job):
-                self._add(job)
+                self._accept(job)
             case msg.Withdraw(request_id):
                 self._accepted.discard(request_id)
                 self._note_state()
-                self._events.append(Withdrawn(request_id))
+                if not self._unprepare(request_id):
+                    self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
-                self._events.append(RecallAsked(request_id))
+                if self._unprepare(request_id):
+                    self._returned(request_id)
+                else:
+                    self._events.append(RecallAsked(request_id))
             case msg.Switch(model, active, keep):
                 self._switch(model, active=active, keep=keep)
             case msg.Attach():
@@ -237,25 +241,51 @@ class WorkerWorld:
             case None:
                 pass
 
-    def _add(self, job: Job) -> None:
+    def _accept(self, job: Job) -> None:
+        """Add a request, or have it prepared first."""
         request = job.request
         self._page.add_stat("prompt_tokens", request.prompt_len - request.sent)
+        try:
+            ready = self.engine.prepare(job)
+        except Exception as fault:
+            log.exception("request %s cannot be taken", request.id)
+            self._refuse(request.id, fault)
+            return
+        self._accepted.add(request.id)
+        self._note_state()
+        if ready:
+            self._add(job)
+        else:
+            self._preparing[request.id] = job
+
+    def _unprepare(self, request_id: str) -> bool:
+        """Drop a request that is being prepared. Return whether it was."""
+        if self._preparing.pop(request_id, None) is None:
+            return False
+        self.engine.forget(request_id)
+        return True
+
+    def _returned(self, request_id: str) -> None:
+        self._accepted.discard(request_id)
+        self._note_state()
+        self._channel.send(msg.encode(msg.Returned(request_id)))
+
+    def _add(self, job: Job) -> None:
+        request = job.request
         try:
             if request.model not in self._active:
                 raise RuntimeError(f"{request.model} is not active on this slice")
             chained = self.engine.add(job)
-        except Exception as fault:
-            # A fault of one request must not end the others on this slice.
+        except Exception as fault:  # which must not end the slice's other requests
             log.exception("request %s cannot be taken", request.id)
+            self.engine.forget(request.id)
             self._refuse(request.id, fault)
         else:
-            self._accepted.add(request.id)
-            self._note_state()
             self._events.append(Submitted(request, chained))
 
     def _refuse(self, request_id: str, fault: Exception) -> None:
-        reason = f"{type(fault).__name__}: {fault}"
-        self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=reason)])
+        error = f"{type(fault).__name__}: {fault}"
+        self._deliver([Delta(request_id, finish=FinishReason.ERROR, error=error)])
 
     def _switch(self, model: str, *, active: bool, keep: bool = False) -> None:
         """Activate or deactivate a model. A model that is not attached stays inactive: its requests
@@ -280,6 +310,8 @@ class WorkerWorld:
         they may be about the same requests and models."""
         log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
+        for request_id in list(self._preparing):
+            self._unprepare(request_id)
         for request_id in sorted(self._accepted):
             self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
@@ -292,7 +324,7 @@ class WorkerWorld:
         step in flight. No token is sampled or sent for those requests from then on."""
         if self._resetting is None or self._events:
             return
-        held = self._policy_stats()
+        held = self._publishing.policy_stats()
         if not held.running and not held.waiting and not self._in_flight:
             self._channel.send(msg.encode(msg.ResetDone(self._resetting)))
             self._resetting = None
@@ -326,21 +358,6 @@ class WorkerWorld:
             # Its memory may stay taken here; the slice has other models.
             log.exception("detach of %s failed", model)
 
-    def _publish(self, now: float) -> None:
-        """Publish what the policy, the engine and the loop count."""
-        self._published_s = now
-        self._times.publish()
-        self._page.write_stats(self._policy_stats(), StatSource.POLICY)
-        self._page.write_stats(self.engine.stats, StatSource.ENGINE)
-
-    def _report_measured(self) -> None:
-        """Report about once a second what the policy has measured."""
-        now = time.monotonic()
-        if now - self._reported_s > 1.0:
-            self._reported_s = now
-            for measured in self._measured():
-                self._channel.send(msg.encode(measured))
-
     # ---- Executor -------------------------------------------------------------------------------
 
     def submit(self, action: SliceAction) -> None:
@@ -360,15 +377,9 @@ class WorkerWorld:
                 self._channel.send(msg.encode(msg.Recovered(model)))
             case Return(request_id):
                 self.engine.submit(action)
-                self._accepted.discard(request_id)
-                self._note_state()
-                self._channel.send(msg.encode(msg.Returned(request_id)))
-            case Fetch(model):
-                self._loading.add(model)
-                self._note_state()
-                self.engine.submit(action)
-            case Release(model):
-                self._loading.discard(model)
+                self._returned(request_id)
+            case Fetch(model) | Release(model):
+                (self._loading.add if isinstance(action, Fetch) else self._loading.discard)(model)
                 self._note_state()
                 self.engine.submit(action)
             case _:

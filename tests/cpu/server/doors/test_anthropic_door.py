@@ -108,6 +108,24 @@ def test_tools_and_their_results(caller: Served, byte: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
+def test_forced_calls(caller: Served, byte: Tokenizer, choice: dict[str, Any]) -> None:
+    says(caller, byte, CALL)
+    asked: Any = {"model": CALLER, "messages": HELLO, "max_tokens": 99, "tools": [TOOL]}
+    with anthropic_client(caller) as client:
+        whole = client.messages.create(**asked, tool_choice=choice)
+        with client.messages.stream(**asked, tool_choice=choice) as stream:
+            streamed = stream.get_final_message()
+    for message in (whole, streamed):
+        assert message.stop_reason == "tool_use"
+        (block,) = message.content
+        assert block.type == "tool_use"
+        assert (block.name, block.input) == ("weather", {"city": "Köln"})
+    grammar = caller.job.sampling.grammar
+    assert grammar is not None
+    assert "tagged" in grammar.text
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "weather"}])
 def test_forced_calls_are_as_those_of_chats(
     caller: Served, byte: Tokenizer, choice: dict[str, Any]
 ) -> None:

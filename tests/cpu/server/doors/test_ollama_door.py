@@ -119,6 +119,23 @@ def test_models(caller: Served) -> None:
     assert caller.http.get("/api/version").json() == {"version": __version__}
 
 
+@pytest.mark.parametrize("form", ["json", {"type": "object", "properties": {"a": {}}}])
+def test_a_form_holds_the_output(served: Served, byte: Tokenizer, form: Any) -> None:
+    says(served, byte, '{"a": 1}')
+    with ollama_client(served) as client:
+        assert client.chat(BYTE, HELLO, format=form).message.content == '{"a": 1}'
+        held = served.job.sampling.grammar
+        assert client.generate(BYTE, "x", format=form).response == '{"a": 1}'
+        streamed = client.chat(BYTE, HELLO, format=form, stream=True)
+        assert "".join(line.message.content or "" for line in streamed) == '{"a": 1}'
+    assert held is not None
+    assert "%json" in held.text
+    wrong = {"model": BYTE, "messages": HELLO, "format": {"type": "text"}}
+    answer = served.http.post("/api/chat", json=wrong)
+    assert answer.status_code == 400
+    assert answer.json()["error"].startswith("format: ")
+
+
 @pytest.mark.parametrize("form", ["json", {"type": "object"}])
 def test_a_form_is_as_that_of_chats(served: Served, byte: Tokenizer, form: Any) -> None:
     says(served, byte, "{}")

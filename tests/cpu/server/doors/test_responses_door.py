@@ -7,6 +7,7 @@ import openai
 import pytest
 from door_clients import CALL, CALLER, SCHEMA, prompt, says
 from fake_gateway import Play
+from pydantic import BaseModel
 from served import BYTE, Served
 from tokenizers import Tokenizer
 
@@ -112,6 +113,37 @@ def test_items_become_a_chat(caller: Served, byte: Tokenizer) -> None:
     parts = [{"type": "input_text", "text": "one"}, {"type": "input_text", "text": "two"}]
     ask(caller, input=[{"type": "message", "role": "developer", "content": parts}, USER])
     assert "<system>one\ntwo<user>how is it?" in prompt(caller, byte)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
+def test_forced_calls(caller: Served, byte: Tokenizer, choice: Any) -> None:
+    says(caller, byte, CALL)
+    asked: Any = {"model": CALLER, "input": "x", "tools": [TOOL], "tool_choice": choice}
+    whole = caller.client.responses.create(**asked)
+    with caller.client.responses.stream(**asked) as stream:
+        stream.until_done()
+        streamed = stream.get_final_response()
+    for answer in (whole, streamed):
+        assert answer.status == "completed"
+        (item,) = answer.output
+        assert item.type == "function_call"
+        assert (item.name, json.loads(item.arguments)) == ("weather", {"city": "Köln"})
+    assert caller.job.sampling.grammar is not None
+
+
+class City(BaseModel):
+    city: str
+
+
+def test_a_parsed_form(served: Served, byte: Tokenizer) -> None:
+    says(served, byte, '{"city": "Köln"}')
+    answer = served.client.responses.parse(model=BYTE, input="x", text_format=City)
+    assert answer.output_parsed == City(city="Köln")
+    assert served.job.sampling.grammar is not None
+    wrong = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "text"}}}
+    refused = served.http.post("/v1/responses", json={"model": BYTE, "input": "x", "text": wrong})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "text.format.schema"
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])

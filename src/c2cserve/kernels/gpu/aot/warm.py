@@ -16,6 +16,7 @@ from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.gemm.weight import TORCH_DTYPES
 from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy
+from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
 from c2cserve.kernels.layer import KvLayout, Layer, LayerShape, LayerWeights, Mlp, TokenRows
 from c2cserve.kernels.ops import RowSampling
@@ -64,8 +65,10 @@ def warm(sizes: Sizes, device: torch.device) -> None:
     if sizes.top_k:
         places = zeros(1, sizes.top_k, dtype=torch.int64)
         elementwise.combine(x, places, zeros(1, sizes.top_k, dtype=torch.float32))
-    greedy(zeros(2, sizes.vocab))
-    sample(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device))
+    masks = zeros(1, -(-sizes.vocab // 32), dtype=torch.int32)
+    for only in (None, RowMasks(masks, integers(0, -1))):
+        greedy(zeros(2, sizes.vocab), only)
+        sample(zeros(2, sizes.vocab), asked_of([RowSampling(0, 0)] * 2).to(device), only)
     elementwise.chained(integers(3, -1), integers(3))
     one = TokenRows(
         integers(0), integers(0, 1), integers(1), zeros(1, 1, dtype=torch.int64),

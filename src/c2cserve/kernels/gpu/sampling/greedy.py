@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
+from c2cserve.kernels.gpu.sampling.masks import RowMasks, allowed
 
 _COLUMNS = 4096
 """The part of a row that one program reads. A whole row would take it longer than a layer's GEMMs.
@@ -18,9 +19,10 @@ _MERGED = 64
 """The number of parts that are merged at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["words"])
 def _part_kernel(
-    logits, tops, totals, bests, vocab, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    logits, tops, totals, bests, allowed_tops, masks, places, vocab, words,
+    MASKED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_others(PDL)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -33,16 +35,23 @@ def _part_kernel(
     out = row * tl.num_programs(1) + part
     tl.store(tops + out, top)
     tl.store(totals + out, tl.sum(tl.exp(value - top), 0))
+    if MASKED:
+        place = tl.load(places + row).to(tl.int64)
+        value = allowed(value, masks + place * words, place, at, words)
+        top, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(allowed_tops + out, top)
     tl.store(bests + out, tl.where(strange > 0, -1, part * BLOCK + place))
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def _whole_kernel(
-    tops, totals, bests, found, rows, parts, MERGED: tl.constexpr, PDL: tl.constexpr,
+    tops, totals, bests, allowed_tops, found, rows, parts, MASKED: tl.constexpr,
+    MERGED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     top = float("-inf")
+    most = float("-inf")
     total = 0.0
     best = 0
     strange = 0
@@ -53,24 +62,35 @@ def _whole_kernel(
         ids = tl.load(bests + row * parts + at, inside, 0)
         strange += tl.sum((ids < 0).to(tl.int32), 0)
         here, place = tl.max(some, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.sum(tl.where(at == start + place, ids, 0), 0)
-        best = tl.where(here > top, chosen, best)
         top_new = tl.maximum(top, here)
+        there = here
+        if MASKED:
+            free = tl.load(allowed_tops + row * parts + at, inside, float("-inf"))
+            there, place = tl.max(free, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.sum(tl.where(at == start + place, ids, 0), 0)
+        best = tl.where(there > most, chosen, best)
+        most = tl.maximum(most, there)
         more = tl.load(totals + row * parts + at, inside, 0.0)
         total = total * tl.exp(top - top_new) + tl.sum(more * tl.exp(some - top_new), 0)
         top = top_new
+    logprob = -tl.log(total)
+    if MASKED:
+        strange += (most == float("-inf")).to(tl.int32)
+        # The bits of a row without a mask are those it has where no row has one.
+        logprob = tl.where(most == top, logprob, most - top + logprob)
     tl.store(found + row, tl.where(strange > 0, -1, best))
-    tl.store(found + rows + row, (-tl.log(total)).to(tl.int32, bitcast=True))
+    tl.store(found + rows + row, logprob.to(tl.int32, bitcast=True))
 
 
-def greedy(logits: Tensor) -> Tensor:
-    """Find the likeliest token of each row of logits [R, V], contiguous and of any float type.
+def greedy(logits: Tensor, only: RowMasks | None = None) -> Tensor:
+    """Find the likeliest allowed token of each row of logits [R, V], contiguous and of any float
+    type. `only`: the tokens that are allowed; None allows all.
 
         [0]  the id of the row's largest value, the lowest id of equal ones
-        [1]  its log-probability: the bits of a float32
+        [1]  its log-probability, by all of the row's logits: the bits of a float32
 
     The result is int32 [2, R], for one copy to the host, where `greedy_of` reads it. The id is -1
-    if the row holds a NaN or an infinity.
+    if the row holds a NaN or an infinity, or allows no token.
     """
     (rows, vocab), device = logits.shape, logits.device
     found = torch.empty((2, rows), dtype=torch.int32, device=device)
@@ -78,19 +98,31 @@ def greedy(logits: Tensor) -> Tensor:
         parts = -(-vocab // _COLUMNS)
         tops, totals = torch.empty((2, rows, parts), dtype=torch.float32, device=device)
         bests = torch.empty((rows, parts), dtype=torch.int32, device=device)
+        # Without masks these are not read.
+        masks, places, words, free = bests, bests, 0, tops
+        if only is not None:
+            masks, places, words = only.masks, only.places, only.masks.shape[1]
+            free = torch.empty_like(tops)
+        masked = only is not None
         _part_kernel[(rows, parts)](
             logits.contiguous(),
             tops,
             totals,
             bests,
+            free,
+            masks,
+            places,
             vocab,
+            words,
+            MASKED=masked,
             BLOCK=_COLUMNS,
             num_warps=8,
             **PDL_OPTIONS,
         )
         _whole_kernel[(rows,)](
-            tops, totals, bests, found, rows, parts, MERGED=_MERGED, num_warps=2, **PDL_OPTIONS
-        )
+            tops, totals, bests, free, found, rows, parts, MASKED=masked, MERGED=_MERGED,
+            num_warps=2, **PDL_OPTIONS,
+        )  # fmt: skip
     return found
 
 

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.gpu.sampling.masks import RowMasks, allowed
 from c2cserve.kernels.ops import RowSampling
 
 _COLUMNS = 8192
@@ -72,8 +73,8 @@ def _weight(value, peak, scale, min_p):
 
 @triton.jit
 def _held(
-    logits, vocab, least, peak, scale, min_p, nothing,
-    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, vocab, least, peak, scale, min_p, nothing, bits, place, words,
+    MASKED: tl.constexpr, COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the weight, or with COUNT the number, of tokens with `_ordered` of at least `least`.
     It is a float64."""
@@ -81,6 +82,8 @@ def _held(
     for start in range(0, vocab, BLOCK):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)
+        if MASKED:
+            value = allowed(value, bits, place, at, words)
         weight = _weight(value, peak, scale, min_p)
         if COUNT:
             weight = tl.where(weight > 0.0, 1.0, 0.0)
@@ -91,8 +94,8 @@ def _held(
 
 @triton.jit
 def _border(
-    logits, vocab, limit, lowest, peak, scale, min_p, nothing,
-    COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, vocab, limit, lowest, peak, scale, min_p, nothing, bits, place, words,
+    MASKED: tl.constexpr, COUNT: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the greatest order such that the tokens from it on reach `limit`, and what the tokens
     above it reach. The order is at least `lowest`."""
@@ -100,7 +103,10 @@ def _border(
     above = nothing
     while low < high:
         middle = low + (high - low + 1) // 2
-        held = _held(logits, vocab, middle, peak, scale, min_p, nothing, COUNT, SHIFT, BLOCK)
+        held = _held(
+            logits, vocab, middle, peak, scale, min_p, nothing, bits, place, words, MASKED, COUNT,
+            SHIFT, BLOCK,
+        )  # fmt: skip
         if held >= limit:
             low = middle
         else:
@@ -111,8 +117,8 @@ def _border(
 
 @triton.jit
 def _pick(
-    logits, vocab, target, border, ties, peak, scale, min_p, nothing,
-    SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    logits, vocab, target, border, ties, peak, scale, min_p, nothing, bits, place, words,
+    MASKED: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the token at which the sum of kept weights, added in order of ids, passes `target`."""
     chosen, last, seen = -1, 0, 0
@@ -121,6 +127,8 @@ def _pick(
     while (start < vocab) & (chosen < 0):
         at = start + tl.arange(0, BLOCK)
         value = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)
+        if MASKED:
+            value = allowed(value, bits, place, at, words)
         order = _ordered(value, SHIFT)
         equal = ((at < vocab) & (order == border)).to(tl.int32)
         before = seen + tl.cumsum(equal, 0) - equal
@@ -138,10 +146,57 @@ def _pick(
     return tl.where(chosen < 0, last, chosen)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _sampled(
+    logits, vocab, share, top_k, top_p, most, scale, min_p, nothing, bits, place, words,
+    MASKED: tl.constexpr, LOWEST: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return a token of those that the filters keep, at `share` of their weight. `most`: the
+    largest allowed logit."""
+    border = place * 0 + LOWEST
+    ties = nothing + vocab
+    mass = _held(
+        logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED, False,
+        SHIFT, BLOCK,
+    )  # fmt: skip
+    if (top_k > 0.0) & (top_k < vocab):
+        border, above = _border(
+            logits, vocab, top_k, border, most, scale, min_p, nothing, bits, place, words,
+            MASKED, True, SHIFT, BLOCK,
+        )  # fmt: skip
+        ties = top_k - above
+        one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
+        mass = _held(
+            logits, vocab, border + 1, most, scale, min_p, nothing, bits, place, words, MASKED,
+            False, SHIFT, BLOCK,
+        )  # fmt: skip
+        there = _held(
+            logits, vocab, border, most, scale, min_p, nothing, bits, place, words, MASKED,
+            True, SHIFT, BLOCK,
+        )  # fmt: skip
+        # If fewer than top-k tokens have a weight, no logit is at the border, and `one` is NaN.
+        mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
+    if top_p < 1.0:
+        limit = top_p * mass
+        lowest = border
+        border, above = _border(
+            logits, vocab, limit, lowest, most, scale, min_p, nothing, bits, place, words,
+            MASKED, False, SHIFT, BLOCK,
+        )  # fmt: skip
+        one = _weight(_number(border, SHIFT), most, scale, min_p).to(tl.float64)
+        most_ties = tl.where(border == lowest, ties, nothing + vocab)
+        ties = tl.minimum(most_ties, tl.maximum(tl.ceil((limit - above) / one), 1.0))
+        mass = above + ties * one
+    return _pick(
+        logits, vocab, share * mass, border, ties, most, scale, min_p, nothing, bits, place,
+        words, MASKED, SHIFT, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "words"])
 def _sample_kernel(
-    logits, asked, found, rows, vocab, LOWEST: tl.constexpr, SHIFT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, asked, found, masks, places, rows, vocab, words, MASKED: tl.constexpr,
+    LOWEST: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
@@ -151,8 +206,13 @@ def _sample_kernel(
     min_p = tl.load(asked + 4 * rows + row).to(tl.float64, bitcast=True).to(tl.float32)
     top_k = tl.load(asked + 5 * rows + row).to(tl.float64, bitcast=True)
     nothing = share * 0.0
+    bits, place = masks, row * 0
+    if MASKED:
+        place = tl.load(places + row).to(tl.int64)
+        bits = masks + place * words
 
     top = float("-inf")
+    most = float("-inf")
     total = 0.0
     chosen = 0
     strange = 0
@@ -161,39 +221,22 @@ def _sample_kernel(
         value = tl.load(logits + at, at < vocab, 0.0).to(tl.float32)
         strange += tl.sum((value - value != 0.0).to(tl.int32), 0)
         value = tl.where(at < vocab, value, float("-inf"))
-        here, place = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
-        chosen = tl.where(here > top, start + place, chosen)
+        here, best = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
         top_new = tl.maximum(top, here)
         total = total * tl.exp(top - top_new) + tl.sum(tl.exp(value - top_new), 0)
         top = top_new
+        if MASKED:
+            value = allowed(value, bits, place, at, words)
+            here, best = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
+        chosen = tl.where(here > most, start + best, chosen)
+        most = tl.maximum(most, here)
+    strange += (most == float("-inf")).to(tl.int32)
 
     if (scale > 0.0) & (strange == 0):
-        border = row * 0 + LOWEST
-        ties = nothing + vocab
-        mass = _held(logits, vocab, border, top, scale, min_p, nothing, False, SHIFT, BLOCK)
-        if (top_k > 0.0) & (top_k < vocab):
-            border, above = _border(
-                logits, vocab, top_k, border, top, scale, min_p, nothing, True, SHIFT, BLOCK
-            )
-            ties = top_k - above
-            one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
-            mass = _held(logits, vocab, border + 1, top, scale, min_p, nothing, False, SHIFT, BLOCK)
-            there = _held(logits, vocab, border, top, scale, min_p, nothing, True, SHIFT, BLOCK)
-            # If fewer than top-k tokens have a weight, no logit is at the border, and `one` is NaN.
-            mass += tl.where(there > above, tl.minimum(ties, there - above) * one, nothing)
-        if top_p < 1.0:
-            limit = top_p * mass
-            lowest = border
-            border, above = _border(
-                logits, vocab, limit, lowest, top, scale, min_p, nothing, False, SHIFT, BLOCK
-            )
-            one = _weight(_number(border, SHIFT), top, scale, min_p).to(tl.float64)
-            most = tl.where(border == lowest, ties, nothing + vocab)
-            ties = tl.minimum(most, tl.maximum(tl.ceil((limit - above) / one), 1.0))
-            mass = above + ties * one
-        chosen = _pick(
-            logits, vocab, share * mass, border, ties, top, scale, min_p, nothing, SHIFT, BLOCK
-        )
+        chosen = _sampled(
+            logits, vocab, share, top_k, top_p, most, scale, min_p, nothing, bits, place, words,
+            MASKED, LOWEST, SHIFT, BLOCK,
+        )  # fmt: skip
     tl.store(found + row, tl.where(strange > 0, -1, chosen))
     logprob = tl.load(logits + chosen).to(tl.float32) - top - tl.log(total)
     tl.store(found + rows + row, logprob.to(tl.int32, bitcast=True))
@@ -202,22 +245,28 @@ def _sample_kernel(
 # ---- host code ----------------------------------------------------------------------------------
 
 
-def sample(logits: Tensor, asked: Tensor) -> Tensor:
-    """Sample a token for each row of logits [R, V], contiguous and of any float type.
+def sample(logits: Tensor, asked: Tensor, only: RowMasks | None = None) -> Tensor:
+    """Sample an allowed token for each row of logits [R, V], contiguous and of any float type.
+    `only`: the tokens that are allowed; None allows all.
 
         [0]  the sampled id
         [1]  its log-probability by the unfiltered logits: the bits of a float32
 
     The result is int32 [2, R], as that of `greedy.greedy`. The id is -1 if the row holds a NaN or
-    an infinity. `asked`: the result of `asked_of`, on the GPU.
+    an infinity, or allows no token. `asked`: the result of `asked_of`, on the GPU.
     """
     rows, vocab = logits.shape
     found = torch.empty((2, rows), dtype=torch.int32, device=logits.device)
     shift = _SHIFT[logits.dtype]
     if rows:
+        # Without masks these are not read.
+        masks, places, words = found, found, 0
+        if only is not None:
+            masks, places, words = only.masks, only.places, only.masks.shape[1]
         _sample_kernel[(rows,)](
-            logits.contiguous(), asked, found, rows, vocab, LOWEST=-(1 << (31 - shift)),
-            SHIFT=shift, BLOCK=_COLUMNS, num_warps=16,
+            logits.contiguous(), asked, found, masks, places, rows, vocab, words,
+            MASKED=only is not None, LOWEST=-(1 << (31 - shift)), SHIFT=shift,
+            BLOCK=_COLUMNS, num_warps=16,
         )  # fmt: skip
     return found
 

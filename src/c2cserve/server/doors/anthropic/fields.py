@@ -172,6 +172,12 @@ class Metadata(Strict):
     user_id: str | None = None
 
 
+_NAMES = Names(
+    {"stop": "stop_sequences", "response_format": "output_config.format"},
+    {"function": "", "parameters": "input_schema", "json_schema": ""},
+)
+
+
 class CountBody(Strict):
     """POST /v1/messages/count_tokens"""
 
@@ -209,19 +215,6 @@ class CountBody(Strict):
             "parallel_tool_calls": _parallel(self.tool_choice),
             "response_format": schema and {"type": "json_schema", "json_schema": schema},
         }  # fmt: skip
-
-    @property
-    def names(self) -> Names:
-        choice = self.tool_choice.type if self.tool_choice else ""
-        return Names(
-            {"stop": "stop_sequences", "response_format": "output_config.format"},
-            {"function": "", "parameters": "input_schema"},
-            {
-                "tool_choice": f"tool_choice: {choice!r} is not supported: no output is forced to"
-                " be a call",
-                "response_format": "response_format is not supported",
-            },
-        )
 
 
 class MessagesBody(CountBody, Extensions):
@@ -270,7 +263,7 @@ def read_count(body: bytes) -> Translated:
 
 
 def _chat(asked: CountBody) -> Translated:
-    return Translated(translated(ChatBody, asked.chat(), asked.names), asked.names)
+    return Translated(translated(ChatBody, asked.chat(), _NAMES), _NAMES)
 
 
 def _parts(content: str | list[TextBlock]) -> Any:

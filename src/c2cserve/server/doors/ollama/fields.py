@@ -215,9 +215,8 @@ _SAMPLING = {
     "max_tokens": "options.num_predict", "repetition_penalty": "options.repeat_penalty",
     "stop": "options.stop", "seed": "options.seed",
 }  # fmt: skip
-_REFUSED = {"response_format": "response_format is not supported: no output is held to a form"}
-_CHAT = Names({**_SAMPLING, "response_format": "format"}, refused=_REFUSED)
-_PROMPT = Names({**_CHAT.fields, "messages": "prompt"}, refused=_REFUSED)
+_CHAT = Names({**_SAMPLING, "response_format": "format"}, {"json_schema": "", "schema": ""})
+_PROMPT = Names({**_CHAT.fields, "messages": "prompt"}, _CHAT.inner)
 
 
 def read_chat(body: bytes) -> Translated:

@@ -189,24 +189,16 @@ class ResponsesBody(Extensions):
         })  # fmt: skip
 
 
-def _names(choice: object) -> Names:
-    shown = choice.name if isinstance(choice, NamedTool) else choice
-    return Names(
-        {
-            "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
-            "reasoning_effort": "reasoning",
-        },
-        {"function": "", "json_schema": "format"},
-        {
-            "tool_choice": f"tool_choice: {shown!r} is not supported: no output is forced to be a"
-            " call",
-            "response_format": "response_format: only the format 'text' is supported",
-        },
-    )  # fmt: skip
+_NAMES = Names(
+    {
+        "messages": "input", "max_tokens": "max_output_tokens", "response_format": "text",
+        "reasoning_effort": "reasoning",
+    },
+    {"function": "", "json_schema": "format"},
+)  # fmt: skip
 
 
 def read_responses(body: bytes) -> Translated:
     """Return the chat of a request to /v1/responses. Raises ApiError."""
     asked = validated(ResponsesBody, body, _TAGS)
-    names = _names(asked.tool_choice)
-    return Translated(translated(ChatBody, asked.chat(), names), names, asked.repeated())
+    return Translated(translated(ChatBody, asked.chat(), _NAMES), _NAMES, asked.repeated())

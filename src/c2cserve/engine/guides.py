@@ -1,0 +1,193 @@
+"""Grammars of the requests on a slice, and the masks of a step's rows.
+
+    tokens known        masks are made in a process of their own while the step's layers run
+    a token in flight   the layers are launched ahead, and read it from the GPU. Sampling is
+                        launched once it is known and the masks are made, while they still run
+
+So no step waits for a mask that takes no longer than its layers, and no row without a grammar has
+one. A grammar is built before its request is added, because that may take a second.
+"""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from c2cserve.core.request import Job
+from c2cserve.engine.run import Run, emitting
+from c2cserve.engine.sequences import Sequence as Seq
+from c2cserve.grammars.matching import GrammarFailed
+from c2cserve.grammars.outputs import Grammars, Held, PendingFill
+from c2cserve.kernels.ops import Ops, RowSampling, Sample, SampledTokens
+
+
+@dataclass(slots=True)
+class PendingMasks:
+    """The masks of one step, on their way."""
+
+    seqs: list[Seq]
+    """The sequences that have some, in the order of the masks."""
+    fill: PendingFill
+
+
+class LateSample:
+    """The sample of a step that some token is still missing for. It is launched when all steps
+    before it are collected."""
+
+    def __init__(self, launch: Callable[[], Sample]) -> None:
+        self._launch = launch
+        self._sample: Sample | None = None
+        self._fault: Exception | None = None
+
+    def launch(self) -> None:
+        """Launch it, once. What that raises is raised by `collect`."""
+        if self._sample is None and self._fault is None:
+            try:
+                self._sample = self._launch()
+            except Exception as fault:  # noqa: BLE001 - raised where the step is collected
+                self._fault = fault
+
+    @property
+    def done(self) -> bool:
+        return self._fault is not None or (self._sample is not None and self._sample.done)
+
+    @property
+    def chain(self) -> Tensor | None:
+        return None if self._sample is None else self._sample.chain
+
+    def collect(self) -> SampledTokens:
+        self.launch()
+        if self._sample is None:
+            assert self._fault is not None
+            raise self._fault
+        return self._sample.collect()
+
+
+class Guides:
+    """The grammars of one slice. Not thread-safe, but for its own threads."""
+
+    def __init__(
+        self, notify: Callable[[], None] = lambda: None, grammars: Grammars | None = None
+    ) -> None:
+        """`notify` is called on a thread when a grammar is built."""
+        self._grammars = Grammars() if grammars is None else grammars
+        self._notify = notify
+        self._building: dict[str, Future[Held]] = {}
+        self.failed = 0
+        """Requests whose grammars could not be built, or not go on."""
+
+    @property
+    def processes_lost(self) -> int:
+        return self._grammars.lost
+
+    # ---- requests -------------------------------------------------------------------------------
+
+    def prepare(self, job: Job, vocab: int) -> bool:
+        """Begin to build a request's grammar. Return False: it cannot be added at once, and
+        `prepared` names it later."""
+        built = self._build(job, vocab)
+        self._building[job.request.id] = built
+        built.add_done_callback(lambda _: self._notify())
+        return False
+
+    def _build(self, job: Job, vocab: int) -> Future[Held]:
+        grammar, sent = job.sampling.grammar, job.request.sent
+        assert grammar is not None
+        output = job.tokens[len(job.tokens) - sent :] if sent else ()
+        return self._grammars.of(grammar, vocab).build(grammar.text, output)
+
+    def prepared(self) -> list[str]:
+        """Return the requests whose grammars are built, or cannot be."""
+        return [name for name, one in self._building.items() if one.done()]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was prepared for a request that is not added."""
+        self._building.pop(request_id, None)
+
+    def output(self, job: Job, vocab: int) -> Held:
+        """Return the output of a request with a grammar, which was prepared or is built now. Raises
+        GrammarFailed."""
+        built = self._building.pop(job.request.id, None) or self._build(job, vocab)
+        try:
+            return built.result()
+        except GrammarFailed:
+            self.failed += 1
+            raise
+
+    def failure(self, seq: Seq) -> str:
+        """Return why a sequence got no token. Count it if that is for its grammar."""
+        reason = "" if seq.held is None else seq.held.failure
+        self.failed += bool(reason)
+        return reason or "the model computed values that are not numbers"
+
+    # ---- masks ----------------------------------------------------------------------------------
+
+    def begin(self, sampled: Sequence[Seq], vocab: int) -> PendingMasks | None:
+        """Begin to make the masks of the rows that are to be sampled. All their tokens are known.
+        None if no row has a grammar."""
+        seqs = [seq for seq in sampled if seq.held is not None and not seq.lost]
+        if not seqs:
+            return None
+        helds = [seq.held for seq in seqs if seq.held is not None]
+        grammar = seqs[0].job.sampling.grammar  # one model has one vocabulary
+        assert grammar is not None
+        return PendingMasks(seqs, self._grammars.of(grammar, vocab).begin(helds))
+
+    @staticmethod
+    def masked(
+        rows: list[RowSampling], sampled: Sequence[Seq], pending: PendingMasks | None
+    ) -> list[RowSampling]:
+        """Return the rows with their masks, which are waited for."""
+        if pending is None:
+            return rows
+        masks = pending.fill.result()
+        places = {id(seq): i for i, seq in enumerate(pending.seqs)}
+        return [
+            row if (at := places.get(id(seq))) is None else _with_mask(row, masks[at])
+            for row, seq in zip(rows, sampled, strict=True)
+        ]
+
+
+class StepMasks:
+    """The masks of one step, from the launch of its layers to that of its sampling."""
+
+    def __init__(self, guides: Guides, run: Run, vocab: int) -> None:
+        """Begin to make them, unless some token that they depend on is in flight."""
+        sampled = emitting(run)
+        self._guides = guides
+        self._vocab = vocab
+        self._late = any(seq.held is not None and seq.in_flight for seq in sampled)
+        self._pending = None if self._late else guides.begin(sampled, vocab)
+
+    def sample(
+        self, ops: Ops, logits: Tensor, sampled: Sequence[Seq], holds: Callable[[Seq], bool]
+    ) -> Sample:
+        """Launch sampling, at once or when all tokens before are known. `holds`: whether a sequence
+        has not ended by then."""
+        rows = [seq.row_sampling() for seq in sampled]
+        if not self._late:
+            return ops.sample(logits, self._guides.masked(rows, sampled, self._pending))
+
+        def launch() -> Sample:
+            pending = self._guides.begin([seq for seq in sampled if holds(seq)], self._vocab)
+            return ops.sample(logits, self._guides.masked(rows, sampled, pending))
+
+        return LateSample(launch)
+
+
+def _with_mask(row: RowSampling, mask: NDArray[np.int32]) -> RowSampling:
+    """Return a row with its mask. If `min_tokens` bans all that the grammar allows, the grammar has
+    ended, and its end is allowed."""
+    banned = row.banned
+    if banned is not None:
+        ids = banned.numpy()
+        left = mask.copy()
+        bits = np.left_shift(np.uint32(1), (ids % 32).astype(np.uint32)).view(np.int32)
+        np.bitwise_and.at(left, ids // 32, ~bits)
+        if not left.any():
+            banned = None
+    return replace(row, mask=torch.from_numpy(mask), banned=banned)

@@ -1,0 +1,1 @@
+"""Grammars that outputs are held to: written for llguidance, and matched token by token."""
