@@ -20,7 +20,7 @@ VIEWERS_MAX = 16
 
 _RETRY = b"retry: 2000\n\n"
 """A page connects again after so many milliseconds."""
-_ALIVE = b": alive\n\n"
+ALIVE = b": alive\n\n"
 
 
 def event(state: DashboardState) -> bytes:
@@ -72,7 +72,7 @@ class Feed:
                     number = self._number
                     yield self._latest
                 elif not await self._change(number, ends):
-                    yield _ALIVE
+                    yield ALIVE
         finally:
             self.viewers -= 1
             if not self.viewers and self._sampling is not None:
