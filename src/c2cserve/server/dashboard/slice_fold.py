@@ -16,10 +16,22 @@ from c2cserve.server.dashboard.views import link_of
 
 
 @dataclass(slots=True)
+class _Turns:
+    """The steps of one action in the order of their turns; none for a step by itself."""
+
+    steps: tuple[Step, ...]
+    left: int
+    """Steps that have not ended."""
+    done: int = 0
+    """Turns that were run."""
+
+
+@dataclass(slots=True)
 class _Running:
     """A step that was begun and has not ended."""
 
     step: Step
+    turns: _Turns
     parked_s: float | None = None
 
 
@@ -76,7 +88,7 @@ class SliceFold:
             case ev.StepDone():
                 self._done(now, event)
             case ev.StepFailed(step_id):
-                self._steps.pop(step_id, None)
+                self._ended(step_id, 0)
             case _:
                 pass
 
@@ -94,7 +106,7 @@ class SliceFold:
         self.kept.pop(model, None)
 
     def _done(self, now: float, done: ev.StepDone) -> None:
-        ran = self._steps.pop(done.step_id, None)
+        ran = self._ended(done.step_id, done.times)
         self._busy.add(now, done.compute_s, done.compute_s)
         self._streamed.add(now, done.streamed_bytes, done.compute_s)
         self._tokens.add(now, sum(one.drawn for one in done.outcomes), done.compute_s)
@@ -114,9 +126,11 @@ class SliceFold:
 
     def _note(self, now: float, action: object) -> None:
         match action:
-            case act.RunStep(step, then):
-                for one in (step, *then):
+            case act.RunStep(step, then, order):
+                steps = (step, *then)
+                for one in steps:
                     self._run(now, one)
+                self._begin(steps, order)
             case act.Drop(request_id, True):
                 self._clear(request_id)
                 if self._running.pop(request_id, request_id) is None:
@@ -138,17 +152,38 @@ class SliceFold:
                 pass
 
     def _run(self, now: float, step: Step) -> None:
-        before = self._models.get(step.lane)
-        switched = before is not None and before != step.model
-        self._switches += switched
-        self._models[step.lane] = self._model = step.model
-        self._steps[step.id] = _Running(step)
+        switched = self._models.get(step.lane, step.model) != step.model
         spec = self.specs.get(step.model)
         for seq in step.seqs:
             self._take_blocks(seq, 0 if spec is None else spec.kv_block_bytes)
             if self._waiting.pop(seq.request_id, seq.request_id) is None:
                 self._running[seq.request_id] = None
                 self._began(now, seq.request_id, switched)
+
+    def _begin(self, steps: Sequence[Step], order: Sequence[int]) -> None:
+        """Note the turns of some steps. An order may be cut short: it counts when it is over."""
+        turns = _Turns(tuple(steps[number] for number in order), len(steps))
+        for one in steps:
+            self._steps[one.id] = _Running(one, turns)
+        if not order:
+            self._count_switch(steps[0])
+
+    def _ended(self, step_id: int, times: int) -> _Running | None:
+        """Take out a step that has ended, and count the switches of its order with the last."""
+        ran = self._steps.pop(step_id, None)
+        if ran is None:
+            return None
+        turns = ran.turns
+        turns.done += times
+        turns.left -= 1
+        if not turns.left:
+            for step in turns.steps[: turns.done]:
+                self._count_switch(step)
+        return ran
+
+    def _count_switch(self, step: Step) -> None:
+        self._switches += self._models.get(step.lane, step.model) != step.model
+        self._models[step.lane] = self._model = step.model
 
     def _began(self, now: float, request_id: str, switched: bool) -> None:
         one = self._timelines.find(request_id)

@@ -22,9 +22,11 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
 from c2cserve.core.step import SeqStep, Step
 from c2cserve.runtime.record import Record
-from c2cserve.runtime.replay import RecordError, RecordLines
+from c2cserve.runtime.replay import RecordError, RecordLines, replay
 from c2cserve.server.dashboard.playback import ReplayRoutes, Span, find_span
 from c2cserve.server.dashboard.record_fold import RecordFold
+from c2cserve.sim.run import Scenario, simulate
+from c2cserve.sim.workload.build import WorkloadSettings
 
 SLICE = Slice(
     "gpu0", "gpu", gpu=GpuShare("GPU-1", 132, profile="assumed"), kv_bytes=1 << 24,
@@ -126,6 +128,22 @@ def test_any_record_of_a_controller_can_be_shown(tmp_path: Path, seed: int) -> N
         fold.add(line)
         assert fold.state().now_s == fold.now_s
     assert (fold.state().queue.running, fold.state().queue.waiting) == (0, 0)
+
+
+def test_a_simulation_looks_like_a_server(tmp_path: Path) -> None:
+    """All of its requests end, and nothing of them stays on its slices."""
+    path = tmp_path / "simulated.jsonl"
+    load = WorkloadSettings("synthetic:rate=4,duration=10", limit=20)
+    outcome = simulate(Scenario("h200-x1", "llama-3.1-8b*3", load), record=path)
+    assert find_span(path).end_s > 0
+    state = fold_of(path).state()
+    (one,) = state.slices
+    assert (one.state, one.running, one.waiting, one.kv_used_bytes) == ("up", 0, 0, 0)
+    assert {request.state for request in state.requests} <= {"done", "refused"}
+    assert sum(model.judged for model in state.models) > 0
+    assert outcome.as_json()
+    with pytest.raises(RecordError, match="only replay --dashboard"):
+        replay(path)
 
 
 def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
