@@ -171,7 +171,7 @@ class LiveState:
         while len(samples) > 1 and now - samples[1][0] >= WINDOW_S:
             samples.popleft()
         if samples and now - samples[-1][0] > WINDOW_S:
-            samples.clear()  # nobody has watched for a while: rates over that time would mislead
+            samples.clear()  # no page has watched for a while: rates over that time would mislead
         samples.append((now, {one.id: one for one in snapshot.slices}))
         return samples[0]
 
@@ -190,7 +190,7 @@ def _slice_view(
     return SliceView(
         id=one.id, kind=one.kind, state=one.state, trouble=one.trouble, model=one.last_model,
         active_models=one.active_models, loading_models=views.loading.get(one.id, ()),
-        kept_models=None, running=one.running, waiting=one.waiting, busy_share=one.busy_share,
+        resident_models=None, running=one.running, waiting=one.waiting, busy_share=one.busy_share,
         kv_used_bytes=one.kv_used_bytes, kv_total_bytes=one.kv_total_bytes,
         kv_host_bytes=one.kv_host_bytes, weights_kept_bytes=one.weights_kept_bytes,
         weights_lent_bytes=one.weights_lent_bytes, output_tokens_per_s=per_s("output_tokens"),
@@ -204,6 +204,6 @@ def _model_view(one: ModelStatus, views: TapViews) -> ModelView:
     return ModelView(
         id=one.id, state=one.state.value, error=one.error, pinned=one.pinned,
         weight_bytes=one.weight_bytes, pool_bytes=one.loaded_bytes,
-        active_slices=one.active_slices, kept_slices=None, running=one.running,
+        active_slices=one.active_slices, resident_slices=None, running=one.running,
         waiting=one.waiting, **views.targets[one.id],  # pyright: ignore[reportArgumentType]
     )  # fmt: skip

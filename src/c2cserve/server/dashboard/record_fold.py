@@ -150,7 +150,7 @@ class RecordFold:
             weight_bytes=spec.weight_bytes,
             pool_bytes=spec.weight_bytes if one.state is ModelState.READY else 0,
             active_slices=tuple(id_ for id_, fold in views if spec.id in fold.specs),
-            kept_slices=tuple(id_ for id_, fold in views if spec.id in fold.kept),
+            resident_slices=tuple(id_ for id_, fold in views if spec.id in fold.resident),
             running=running[name], waiting=waiting[name],
             **targets_of(self._timelines, name, now),  # pyright: ignore[reportArgumentType]
         )  # fmt: skip

@@ -50,7 +50,7 @@ class SliceFold:
         self._model = ""
         self._switches = 0
         self._loading: dict[str, None] = {}
-        self.kept: dict[str, None] = {}
+        self.resident: dict[str, None] = {}
         """Versions whose weights are here as a whole."""
         self._tables: dict[str, list[int]] = {}
         """Request -> offsets of its KV blocks."""
@@ -96,14 +96,14 @@ class SliceFold:
         self._loading.pop(model, None)
         spec = self.specs.get(model)
         if refused or spec is None:
-            self.kept.pop(model, None)
+            self.resident.pop(model, None)
         else:
-            self.kept[model] = None
+            self.resident[model] = None
             self._loaded.add(now, spec.weight_bytes, took_s)
 
     def _drop_weights(self, model: str) -> None:
         self._loading.pop(model, None)
-        self.kept.pop(model, None)
+        self.resident.pop(model, None)
 
     def _done(self, now: float, done: ev.StepDone) -> None:
         ran = self._ended(done.step_id, done.times)
@@ -223,7 +223,7 @@ class SliceFold:
         return SliceView(
             id=self.slice.id, kind=self.slice.kind, state=state, trouble="",
             model=name_of(self._model), active_models=_names(self.specs),
-            loading_models=_names(self._loading), kept_models=_names(self.kept),
+            loading_models=_names(self._loading), resident_models=_names(self.resident),
             running=len(self._running), waiting=len(self._waiting),
             busy_share=min(1.0, self._busy.per_s(now)), kv_used_bytes=self._kv_bytes,
             kv_total_bytes=self.slice.kv_bytes, kv_host_bytes=None, weights_kept_bytes=None,

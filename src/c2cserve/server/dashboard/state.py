@@ -26,7 +26,7 @@ class SliceView:
     active_models: tuple[str, ...]
     loading_models: tuple[str, ...]
     """Active models whose weights are on their way into the slice's memory."""
-    kept_models: tuple[str, ...] | None
+    resident_models: tuple[str, ...] | None
     """Models whose weights are in the slice's memory as a whole."""
     running: int
     waiting: int
@@ -62,9 +62,9 @@ class ModelView:
     pinned: bool
     weight_bytes: int
     pool_bytes: int
-    """Of its weights, those in the pool of host memory."""
+    """Bytes of its weights that are in the pool of host memory."""
     active_slices: tuple[str, ...]
-    kept_slices: tuple[str, ...] | None
+    resident_slices: tuple[str, ...] | None
     """Slices whose memory holds all of its weights."""
     running: int
     waiting: int
@@ -73,7 +73,7 @@ class ModelView:
     judged: int
     """Requests of the last minute that ended with a first token and were not cancelled."""
     met: int
-    """Of those, the ones that met both targets."""
+    """Requests among those that met both targets."""
     ttft_p50_s: float | None
     ttft_p95_s: float | None
     tpot_p50_s: float | None
@@ -130,16 +130,16 @@ class RequestView:
     prompt_tokens: int
     output_tokens: int | None
     queue_s: float | None
-    """From its arrival until the controller sent it to a slice."""
+    """The time from its arrival until the controller sent it to a slice."""
     slice_queue_s: float | None
-    """From there to its first step."""
+    """The time from there to its first step."""
     switch_s: float | None
-    """From the choice of its model to the first kernel, where the step before ran another one."""
+    """The time from the choice of its model to the first kernel; 0 without a switch."""
     weights_s: float | None
     """Its first step waited so long for weights that were still loading."""
     prefill_s: float | None
     decode_s: float | None
-    """From its first token to its end."""
+    """The time from its first token to its end."""
     ttft_s: float | None
     switched: bool | None
     met: bool | None
@@ -166,7 +166,7 @@ class DashboardState:
     name: str
     """The server's instance, or the record's file name."""
     now_s: float
-    """On the clock that all times of the document are on."""
+    """The time of the state, on the clock of all its times."""
     draining: bool
     pool_used_bytes: int
     pool_budget_bytes: int

@@ -14,7 +14,7 @@ from c2cserve.server.dashboard.state import RefusalView, RequestView
 _JUDGED_S = 60.0
 """Attainment and latencies are of the requests that ended in this time."""
 _JUDGED_MAX = 1024
-"""Of a model; in a longer queue the oldest make way."""
+"""Requests of a model that are judged at most; the oldest make way."""
 _ENDED_MAX = 200
 """Timelines that are kept after their end."""
 _IN_FLIGHT_SHOWN = 60

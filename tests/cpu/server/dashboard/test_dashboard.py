@@ -166,7 +166,7 @@ def test_the_stream_begins_with_the_state(served: Served) -> None:
     (one,) = state["slices"]
     assert (one["id"], one["state"], one["running"], one["waiting"]) == ("cpu0", "up", 2, 3)
     assert (one["kv_used_bytes"], one["kv_total_bytes"], one["link"]) == (25, 100, "")
-    assert one["kept_models"] is None, "a server does not tell"
+    assert one["resident_models"] is None, "a server does not tell"
     assert {model["id"]: model["pool_bytes"] for model in state["models"]} == {
         BYTE: 1000, PIECE: 1000,
     }  # fmt: skip

@@ -84,7 +84,7 @@ def test_slices_models_and_links(story: Path) -> None:
     state = fold_of(story).state()
     (one,) = state.slices
     assert (one.id, one.state, one.model, one.switches) == ("gpu0", "up", "b", 1)
-    assert (one.active_models, one.kept_models, one.loading_models) == (("a", "b"), ("a",), ())
+    assert (one.active_models, one.resident_models, one.loading_models) == (("a", "b"), ("a",), ())
     assert (one.running, one.waiting) == (1, 0)
     assert one.kv_used_bytes == 2048, "the other request's blocks are free, but for the shared one"
     assert one.streamed_bytes_per_s == pytest.approx(500.0)
@@ -94,8 +94,8 @@ def test_slices_models_and_links(story: Path) -> None:
     assert (link.id, link.bytes_per_s, link.origin) == ("pcie0", 1000.0, "assumed")
     assert link.used_bytes_per_s == pytest.approx(1300.0)
     a, b = state.models
-    assert (a.id, a.state, a.pool_bytes, a.kept_slices) == ("a", "ready", 4000, ("gpu0",))
-    assert (b.id, b.state, b.pool_bytes, b.kept_slices) == ("b", "loading", 0, ())
+    assert (a.id, a.state, a.pool_bytes, a.resident_slices) == ("a", "ready", 4000, ("gpu0",))
+    assert (b.id, b.state, b.pool_bytes, b.resident_slices) == ("b", "loading", 0, ())
     assert (b.judged, b.met, b.ttft_p50_s) == (1, 0, pytest.approx(1.3))
 
 

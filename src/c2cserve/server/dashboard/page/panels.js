@@ -19,7 +19,7 @@ function slice(one) {
     ...row("tokens", `${one.output_tokens_per_s.toFixed(1)}/s`),
     ...row("switches", String(one.switches)),
   ];
-  const keeps = one.kept_models === null ? bytes(one.weights_kept_bytes) : one.kept_models.join(", ") || "nothing";
+  const keeps = one.resident_models === null ? bytes(one.weights_kept_bytes) : one.resident_models.join(", ") || "nothing";
   rows.push(...row("keeps", keeps));
   if (one.weights_lent_bytes) rows.push(...row("keeps at neighbours", bytes(one.weights_lent_bytes)));
   if (one.kv_host_bytes) rows.push(...row("KV on the host", bytes(one.kv_host_bytes)));
@@ -53,7 +53,7 @@ function model(one) {
   const where = element("td", { className: "left" });
   if (one.pool_bytes) where.append(element("span", { className: "tag" }, `pool ${bytes(one.pool_bytes)}`));
   else where.append(element("span", { className: "tag" }, "disk"));
-  where.append(...tags((one.kept_slices ?? []).map((id) => `in ${id}`)));
+  where.append(...tags((one.resident_slices ?? []).map((id) => `in ${id}`)));
   return [
     one.id + (one.pinned ? " (pinned)" : ""),
     element("td", { className: "left", title: one.error }, coloured(one.state)),
