@@ -11,6 +11,7 @@ from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec, ModelState
+from c2cserve.runtime.replay import SIMULATED
 from c2cserve.runtime.wire import untagged
 from c2cserve.server.dashboard.slice_fold import SliceFold
 from c2cserve.server.dashboard.state import DashboardState, ModelView, Playback, QueueView
@@ -45,6 +46,7 @@ class RecordFold:
         self._models: dict[str, _Model] = {}
         self._budget_bytes = 0
         self._draining = False
+        self._simulated = False
 
     def add(self, line: dict[str, Any]) -> None:
         """Apply a line. Raises KeyError, TypeError, `runtime.wire.WireError` or
@@ -62,6 +64,7 @@ class RecordFold:
             self._folds[stream].tick(now, events, actions)
 
     def _begin(self, stream: str, policy: str, arguments: dict[str, Any]) -> None:
+        self._simulated |= policy.startswith(SIMULATED)
         if policy.endswith("cluster"):
             self._clusters.add(stream)
             self._timelines.begin_loop()
@@ -129,7 +132,8 @@ class RecordFold:
         return DashboardState(
             source="record", name=self._name, now_s=now, draining=self._draining,
             pool_used_bytes=sum(one.spec.weight_bytes for one in pooled),
-            pool_budget_bytes=self._budget_bytes, slices=slices, links=links_of(known, slices),
+            pool_budget_bytes=self._budget_bytes, slices=slices,
+            links=links_of(known, slices, simulated=self._simulated),
             models=tuple(self._model(one, running, waiting, now) for one in newest.values()),
             queue=QueueView(
                 running=running.total(), waiting=waiting.total(),

@@ -87,8 +87,8 @@ class LinkView:
     slices: tuple[str, ...]
     bytes_per_s: float
     """The shares of its slices together."""
-    origin: Literal["measured", "assumed"]
-    """Whether `bytes_per_s` is of this machine's profile, or of the nearest known GPU."""
+    origin: Literal["measured", "assumed", "simulated"]
+    """Where `bytes_per_s` is from: this machine's profile, the nearest known GPU, a simulation."""
     used_bytes_per_s: float
 
 

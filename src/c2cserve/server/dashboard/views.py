@@ -32,22 +32,24 @@ def targets_of(timelines: Timelines, model: str, now: float) -> dict[str, float 
     }
 
 
-def links_of(known: Mapping[str, Slice], views: Iterable[SliceView]) -> tuple[LinkView, ...]:
+def links_of(
+    known: Mapping[str, Slice], views: Iterable[SliceView], *, simulated: bool = False
+) -> tuple[LinkView, ...]:
     """Return every link that a slice's weights come over. `known`: slices by id."""
     on_link: dict[str, list[tuple[Slice, SliceView]]] = {}
     for view in views:
         one = known.get(view.id)
         if one is not None and view.link:
             on_link.setdefault(view.link, []).append((one, view))
-    return tuple(_link(name, parts) for name, parts in sorted(on_link.items()))
+    return tuple(_link(name, parts, simulated) for name, parts in sorted(on_link.items()))
 
 
-def _link(name: str, parts: Sequence[tuple[Slice, SliceView]]) -> LinkView:
+def _link(name: str, parts: Sequence[tuple[Slice, SliceView]], simulated: bool) -> LinkView:
     assumed = any(one.gpu is not None and one.gpu.profile == "assumed" for one, _ in parts)
     return LinkView(
         id=name, slices=tuple(view.id for _, view in parts),
         bytes_per_s=sum(one.link_bytes_per_s for one, _ in parts),
-        origin="assumed" if assumed else "measured",
+        origin="simulated" if simulated else "assumed" if assumed else "measured",
         used_bytes_per_s=sum(v.streamed_bytes_per_s + v.loaded_bytes_per_s for _, v in parts),
     )  # fmt: skip
 

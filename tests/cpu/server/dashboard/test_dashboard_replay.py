@@ -15,6 +15,7 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "policy"))
 
 from cluster_cases import random_world
 
+from c2cserve.cli.replay import replay as command
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.machine import GpuShare, Slice
@@ -27,6 +28,7 @@ from c2cserve.server.dashboard.playback import ReplayRoutes, Span, find_span
 from c2cserve.server.dashboard.record_fold import RecordFold
 from c2cserve.sim.run import Scenario, simulate
 from c2cserve.sim.workload.build import WorkloadSettings
+from c2cserve.terminal.output import CliError
 
 SLICE = Slice(
     "gpu0", "gpu", gpu=GpuShare("GPU-1", 132, profile="assumed"), kv_bytes=1 << 24,
@@ -141,6 +143,7 @@ def test_a_simulation_looks_like_a_server(tmp_path: Path) -> None:
     assert (one.state, one.running, one.waiting, one.kv_used_bytes) == ("up", 0, 0, 0)
     assert {request.state for request in state.requests} <= {"done", "refused"}
     assert sum(model.judged for model in state.models) > 0
+    assert [link.origin for link in state.links] == ["simulated"]
     assert outcome.as_json()
     with pytest.raises(RecordError, match="only replay --dashboard"):
         replay(path)
@@ -151,6 +154,15 @@ def test_what_is_no_record_is_refused(tmp_path: Path) -> None:
         (tmp_path / "r").write_text(text)
         with pytest.raises(RecordError):
             find_span(tmp_path / "r")
+
+
+@pytest.mark.parametrize("options", [(True, True, None), (False, False, 1), (False, True, 0)])
+def test_options_without_an_effect_are_refused(
+    tmp_path: Path, options: tuple[bool, bool, int | None]
+) -> None:
+    """The last ones are right, and lead to a file that is not there."""
+    with pytest.raises(CliError, match=r"no effect|cannot be read"):
+        command(tmp_path / "none", *options)
 
 
 # ---- its server ---------------------------------------------------------------------------------
