@@ -77,5 +77,6 @@ def test_workers_that_an_operator_kills_cost_no_request(tmp_path: Path) -> None:
 
         assert asyncio.run(disturbed()) == undisturbed
         counters = server.state()["counters"]
-        assert counters["slice_lost"] >= 3
+        # One that is killed before it has said that it is up takes no slice along.
+        assert 1 <= counters["slice_lost"] <= 3
         assert counters["poison_requests"] == 0

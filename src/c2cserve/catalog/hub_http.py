@@ -130,6 +130,8 @@ class HubClient:
                 fcntl.flock(out, fcntl.LOCK_EX)
                 done = target.exists()
                 if done:
+                    if _is_at(out, partial):  # made by opening it, after the other one's rename
+                        partial.unlink()
                     advance(file.size_bytes)
                 elif _is_at(out, partial):  # else the one before found it damaged and removed it
                     self._download(repo, commit, file, out, partial, advance)

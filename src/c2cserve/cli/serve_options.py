@@ -8,6 +8,7 @@ import typer
 
 from c2cserve.core.machine import ProfileChoice
 from c2cserve.serving.logs import LogFormat
+from c2cserve.terminal.sizes import size_option
 
 _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"
@@ -36,7 +37,7 @@ Slices = Annotated[
     typer.Option(min=1, help="CPU slices; default: by the machine, none beside GPU slices."),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads per CPU slice.")]
-KvBytes = Annotated[int | None, typer.Option(min=1, help="KV arena per CPU slice, bytes.")]
+KvBytes = Annotated[int | None, size_option("KV arena per CPU slice.")]
 GpuSlices = Annotated[
     str,
     typer.Option(
@@ -46,7 +47,7 @@ GpuSlices = Annotated[
 ]
 GpuKvBytes = Annotated[
     int | None,
-    typer.Option(min=1, help="KV arena per GPU slice, bytes; default: by free memory."),
+    size_option("KV arena per GPU slice; default: by free memory."),
 ]
 GpuProfile = Annotated[
     ProfileChoice,
@@ -56,7 +57,7 @@ GpuProfile = Annotated[
     ),
 ]
 GpuPeerBytes = Annotated[
-    int, typer.Option(min=0, help="What GPUs without slices lend to each GPU with some, bytes.")
+    int, size_option("What GPUs without slices lend to each GPU with some.", least=0)
 ]
 GpuLanes = Annotated[
     int,
@@ -68,13 +69,13 @@ GpuLanes = Annotated[
 ]  # fmt: skip
 HostKvBytes = Annotated[
     int | None,
-    typer.Option(
-        min=0,
-        help="Host memory of each slice for KV of requests that make room for others, bytes;"
-        " 0: they are computed again. Default: up to 4 GiB of each GPU slice, none of CPU slices.",
+    size_option(
+        "Host memory of each slice for KV of requests that make room for others; 0: they are"
+        " computed again. Default: up to 4 GiB of each GPU slice, none of CPU slices.",
+        least=0,
     ),
 ]
-PoolBytes = Annotated[int | None, typer.Option(min=1, help="Host weight pool, bytes.")]
+PoolBytes = Annotated[int | None, size_option("Host weight pool.")]
 PoolDir = Annotated[Path, typer.Option(help="Shared-memory filesystem for the pool.")]
 RecordFile = Annotated[
     Path | None, typer.Option("--record", help="Write every event and action to this file.")
@@ -152,8 +153,8 @@ MaxStops = Annotated[int, _limit("Stop strings.")]
 MaxLogitBias = Annotated[int, _limit("Entries of logit_bias, and of stop_token_ids.")]
 MaxPromptChars = Annotated[int, _limit("Characters of all prompts, or of a rendered chat.")]
 MaxPromptTokens = Annotated[int, _limit("Prompt tokens, summed over choices.")]
-MaxBodyBytes = Annotated[int, _limit("Body of a request, bytes.")]
-MaxHeaderBytes = Annotated[int, _limit("Request line and headers, bytes.")]
+MaxBodyBytes = Annotated[int, size_option("Body of a request.", panel=_LIMITS)]
+MaxHeaderBytes = Annotated[int, size_option("Request line and headers.", panel=_LIMITS)]
 MaxHeaders = Annotated[int, _limit("Headers of a request.")]
 TextProcesses = Annotated[
     int,

@@ -6,13 +6,13 @@ import time
 from collections import Counter, OrderedDict
 from typing import Protocol
 
+from c2cserve.core.log_limit import LogLimit
 from c2cserve.server.settings import ConnectionLimits
 
 log = logging.getLogger(__name__)
 
 _RESERVE_SHARE = 4
 _RESERVE_MAX = 1024
-_LOG_EVERY_S = 1.0
 
 CLOSED = (
     "idle", "idle_for_room", "head_timeout", "body_timeout", "send_timeout", "full",
@@ -38,8 +38,7 @@ class Connections:
         """Connections without a byte of a request, those that have waited longest first."""
         self._begun: OrderedDict[Closable, None] = OrderedDict()
         """Connections with a part of a request's headers, in the same order."""
-        self._logged_s = float("-inf")
-        self._unlogged = 0
+        self._log_limit = LogLimit()
 
     def enter(self) -> bool:
         """Count a new connection. Return False if there is no room: it must be closed then."""
@@ -74,12 +73,8 @@ class Connections:
         self.closed[reason] += 1
         if reason == "idle":
             return
-        now = time.monotonic()
-        if now - self._logged_s < _LOG_EVERY_S:
-            self._unlogged += 1
+        if (more := self._log_limit.more(time.monotonic())) is None:
             return
-        more = f" ({self._unlogged} more since the last such line)" if self._unlogged else ""
-        self._logged_s, self._unlogged = now, 0
         log.info(
             "connection of %s closed: %s%s", client, reason, more,
             extra={"request_id": request_id, "reason": reason},

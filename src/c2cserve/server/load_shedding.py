@@ -12,12 +12,12 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, MutableMapping
-from math import inf
 from typing import Any
 
 import msgspec
 from starlette.requests import Request as HttpRequest
 
+from c2cserve.core.log_limit import LogLimit
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.access.keyring import key_header
@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[!-~]{1,128}")
 """Request ids of clients that are used: they are safe in a header and on a line of a log."""
-_LOG_EVERY_S = 1.0
 _LAST_DATA_AT = 52
 """Offset of `tcpi_last_data_recv` in Linux' `struct tcp_info`: milliseconds since data arrived."""
 _TICK_S = 0.01
@@ -71,8 +70,7 @@ class LoadShedder:
         self._gate = gate
         self._metrics = metrics
         self._preparer = preparer
-        self._logged_s = -inf
-        self._unlogged = 0
+        self._log_limit = LogLimit()
 
     def refusal(self, scope: MutableMapping[str, Any], body: bytes) -> bytes | None:
         """Return the fields and the content of a refusal, None if the request may come in. Only an
@@ -116,12 +114,8 @@ class LoadShedder:
 
     def _log(self, route: str, error: ApiError, request_id: str) -> None:
         """Log at most one refusal per second: writing a line takes longer than refusing."""
-        now = time.monotonic()
-        if now - self._logged_s < _LOG_EVERY_S:
-            self._unlogged += 1
+        if (more := self._log_limit.more(time.monotonic())) is None:
             return
-        more = f" ({self._unlogged} more since the last such line)" if self._unlogged else ""
-        self._logged_s, self._unlogged = now, 0
         log.info(
             "%s answered %d: %s%s", route, error.status, error.message, more,
             extra={

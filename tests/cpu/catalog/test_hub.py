@@ -131,6 +131,20 @@ def test_an_interrupted_download_continues_in_the_next_process(
     assert not list(tmp_path.rglob("*.incomplete"))
 
 
+def test_a_file_that_another_download_completes_meanwhile_leaves_nothing(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    """Two files of equal contents are one blob, and are fetched at the same time."""
+    path = fetch(ENTRY, tmp_path, client=client(hub))
+    blob = (path / "config.json").resolve()
+    told: list[int] = []
+    file = HubFile("config.json", 2, blob.name)
+    client(hub).download("org/m", path.name, file, blob, told.append)
+    assert told == [2]
+    assert blob.read_bytes() == b"{}"
+    assert not list(tmp_path.rglob("*.incomplete"))
+
+
 def test_a_server_without_ranges_starts_over_and_is_right(hub: FakeHub, tmp_path: Path) -> None:
     hub.faults.no_ranges = True
     hub.faults.break_after["model.safetensors"] = [1_000_000]

@@ -29,7 +29,8 @@ def test_every_number_has_a_smallest_value() -> None:
     """A negative time, or one that is no number, would only show later, as a server that fails."""
     options = numeric_options()
     assert {"port", "drain_timeout", "pool_bytes", "max_headers"} <= options.keys()
-    assert [name for name, option in options.items() if option.min is None] == []
+    without = [name for name, one in options.items() if one.min is None and one.parser is None]
+    assert without == []
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ class ModelWeights:
         return self.model.most_urgent_due_s() if self.model.seqs else float("inf")
 
     @property
+    def takes_room(self) -> bool:
+        """Whether the weights are in the slice's memory, or on their way there."""
+        return self.state in ("loading", "resident")
+
+    @property
     def too_long(self) -> bool:
         """Whether a request of the model needs more KV than fits beside its weights."""
         return not isinf(self.tokens_beside) and any(

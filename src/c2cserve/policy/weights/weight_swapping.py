@@ -105,10 +105,7 @@ class WeightSwapping(WeightMemory):
 
     @property
     def needed_bytes(self) -> int:
-        size = sum(
-            one.size for one in self._weights.values()
-            if one.state in ("loading", "resident") and one.model.seqs
-        )  # fmt: skip
+        size = sum(one.size for one in self._weights.values() if one.takes_room and one.model.seqs)
         return self._room.slabs(size) * self._arena.slab_bytes
 
     def capacity(self, model: ActiveModel) -> int:
@@ -124,12 +121,15 @@ class WeightSwapping(WeightMemory):
         beside = self._arena.capacity(model.key, self._room.slabs(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
         self._weights[model.name] = ModelWeights(model, spec.weight_bytes, tokens)
-        self._room.wanted(sum(one.size for one in self._weights.values()))
+        self._bound_cache()
 
     def deactivated(self, name: str) -> None:
         if self._weights.pop(name, None) is not None:
             self._withhold()
-            self._room.wanted(sum(one.size for one in self._weights.values()))
+            self._bound_cache()
+
+    def _bound_cache(self) -> None:
+        self._room.wanted(sum(one.size for one in self._weights.values()))
 
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
@@ -142,7 +142,7 @@ class WeightSwapping(WeightMemory):
         """There was no place for its weights, or KV has taken it. It asks for more room, or streams
         for a while."""
         one = self._weights.get(name)
-        if one is not None and one.state in ("loading", "resident"):
+        if one is not None and one.takes_room:
             one.tries += 1
             one.state = "absent"
             if one.tries == _TRIES or not self._rotates:
@@ -377,9 +377,7 @@ class WeightSwapping(WeightMemory):
         return self._room.fits(one, self._there_bytes() - sum(other.size for other in victims))
 
     def _there_bytes(self) -> int:
-        return sum(
-            one.size for one in self._weights.values() if one.state in ("loading", "resident")
-        )
+        return sum(one.size for one in self._weights.values() if one.takes_room)
 
     def _withhold(self) -> None:
         self._arena.withhold(self._room.slabs(self._there_bytes()))
