@@ -1,15 +1,26 @@
 """A live run's record replays to the same decisions, also when a worker was killed in it."""
 
 import asyncio
+import json
 import os
 import signal
 from pathlib import Path
 
+import httpx
 import pytest
 from server_process import ServerProcess, run_cli
 from streams import all_streams
 
-from c2cserve.runtime.replay import replay
+from c2cserve.runtime.replay import RecordLines, replay
+from c2cserve.server.dashboard.record_fold import RecordFold
+
+STATE = "state.json"
+
+
+def dashboard_state(url: str) -> str:
+    """Return the first state that the dashboard's stream sends."""
+    with httpx.stream("GET", f"{url}/dashboard/events", timeout=60) as answer:
+        return next(line[6:] for line in answer.iter_lines() if line.startswith("data: "))
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +40,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 await asyncio.sleep(0.05)
 
         asyncio.run(scenario())
+        (directory / STATE).write_text(dashboard_state(server.url))
     return record
 
 
@@ -50,3 +62,20 @@ def test_a_changed_record_is_noticed(record: Path, tmp_path: Path) -> None:
     changed.write_text(text.replace('"emits":true', '"emits":false', 1))
     assert not replay(changed).equal
     assert run_cli("replay", str(changed)).returncode == 1
+
+
+def test_the_dashboard_shows_the_same_of_the_server_and_of_its_record(record: Path) -> None:
+    """Each request has the same fate and lengths in both, also those of the killed worker."""
+    live = json.loads((record.parent / STATE).read_text())
+    fold = RecordFold("record")
+    for _, line in RecordLines(record):
+        fold.add(line)
+    recorded = fold.state()
+    assert live["trouble"] == ""
+    fates = {(one["id"], one["state"], one["output_tokens"]) for one in live["requests"]}
+    assert fates == {(one.id, one.state, one.output_tokens) for one in recorded.requests}
+    assert len(fates) >= 16
+    assert {one["state"] for one in live["requests"]} <= {"done", "cancelled"}
+    assert max(one.placed for one in recorded.requests) > 1, "some were placed again"
+    assert [one.restarts for one in recorded.slices if one.id == "cpu0"] == [1]
+    assert [one["restarts"] for one in live["slices"] if one["id"] == "cpu0"] == [1]

@@ -89,6 +89,7 @@ def _keep(console: Console, url: str, process: "subprocess.Popen[bytes]") -> Non
     console.print("\nThe server stays up until you press ctrl-C. Try:\n", style="bold")
     line = f"curl -s {url}/v1/chat/completions -H 'content-type: application/json' -d '{body}'\n"
     console.print(line, soft_wrap=True, highlight=False)
+    console.print(f"Dashboard: {url}/dashboard\n", soft_wrap=True, highlight=False)
     try:
         process.wait()
     except KeyboardInterrupt:

@@ -14,11 +14,29 @@ if TYPE_CHECKING:
     from c2cserve.runtime.replay import Difference, ReplayResult
 
 
+_PORT = 8001
+
+
 def replay(
     record: Annotated[Path, typer.Argument(metavar="FILE", help="From serve --record FILE.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Show the run in a browser; decides nothing.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Of the dashboard; 0: any. Default: 8001.")
+    ] = None,
 ) -> None:
     """Reproduce every decision of a record. Ends with 1 at a difference."""
+    if dashboard and as_json:
+        raise CliError("--json: no effect with --dashboard", 2)
+    if dashboard:
+        from c2cserve.cli.replay_dashboard import show_record
+
+        show_record(record, _PORT if port is None else port)
+        return
+    if port is not None:
+        raise CliError("--port: no effect without --dashboard", 2)
     from c2cserve.runtime.replay import RecordError
     from c2cserve.runtime.replay import replay as replay_record
 

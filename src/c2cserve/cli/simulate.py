@@ -46,6 +46,9 @@ Faults = Annotated[
     typer.Option("--fault", help="slice:ID@AT+FOR or link:ID@AT+FOR*SHARE, in seconds."),
 ]
 Hybrid = Annotated[bool, typer.Option(help="C2CServe's hybrid GEMMs instead of ours.")]
+RecordTo = Annotated[
+    Path | None, typer.Option("--record", help="Record it here, for replay --dashboard.")
+]
 Out = Annotated[Path | None, typer.Option("--json", help="Write the report here; - for stdout.")]
 Study = Annotated[str, typer.Option(help="Run a study instead; `list` names them.")]
 Plots = Annotated[Path | None, typer.Option(help="Write the study's plots to this folder.")]
@@ -85,6 +88,7 @@ def simulate(
     study: Study = "",
     plots: Plots = None,
     quick: Quick = False,
+    record: RecordTo = None,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
     from c2cserve.sim.run import Scenario
@@ -94,6 +98,7 @@ def simulate(
     with mistakes():
         _check_options(ctx, study)
         check_writable(out)
+        check_writable(record)
         if study:
             _study(study, trace, seed, quick, out, plots)
             return
@@ -107,7 +112,7 @@ def simulate(
             patience=patience, seed=seed, noise=noise, hybrid=hybrid,
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip
-        _scenario(scenario, out)
+        _scenario(scenario, out, record)
 
 
 def _check_options(ctx: typer.Context, study: str) -> None:
@@ -170,12 +175,12 @@ def _pair(text: str) -> tuple[str, str]:
     return column, value
 
 
-def _scenario(scenario: "Scenario", out: Path | None) -> None:
+def _scenario(scenario: "Scenario", out: Path | None, record: Path | None) -> None:
     from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.run import simulate as run
     from c2cserve.sim.show import show
 
-    result = run(scenario, find_models(scenario.catalog))
+    result = run(scenario, find_models(scenario.catalog), record)
     if write(out, result.as_json()):
         show(scenario, result)
 

@@ -10,9 +10,11 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.wire import tagged
 
 log = logging.getLogger(__name__)
@@ -63,6 +65,16 @@ class Record:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def both(first: Recorder[Any, Any], second: Recorder[Any, Any]) -> Recorder[Any, Any]:
+    """Return a recorder that gives each tick to `first` and then to `second`."""
+
+    def record(now: float, events: Sequence[object], actions: Sequence[object]) -> None:
+        first(now, events, actions)
+        second(now, events, actions)
+
+    return record
 
 
 def no_record(now: float, events: Sequence[object], actions: Sequence[object]) -> None:

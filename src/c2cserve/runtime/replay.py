@@ -14,6 +14,9 @@ from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.record import VERSION
 from c2cserve.runtime.wire import WireError, plain, untagged
 
+SIMULATED = "simulated"
+"""The policies of a simulation's record begin with this: a preset made them."""
+
 
 class RecordError(ValueError):
     """The file is not a record this version can replay."""
@@ -62,6 +65,8 @@ _POLICIES: dict[str, Callable[[dict[str, Any]], Any]] = {"cluster": _cluster, "s
 
 class _ReplayedStream:
     def __init__(self, header: dict[str, Any]) -> None:
+        if str(header.get("policy")).startswith(SIMULATED):
+            raise RecordError("a simulation's record: only replay --dashboard shows it")
         if header.get("v") != VERSION or header.get("policy") not in _POLICIES:
             raise RecordError(f"stream {header.get('stream')}: written by another version")
         self._policy = _POLICIES[header["policy"]](header["arguments"])

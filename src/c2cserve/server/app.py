@@ -18,11 +18,14 @@ from c2cserve import __version__
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Gateway, ModelFiles, Refused, Superseded
 from c2cserve.server.access.gate import Gate, rate_headers
-from c2cserve.server.access.keyring import Key, bearer, key_header
+from c2cserve.server.access.keyring import CHALLENGES, Key, basic_password, bearer, key_header
 from c2cserve.server.access.usage import as_csv
 from c2cserve.server.bodies import Bodies
 from c2cserve.server.cache_salts import cache_group
 from c2cserve.server.connections import Connections
+from c2cserve.server.dashboard.feed import Feed
+from c2cserve.server.dashboard.live import LiveState, TickTap
+from c2cserve.server.dashboard.routes import DashboardRoutes
 from c2cserve.server.doors.ollama.models import catalogue_name
 from c2cserve.server.doors.routes import DOORS, WEB_PATHS, DoorRoutes, error_body, id_headers
 from c2cserve.server.errors import ApiError
@@ -58,11 +61,11 @@ _RELOADS_MAX = 8
 
 def create_app(
     gateway: Gateway, settings: ServerSettings, connections: Connections | None = None,
-    gate: Gate | None = None, *, tls: Tls | None = None,
+    gate: Gate | None = None, *, tls: Tls | None = None, tap: TickTap | None = None,
 ) -> FastAPI:  # fmt: skip
     """Return the application, which owns its text processes from its start to its end (ASGI's
     lifespan). `connections`, `tls`: shown in its metrics. `gate`: closed at the end; without one,
-    only the settings' API keys are accepted."""
+    only the settings' API keys are accepted. `tap`: what the dashboard shows of the controller."""
     gate = gate or Gate(settings.api_keys)
     texts = TextPool(settings.text, settings.vocabularies)
 
@@ -81,7 +84,7 @@ def create_app(
     metrics = Metrics(gateway, texts, connections, gate)
     if tls is not None:
         metrics.registry.register(tls)
-    routes = _Routes(gateway, settings, texts, metrics, gate)
+    routes = _Routes(gateway, settings, texts, metrics, gate, tap or TickTap())
     app.state.shedder = routes.shedder
     for method, path, handler, role in routes.table():
         app.add_route(path, routes.guarded(handler, role, path), methods=[method])
@@ -105,7 +108,7 @@ def _json(content: object, status: int = 200) -> Response:
 class _Routes:
     def __init__(
         self, gateway: Gateway, settings: ServerSettings, texts: TextPool, metrics: Metrics,
-        gate: Gate,
+        gate: Gate, tap: TickTap,
     ) -> None:  # fmt: skip
         self._gateway = gateway
         self._settings = settings
@@ -116,7 +119,8 @@ class _Routes:
         self._bodies = Bodies(settings.body_bytes_max, settings.bodies_bytes_max)
         self._preparer = Preparer(gateway, texts, settings.requests)
         self.shedder = LoadShedder(gateway, self._guard, gate, metrics, self._preparer)
-        self._inference = Inference(gateway, self._metrics)
+        self._inference = Inference(gateway, self._metrics, tap)
+        self._dashboard = DashboardRoutes(Feed(LiveState(gateway, tap).state))
         self._doors = DoorRoutes(gateway, self._answer, self._of_text)
         self._described: dict[str, Any] | None = None
         """The API's description, made when it is first asked for: it takes some 0.1 s."""
@@ -137,6 +141,7 @@ class _Routes:
             ("GET", "/admin/keys", self._keys, "admin"),
             ("POST", "/admin/keys/reload", self._reload_keys, "admin"),
             ("GET", "/admin/usage", self._usage, "admin"),
+            *((*route, "dashboard") for route in self._dashboard.table()),
             ("GET", "/metrics", self._show_metrics, "metrics"),
             ("GET", "/health", self._health, ""),
             ("GET", "/ready", self._ready, ""),
@@ -208,9 +213,10 @@ class _Routes:
             http.state.key, http.state.tenant = key, key.tenant
             http.state.cache_group = cache_group(key.tenant, shared)
         elif self._guard.asks_for_key(role):
-            right = self._settings.admin_key.encode()
-            if not hmac.compare_digest(bearer(http.headers.get("authorization")) or b"", right):
-                headers = {"www-authenticate": "Bearer"}
+            right, header = self._settings.admin_key.encode(), http.headers.get("authorization")
+            given = bearer(header) or (basic_password(header) if role == "dashboard" else None)
+            if not hmac.compare_digest(given or b"", right):
+                headers = {"www-authenticate": CHALLENGES.get(role, "Bearer")}
                 raise ApiError(
                     401, "Incorrect API key provided", code="invalid_api_key", headers=headers
                 )

@@ -5,7 +5,8 @@
 | `Host` names this machine, or a host that was allowed | DNS rebinding: a web page whose name |
 | | is made to lead to this machine |
 | `Origin` of requests that change something is the server's own, or allowed | web pages of others |
-| without an admin key, `/admin` and `/metrics` have local peers only | other machines |
+| without an admin key, `/admin`, `/dashboard` and `/metrics` have local peers only | other |
+| | machines |
 | a body is `application/json` | forms and scripts of web pages, which send no such type unasked |
 | a body is not compressed | JSON that would be found broken without a word about why |
 
@@ -22,10 +23,11 @@ from starlette.requests import Request as HttpRequest
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import AccessSettings
 
-Role = Literal["user", "admin", "metrics", ""]
-"""The kind of key that a route asks for. `metrics` asks for the administrator's unless it is
-open."""
+Role = Literal["user", "admin", "metrics", "dashboard", ""]
+"""The kind of key that a route asks for. `metrics` asks for the administrator's unless it is open.
+`dashboard` asks for it in a way that browsers know too."""
 
+_ADMINISTRATION: tuple[Role, ...] = ("admin", "metrics", "dashboard")
 ANY = "*"
 _JSON = "application/json"
 _READING = ("GET", "HEAD", "OPTIONS")
@@ -46,11 +48,11 @@ class Guard:
 
     def asks_for_key(self, role: Role) -> bool:
         """Return whether a route asks for the administrator's key."""
-        return role in ("admin", "metrics") and self._admin_key and not self._open(role)
+        return role in _ADMINISTRATION and self._admin_key and not self._open(role)
 
     def check(self, http: HttpRequest, role: Role) -> None:
         headers = http.headers
-        local_only = role in ("admin", "metrics") and not (self._admin_key or self._open(role))
+        local_only = role in _ADMINISTRATION and not (self._admin_key or self._open(role))
         if local_only:
             self._check_local(http, role)
         checks_hosts = self._access.loopback_only or bool(self._access.allowed_hosts)
@@ -133,11 +135,10 @@ class Guard:
         peer = "" if http.client is None else http.client.host
         if is_loopback(peer) and not any(name in http.headers for name in _FORWARDED):
             return
-        what = "/metrics is" if role == "metrics" else "/admin is"
         more = ", or open it with --open-metrics" if role == "metrics" else ""
         raise ApiError(
-            403, f"{what} for this machine only while the server has no admin key: start it with "
-            f"--admin-key-file or C2CSERVE_ADMIN_KEY{more}", code="local_only",
+            403, f"/{role} is for this machine only while the server has no admin key: start it "
+            f"with --admin-key-file or C2CSERVE_ADMIN_KEY{more}", code="local_only",
         )  # fmt: skip
 
 

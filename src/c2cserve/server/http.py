@@ -25,6 +25,7 @@ from c2cserve.runtime.gateway import Gateway
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.app import create_app
 from c2cserve.server.connections import Connections
+from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.errors import ApiError
 from c2cserve.server.load_shedding import LoadShedder, arrived_s
 from c2cserve.server.settings import ServerSettings
@@ -43,13 +44,13 @@ _FRAMING = 2
 
 def http_config(
     gateway: Gateway, settings: ServerSettings, gate: Gate | None = None, *,
-    tls: Tls | None = None, **more: Any,
+    tls: Tls | None = None, tap: TickTap | None = None, **more: Any,
 ) -> uvicorn.Config:  # fmt: skip
-    """Return the configuration of a server for `gateway`. `gate`, `tls`: see `create_app`; `more`
-    goes to uvicorn."""
+    """Return the configuration of a server for `gateway`. `gate`, `tls`, `tap`: see `create_app`;
+    `more` goes to uvicorn."""
     connections = Connections(settings.connections)
 
-    app = create_app(gateway, settings, connections, gate, tls=tls)
+    app = create_app(gateway, settings, connections, gate, tls=tls, tap=tap)
 
     class Bounded(HttpProtocol):
         all = connections

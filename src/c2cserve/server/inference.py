@@ -13,6 +13,7 @@ from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import Gateway, Refused
 from c2cserve.server.access.gate import Lease
 from c2cserve.server.choices import ChoicePiece, ChoiceStream
+from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.disconnect import EventStream, unless_disconnected
 from c2cserve.server.doors.door import Answer, Door, Writer
 from c2cserve.server.errors import ApiError
@@ -23,9 +24,10 @@ log = logging.getLogger(__name__)
 
 
 class Inference:
-    def __init__(self, gateway: Gateway, metrics: Metrics) -> None:
+    def __init__(self, gateway: Gateway, metrics: Metrics, tap: TickTap) -> None:
         self._gateway = gateway
         self._metrics = metrics
+        self._tap = tap
 
     async def answer(
         self, http: HttpRequest, door: Door, prepared: Prepared, request_id: str, lease: Lease
@@ -85,6 +87,7 @@ class Inference:
         for choice in answer.choices:
             self._metrics.ended(choice, now)
             request, timing = choice.job.request, choice.timing
+            self._tap.answered(request.id, timing, choice.output_tokens)
             first_s = choice.first_s
             log.log(
                 logging.WARNING if choice.finish == "error" else logging.INFO,

@@ -22,8 +22,9 @@ from c2cserve.devices.plan import SliceWishes
 from c2cserve.memory.pool import Listener, Pool, remove_dead_runs
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
-from c2cserve.runtime.record import Record, no_record
+from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
+from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
@@ -129,9 +130,10 @@ class LiveServer:
     ) -> str | None:  # fmt: skip
         settings = self._settings
         ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        tap = TickTap()
         gateway = self._gateway = LiveGateway(
             self._instance,
-            _Loops(settings.admission, settings.record),
+            _Loops(settings.admission, settings.record, tap),
             self._make_fleet(slices),
             host,
             ended.set_result,
@@ -143,7 +145,9 @@ class LiveServer:
         for one in broken:
             gateway.add_broken(one)
         self._handle_signals()
-        http = _HttpServer(http_config(gateway, settings.server, self._gate, tls=self._tls))
+        http = _HttpServer(
+            http_config(gateway, settings.server, self._gate, tls=self._tls, tap=tap)
+        )
         serving = asyncio.create_task(http.serve([listener]))
         gateway.start()
         log.info(
@@ -154,6 +158,7 @@ class LiveServer:
         for text in exposures(settings.server, settings.host, keys=keys):
             log.warning("%s", text)
         reason = await ended
+        tap.closed = True
         http.should_exit = True
         await serving
         await asyncio.to_thread(gateway.join)
@@ -212,18 +217,21 @@ class LiveServer:
 class _Loops:
     """Makes the controller's policy and its record for each of its loops.
 
-    Every loop gets new ones: a policy that has failed leaves a stream that can be replayed."""
+    `tap` gets every tick too. Every loop gets a new policy and record: a policy that has failed
+    leaves a stream that can be replayed."""
 
-    def __init__(self, admission: AdmissionSettings, path: Path | None) -> None:
+    def __init__(self, admission: AdmissionSettings, path: Path | None, tap: TickTap) -> None:
         self._admission = admission
         self._path = path
+        self._tap = tap
         self._record: Record | None = None
 
     def __call__(self, number: int) -> Loop:
         path = self._path
         policy = ClusterPolicy(self._admission)
+        self._tap.begin_loop()
         if path is None:
-            return policy, no_record
+            return policy, self._tap
         if self._record is not None:
             self._record.close()
         stream = "controller" if number == 1 else f"controller/{number}"
@@ -233,8 +241,8 @@ class _Loops:
             if number == 1:
                 raise CliError(f"--record {path}: {error.strerror}") from error
             log.error("%s: there is no record of %s: %s", path, stream, error.strerror)
-            return policy, no_record
-        return policy, self._record
+            return policy, self._tap
+        return policy, both(self._record, self._tap)
 
 
 class _HttpServer(uvicorn.Server):

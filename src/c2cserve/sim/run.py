@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from c2cserve.core.request import Slo
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.sim.recording import Recorders, RecordFile, no_recorders
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import Fault
@@ -62,6 +64,7 @@ def prepare(
     models: Sequence[SimModel] | None = None,
     requests: Iterable[SimRequest] | None = None,
     machine: SimMachine | None = None,
+    recorders: Recorders = no_recorders,
 ) -> Simulation:
     """Make a simulation that has not run yet.
 
@@ -90,7 +93,7 @@ def prepare(
     if not preset.streams:
         _check_fit(machine, models, scenario)
     slo = None if scenario.slo == "catalog" else slo_rule(scenario.slo)
-    return Simulation(machine, models, requests, slo, settings)
+    return Simulation(machine, models, requests, slo, settings, recorders)
 
 
 def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
@@ -103,10 +106,17 @@ def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenar
             )
 
 
-def simulate(scenario: Scenario, models: Sequence[SimModel] | None = None) -> Report:
-    """Run a scenario. `models` replace those that it names.
+def simulate(
+    scenario: Scenario, models: Sequence[SimModel] | None = None, record: Path | None = None
+) -> Report:
+    """Run a scenario. `models` replace those that it names. `record`: the file to record it in.
 
     Raises ValueError (and its kinds), OSError, and AssertionError if an invariant breaks."""
-    simulation = prepare(scenario, models)
-    simulation.run()
+    file = None if record is None else RecordFile(record)
+    simulation = prepare(scenario, models, recorders=file or no_recorders)
+    try:
+        simulation.run()
+    finally:
+        if file is not None:
+            file.close()
     return report(simulation)

@@ -187,7 +187,7 @@ def test_a_busy_model_drains_before_its_weights_leave(worker: Worker) -> None:
     assert worker.run(over) == [Release("m"), Fetch("n", SLAB)]
 
 
-def test_a_reset_drops_the_weights_of_all_kept_models(worker: Worker) -> None:
+def test_a_reset_drops_the_weights_of_all_resident_models(worker: Worker) -> None:
     worker.activate(SPEC, OTHER)
     worker.ask("a", "m")
     worker.run()

@@ -1,5 +1,6 @@
 """The keys that a server accepts now. Finding one takes one look-up, however many there are."""
 
+import binascii
 import hashlib
 import hmac
 import secrets
@@ -12,6 +13,8 @@ from c2cserve.server.access.keyfile import KeyRecord
 from c2cserve.server.access.quota import KeyLimits, Quota
 from c2cserve.server.access.secret import is_secret, split_key
 
+CHALLENGES = {"dashboard": 'Basic realm="c2cserve", charset="UTF-8"'}
+"""What a 401 asks for by the kind of route, where it is not `Bearer`. Browsers know Basic only."""
 _OPTION_NAME_BYTES = 4
 _ALL_SIMPLE = "*"
 """The cache group of all keys that are options; no keys file can name it."""
@@ -53,6 +56,19 @@ def bearer(header: str | None) -> bytes | None:
     # Headers arrive as Latin-1: this gives the bytes that were sent.
     given = token.strip(" ").encode("latin-1")
     return given if given and scheme.lower() == "bearer" else None
+
+
+def basic_password(header: str | None) -> bytes | None:
+    """Return the password of an Authorization header of HTTP's Basic scheme, which browsers ask
+    their users for. The user's name does not count."""
+    scheme, _, encoded = (header or "").partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        decoded = binascii.a2b_base64(encoded.strip(" ").encode("latin-1"), strict_mode=True)
+    except binascii.Error:
+        return None
+    return decoded.partition(b":")[2] or None
 
 
 def key_header(headers: Mapping[str, str]) -> str | None:

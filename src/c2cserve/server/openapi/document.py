@@ -9,6 +9,7 @@ from pydantic.json_schema import JsonSchemaMode
 from c2cserve.catalog.parse import EntryKeys
 from c2cserve.core.model import ModelStatus
 from c2cserve.runtime.gateway import Snapshot
+from c2cserve.server.dashboard.state import DashboardState
 from c2cserve.server.fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from c2cserve.server.openapi import answers as shapes
 from c2cserve.server.openapi.doors import DOOR_OPERATIONS
@@ -25,7 +26,8 @@ _REASONS = {
     500: "a defect, or a step that failed twice", 503: "draining, or the model cannot be served",
 }  # fmt: skip
 _ROLE_ERRORS: dict[str, tuple[int, ...]] = {
-    "user": (401, 403, 503), "admin": (401, 403), "metrics": (401, 403), "": (),
+    "user": (401, 403, 503), "admin": (401, 403), "metrics": (401, 403),
+    "dashboard": (401, 403), "": (),
 }  # fmt: skip
 
 
@@ -67,6 +69,14 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/admin/usage"): Operation(
         "Report what keys have used; `format=csv` for a table", shapes.UsageReport, errors=(400,),
         query=("format",),
+    ),
+    ("GET", "/dashboard"): Operation("Show the dashboard, a page for browsers", "text/html"),
+    ("GET", "/dashboard/{name}"): Operation(
+        "Show a file of that page: `.js`, `.css`", _TEXT, errors=(404,)
+    ),
+    ("GET", "/dashboard/events"): Operation(
+        "Stream the dashboard's state as it changes", "text/event-stream", None, DashboardState,
+        errors=(429,),
     ),
     ("GET", "/metrics"): Operation("Show metrics for Prometheus", _TEXT),
     ("GET", "/health"): Operation(

@@ -11,7 +11,7 @@ from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.simulated.build import cluster_policy, slice_policy
 from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.policy.slice.strategies import live_steps_in_flight
-from c2cserve.runtime.record import no_record
+from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
 from c2cserve.sim.world.faults import Fault
@@ -66,6 +66,7 @@ class Simulation:
         requests: Iterable[SimRequest],
         slo: SloRule | None,
         settings: Settings,
+        recorders: Recorders = no_recorders,
     ) -> None:
         """Set up a simulation.
 
@@ -85,6 +86,7 @@ class Simulation:
         self.started_s = 0.0
         self.arrived = 0
         self._slo = slo
+        self._recorders = recorders
         self._arrivals: Iterator[SimRequest] = iter(requests)
         self._pooled: dict[str, int] = {}
         """Model -> number of its latest load."""
@@ -92,7 +94,7 @@ class Simulation:
         self._recalled: set[str] = set()
         policy = cluster_policy(settings.admission, settings.preset)
         self.loop: PolicyLoop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = (
-            PolicyLoop(policy, self, no_record)
+            PolicyLoop(policy, self, recorders(None))
         )
         self._context = SimulationContext(
             self.timeline, self.loops, self.network, Costs(machine.hardware.tables), self.models,
@@ -272,8 +274,9 @@ class Simulation:
         in_flight = live_steps_in_flight(simulated.slice) if live else 1
         policy = slice_policy(simulated.slice, preset, lookahead, in_flight)
         self.slices[simulated.slice.id] = SliceSimulation(
-            simulated, self._context, policy, no_record, chained=in_flight > 1, reports=live
-        )
+            simulated, self._context, policy, self._recorders(simulated.slice),
+            chained=in_flight > 1, reports=live,
+        )  # fmt: skip
         self.notify(ev.SliceUp(simulated.slice))
 
     def lose_slice(self, slice_id: str, back_s: float) -> None:

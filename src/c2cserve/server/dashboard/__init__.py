@@ -1,0 +1,1 @@
+"""The dashboard: a page, and the state that it shows as a stream of events."""
