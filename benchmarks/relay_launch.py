@@ -62,7 +62,7 @@ class RelayLaunch:
         flags = self._flags.data_ptr()
         params = struct.pack(
             _HEADER, flags, flags + 4 * _STARTED, self.number, len(pieces), self._shape.stages,
-            self._shape.stage_bytes, self._shape.look_bytes,
+            self._shape.stage_bytes, self._shape.recall_poll_bytes,
         )  # fmt: skip
         params += b"".join(struct.pack(_PIECE, *piece) for piece in pieces)
         size = struct.calcsize(_HEADER) + struct.calcsize(_PIECE) * RELAY.pieces

@@ -38,7 +38,7 @@ _TRIED_IN_ENGINE = 3
 _BUDGET_S = 80.0
 BARS = {"in": 1.87, "out": 1.85, "both": 0.93}
 """Two links to one copy, and both ways to CUDA's copies with two GPUs."""
-LOOK_BYTES = RelayShape().look_bytes
+LOOK_BYTES = RelayShape().recall_poll_bytes
 Rows = list[dict[str, Any]]
 
 
@@ -47,8 +47,8 @@ def shapes() -> Iterator[RelayShape]:
     for ctas in _LOAD_CTAS:
         yield RelayShape(ctas, stages=0)
     for kib in _LOOKS_KIB:
-        yield RelayShape(look_bytes=kib << 10)
-        yield RelayShape(stages=0, look_bytes=kib << 10)
+        yield RelayShape(recall_poll_bytes=kib << 10)
+        yield RelayShape(stages=0, recall_poll_bytes=kib << 10)
     for (stages, kib), ctas in itertools.product(_RINGS_KIB, _RING_CTAS):
         yield RelayShape(ctas, stages, kib << 10)
 
@@ -66,7 +66,7 @@ class Tuning:
         fastest = sorted(kernel, key=_in_tasks, reverse=True)[:_TRIED_IN_ENGINE]
         # What looks more rarely than is safe is there to be compared with, not to be chosen.
         chosen = list(dict.fromkeys(
-            replace(RelayShape(**row["shape"]), look_bytes=LOOK_BYTES) for row in fastest
+            replace(RelayShape(**row["shape"]), recall_poll_bytes=LOOK_BYTES) for row in fastest
         ))  # fmt: skip
         for extra in (RelayShape(), RelayShape(stages=0)):
             if extra not in chosen:
@@ -180,7 +180,7 @@ def _show(table: str, row: dict[str, Any]) -> None:
     ring = f"{shape['stages']} x {shape['stage_bytes'] >> 10} KiB" if shape["stages"] else "loads"
     cells = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
              for k, v in row.items() if k != "shape"]  # fmt: skip
-    look = f"look {shape['look_bytes'] >> 10} KiB"
+    look = f"look {shape['recall_poll_bytes'] >> 10} KiB"
     print(
         f"{table:9s} {shape['ctas']:2d} CTAs {ring:11s} {look} | " + " | ".join(cells), flush=True
     )

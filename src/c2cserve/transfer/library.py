@@ -34,7 +34,7 @@ class RelayView(ctypes.Structure):
 
     _fields_ = (
         ("ctas", c_int32), ("threads", c_int32), ("stages", c_int32), ("stage_bytes", c_int32),
-        ("look_bytes", c_int32),
+        ("recall_poll_bytes", c_int32),
     )  # fmt: skip
 
 
@@ -159,4 +159,4 @@ def view_of(settings: Settings) -> SettingsView:
 
 
 def relay_view_of(relay: RelayShape, threads: int) -> RelayView:
-    return RelayView(relay.ctas, threads, relay.stages, relay.stage_bytes, relay.look_bytes)
+    return RelayView(relay.ctas, threads, relay.stages, relay.stage_bytes, relay.recall_poll_bytes)

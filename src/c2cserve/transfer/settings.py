@@ -66,7 +66,7 @@ class RelayShape:
     """Tiles of a CTA that are loaded or stored at a time, by the bulk copy engine. 0: warps copy
     by loads and stores instead, and need no shared memory."""
     stage_bytes: int = 16 << 10
-    look_bytes: int = 256 << 10
+    recall_poll_bytes: int = 256 << 10
     """What a CTA copies between two looks for a recall."""
 
     def __post_init__(self) -> None:
@@ -76,7 +76,7 @@ class RelayShape:
             raise ValueError(f"a relay has {STAGES_LEAST} to {STAGES_MOST} stages, or none")
         if self.stage_bytes < 128 or self.stage_bytes % 128:
             raise ValueError("a stage has a multiple of 128 bytes")
-        if self.look_bytes < 1:
+        if self.recall_poll_bytes < 1:
             raise ValueError("a relay looks for a recall after 1 byte or more")
         if self.stages * self.stage_bytes > SHARED_BYTES - _STATIC_SHARED_BYTES:
             raise ValueError(f"{self.stages} stages do not fit into shared memory")

@@ -51,7 +51,8 @@ def test_layers_are_waited_for_one_by_one(tmp_path: Path, case: str) -> None:
     lane.note(done)
     timing = lane.of("a")[0].timing
     assert timing is not None
-    assert timing.wait_weights_s > done.compute_s / 2 > 0
+    assert done.compute_s > 0
+    assert timing.wait_weights_s >= 8, "a second passes at each poll"
     if case == "llama":
         assert not model.segment.ready(model.segment.group(EMBED)), "its rows came from the file"
         lane.step(("a", 30, 1))

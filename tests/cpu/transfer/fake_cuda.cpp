@@ -28,7 +28,7 @@ struct Piece {
 struct Relay {
   uint32_t *recalled, *started;
   uint32_t number, pieces;
-  uint32_t stages, stage_bytes, look_bytes;
+  uint32_t stages, stage_bytes, recall_poll_bytes;
   Piece piece[160];
 };
 

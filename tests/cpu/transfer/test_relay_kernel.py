@@ -22,7 +22,7 @@ PIECES, THREADS, NUMBER = 16, 96, 7
 SIZE = 1 << 17
 SHAPES = [
     RelayShape(1, 3, 128, 512), RelayShape(2, 4, 1024, 1), RelayShape(3, 16, 512, 3000),
-    RelayShape(2, 0, look_bytes=1),
+    RelayShape(2, 0, recall_poll_bytes=1),
 ]  # fmt: skip
 # Every assembler statement of the source, in its order, and what it does.
 STATEMENTS = (
@@ -55,7 +55,7 @@ class Params(ctypes.Structure):
     _fields_ = (
         ("recalled", ctypes.c_void_p), ("started", ctypes.c_void_p), ("number", ctypes.c_uint32),
         ("pieces", ctypes.c_uint32), ("stages", ctypes.c_uint32), ("stage_bytes", ctypes.c_uint32),
-        ("look_bytes", ctypes.c_uint32), ("piece", Piece * PIECES),
+        ("recall_poll_bytes", ctypes.c_uint32), ("piece", Piece * PIECES),
     )  # fmt: skip
 
 
@@ -81,7 +81,7 @@ class Kernel:
         made = [Piece(ends[0] + to, ends[1] + source, size) for to, source, size in pieces]
         params = Params(
             None, ctypes.addressof(started), NUMBER, len(pieces), shape.stages, shape.stage_bytes,
-            shape.look_bytes, (Piece * PIECES)(*made),
+            shape.recall_poll_bytes, (Piece * PIECES)(*made),
         )  # fmt: skip
         assert self.library.run(ctypes.addressof(params), shape.ctas, *late, looks) == 0
         return started.value

@@ -70,7 +70,7 @@ void CudaLinks::make_link(int link, int depth) {
     slots[i].params.started = address_of(slots[i].started);
     slots[i].params.stages = relay_.shape.stages;
     slots[i].params.stage_bytes = relay_.shape.stage_bytes;
-    slots[i].params.look_bytes = relay_.shape.look_bytes;
+    slots[i].params.recall_poll_bytes = relay_.shape.recall_poll_bytes;
   }
   for (int i = 0; relays && i < kRelayLanes; ++i) {
     void* stream = new_stream();

@@ -26,7 +26,7 @@ constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters 
 struct RelayParams {  // of relay.cu
   CudaPointer recalled, started;
   uint32_t number, pieces;
-  uint32_t stages, stage_bytes, look_bytes;
+  uint32_t stages, stage_bytes, recall_poll_bytes;
   Piece piece[kRelayPieces];
 };
 
@@ -37,7 +37,7 @@ struct LinkPlace {
 };
 
 struct RelayShape {  // `transfer.settings.RelayShape`; no stages: warps load and store
-  int32_t ctas, threads, stages, stage_bytes, look_bytes;
+  int32_t ctas, threads, stages, stage_bytes, recall_poll_bytes;
 };
 
 struct RelayCode {

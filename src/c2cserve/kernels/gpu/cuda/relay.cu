@@ -36,7 +36,7 @@ struct RelayParams {
   uint32_t* started;         // host memory: the last launch of which a CTA has begun
   uint32_t number, pieces;
   uint32_t stages, stage_bytes;  // stages are 0, or kReading + 1 to kStagesMost
-  uint32_t look_bytes;           // of a CTA, between two looks for a recall
+  uint32_t recall_poll_bytes;           // of a CTA, between two looks for a recall
   Piece piece[PIECES];
 };
 
@@ -75,7 +75,7 @@ class Looks {
   // `bytes` are what the CTA has copied since the last call.
   __device__ bool recalled(uint32_t bytes) {
     since_ += bytes;
-    if (since_ < p_.look_bytes) return false;
+    if (since_ < p_.recall_poll_bytes) return false;
     since_ = 0;
     const uint32_t seen = seen_;
     seen_ = last_recalled(p_);
