@@ -3,6 +3,7 @@
 python benchmarks/overload.py [--catalog examples/specialists/catalog.toml] [--seconds 15]
     [--loads 0.5,1,2,4,10] [--serve "--slices 2"] [--setting "" --setting "--patience 20"]
     [--prompt 32] [--output 32] [--capacity REQUESTS_PER_S] [--out FILE]
+    [--shape llama-8b --models 4 --work DIR] [--cpus 8-15]
 
 `c2cserve serve` is started once for each --setting (options of `serve`, one string; the default is
 the server as it comes). Closed loops of 16 to 128 users find what it can do: the *capacity* is the
@@ -13,7 +14,8 @@ are texts of words, so tokenizing is part of the work.
 An answer counts if its first token came within the TTFT target after the request was due, and its
 mean time per further token is within the TPOT target. Of each load: answers within SLO, late ones
 and refusals per second, how long a refusal took, and the processor time of the server's processes.
-The generator shares the machine with the server: `lag` says how late it sent.
+`lag` says how late the generator sent. It shares the server's processors unless --cpus gives it its
+own (give the server others, by `taskset`). With --shape, random models of the shape are served.
 """
 
 import argparse
@@ -26,11 +28,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from catalogue_files import pick, write_catalogue
 from catalogue_server import Server, exit_on_sigterm
+from gpu_models import SHAPES
 from late_answers import ServerLog, late_first_tokens
 from report import report
 
@@ -60,9 +65,14 @@ def main() -> None:
     given = _arguments()
     exit_on_sigterm()
     results: Row = {"capacity_per_s": given.capacity, "closed_loops": [], "settings": {}}
-    for setting in given.setting:
-        print(f"serve {given.serve} {setting}".rstrip(), flush=True)
-        results["settings"][setting] = _measure(given, setting, results)
+    with tempfile.TemporaryDirectory(dir=given.work) as folder:
+        if given.shape:
+            made = pick(given.models, 1 << 60, 1, ((given.shape, 1),))
+            given.catalog = write_catalogue(Path(folder), made, ttft_s=1.0, tpot_s=0.1)
+        given.models, given.slo = _catalogue(given.catalog)
+        for setting in given.setting:
+            print(f"serve {given.serve} {setting}".rstrip(), flush=True)
+            results["settings"][setting] = _measure(given, setting, results)
     best = max(row["met_per_s"] for rows in results["settings"].values() for row in rows)
     results["best_met_per_s"] = best
     for rows in results["settings"].values():
@@ -71,7 +81,8 @@ def main() -> None:
     _show(results)
     report(
         results, given.out, show=False, serve=given.serve,
-        catalog=os.path.relpath(given.catalog, ROOT),
+        catalog=f"{len(given.models)} x {given.shape}" if given.shape else
+        os.path.relpath(given.catalog, ROOT), generator_cpus=given.cpus,
         seconds=given.seconds, prompt=given.prompt, output=given.output,
         ttft_s=given.slo.ttft_s, tpot_s=given.slo.tpot_s,
     )  # fmt: skip
@@ -83,6 +94,10 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     catalog = ROOT / "examples" / "specialists" / "catalog.toml"
     parser.add_argument("--catalog", type=Path, default=catalog)
+    parser.add_argument("--shape", choices=SHAPES, help="of random models, without --catalog")
+    parser.add_argument("--models", type=int, default=4, help="of the shape")
+    parser.add_argument("--work", type=Path, default=Path("/dev/shm"), help="for models and pool")
+    parser.add_argument("--cpus", help="processors of the generator, as 8-15; default: all")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--loads", default="0.5,1,2,4,10", help="multiples of the capacity")
     parser.add_argument("--serve", default="--slices 2", help="options of `serve`, one string")
@@ -95,7 +110,6 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     given.loads = [float(load) for load in given.loads.split(",")]
     given.setting = given.setting or [""]
-    given.models, given.slo = _catalogue(given.catalog)
     return given
 
 
@@ -109,10 +123,11 @@ def _catalogue(path: Path) -> tuple[list[str], SloTargets]:
 
 def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]:
     """A row for each load, of a server of its own."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as work:
+    with tempfile.TemporaryDirectory(dir=given.work) as work:
         arguments = ["--pool-dir", work, *shlex.split(given.serve), *shlex.split(setting)]
-        with Server(given.catalog, Path(work) / "log", arguments) as server:
+        with ExitStack() as stack, Server(given.catalog, Path(work) / "log", arguments) as server:
             server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            stack.enter_context(_on_processors(given.cpus))
             bench = _Bench(given, server, ServerLog(Path(work) / "log"))
             bench.warm()
             if results["capacity_per_s"] is None:
@@ -120,6 +135,19 @@ def _measure(given: argparse.Namespace, setting: str, results: Row) -> list[Row]
                 best = max(row["met_per_s"] for row in results["closed_loops"])
                 results["capacity_per_s"] = best
             return [bench.offer(load, results["capacity_per_s"]) for load in given.loads]
+
+
+@contextmanager
+def _on_processors(cpus: str | None) -> Iterator[None]:
+    """Run this process, and those that it starts, on these processors only."""
+    before = os.sched_getaffinity(0)
+    if cpus:
+        first, _, last = cpus.partition("-")
+        os.sched_setaffinity(0, range(int(first), int(last or first) + 1))
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 class _Bench:

@@ -1,7 +1,10 @@
 """What a grammar costs: time per token of streams with and without one, side by side in turns.
 
-    python benchmarks/structured.py http://127.0.0.1:8000 MODEL --users 32 --tokens 256
+    python benchmarks/structured.py [--shape llama-8b] [--users 32] [--tokens 256] [--out FILE]
+        [--serve ARGUMENTS] [--work DIR]
+    python benchmarks/structured.py --url http://127.0.0.1:8000 --model MODEL
 
+A random model of the shape is served, whose tokens are texts of one to seven letters, or --url's.
 All streams of a round have as many tokens: the free ones ignore the end token, and those with a
 grammar are held to a JSON list that is longer than they are. A round with a mix shows what streams
 without a grammar pay beside others that have one.
@@ -10,14 +13,31 @@ without a grammar pay beside others that have one.
 import argparse
 import asyncio
 import json
+import random
+import shlex
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+from catalogue_files import pick, write_catalogue
+from catalogue_server import Server
+from gpu_models import SHAPES, config_of
+from report import report
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 
+_READY_S = 180.0
+_END = "<end>"
+_LETTERS = "\u0120" + "eeeetttaaaoooiiinnnsssrrhhlldducmfpgwybvkxjqz" + '"{}[],:0123456789'
 SCHEMA: dict[str, Any] = {
     "type": "array", "minItems": 10_000,
     "items": {
@@ -51,7 +71,8 @@ async def stream(
     first_s = last_s = 0.0
     made = 0
     async with session.post(f"{url}/v1/completions", json=body) as answer:
-        answer.raise_for_status()
+        if answer.status != 200:
+            raise SystemExit(f"{answer.status}: {await answer.text()}")
         async for line in answer.content:
             if not line.startswith(b"data: {"):
                 continue
@@ -96,14 +117,53 @@ def _median(streams: Sequence[Stream]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("url")
-    parser.add_argument("model")
+    parser.add_argument("--url", help="measure this server instead")
+    parser.add_argument("--model", default="m", help="its name there")
+    parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
+    parser.add_argument("--serve", default="", help="arguments of `c2cserve serve`, one string")
+    parser.add_argument("--work", type=Path, help="for the checkpoint and the pool; /dev/shm")
     parser.add_argument("--users", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    found = asyncio.run(measure(args.url, args.model, args.users, args.tokens, args.rounds))
-    print(json.dumps(found, indent=2))
+    parser.add_argument("--out", type=Path, help="JSON")
+    given = parser.parse_args()
+    with _server(given) as (url, model):
+        found = asyncio.run(measure(url, model, given.users, given.tokens, given.rounds))
+    report(found, given.out, model=given.shape if given.url is None else model, serve=given.serve)
+
+
+@contextmanager
+def _server(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """The address of a server, and a model's name there."""
+    if given.url:
+        yield given.url, given.model
+        return
+    with tempfile.TemporaryDirectory(dir=given.work or Path("/dev/shm")) as work:
+        made = pick(1, 1 << 60, 1, ((given.shape, 1),))
+        catalog = write_catalogue(Path(work) / "catalogue", made)
+        model = made.entries[0].id
+        _set_vocabulary(catalog.parent / given.shape, config_of(given.shape).vocab)
+        arguments = ["--pool-dir", work, "--pool-bytes", str(2 * made.bytes)]
+        with Server(catalog, Path(work) / "log", arguments + shlex.split(given.serve)) as server:
+            server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
+            yield server.url, model
+
+
+def _set_vocabulary(folder: Path, vocab: int) -> None:
+    """Make every byte a token, and the last token the end; the others are random texts, of letters
+    about as often as words have them."""
+    rng = random.Random(0)
+    tokens = dict.fromkeys(sorted(ByteLevel.alphabet()))
+    while len(tokens) < vocab - 1:
+        tokens["".join(rng.choices(_LETTERS, k=rng.randint(2, 7)))] = None
+    tokens[_END] = None
+    tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, []))
+    tokenizer.add_special_tokens([_END])
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": vocab - 1}))
 
 
 if __name__ == "__main__":
