@@ -82,7 +82,9 @@ class Matchers:
         """`threads`: how many make masks at once. This takes some tenths of a second. Raises
         OSError and msgspec.MsgspecError if the vocabulary's file cannot be read."""
         size, ends = vocabulary.size, vocabulary.ends
-        tokens: Any = _Tokens(read_table(vocabulary.tokens)[:size], ends)
+        known = read_table(vocabulary.tokens)[:size]
+        # Models have more logits than tokens: their rows are rounded up. The library counts tokens.
+        tokens: Any = _Tokens(known + [b""] * (size - len(known)), ends)
         # It cuts out "slices" of the vocabulary, by which masks of strings take half the time.
         self._tokenizer = LLTokenizer(tokens, n_vocab=size, eos_token=list(ends))
         count = min(_MASK_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
