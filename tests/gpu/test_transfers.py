@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -75,6 +76,13 @@ def pair() -> Iterator[Case]:
     yield from opened(2)
 
 
+@pytest.fixture(scope="module")
+def kernels_pair() -> Iterator[Case]:
+    """For many tests that write to the GPU's memory only."""
+    yield from opened(2)
+
+
+@cache
 def noise(seed: int = 1) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(256, (SIZE,), dtype=torch.uint8, generator=generator)
@@ -138,8 +146,11 @@ def random_places(rng: random.Random) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("apart", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("size", [1, 15, 31, 4095, 4096, 4111, 1_000_003])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_relay_kernel_alone(pair: Case, apart: int, size: int, shape: RelayShape) -> None:
+def test_the_relay_kernel_alone(
+    kernels_pair: Case, apart: int, size: int, shape: RelayShape
+) -> None:
     """Every alignment of the kernel, and no byte besides."""
+    pair = kernels_pair
     relay = RelayLaunch(1, shape)
     for offset in (0, 3, 16):
         pair.gpu.fill_(99)
