@@ -23,6 +23,7 @@ from c2cserve.engine.gpu.tables import all_matrices
 from c2cserve.kernels.gpu.driver import copy_async
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.policy.weights.lending import Lending
+from c2cserve.transfer.gpus import engine_of
 
 pytestmark = pytest.mark.gpu
 
@@ -321,10 +322,12 @@ def test_a_load_out_of_a_neighbours_memory_is_faster(folder: Path) -> None:
     """Over NVLink: the same bytes, several times as fast."""
     before = torch.cuda.current_stream()
     with torch.no_grad():
-        peers = open_peers(0, [1], 1500 * MIB, Lending(1500 * MIB))
+        transfers = engine_of((0, 1))
+        peers = open_peers(transfers, 0, [1], 1500 * MIB, Lending(1500 * MIB))
         gpu = open_gpu(
-            0, 1500 * MIB, no_sampler, profile="assumed", swaps_weights=True, peers=peers
-        )
+            0, 1500 * MIB, no_sampler, profile="assumed", swaps_weights=True, peers=peers,
+            transfers=transfers,
+        )  # fmt: skip
     segments = PinnedSegments(peers=peers)
     checkpoint = make_seeded(folder / "l", 2, LARGE)
     model = LateModel(checkpoint, 1024, device=gpu.device, open_=segments.open).load_all()

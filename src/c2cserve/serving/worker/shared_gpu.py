@@ -1,7 +1,7 @@
 """What all slices of a GPU share in the process that computes for them."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from c2cserve.core.machine import GpuShare, Slice
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.memory.peer_pool import PeerPool
+    from c2cserve.transfer.engine import TransferEngine
 
 
 class NoEngine(Exception):
@@ -30,6 +31,7 @@ class SharedGpu:
         self._partitions: list[Partition] = []
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
+        self._transfers: TransferEngine | None = None
         self.streaming: set[str] = set()
         """Slices that have steps in flight: they share the link."""
 
@@ -43,16 +45,19 @@ class SharedGpu:
     ) -> "GpuParts":
         """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
-        from c2cserve.devices.binding import BindingError, bind
+        from c2cserve.devices.binding import BindingError, bind, find_device
         from c2cserve.devices.partitions import PartitionError, split_sms
         from c2cserve.engine.gpu.segments import PinnedSegments
         from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
+        from c2cserve.transfer.gpus import engine_of
 
         with self._lock:
             try:
                 if self._device is None:
                     self._device = bind(self._share)
-                    self._peers = self._borrow(self._device)
+                    lenders = [find_device(uuid) for uuid in self._share.lenders]
+                    self._transfers = engine_of((self._device, *lenders))
+                    self._peers = self._borrow(self._transfers, self._device, lenders)
                     self._segments = PinnedSegments(peers=self._peers)
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
@@ -62,19 +67,20 @@ class SharedGpu:
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, notify=notify, swaps_weights=swaps,
                     cache_policy=None if swaps else Residency(slice_.kv_bytes),
-                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
+                    peers=self._peers, transfers=self._transfers,
+                    host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
 
-    def _borrow(self, device: int) -> "PeerPool | None":
+    def _borrow(
+        self, transfers: "TransferEngine", device: int, lenders: Sequence[int]
+    ) -> "PeerPool | None":
         """Open the memory that other GPUs lend; None if none does."""
-        from c2cserve.devices.binding import find_device
         from c2cserve.engine.gpu.peers import open_peers
 
-        share = self._share
-        if not share.lenders:
+        if not lenders:
             return None
-        lenders = [find_device(uuid) for uuid in share.lenders]
-        lending = Lending(share.lent_bytes * len(lenders))
-        return open_peers(device, lenders, share.lent_bytes, lending)
+        lent_bytes = self._share.lent_bytes
+        lending = Lending(lent_bytes * len(lenders))
+        return open_peers(transfers, device, lenders, lent_bytes, lending)
