@@ -169,13 +169,17 @@ class TransferEngine:
         return self._library.c2c_transfers_moved(ticket.handle)
 
     def counts(self) -> dict[str, LinkCounts]:
+        """Return what each link has carried, by the port's name."""
+        return {port.name: counts for port, counts in self.port_counts()}
+
+    def port_counts(self) -> list[tuple[Port, LinkCounts]]:
         """Return what each link has carried."""
         self._log_incidents()
-        found: dict[str, LinkCounts] = {}
+        found: list[tuple[Port, LinkCounts]] = []
         for link, port in enumerate(self._ports):
             view = CountsView()
             self._library.c2c_transfers_counts(self._native(), link, ctypes.byref(view))
-            found[port.name] = LinkCounts(*(getattr(view, name) for name in COUNTS))
+            found.append((port, LinkCounts(*(getattr(view, name) for name in COUNTS))))
         return found
 
     def stop(self) -> None:

@@ -115,6 +115,7 @@ def test_small_transfers_are_one_copy(case: Case) -> None:
     assert case.engine.state(ticket) == "done"
     case.check(600, 2000)
     assert all(one.tasks == 0 for one in case.engine.counts().values())
+    assert case.engine.counts()["in0"].direct_bytes == case.engine.moved_bytes(ticket) == 1900
 
 
 @pytest.mark.parametrize("urgency", Urgency)

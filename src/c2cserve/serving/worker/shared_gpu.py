@@ -1,6 +1,7 @@
 """What all slices of a GPU share in the process that computes for them."""
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -8,13 +9,20 @@ from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
+from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.transfer_stats import with_transfers
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.memory.peer_pool import PeerPool
-    from c2cserve.transfer.engine import TransferEngine
+    from c2cserve.transfer.engine import LinkCounts, TransferEngine
+    from c2cserve.transfer.moves import Port
+
+
+_COUNT_S = 0.1
+"""How old the counts of transfers in the table may be: it is made after every tick."""
 
 
 class NoEngine(Exception):
@@ -32,6 +40,10 @@ class SharedGpu:
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
         self._transfers: TransferEngine | None = None
+        self._counting: str | None = None
+        """The slice whose table has the process's transfers: the first one."""
+        self._counted_s = 0.0
+        self._counts: list[tuple[Port, LinkCounts]] = []
         self.streaming: set[str] = set()
         """Slices that have steps in flight: they share the link."""
 
@@ -39,6 +51,15 @@ class SharedGpu:
     def segments(self) -> "PinnedSegments":
         assert self._segments is not None, "no slice has opened the GPU"
         return self._segments
+
+    def with_transfers(self, stats: SliceStats, slice_id: str) -> SliceStats:
+        """Return a slice's table with what the process's transfer engine counts, if that is its."""
+        if self._transfers is None or self._device is None or slice_id != self._counting:
+            return stats
+        now = time.monotonic()
+        if now - self._counted_s > _COUNT_S:
+            self._counted_s, self._counts = now, self._transfers.port_counts()
+        return with_transfers(stats, self._device, self._counts)
 
     def open(
         self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
@@ -54,6 +75,7 @@ class SharedGpu:
         with self._lock:
             try:
                 if self._device is None:
+                    self._counting = slice_.id
                     self._device = bind(self._share)
                     lenders = [find_device(uuid) for uuid in self._share.lenders]
                     self._transfers = engine_of((self._device, *lenders))

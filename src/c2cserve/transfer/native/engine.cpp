@@ -320,8 +320,12 @@ void Engine::finish() {
   for (const TicketPtr& ticket : std::vector<TicketPtr>(copies_)) {
     try {
       if (!links_->is_passed(ticket->copied)) continue;
-      for (const auto& [port, pieces] : ticket->by_port)
-        for (const Piece& piece : pieces) ticket->transfer->moved += piece.size;
+      for (const auto& [port, pieces] : ticket->by_port) {
+        uint64_t bytes = 0;
+        for (const Piece& piece : pieces) bytes += piece.size;
+        schedule_.count_direct(port, bytes);
+        ticket->transfer->moved += bytes;
+      }
       ticket->transfer->state = State::kDone;
     } catch (const Fault& fault) {
       ticket->transfer->state = State::kFailed;

@@ -119,6 +119,8 @@ class Schedule {
   bool has_own(int link) const;
   bool waiting() const;
   void arrived(Task* task, double now_s);
+  // Counts bytes that a link has carried outside of its queue.
+  void count_direct(int link, uint64_t bytes) { links_[link].counts.direct_bytes += bytes; }
   void failed(Task* task, const std::string& fault);
   // Sends again what a relay carried, first of its queue. Its slot stays taken until `release`.
   void give_up(Task* task);
