@@ -14,7 +14,7 @@ from thread_links import Stream, ThreadLinks
 from torch import Tensor
 
 from c2cserve.core.actions import Direction
-from c2cserve.engine.gpu.kv_copies import KvCopies
+from c2cserve.engine.gpu.kv_copies import KvCopies, joined
 from c2cserve.engine.gpu.load_transfers import LoadTransfers
 from c2cserve.engine.gpu.peers import _Lent
 from c2cserve.engine.gpu.weight_loads import LoadCopy
@@ -171,6 +171,13 @@ def eventually(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(1e-3)
+
+
+def test_blocks_that_follow_one_another_are_one_copy() -> None:
+    copies = [(0, 100, 10), (10, 110, 5), (15, 200, 5), (20, 205, 0), (20, 205, 1), (40, 206, 1)]
+    assert joined(copies) == [(0, 100, 15), (15, 200, 6), (40, 206, 1)]
+    assert joined([(7, 7, 3)]) == [(7, 7, 3)]
+    assert joined([]) == []
 
 
 # ---- lending ------------------------------------------------------------------------------------

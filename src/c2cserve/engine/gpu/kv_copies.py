@@ -41,10 +41,11 @@ class KvCopies:
     def __call__(self, copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
         near, far = self._arena.data_ptr(), self._host.data_ptr()
         inward = direction == "in"
+        runs = joined(copies)
         if inward:
-            segments = [Segment(near + to, far + at, n, self._gpu, HOST) for to, at, n in copies]
+            segments = [Segment(near + to, far + at, n, self._gpu, HOST) for to, at, n in runs]
         else:
-            segments = [Segment(far + to, near + at, n, HOST, self._gpu) for at, to, n in copies]
+            segments = [Segment(far + to, near + at, n, HOST, self._gpu) for at, to, n in runs]
         # Launched steps may still read what was at places that are written: weights, or ended
         # requests. If those of another lane do, this one waits for them (`gpu.lanes.LaneFence`).
         # What goes out is complete: the policy moves blocks of steps that have ended.
@@ -52,3 +53,19 @@ class KvCopies:
         ticket = self._engine.submit(segments, after, urgency=_URGENCY[direction])
         self._notifiers[inward].watch(ticket)
         return lambda: self._engine.poll(ticket)
+
+
+def joined(copies: Sequence[Copy]) -> list[Copy]:
+    """Return copies with neighbours as one: blocks of a request often follow one another."""
+    runs: list[Copy] = []
+    first = there = size = 0
+    for near, far, more in copies:
+        if near == first + size and far == there + size:
+            size += more
+            continue
+        if size:
+            runs.append((first, there, size))
+        first, there, size = near, far, more
+    if size:
+        runs.append((first, there, size))
+    return runs
