@@ -107,7 +107,7 @@ class _Load(Generic[TicketT]):
 
 
 @dataclass(slots=True, eq=False)
-class _Leaving(Generic[TicketT]):
+class _Cancelled(Generic[TicketT]):
     """A cancelled load whose last copies may be under way."""
 
     ticket: TicketT
@@ -135,7 +135,7 @@ class WeightLoads(Generic[TicketT]):
         self._loads: list[_Load[TicketT]] = []
         """Loads under way, in the order they were asked for."""
         self._shown: set[str] = set()
-        self._leaving: list[_Leaving[TicketT]] = []
+        self._cancelled: list[_Cancelled[TicketT]] = []
         self._outcomes: list[LoadOutcome] = []
         self._warned: set[str] = set()
         """Models whose refusal was logged."""
@@ -177,7 +177,7 @@ class WeightLoads(Generic[TicketT]):
         for model in self._cache.whole_models_below(kv_end):
             self._refuse(model, "KV takes one of its places")
         limit = self._cache.address_of(kv_end)
-        for one in self._leaving:
+        for one in self._cancelled:
             if one.lowest < limit and not one.holds and not self._copies.is_over(one.ticket):
                 self._copies.hold_steps(one.ticket)
                 one.holds = True
@@ -195,12 +195,12 @@ class WeightLoads(Generic[TicketT]):
     # ---- copies ---------------------------------------------------------------------------------
 
     def _advance(self) -> None:
-        for one in [one for one in self._leaving if self._copies.is_over(one.ticket)]:
-            self._leaving.remove(one)
+        for one in [one for one in self._cancelled if self._copies.is_over(one.ticket)]:
+            self._cancelled.remove(one)
             self.counts.copied_bytes += self._copies.moved_bytes(one.ticket)
         for load in [one for one in self._loads if one.places is None]:
             self._take_places(load)
-        if not self._leaving:
+        if not self._cancelled:
             for load in self._loads:
                 self._submit(load)
         for load in list(self._loads):
@@ -258,7 +258,7 @@ class WeightLoads(Generic[TicketT]):
             if load.ticket is not None and load.places:
                 self._copies.cancel(load.ticket)
                 lowest = min(place.pointer for place in load.places)
-                self._leaving.append(_Leaving(load.ticket, lowest))
+                self._cancelled.append(_Cancelled(load.ticket, lowest))
         self._shown.discard(model)
         self._cache.release(model)
 
