@@ -1,5 +1,6 @@
 """The transfer engine over the links of this process's GPUs (`transfer/native/cuda_links.h`)."""
 
+import atexit
 import contextlib
 import ctypes
 from collections.abc import Generator, Sequence
@@ -24,18 +25,35 @@ _ENABLED_ALREADY = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, which leaves nothing behind in the driver's API."""
 
 
+_SERVING = Settings(alone_bytes=16 << 20)
+"""A step's own small copies to the GPU may have to wait for one of these: 0.3 ms over PCIe 5."""
+
+
+@cache
+def engine_of(gpus: tuple[int, ...]) -> TransferEngine:
+    """Return the process's engine for what runs on the first of these GPUs, by CUDA's numbers. The
+    others lend it their links, and it does not relay for them.
+
+    The engine stops at the end of the process. Raises as `open_engine` does.
+    """
+    engine = open_engine(gpus, _SERVING, relayed=gpus[:1])
+    atexit.register(engine.stop)
+    return engine
+
+
 def open_engine(
-    gpus: Sequence[int], settings: Settings | None = None, *,
+    gpus: Sequence[int], settings: Settings | None = None, *, relayed: Sequence[int] | None = None,
     relay: RelayShape | None = None, folder: Path | None = None,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
-    GPUs without access to each other's memory do not relay for each other. Raises `CudaError`,
+    GPUs without access to each other's memory do not relay for each other. `relayed` are those that
+    others relay for, all by default. Raises `CudaError`,
     `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
     kernel is not built.
     """
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
-    ports, relays = ports_of(gpus, reaches)
+    ports, relays = ports_of(gpus, reaches, relayed)
     contexts = [int(context_of(port.carrier)) for port in ports]
     cubin = _relay_cubin(folder or default_folder()) if relays else None
     return open_on(ports, relays, contexts, cubin, settings or Settings(), relay)

@@ -54,11 +54,12 @@ def pack(segments: Iterable[Segment]) -> "array[int]":
 
 
 def ports_of(
-    gpus: Sequence[int], reaches: Iterable[tuple[int, int]]
+    gpus: Sequence[int], reaches: Iterable[tuple[int, int]], relayed: Sequence[int] | None = None
 ) -> tuple[list[Port], list[tuple[int, int]]]:
     """Return all ports, and relays: (place of a link, place of a port that it can relay for).
 
-    `reaches` are (GPU, another one whose memory it has access to).
+    `reaches` are (GPU, another one whose memory it has access to), `relayed` the GPUs that others
+    relay for (None: all).
     """
     others: dict[int, list[int]] = {gpu: [] for gpu in gpus}
     for gpu, other in reaches:
@@ -72,5 +73,6 @@ def ports_of(
         for at, port in enumerate(ports)
         if port.direction != "peer"
         for other in others[port.gpu]
+        if relayed is None or other in relayed
     ]
     return ports, relays

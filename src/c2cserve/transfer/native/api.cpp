@@ -100,21 +100,22 @@ Result c2c_transfers_open_called(const Machine* machine, const Settings* setting
       as_result);
 }
 
-// Returns 0 if a copy does not end within the time: nothing is freed then.
-int c2c_transfers_close(void* engine, double timeout_s) {
-  if (!engine_of(engine).close(timeout_s)) return 0;
-  delete static_cast<Engine*>(engine);
-  return 1;
+// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end within the time.
+int c2c_transfers_stop(void* engine, double timeout_s) {
+  return engine_of(engine).close(timeout_s);
 }
+
+// Frees an engine that has been stopped, and that no other thread uses.
+void c2c_transfers_delete(void* engine) { delete static_cast<Engine*>(engine); }
 
 // `stream_gpu`: negative if there is no stream.
 Result c2c_transfers_submit(void* engine, const Move* moves, int64_t count, void* stream,
-                            int stream_gpu, int background) {
+                            int stream_gpu, int urgency) {
   return guarded(
       [=]() -> Result {
         const Stream after{stream, stream_gpu};
         return {new TicketPtr(engine_of(engine).submit(
-                    moves, count, stream_gpu < 0 ? nullptr : &after, background)),
+                    moves, count, stream_gpu < 0 ? nullptr : &after, urgency)),
                 0};
       },
       as_result);
@@ -142,6 +143,9 @@ int c2c_transfers_state(void* ticket) {
   const TicketPtr& one = ticket_of(ticket);
   return one->over.load(std::memory_order_acquire) ? int(one->transfer->state) : -1;
 }
+
+// Returns how many bytes have arrived.
+int64_t c2c_transfers_moved(void* ticket) { return ticket_of(ticket)->transfer->moved; }
 
 // The fault of a transfer that is over.
 const char* c2c_transfers_fault(void* ticket) { return ticket_of(ticket)->transfer->fault.c_str(); }

@@ -6,6 +6,7 @@
 namespace c2c::transfer {
 namespace {
 
+constexpr uint64_t kBatchBytes = 1 << 20;  // longer copies are worth a call each
 constexpr size_t kFlagStride = 32;  // words: GPUs that write one flag transfer no other with it
 
 // Makes a GPU's context the thread's current one meanwhile.
@@ -152,9 +153,11 @@ void CudaLinks::launch_relay(Slot& slot, const std::vector<Piece>& pieces, void*
 
 void CudaLinks::copy_pieces(const std::vector<Piece>& pieces, void* stream) {
   if (pieces.empty()) return;
-  if (pieces.size() == 1) {
-    const Piece& one = pieces[0];
-    cuda_.check("cuMemcpyAsync", cuda_.copy(one.target, one.source, one.size, stream));
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.size;
+  if (pieces.size() == 1 || bytes >= kBatchBytes * pieces.size()) {
+    for (const Piece& one : pieces)
+      cuda_.check("cuMemcpyAsync", cuda_.copy(one.target, one.source, one.size, stream));
     return;
   }
   std::vector<CudaPointer> targets, sources;
@@ -232,6 +235,12 @@ void CudaLinks::drop(Mark mark) noexcept {
 void CudaLinks::follow(const Stream& stream, const Task& task) {
   const Current current(cuda_, context_of(stream.gpu));
   cuda_.check("cuStreamWaitEvent", cuda_.stream_wait(stream.handle, slot_of(task).event, 0));
+}
+
+void CudaLinks::follow(const Stream& stream, Mark mark) {
+  const Current current(cuda_, context_of(stream.gpu));
+  cuda_.check("cuStreamWaitEvent",
+              cuda_.stream_wait(stream.handle, static_cast<Point*>(mark)->event, 0));
 }
 
 Mark CudaLinks::copy(int port, const std::vector<Piece>& pieces, const Stream* after) {

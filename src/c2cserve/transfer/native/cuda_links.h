@@ -60,6 +60,7 @@ class CudaLinks : public Links {
   bool is_passed(Mark mark) override;
   void drop(Mark mark) noexcept override;
   void follow(const Stream& stream, const Task& task) override;
+  void follow(const Stream& stream, Mark mark) override;
   Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) override;
 
   void* relay_stream(int link, int lane) const;  // null: there is no such

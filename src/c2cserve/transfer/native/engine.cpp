@@ -34,6 +34,8 @@ Engine::Engine(std::unique_ptr<Links> links, std::vector<PortName> ports,
       ports_(std::move(ports)),
       settings_(settings),
       schedule_(int(ports_.size()), relays, settings) {
+  for (int i = 0; i < int(ports_.size()); ++i)
+    if (ports_[i].direction == 2) schedule_.set_alone(i, settings.peer_bytes);
   if (threaded) thread_ = std::thread(&Engine::work, this);
 }
 
@@ -94,16 +96,17 @@ void Engine::check_host(const Move* moves, int64_t count) {
   links_->check_host(highest);
 }
 
-TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream, bool background) {
+TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream, int urgency) {
+  if (urgency < 0 || urgency >= kClasses) throw std::invalid_argument("no such class of urgency");
   const TicketPtr ticket = sorted(moves, count);
-  ticket->transfer->background = background;
+  ticket->transfer->urgency = urgency;
   uint64_t bytes = 0;
   for (int64_t i = 0; i < count; ++i) bytes += moves[i].size;
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) throw Closed("the transfer engine is closed");
   progress_s_ = ticket->since_s = clock();
   const bool small = int64_t(bytes) <= settings_.one_path_bytes;
-  if (small && ticket->by_port.size() == 1 && !background) {
+  if (small && ticket->by_port.size() == 1 && urgency != kBackground) {
     auto& [port, pieces] = ticket->by_port.front();
     ticket->copied = links_->copy(port, pieces, stream);
     copies_.push_back(ticket);
@@ -159,8 +162,9 @@ void Engine::follow(const TicketPtr& ticket, const Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (ticket->over) return;
   const bool gated = std::find(gated_.begin(), gated_.end(), ticket) != gated_.end();
-  if (gated || ticket->copied != nullptr || ticket->transfer->waiting > 0)
+  if (gated || ticket->transfer->waiting > 0)
     throw std::invalid_argument("a stream cannot follow what has not begun");
+  if (ticket->copied != nullptr) links_->follow(stream, ticket->copied);
   for (const Link& link : schedule_.links())
     for (const auto& task : link.outstanding)
       if (task->transfer == ticket->transfer && !task->given_up) links_->follow(stream, *task);
@@ -316,6 +320,12 @@ void Engine::finish() {
   for (const TicketPtr& ticket : std::vector<TicketPtr>(copies_)) {
     try {
       if (!links_->is_passed(ticket->copied)) continue;
+      for (const auto& [port, pieces] : ticket->by_port) {
+        uint64_t bytes = 0;
+        for (const Piece& piece : pieces) bytes += piece.size;
+        schedule_.count_direct(port, bytes);
+        ticket->transfer->moved += bytes;
+      }
       ticket->transfer->state = State::kDone;
     } catch (const Fault& fault) {
       ticket->transfer->state = State::kFailed;

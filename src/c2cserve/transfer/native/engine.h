@@ -54,7 +54,7 @@ class Engine {
   ~Engine();
 
   // Throws `std::invalid_argument` for a move without a path, `Closed`, `Fault`.
-  TicketPtr submit(const Move* moves, int64_t count, const Stream* stream, bool background);
+  TicketPtr submit(const Move* moves, int64_t count, const Stream* stream, int urgency);
   // Blocks until a transfer is over, or for a time. With `spins`, it does turns for a while first.
   bool wait(const Ticket& ticket, double timeout_s, bool spins);
   void cancel(const TicketPtr& ticket);

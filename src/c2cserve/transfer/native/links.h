@@ -42,6 +42,8 @@ class Links {
   virtual void drop(Mark mark) noexcept = 0;
   // Lets what a stream is given later come after a micro-task that has been started.
   virtual void follow(const Stream& stream, const Task& task) = 0;
+  // The same after a mark.
+  virtual void follow(const Stream& stream, Mark mark) = 0;
   // Copies on the direct path, as one, after a mark (null: at once). Returns the point at its end.
   virtual Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) = 0;
 };
