@@ -6,16 +6,23 @@
 A worker has a process for each vocabulary, from the first request on. So a vocabulary that is being
 read delays no mask of another. A worker keeps the tokens of its outputs: after the end of a process
 a new one gets them, and fills the same masks.
+
+    a process stands still      its outputs are late, and built again on a thread, which waits
+      for long                  it is ended, and another one takes over
+      with one output, often    that output fails alone
 """
 
+import contextlib
 import itertools
 import logging
 import mmap
 import os
+import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -39,8 +46,16 @@ log = logging.getLogger(__name__)
 
 _MEMORY_BYTES = 256 << 20
 """Room for masks that are not read yet. Only pages that have been written take memory."""
+_STEP_PATIENCE_S = 0.5
+"""How long a step waits for masks, which take milliseconds. It goes on without those that are late,
+and asks a process that stands still for no more."""
 _PATIENCE_S = 30.0
-"""Longer than any answer takes: the library bounds its work on a mask."""
+"""How long a build waits for a process. That is longer than any answer takes: the library bounds
+its work."""
+_FRAME_S = 1.0
+"""How long the rest of a frame takes that has begun to come."""
+_STALL, _LOSS, _STRIKES_MAX = 1, 2, 4
+"""Weights of a late mask and of a process that ended, and with how many an output fails."""
 _IDLE_MAX = 4
 """The processes that are kept for vocabularies of which there is no output."""
 
@@ -48,12 +63,19 @@ _IDLE_MAX = 4
 class Held:
     """One output that is held to a grammar. Not thread-safe."""
 
-    def __init__(self, number: int, grammar: str, output: Sequence[int]) -> None:
+    def __init__(
+        self, owner: "Outputs", number: int, grammar: str, output: Sequence[int], strikes: int = 0
+    ) -> None:
+        self._owner = owner
         self.number = number
         self.grammar = grammar
         self.tokens = list(output)
         self.failure = ""
         """Why it cannot go on, known with its next mask."""
+        self.late = False
+        """Its mask did not come in time, or its process has ended. `again` waits elsewhere."""
+        self.strikes = strikes
+        """How often in a row processes stood still with it, weighed (`_STALL`, `_LOSS`)."""
         self.process: _Process | None = None
         """The process that has its matcher,"""
         self.known = 0
@@ -63,12 +85,23 @@ class Held:
         """Go on by a token that the mask allowed."""
         self.tokens.append(token)
 
+    def again(self) -> "Future[Held]":
+        """Begin to build it again after it was late, once a process answers."""
+        return self._owner.build(self.grammar, self.tokens, self.strikes)
+
     def news(self, process: "_Process") -> Output:
         """Return what the process does not know, for a message to it."""
         begin = self.known if self.process is process else 0
         grammar = "" if self.process is process else self.grammar
         self.process, self.known = process, len(self.tokens)
         return Output(self.number, tuple(self.tokens[begin:]), grammar)
+
+    def struck(self, weight: int) -> bool:
+        """Note that a process stood still with it. Return whether that was once too often."""
+        self.strikes += weight
+        if self.strikes >= _STRIKES_MAX:
+            self.failure = "the grammar cannot go on: its masks do not come"
+        return bool(self.failure)
 
 
 class _Process:
@@ -92,35 +125,61 @@ class _Process:
             os.close(memory)
             fills.close()
             builds.close()
-        self.fills.settimeout(_PATIENCE_S)
+        self.fills.settimeout(_FRAME_S)
         self.builds.settimeout(_PATIENCE_S)
+        self.stalled = False
+        """A step waited in vain for its masks, and they have not come since."""
 
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def answers(self, within_s: float) -> bool:
+        """Wait for the answer to a fill. Return whether it comes within that time; also if the
+        process has ended."""
+        poll = select.poll()
+        poll.register(self.fills, select.POLLIN)
+        return bool(poll.poll(max(0.0, 1000 * within_s)))
 
     def end(self) -> None:
         """End it, if it has not. What waits for it on another thread is woken."""
         self._popen.kill()
         self._popen.wait()
         for one in (self.fills, self.builds):
+            with contextlib.suppress(OSError):  # the other side has ended
+                one.shutdown(socket.SHUT_RDWR)
+
+    def __del__(self) -> None:
+        # Not in `end`: another thread may wait on a socket, and its number must not be reused.
+        for one in (self.fills, self.builds):
             one.close()
 
 
-class PendingFill:
-    """The masks of some outputs, on their way."""
+class _Asked:
+    """A message for masks, on its way to a process or back."""
 
-    def __init__(self, owner: "Outputs", helds: Sequence[Held], process: _Process) -> None:
-        self._owner = owner
+    def __init__(self, helds: Sequence[Held], process: _Process) -> None:
         self.helds = helds
         self.process = process
         self.offset = 0
         self.masks: Masks | None = None
 
+
+class PendingFill:
+    """The masks of some outputs, on their way."""
+
+    def __init__(self, owner: "Outputs", helds: Sequence[Held], asked: Sequence[_Asked]) -> None:
+        self._owner = owner
+        self.helds = helds
+        self.asked = asked
+        self._masks: Masks | None = None
+
     def result(self) -> Masks:
-        """Wait for the masks, in the order of the outputs. The mask of one that cannot go on is
-        empty, and its `failure` says why."""
-        return self._owner.result(self)
+        """Wait for the masks, in the order of the outputs. A mask is empty if its output cannot go
+        on, and `failure` says why, or if it is `late`."""
+        if self._masks is None:
+            self._masks = self._owner.result(self)
+        return self._masks
 
 
 class Outputs:
@@ -133,8 +192,8 @@ class Outputs:
         self._process: _Process | None = None
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()
-        self._sent: deque[PendingFill] = deque()
-        """Fills that were sent and are not read; the process answers in this order."""
+        self._sent: deque[_Asked] = deque()
+        """What was sent and is not read; the process answers in this order."""
         self._free = 0
         """The first byte behind their masks."""
         self._builder = ThreadPoolExecutor(1, "grammars")
@@ -154,10 +213,10 @@ class Outputs:
 
     # ---- building -------------------------------------------------------------------------------
 
-    def build(self, grammar: str, output: Sequence[int]) -> "Future[Held]":
+    def build(self, grammar: str, output: Sequence[int], strikes: int = 0) -> "Future[Held]":
         """Begin to build the matcher of an output that has these tokens so far. The future raises
         GrammarFailed."""
-        held = Held(next(self._numbers), grammar, output)
+        held = Held(self, next(self._numbers), grammar, output, strikes)
         self.live += 1
         weakref.finalize(held, self._drop, held.number).atexit = False
         return self._builder.submit(self._build, held)
@@ -203,63 +262,100 @@ class Outputs:
 
     def begin(self, helds: Sequence[Held]) -> PendingFill:
         """Begin to fill the masks of some outputs, whose tokens are all known."""
-        fill = PendingFill(self, helds, self._running())
-        if self._sent and self._sent[0].process is not fill.process:
-            self._sent.clear()  # the process of these has ended
-        try:
-            self._send(fill)
-        except OSError:
-            self._forget_sent(fill.process)  # `result` asks another process
-        return fill
+        process = self._process
+        if self._sent and self._sent[0].process is not process:
+            self._gone(self._sent[0].process)
+        asked: list[_Asked] = []
+        if process is not None and self._caught_up(process):
+            known = [held for held in helds if held.process is process and not held.failure]
+            company = [held for held in known if not held.strikes]
+            apart = [[held] for held in known if held.strikes]
+            asked = [_Asked(part, process) for part in (company, *apart) if part]
+        for part in asked:
+            self._send(part)
+        return PendingFill(self, helds, asked)
 
     def result(self, fill: PendingFill) -> Masks:
-        while fill.masks is None and fill in self._sent:
-            self._read()
-        if fill.masks is None:
-            fill.masks = np.concatenate([self._alone(held) for held in fill.helds])
-        return fill.masks
+        """Return the masks of a fill, those that come within a step's patience."""
+        until_s = time.monotonic() + _STEP_PATIENCE_S
+        masks = np.zeros((len(fill.helds), self._words), np.int32)
+        rows = {id(held): row for row, held in enumerate(fill.helds)}
+        for part in fill.asked:
+            while part.masks is None and part in self._sent and self._read(until_s):
+                pass
+            if part.masks is None:
+                continue
+            for held, mask in zip(part.helds, part.masks, strict=True):
+                masks[rows.pop(id(held))] = mask
+                held.strikes = 0
+        for row in rows.values():
+            fill.helds[row].late = True
+        return masks
 
-    def _alone(self, held: Held) -> Masks:
-        """Return the mask of one output after its process ended. A grammar that ends the next one,
-        too, fails alone."""
-        fill = self.begin([held])
-        while fill in self._sent:
-            self._read()
-        if fill.masks is None:
-            held.failure = "the grammar cannot go on: its process ended twice"
-            return np.zeros((1, self._words), np.int32)
-        return fill.masks
+    def _caught_up(self, process: _Process) -> bool:
+        """Return whether the process can be asked: if it stood still, it has answered since."""
+        while process.stalled and self._sent and self._read(0.0):
+            pass
+        return not process.stalled
 
-    def _send(self, fill: PendingFill) -> None:
-        size = 4 * self._words * len(fill.helds)
-        if self._sent and self._free + size > _MEMORY_BYTES:
-            while self._sent:
-                self._read()
-        fill.offset = self._free if self._sent else 0
-        assert fill.offset + size <= _MEMORY_BYTES, "a step has fewer rows"
-        outputs = tuple(held.news(fill.process) for held in fill.helds)
-        send(fill.process.fills, Fill(fill.offset, outputs, self._drops()))
-        self._sent.append(fill)
-        self._free = fill.offset + size
-
-    def _read(self) -> None:
-        """Read the next fill."""
-        fill = self._sent[0]
-        try:
-            failures = decode_filled(receive(fill.process.fills)).failures
-        except OSError:
-            self._forget_sent(fill.process)
+    def _send(self, asked: _Asked) -> None:
+        """Send a message for masks. It is not sent to a process that has ended, or if there is no
+        room for its masks beside those that are not read."""
+        size = 4 * self._words * len(asked.helds)
+        asked.offset = self._free if self._sent else 0
+        while asked.offset + size > _MEMORY_BYTES and self._sent and self._read(0.0):
+            asked.offset = self._free if self._sent else 0
+        if asked.offset + size > _MEMORY_BYTES:
             return
-        self._sent.popleft()
-        count, begin = len(fill.helds), fill.offset // 4
-        there = fill.process.masks[begin : begin + count * self._words]
-        fill.masks = there.reshape(count, self._words).copy()
-        for row, why in failures.items():
-            fill.helds[row].failure = why
+        outputs = tuple(held.news(asked.process) for held in asked.helds)
+        self._sent.append(asked)
+        self._free = asked.offset + size
+        try:
+            send(asked.process.fills, Fill(asked.offset, outputs, self._drops()))
+        except OSError:
+            self._gone(asked.process)
 
-    def _forget_sent(self, process: _Process) -> None:
-        self._lose(process)
+    def _read(self, until_s: float) -> bool:
+        """Read the next answer. Return False if it does not come until then."""
+        asked = self._sent[0]
+        process = asked.process
+        if process.stalled:
+            until_s = 0.0  # a step has waited for it
+        if not process.answers(until_s - time.monotonic()):
+            if not process.stalled:
+                process.stalled = True
+                self._strike(asked, _STALL)
+            return False
+        try:
+            failures = decode_filled(receive(process.fills)).failures
+        except OSError:
+            self._gone(process)
+            return False
+        self._sent.popleft()
+        count, begin = len(asked.helds), asked.offset // 4
+        there = process.masks[begin : begin + count * self._words]
+        asked.masks = there.reshape(count, self._words).copy()
+        for row, why in failures.items():
+            asked.helds[row].failure = why
+        process.stalled = process.stalled and bool(self._sent)
+        return True
+
+    def _gone(self, process: _Process) -> None:
+        """Note that a process has ended, with what it was asked for."""
+        if self._sent and self._sent[0].process is process:
+            self._strike(self._sent[0], _LOSS)
         self._sent.clear()
+        self._lose(process)
+
+    def _strike(self, asked: _Asked, weight: int) -> None:
+        """Note that a process stood still with a message. Those of its outputs that have company
+        are asked for one by one next. A process that one has stopped too often ends."""
+        (held, *others) = asked.helds
+        if others:
+            for one in asked.helds:
+                one.strikes = max(one.strikes, _STALL)
+        elif held.struck(weight) and weight == _STALL:
+            self._gone(asked.process)
 
 
 class Grammars:
@@ -273,6 +369,10 @@ class Grammars:
     def lost(self) -> int:
         """Grammar processes that ended while they were needed."""
         return self._lost + sum(one.lost for one in self._outputs.values())
+
+    def running(self) -> list[Outputs]:
+        """Return the outputs of all vocabularies that have a process, or had one."""
+        return list(self._outputs.values())
 
     def of(self, grammar: Grammar, vocab: int) -> Outputs:
         """Return the outputs of a vocabulary. `vocab`: the logits of a row."""

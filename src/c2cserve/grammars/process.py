@@ -41,6 +41,7 @@ class _Grammars:
         self._masks = np.frombuffer(memory, np.int32)
         self._held: dict[int, Matcher | str] = {}
         """Number -> the matcher, or why there is none."""
+        self._filling = threading.Lock()
         self._unreadable = ""
         try:
             self._matchers = Matchers(vocabulary)
@@ -48,6 +49,13 @@ class _Grammars:
             self._unreadable = f"the vocabulary cannot be read: {error}"
 
     def build(self, message: Build) -> Built:
+        """Build a matcher. The answer comes when no fill is under way: a worker that gets it finds
+        a process that answers."""
+        built = self._build(message)
+        with self._filling:
+            return built
+
+    def _build(self, message: Build) -> Built:
         self._drop(message.drop)
         matcher = self._built(message.output)
         if isinstance(matcher, str):
@@ -64,6 +72,10 @@ class _Grammars:
             return str(failed)
 
     def fill(self, message: Fill) -> Filled:
+        with self._filling:
+            return self._fill(message)
+
+    def _fill(self, message: Fill) -> Filled:
         self._drop(message.drop)
         begin, count = message.offset // 4, len(message.outputs)
         masks = self._masks[begin : begin + count * self._words].reshape(count, self._words)
@@ -83,9 +95,6 @@ class _Grammars:
 
     def _gone_on(self, output: Output) -> Matcher | str:
         """Return an output's matcher after its new tokens, or why there is none."""
-        if output.grammar:
-            self._held[output.number] = self._built(output)
-            return self._held[output.number]
         matcher = self._held[output.number]
         if isinstance(matcher, Matcher):
             try:
