@@ -150,9 +150,9 @@ class Instances(Generic[ExtraT]):
         """Give memory back and end instances whose time is over. True: a slice has more room."""
         self._actions += self._rules.shrink(now)
         ended = False
-        for slice_id, model, used in self._rules.expired(now):
-            load = self.slices.get(slice_id)
-            instance = None if load is None else load.active.get(model)
-            if load is not None and instance is not None and instance.used == used:
-                ended |= self.deactivate(load, model)
+        for load, instance in self._rules.expired(now):
+            # Another instance of the model, or another life of the slice, is not meant.
+            here = self.slices.get(load.slice.id) is load
+            if here and load.active.get(instance.spec.id) is instance:
+                ended |= self.deactivate(load, instance.spec.id)
         return ended
