@@ -35,10 +35,18 @@ class PresetWorld(ClusterTestWorld):
         self.preset = preset
         self.kv: dict[tuple[str, str], int] = {}
         self.recalls = 0
+        self.preempted: set[str] = set()
         names = tuple(f"m{i}" for i in range(models))
         self.at(0.0, ev.Profiled(tuple(s.id for s in slices), names, PREFILL, DECODE))
         for name in names:
             self.add(ModelSpec(name, 20 << 20, 2, 16 << 10, 4096))
+
+    def _happens(self, event: ev.ClusterEvent, incarnation: int) -> ev.ClusterEvent | None:
+        """Requests with tokens are preempted too; those that have ended meanwhile do not return."""
+        if isinstance(event, ev.Recalled) and event.request.id in self.preempted:
+            self.preempted.remove(event.request.id)
+            return None if self.jobs[event.request.id].ended else event
+        return super()._happens(event, incarnation)
 
     def _act(self, action: act.ClusterAction) -> None:
         match action:
@@ -53,6 +61,7 @@ class PresetWorld(ClusterTestWorld):
                 self.slices[slice_id].running.discard(request_id)
                 live.slice_id, live.resumed = None, True
                 live.incarnation += 1
+                self.preempted.add(request_id)
                 self.at(self.now, ev.Recalled(live.request))
             case _:
                 if isinstance(action, act.Deactivate):

@@ -108,7 +108,7 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
         for load, instance in self._relieved:
             if load.active.get(instance.spec.id) is not instance:
                 continue
-            actions += self._lower(load, instance, now)
+            actions += self._lower(load, instance)
             if not instance.jobs and self._preset.keep_alive_s < float("inf"):
                 # A CPU reads weights from where they lie: there is nothing to keep.
                 until_s = now + (0.0 if load.is_cpu else self._preset.keep_alive_s)
@@ -117,10 +117,10 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
         self._relieved.clear()
         return actions
 
-    def _lower(self, load: SliceLoad, instance: Instance, now: float) -> Sequence[ResizeKv]:
+    def _lower(self, load: SliceLoad, instance: Instance) -> Sequence[ResizeKv]:
         if load.memory is None or instance.delayed is not None or instance.shrinking:
             return ()
-        required = self._placer.required(instance, now, load.round_s())
+        required = self._placer.required(instance)
         kv_bytes = lowered(instance.kv_bytes, required, self._preset.watermark)
         less = instance.kv_bytes - kv_bytes
         if less <= 0 or not instance.jobs:
