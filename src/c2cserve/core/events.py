@@ -159,6 +159,15 @@ class KvResized:
 
 
 @value
+class TokensSent:
+    """How many tokens clients have of each request that runs. Only simulated baselines are told,
+    before each decision: their controllers relay every token."""
+
+    requests: tuple[tuple[str, int], ...]
+    """(Request, tokens from before a resume too)."""
+
+
+@value
 class Recalled:
     """An `actions.Recall` is done: the request is on no slice any more, to be placed again.
     `request` has its lengths as of the last token its client has got."""
@@ -201,9 +210,12 @@ class Draining:
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
     | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
-    | InstanceReady | KvResized | Recalled | InstanceFailed | InstanceRecovered | Returned
-    | Draining
+    | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed | InstanceRecovered
+    | Returned | Draining
 )  # fmt: skip
+
+InstanceEvent = StepTimes | Profiled | InstanceReady | KvResized | TokensSent
+"""What instances on slices report of themselves."""
 
 # ---- slice ----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from c2cserve.core.actions import Activate, ResizeKv
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
-from c2cserve.policy.baselines.slinfer.consolidation import Placer, computes, footprint, resumed
+from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint, resumed
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks
 from c2cserve.policy.cluster.quantify import StepTable
 from c2cserve.policy.cluster.slice_load import PlacedRequest, SliceLoad
@@ -48,8 +48,9 @@ def carry_out(
         return None
     load = next(one for one in loads if one.slice.id == placement.slice_id)
     assert load.memory is not None
-    # (Before anybody leaves: how far decodes are is estimated by the pace they had until now.)
-    assert computes(load, request, now, without=placement.preempt or ""), "it would be late there"
+    assert placer.computes(load, request, now, without=placement.preempt or ""), (
+        "it would be late there"
+    )
     if placement.preempt is not None:
         gone = load.active[placement.preempt]
         assert len(gone.jobs) < len(load.active[request.model].jobs), "only smaller batches leave"
@@ -105,12 +106,10 @@ def test_who_is_placed_has_memory_and_time(seed: int, consolidate: bool) -> None
         assert used == load.memory.budget_bytes <= load.slice.hbm_bytes
 
 
-@given(st.integers(1, 2000), st.integers(1, 500), st.floats(0, 100), st.floats(0, 1))
-def test_a_request_that_moves_keeps_its_tokens(
-    prompt: int, most: int, now: float, round_s: float
-) -> None:
+@given(st.integers(1, 2000), st.integers(1, 500), st.integers(0, 600))
+def test_a_request_that_moves_keeps_its_tokens(prompt: int, most: int, out: int) -> None:
     request = Request("r", "m0", prompt, most, 0.0, Slo(1.0, 0.1))
-    moved = resumed(PlacedRequest(request, first_s=0.0), now, round_s)
+    moved = resumed(PlacedRequest(request, first_s=0.0, out=out))
     assert moved.prompt_len + moved.max_new_tokens == prompt + most
     assert moved.max_new_tokens >= 1
     assert moved.sent == moved.prompt_len - prompt

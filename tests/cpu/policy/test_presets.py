@@ -35,10 +35,18 @@ class PresetWorld(ClusterTestWorld):
         self.preset = preset
         self.kv: dict[tuple[str, str], int] = {}
         self.recalls = 0
+        self.preempted: set[str] = set()
         names = tuple(f"m{i}" for i in range(models))
         self.at(0.0, ev.Profiled(tuple(s.id for s in slices), names, PREFILL, DECODE))
         for name in names:
             self.add(ModelSpec(name, 20 << 20, 2, 16 << 10, 4096))
+
+    def _happens(self, event: ev.ClusterEvent, incarnation: int) -> ev.ClusterEvent | None:
+        """Requests with tokens are preempted too; those that have ended meanwhile do not return."""
+        if isinstance(event, ev.Recalled) and event.request.id in self.preempted:
+            self.preempted.remove(event.request.id)
+            return None if self.jobs[event.request.id].ended else event
+        return super()._happens(event, incarnation)
 
     def _act(self, action: act.ClusterAction) -> None:
         match action:
@@ -53,6 +61,7 @@ class PresetWorld(ClusterTestWorld):
                 self.slices[slice_id].running.discard(request_id)
                 live.slice_id, live.resumed = None, True
                 live.incarnation += 1
+                self.preempted.add(request_id)
                 self.at(self.now, ev.Recalled(live.request))
             case _:
                 if isinstance(action, act.Deactivate):
@@ -127,3 +136,19 @@ def test_an_idle_instance_is_kept_alive_for_a_while() -> None:
     assert tell(policy, 1.0, ev.Finished("r", 5)) == []
     assert policy.wakeup == 2.0
     assert tell(policy, 2.0) == [act.Deactivate("a", "g0")]
+
+
+def test_a_keep_alive_that_is_over_does_not_end_a_new_instance() -> None:
+    """Its slice was lost and came back, and serves the model again as often as before."""
+    policy = cluster_policy(AdmissionSettings(), PRESETS["serverlessllm"])
+    spec = ModelSpec("a", 10, 2, 1024, 4096)
+    tell(policy, 0.0, ev.PoolState(100), ev.SliceUp(gpu("g0")), ev.ModelAdded(spec))
+    tell(policy, 0.0, ev.ModelUsable("a"), ev.ModelLoaded("a", 10, 0.0))
+    tell(policy, 0.0, ev.Arrived(request("r", "a")))
+    tell(policy, 1.0, ev.Finished("r", 5))
+    tell(policy, 1.2, ev.SliceLost("g0", ()), ev.SliceUp(gpu("g0")))
+    sent = tell(policy, 1.3, ev.Arrived(request("s", "a", 1.3)))
+    assert act.Activate("a", "g0", True) in sent
+    assert tell(policy, 2.0) == []
+    tell(policy, 3.0, ev.Finished("s", 5))
+    assert tell(policy, 4.0) == [act.Deactivate("a", "g0")]

@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,24 @@ def test_case_3_one_round_takes_longer_than_a_token_may() -> None:
     assert round_fits([decoding(4, 9.0), decoding(4, 9.0)])
     assert not round_fits([decoding(10, 9.0), decoding(10, 9.0)])
     assert not round_fits([decoding(10, 9.0), Shadow(TIMES, [newcomer(9, 9.0)] * 9)])
+
+
+def test_a_round_has_time_for_the_prompts_to_come() -> None:
+    """Ten requests with prompts of 0.5 s and answers of 50 tokens: 9 * 0.5 / 50 s in each round of
+    0.14 s."""
+    full = decoding(10, 9.0)
+    full.prompts_s, full.mean_output = 10 * 0.5, 50.0
+    assert full.decode_s() == pytest.approx(0.14)
+    full.tpot_s = OVERESTIMATE * (0.14 + 0.09) + 1e-6
+    assert round_fits([full])
+    full.tpot_s -= 2e-6
+    assert not round_fits([full])
+
+
+def test_a_request_alone_does_not_wait_for_other_prompts() -> None:
+    alone = decoding(1, 9.0, tpot_s=0.06)
+    alone.prompts_s, alone.mean_output = 5.0, 2.0
+    assert round_fits([alone])
 
 
 def test_unknown_times_fail() -> None:

@@ -16,7 +16,7 @@ from c2cserve.sim.workload.catalogue import (
     find_lengths,
     find_rows,
 )
-from c2cserve.sim.workload.rates import sample_requests
+from c2cserve.sim.workload.rates import has_rates, sample_requests
 from c2cserve.sim.workload.rows import TraceError, read
 from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved
@@ -147,6 +147,25 @@ def test_requests_per_minute_and_mean_rates(tmp_path: Path) -> None:
     )
     with pytest.raises(TraceError, match="rps_low"):
         sample_requests(means, 0, 0.0, 1.0, {"rates": "none"})
+
+
+@pytest.mark.parametrize("source", ["func", "HashFunction"])
+def test_minutes_may_be_named_by_their_numbers(tmp_path: Path, source: str) -> None:
+    """So they are in the files of Azure Functions 2019."""
+    text = f"HashApp,{source},Trigger,1,2\nx,a,http,5,0\nx,b,timer,0,7\n"
+    minutes = Path(write(tmp_path / "m.csv", text))
+    assert has_rates(minutes)
+    rows = sample_requests(minutes, 0, 0.0, 1e9, {})
+    found = [(row.source, row.t_s >= 60.0) for row in rows]
+    assert found == [("a", False)] * 5 + [("b", True)] * 7
+
+
+def test_a_file_of_many_unknown_columns_is_refused_in_one_line(tmp_path: Path) -> None:
+    names = ",".join(f"x{i}" for i in range(480))
+    path = write(tmp_path / "x.csv", f"{names}\n" + ",".join(["1"] * 480) + "\n")
+    with pytest.raises(TraceError, match="and 474 more") as caught:
+        read(Path(path))
+    assert len(str(caught.value)) < 200
 
 
 def test_clients_ask_as_often_and_for_as_much_as_they_say(tmp_path: Path) -> None:

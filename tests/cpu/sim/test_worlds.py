@@ -10,9 +10,10 @@ from c2cserve.sim.report import report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.faults import SliceFault
-from c2cserve.sim.world.hardware import SliceSettings
+from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest
 from c2cserve.sim.world.shapes import catalogue, interleaved
+from c2cserve.sim.world.simulation import Simulation
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -88,6 +89,81 @@ def test_short_of_kv_beside_kept_weights_everybody_ends(
     simulation = prepare(scenario, names, asked)
     simulation.run()
     check_end(simulation)
+
+
+def simulated(policy: str, output: int, hardware: str = "h200-x1") -> Simulation:
+    """30 requests for nine models of 8B, of which eight fit."""
+    models = catalogue("llama-3.1-8b*9")
+    asked = [SimRequest(0.05 * i, models[i % 9].spec.id, 500, output) for i in range(30)]
+    scenario = Scenario(hardware, "", WorkloadSettings(""), "2,0.2", policy, noise=0.0)
+    simulation = prepare(scenario, models, asked)
+    simulation.run()
+    check_end(simulation)
+    return simulation
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+def test_no_policy_is_told_how_long_an_answer_is(policy: str) -> None:
+    limits = [
+        {t.request.max_new_tokens for t in simulated(policy, output).requests.ended}
+        for output in (3, 1500)
+    ]
+    assert limits[0] == limits[1]
+    assert len(limits[0]) == 1
+
+
+@pytest.mark.parametrize("policy", sorted(name for name, one in PRESETS.items() if not one.streams))
+def test_systems_that_load_weights_never_stream(policy: str) -> None:
+    for seed in range(20):
+        simulation = world(seed, policy)
+        simulation.run()
+        use = report(simulation).nodes.values()
+        assert sum(node.streamed_bytes for node in use) == 0.0
+
+
+def test_slinfer_knows_every_token_before_each_decision() -> None:
+    """Also those of decodes that are simulated as one event."""
+    told: list[bool] = []
+    models = catalogue("llama-3.1-8b")
+    asked = [SimRequest(0.3 * i, models[0].spec.id, 500, 60) for i in range(4)]
+    scenario = Scenario("h200-x1", "", WorkloadSettings(""), "2,0.2", "slinfer", noise=0.0)
+    simulation = prepare(scenario, models, asked)
+    decide = simulation.loop.policy.decide
+
+    def decided(now: float) -> object:
+        for load in simulation.loop.policy._slices.values():  # pyright: ignore
+            here = dict(simulation.slices[load.slice.id].tokens_sent())
+            for one in load.active.values():
+                told.extend(job.out == here.get(name, 0) for name, job in one.jobs.items())
+        return decide(now)
+
+    simulation.loop.policy.decide = decided  # pyright: ignore
+    simulation.run()
+    assert len(told) > 4
+    assert all(told)
+
+
+@pytest.mark.parametrize("policy", sorted(PRESETS))
+@pytest.mark.parametrize("hardware", ["h200-x1", "gh200", "a100x4+xeon6462cx4"])
+def test_every_policy_loads_weights_at_the_links_speed(policy: str, hardware: str) -> None:
+    machine = build(hardware, None, PRESETS[policy])
+    rates = dict(machine.links)
+    for one in machine.slices:
+        if one.h2d:
+            assert one.load_bytes_per_s == rates[one.h2d[0]]
+
+
+@pytest.mark.parametrize("policy", ["serverlessllm", "slinfer"])
+def test_memory_without_kv_is_resized_in_no_time(policy: str) -> None:
+    """The first token comes after the load and its step."""
+    models = catalogue("llama-3.1-8b")
+    asked = [SimRequest(0.0, models[0].spec.id, 16, 2)]
+    scenario = Scenario("gh200", "", WorkloadSettings(""), "9,1", policy, noise=0.0)
+    simulation = prepare(scenario, models, asked)
+    simulation.run()
+    [one] = simulation.machine.slices
+    load_s = models[0].spec.weight_bytes / one.load_bytes_per_s
+    assert simulation.requests.ended[0].ttft_s == pytest.approx(load_s, abs=0.02)
 
 
 def test_a_request_may_be_refused_while_its_last_step_runs() -> None:

@@ -1,7 +1,8 @@
 """Instances as presets have them: kept, streamed or loaded, sized in advance, kept for a while."""
 
-from bisect import insort
 from collections.abc import Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import (
@@ -27,8 +28,10 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
     def __init__(self, preset: Preset, placer: Placer) -> None:
         self._preset = preset
         self._placer = placer
-        self._idle: list[tuple[float, str, str, int]] = []
-        """Instances without requests, by until when they are kept; and `Instance.used` then."""
+        self._idle: list[tuple[float, int, SliceLoad, Instance, int]] = []
+        """A heap of instances without requests, by the time until which they are kept. Then a
+        number that breaks ties, the slice, the instance, and its `Instance.used` at that time."""
+        self._numbers = count()
         self._relieved: list[tuple[SliceLoad, Instance]] = []
         """Instances that requests have left since the last tick."""
 
@@ -84,9 +87,11 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
         load.memory.down(size)
         return self._freed(load, size + instance.shrinking)
 
-    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
+    def expired(self, now: float) -> Iterator[tuple[SliceLoad, Instance]]:
         while self._idle and self._idle[0][0] <= now:
-            yield self._idle.pop(0)[1:]
+            _, _, load, instance, used = heappop(self._idle)
+            if instance.used == used:
+                yield load, instance
 
     # ---- memory sized in advance ----------------------------------------------------------------
 
@@ -103,18 +108,19 @@ class PresetInstances(InstanceRules[SimulatedClusterAction]):
         for load, instance in self._relieved:
             if load.active.get(instance.spec.id) is not instance:
                 continue
-            actions += self._lower(load, instance, now)
+            actions += self._lower(load, instance)
             if not instance.jobs and self._preset.keep_alive_s < float("inf"):
                 # A CPU reads weights from where they lie: there is nothing to keep.
                 until_s = now + (0.0 if load.is_cpu else self._preset.keep_alive_s)
-                insort(self._idle, (until_s, load.slice.id, instance.spec.id, instance.used))
+                entry = (until_s, next(self._numbers), load, instance, instance.used)
+                heappush(self._idle, entry)
         self._relieved.clear()
         return actions
 
-    def _lower(self, load: SliceLoad, instance: Instance, now: float) -> Sequence[ResizeKv]:
+    def _lower(self, load: SliceLoad, instance: Instance) -> Sequence[ResizeKv]:
         if load.memory is None or instance.delayed is not None or instance.shrinking:
             return ()
-        required = self._placer.required(instance, now, load.round_s())
+        required = self._placer.required(instance)
         kv_bytes = lowered(instance.kv_bytes, required, self._preset.watermark)
         less = instance.kv_bytes - kv_bytes
         if less <= 0 or not instance.jobs:

@@ -51,8 +51,10 @@ class Instances(Generic[ExtraT]):
         lost = [request_id for one in load.active.values() for request_id in one.jobs]
         return [self.where.pop(request_id)[0] for request_id in lost]
 
-    def apply(self, event: ev.StepTimes | ev.Profiled | ev.InstanceReady | ev.KvResized) -> None:
+    def apply(self, event: ev.InstanceEvent) -> None:
         match event:
+            case ev.TokensSent():
+                self._tokens_sent(event)
             case ev.StepTimes():
                 self._measured(event)
             case ev.Profiled():
@@ -62,6 +64,13 @@ class Instances(Generic[ExtraT]):
                 instance = None if load is None else load.active.get(event.model)
                 if load is not None and instance is not None:
                     self._actions += self._rules.changed(load, instance, event)
+
+    def _tokens_sent(self, event: ev.TokensSent) -> None:
+        for request_id, tokens in event.requests:
+            if request_id in self.where:
+                model, slice_id = self.where[request_id]
+                job = self.slices[slice_id].active[model].jobs[request_id]
+                job.out = tokens - job.request.sent
 
     def _profile_of(self, slice_id: str) -> dict[str, Times]:
         return self._profiles.setdefault(slice_id, {})
@@ -150,9 +159,9 @@ class Instances(Generic[ExtraT]):
         """Give memory back and end instances whose time is over. True: a slice has more room."""
         self._actions += self._rules.shrink(now)
         ended = False
-        for slice_id, model, used in self._rules.expired(now):
-            load = self.slices.get(slice_id)
-            instance = None if load is None else load.active.get(model)
-            if load is not None and instance is not None and instance.used == used:
-                ended |= self.deactivate(load, model)
+        for load, instance in self._rules.expired(now):
+            # Another instance of the model, or another life of the slice, is not meant.
+            here = self.slices.get(load.slice.id) is load
+            if here and load.active.get(instance.spec.id) is instance:
+                ended |= self.deactivate(load, instance.spec.id)
         return ended

@@ -49,8 +49,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._actions: list[act.ClusterAction | ExtraT] = []
         self._outputs = strategies.outputs
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
-        self._slices = self._instances.slices
-        self._where = self._instances.where
+        self._slices, self._where = self._instances.slices, self._instances.where
         self._failing = Failing(self._slices, self._instances.deactivate)
         self._relocation = Relocation(
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
@@ -100,9 +99,11 @@ class ClusterPolicy(Generic[ExtraT]):
                 self._slice_lost(slice_id, displaced)
             case ev.Draining():
                 self._draining = True
-            case ev.StepTimes() | ev.Profiled() | ev.InstanceReady() | ev.KvResized():
+            case ev.StepTimes() | ev.TokensSent():
                 self._instances.apply(event)
-                self._room_changed |= not isinstance(event, ev.StepTimes)
+            case ev.Profiled() | ev.InstanceReady() | ev.KvResized():
+                self._instances.apply(event)
+                self._room_changed = True
             case ev.Recalled(request) | ev.Returned(request):
                 self._relocation.returned(event)
                 if self._left(request.id) is not None:
@@ -293,14 +294,13 @@ class ClusterPolicy(Generic[ExtraT]):
     def _dispatch(self, now: float, arrived: Sequence[Request]) -> None:
         """Place what can be placed, most urgent first."""
         relieved, self._relieved = self._relieved, {}
+        changed, self._room_changed = self._room_changed, False
         if not self._queue:
-            self._room_changed = False
             return
         names, fresh = set(self._queue.models()), {request.id for request in arrived}
-        anywhere = self._room_changed or not self._placing.ours
-        if not self._room_changed and not relieved:
+        anywhere = changed or not self._placing.ours
+        if not changed and not relieved:
             names = {request.model for request in arrived}  # the others could not be placed before
-        self._room_changed = False
         if not names:
             return
         loads, only = self._open()

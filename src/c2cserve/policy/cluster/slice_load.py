@@ -17,9 +17,6 @@ _NEVER_S = float("inf")
 _OUTPUT_WEIGHT = 0.05
 _OUTPUT_UNKNOWN = 256.0
 """Tokens expected of a model's first requests."""
-_WITH_PROMPTS = 1.6
-"""How much longer a round takes on a busy slice than its decodes, for the prompts in between.
-(Chosen in simulation: with 1, SLINFER takes on 17 points more than CPUs can do in time.)"""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +30,8 @@ class PlacedRequest:
     """When it got its first token here."""
     displaced: bool = False
     """It was on a slice before: it is not refused any more."""
+    out: int = 0
+    """Tokens it has drawn here, as far as the controller was told (`events.TokensSent`)."""
 
     @property
     def due_s(self) -> float:
@@ -40,14 +39,6 @@ class PlacedRequest:
         before)."""
         request = self.request
         return request.first_token_due_s + request.slo.tpot_s * request.sent
-
-    def out(self, now: float, round_s: float) -> int:
-        """Tokens out here, by the time a round of all instances takes: the controller is not told
-        of each token."""
-        if self.first_s is None:
-            return 0
-        since = 1.0 + (now - self.first_s) / max(_WITH_PROMPTS * round_s, 1e-3)
-        return int(min(since, self.request.max_new_tokens))
 
 
 @dataclass(slots=True, eq=False)

@@ -130,9 +130,9 @@ class InstanceRules(Generic[ExtraT_co]):
         """Take back memory from instances that requests have left."""
         return ()
 
-    def expired(self, now: float) -> Iterator[tuple[str, str, int]]:
-        """Yield (slice, model, `Instance.used`) of instances that had no requests for long enough.
-        An instance that was used since is not meant."""
+    def expired(self, now: float) -> Iterator[tuple[SliceLoad, Instance]]:
+        """Yield instances that have had no requests for long enough, and their slices. An instance
+        or a slice may have ended since."""
         return iter(())
 
 

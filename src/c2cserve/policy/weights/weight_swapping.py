@@ -267,7 +267,7 @@ class WeightSwapping(WeightMemory):
         absent, or that one was loaded before and no step ran since, weights leave too little room
         for any KV. Then the model that is due last streams."""
         absent = [one for one in self._weights.values() if one.state == "absent" and one.model.seqs]
-        if any(one.state == "loading" for one in self._weights.values()):
+        if not self._rotates or any(one.state == "loading" for one in self._weights.values()):
             return []
         if not absent:
             return self._give_way()

@@ -5,7 +5,7 @@ The paper leaves some things open. The study assumes:
 - prompts of 220 and answers of 200 tokens on average (exponential) where the paper says ShareGPT
 - synthetic traces as bursty as the drawn one for the replay (fig. 12) and the ablations (fig. 14)
 - files at 5 GB/s
-- loads into the GPU at 13.5 GB/s for ServerlessLLM, as in the SLINFER paper
+- loads into the GPU at the link's speed for ServerlessLLM
 
 Where it matters there are two runs. One is the paper's system, with hybrid GEMMs and no weights
 cached in HBM. The other is ours, which caches weights in the HBM that KV leaves.

@@ -2,7 +2,8 @@
 
 ServeGen   client, t_s, rate_rps, iat_cv, dist, p1, p2: gaps within a window of 600 s follow a Gamma
            or Weibull distribution of the given shape, scaled to the window's rate
-per minute func, m1, m2, ...: so many requests in each minute, at uniform times
+per minute func, m1, m2, ...: so many requests in each minute, at uniform times; or as Azure has
+           them: HashFunction, 1, 2, ...
 means      model, rps_...: one Poisson process per model
 clients    of ServeGen: `workload.clients`
 """
@@ -14,7 +15,18 @@ from random import Random
 from typing import Literal
 
 from c2cserve.sim.workload.clients import COLUMNS, WINDOW_S, clients
-from c2cserve.sim.workload.rows import Fields, Row, TraceError, columns, fields
+from c2cserve.sim.workload.rows import (
+    Fields,
+    Row,
+    TraceError,
+    columns,
+    fields,
+    unknown_columns,
+)
+
+_FUNCTIONS = frozenset({"func", "HashFunction"})
+_MINUTES = frozenset({"m1", "1"})
+"""Names of the first minute's column."""
 
 
 def sample_requests(
@@ -52,7 +64,7 @@ def sample_requests(
                 raise TraceError(f"{path.name} has rates {', '.join(known)}, not {column!r}")
             rows = _means(lines, column, seed, start_s, end_s, scale)
         case None:
-            raise TraceError(f"{path.name} has columns that no trace has: {', '.join(found)}")
+            raise unknown_columns(path, found)
     return sorted(rows, key=lambda row: row.t_s)
 
 
@@ -67,7 +79,7 @@ def _form(found: Set[str]) -> Literal["windows", "minutes", "clients", "means"] 
     """Return the form of a file with these columns; None: it has no rates."""
     if {"client", "t_s", "rate_rps", "dist", "p1"} <= found:
         return "windows"
-    if {"func", "m1"} <= found:
+    if _FUNCTIONS & found and _MINUTES & found:
         return "minutes"
     if found >= COLUMNS:
         return "clients"
@@ -114,15 +126,17 @@ def _renewal(
 def _minutes(
     lines: list[Fields], seed: int, start_s: float, end_s: float, scale: float
 ) -> Iterator[Row]:
+    [function, *_] = sorted(_FUNCTIONS & lines[0].keys(), reverse=True)
+    prefix = "m" if "m1" in lines[0] else ""
     for line in lines:
-        random = Random(f"{seed}/{line['func']}")
+        random = Random(f"{seed}/{line[function]}")
         minute = 1
-        while (asked := line.get(f"m{minute}")) is not None:
+        while (asked := line.get(f"{prefix}{minute}")) is not None:
             begin_s = 60.0 * (minute - 1)
             for _ in range(round(scale * int(asked))):
                 t_s = begin_s + 60.0 * random.random()
                 if start_s <= t_s < end_s:
-                    yield Row(t_s, line["func"])
+                    yield Row(t_s, line[function])
             minute += 1
 
 

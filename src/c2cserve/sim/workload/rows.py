@@ -9,6 +9,8 @@ from typing import IO
 
 PREFIX_BLOCK_TOKENS = 512
 """Block size of Mooncake's traces."""
+_NAMED = 6
+"""Columns that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,22 @@ def read(path: Path, where: Mapping[str, str] | None = None) -> list[Row]:
 def _reader(path: Path, line: Fields, where: Iterable[str]) -> Callable[[Fields], Row]:
     for column in where:
         if column not in line:
-            raise TraceError(f"{path.name} has no column {column!r}; it has {', '.join(line)}")
+            raise TraceError(f"{path.name} has no column {column!r}; it has {_some(line)}")
     for columns, reader in READERS:
         if columns <= line.keys():
             return reader
     if {"input_tokens", "output_tokens"} <= line.keys() or {"q", "value"} <= line.keys():
         raise TraceError(f"{path.name} has lengths and no times: use it with --lengths")
-    raise TraceError(f"{path.name} has columns that no trace has: {', '.join(line)}")
+    raise unknown_columns(path, line)
+
+
+def unknown_columns(path: Path, found: Iterable[str]) -> TraceError:
+    """Return the error for a file that is no trace; it names the first few columns."""
+    return TraceError(f"{path.name} has columns that no trace has: {_some(found)}")
+
+
+def _some(columns: Iterable[str]) -> str:
+    """Return the first few of the names, and how many there are besides."""
+    names = list(columns)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

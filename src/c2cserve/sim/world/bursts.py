@@ -37,6 +37,11 @@ class Burst:
         self.length = length
         return True
 
+    def runs(self, done: float) -> list[int]:
+        """Return how often each step has run when `done` of the work is over."""
+        order = self._order[: min(self.length, bisect_right(self._ends, done))]
+        return [order.count(number) for number in range(len(self.costs))]
+
     def spans(self) -> list[tuple[int, float, float]]:
         """Return (runs, work done at the end of its first run, and of its last) of each step."""
         if len(self.costs) == 1:

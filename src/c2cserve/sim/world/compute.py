@@ -1,7 +1,7 @@
 """The compute of a simulated slice: steps in the order of their submission, one at a time."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf, sqrt
 
@@ -99,6 +99,15 @@ class Compute:
     def models(self) -> set[str]:
         """Return the models of the steps in line."""
         return {step.model for run in self._line for step in (run.step, *run.then)}
+
+    def ahead(self) -> Iterable[tuple[int, Parts]]:
+        """Return how often each step of the burst under way has run, and its sequences."""
+        if self._burst is None:
+            return ()
+        done = self._context.timeline.now - self._step_s
+        if self._flow is not None:
+            done = self._burst.work - self._context.network.left(self._flow)
+        return zip(self._burst.runs(done), self._parts, strict=True)
 
     def interrupt(self) -> None:
         """End a run with an order after its present step, because the policy gets an event."""

@@ -50,7 +50,8 @@ class Device:
     h2d_bytes_per_s: float = 0.0
     d2h_bytes_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
-    """Speed of loading weights into an instance, with all overheads."""
+    """Speed of loading whole models, where that is less than the link's; 0: the link's. It is the
+    same for every policy."""
     step_s: float = 0.0
     """Fixed cost of a step: launches, sampling, the host's part."""
     table: str = ""
@@ -244,8 +245,7 @@ def _slices_of(
 ) -> list[SimulatedSlice]:
     parts = preset.parts
     streams = device.h2d_bytes_per_s > 0
-    # Weights that could stream are where the GPU reads them: the link's speed is theirs.
-    load_bytes_per_s = device.h2d_bytes_per_s if preset.streams else device.load_bytes_per_s
+    load_bytes_per_s = device.load_bytes_per_s or device.h2d_bytes_per_s
     routes = {
         way: (f"{node}.{way}", *(i for i, (_, ways) in hardware.host_links.items() if way in ways))
         for way in ("h2d", "d2h")

@@ -1,6 +1,7 @@
 """The machine's loops: each has a policy, an inbox of events, and an executor."""
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -21,6 +22,8 @@ class PolicyLoop(Generic[E, A]):
     queued: bool = False
     wake_s: float | None = None
     """When its policy is asked next if no event comes."""
+    observe: Callable[[], Sequence[E]] | None = None
+    """Returns the events of a tick that the policy is told before all others."""
 
 
 class LoopScheduler:
@@ -46,6 +49,8 @@ class LoopScheduler:
             loop = queue.popleft()
             loop.queued = False
             events, loop.inbox = loop.inbox, []
+            if loop.observe is not None:
+                events = [*loop.observe(), *events]
             tick(loop.policy, now, events, loop.executor, loop.record)
             self.ticks += 1
             wake_s = loop.policy.wakeup

@@ -24,11 +24,10 @@ from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.slice_simulation import SliceSimulation
 from c2cserve.sim.world.timeline import Timeline
 
-_OUTPUT_LIMIT = 1024
-"""The least limit of output tokens: no policy may learn an answer's length from its limit."""
 _KV_RESIZE_BYTES_PER_S = 40e9
-"""Speed of resizing KV memory that is sized in advance, in bytes of its new size. SLINFER's figure
-17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with a copy of its content."""
+"""Speed of resizing KV memory that is sized in advance and in use, in bytes of its new size.
+SLINFER's figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with a copy of its content. Memory
+without content is allocated, which takes no time here."""
 
 
 class Stuck(AssertionError):
@@ -96,6 +95,8 @@ class Simulation:
         self.loop: PolicyLoop[ev.ClusterEvent, act.ClusterAction | act.SimulatedClusterAction] = (
             PolicyLoop(policy, self, recorders(None))
         )
+        if settings.preset.placing == "slinfer":
+            self.loop.observe = self._tokens_sent
         self._context = SimulationContext(
             self.timeline, self.loops, self.network, Costs(machine.hardware.tables), self.models,
             self, Random(settings.seed), settings.noise, settings.hybrid,
@@ -149,7 +150,7 @@ class Simulation:
             id=f"r{self.arrived}",
             model=coming.model,
             prompt_len=prompt,
-            max_new_tokens=min(max(output, _OUTPUT_LIMIT), spec.max_context - prompt),
+            max_new_tokens=spec.max_context - prompt,
             arrival_s=self.timeline.now,
             slo=spec.slo if self._slo is None else self._slo(prompt),
             prefix_hashes=coming.prefix_hashes,
@@ -167,6 +168,10 @@ class Simulation:
 
     def notify(self, event: ev.ClusterEvent) -> None:
         self.loops.notify(self.loop, event)
+
+    def _tokens_sent(self) -> Sequence[ev.ClusterEvent]:
+        sent = [row for one in self.slices.values() for row in one.tokens_sent()]
+        return [ev.TokensSent(tuple(sent))] if sent else []
 
     def finished(self, tracked: TrackedRequest) -> None:
         self._end(tracked, "finished")
@@ -255,10 +260,13 @@ class Simulation:
     # ---- memory sized in advance ----------------------------------------------------------------
 
     def _resize(self, model: str, slice_id: str, kv_bytes: int) -> None:
-        """Resize KV memory. Meanwhile the instance computes nothing; a new one loads first."""
+        """Resize KV memory. Meanwhile an instance with KV computes nothing, because that moves."""
         here = self.slices[slice_id]
+        if not here.holds_kv(model):
+            self.notify(ev.KvResized(model, slice_id, kv_bytes))
+            return
         here.pause(model)
-        took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S + here.load_left_s(model)
+        took_s = kv_bytes / _KV_RESIZE_BYTES_PER_S
         self.timeline.at(self.timeline.now + took_s, self._resized, here, model, kv_bytes)
 
     def _resized(self, here: SliceSimulation, model: str, kv_bytes: int) -> None:

@@ -160,6 +160,18 @@ class SliceSimulation:
         for compute in self._lanes.values():
             compute.update_use()
 
+    def tokens_sent(self) -> list[tuple[str, int]]:
+        """Return the requests here with tokens, and how many their clients have."""
+        ahead = {
+            part.request_id: times
+            for compute in self._lanes.values() for times, parts in compute.ahead()
+            for part, _ in parts
+        }  # fmt: skip
+        return [
+            (name, seq.tracked.sampled + ahead.get(name, 0))
+            for name, seq in self.seqs.items() if seq.tracked.sampled
+        ]  # fmt: skip
+
     def _notify(self, event: ev.SliceEvent) -> None:
         if self._reports:
             self._report()
@@ -214,14 +226,9 @@ class SliceSimulation:
         if loading is not None:
             self._context.network.stop(loading[1])
 
-    def load_left_s(self, name: str) -> float:
-        """Return about how many seconds the load of its weights still takes."""
-        if name not in self._loading and name not in self._absent:
-            return 0.0
-        took_s = self.active[name].spec.weight_bytes / self.simulated.load_bytes_per_s
-        if name in self._absent:
-            return took_s
-        return max(0.0, self._loading[name][0] + took_s - self._context.timeline.now)
+    def holds_kv(self, name: str) -> bool:
+        """Return whether a request of the model has KV here."""
+        return any(seq.blocks for seq in self.seqs.values() if seq.spec.id == name)
 
     def _loaded(self, name: str) -> None:
         if self._dead:

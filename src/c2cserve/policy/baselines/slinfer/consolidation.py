@@ -44,8 +44,8 @@ class Placer:
         self, request: Request, spec: ModelSpec, loads: Iterable[SliceLoad], now: float
     ) -> Placement | None:
         for load in self._here(request, loads):
-            kv_bytes = self._kv_bytes(request, spec, load, now)
-            if kv_bytes is not None and computes(load, request, now):
+            kv_bytes = self._kv_bytes(request, spec, load)
+            if kv_bytes is not None and self.computes(load, request, now):
                 return Placement(load.slice.id, kv_bytes=kv_bytes)
         return None
 
@@ -65,8 +65,8 @@ class Placer:
         fill = {load.slice.id: self._fill(load) for load in able}
         able.sort(key=lambda x: (not x.is_cpu, not x.active, sign * fill[x.slice.id], x.slice.id))
         for load in able:
-            kv_bytes = self._kv_bytes(request, spec, load, now)
-            if kv_bytes is not None and computes(load, request, now):
+            kv_bytes = self._kv_bytes(request, spec, load)
+            if kv_bytes is not None and self.computes(load, request, now):
                 return Placement(load.slice.id, activate=True, kv_bytes=kv_bytes)
         return None
 
@@ -106,8 +106,8 @@ class Placer:
         ]  # fmt: skip
         for _, name in sorted(smaller):
             one = load.active[name]
-            kv_bytes = self._kv_bytes(request, spec, load, now, freed=footprint(one))
-            if kv_bytes is None or not computes(load, request, now, without=name):
+            kv_bytes = self._kv_bytes(request, spec, load, freed=footprint(one))
+            if kv_bytes is None or not self.computes(load, request, now, without=name):
                 continue
             if self._elsewhere(one, load, loads, now):
                 return name, kv_bytes
@@ -118,9 +118,8 @@ class Placer:
     ) -> bool:
         """Would its requests be in time on other slices?"""
         others = [other for other in loads if other is not load]
-        round_s = load.round_s()
         for job in instance.jobs.values():
-            moved = resumed(job, now, round_s)
+            moved = resumed(job)
             if not (
                 self._join(moved, instance.spec, others, now)
                 or self._start(moved, instance.spec, others, now)
@@ -128,13 +127,47 @@ class Placer:
                 return False
         return True
 
+    # ---- time -----------------------------------------------------------------------------------
+
+    def computes(self, load: SliceLoad, request: Request, now: float, without: str = "") -> bool:
+        """Shadow validation of the request on the slice (6 C). A newcomer on an instance that has
+        to load its weights first is not late for that: only the rounds after it count."""
+        present = [(one, self._shadow(one)) for name, one in load.active.items() if name != without]
+        joined = next((shadow for one, shadow in present if one.spec.id == request.model), None)
+        loading = joined is None and not load.is_cpu
+        mean = self.mean_output(request.model)
+        target = joined or Shadow(load.times(request.model), mean_output=mean)
+        due_s = PlacedRequest(request).due_s
+        target.prompts.append(Prompt(due_s, request.prompt_len, request.slo.tpot_s, newcomer=True))
+        fresh = [target] if joined is None else []
+        shadows = [shadow for _, shadow in present] + fresh
+        if not round_fits(shadows):
+            return False
+        ready = [shadow for one, shadow in present if one.ready] + ([] if loading else fresh)
+        for shadow in ready:
+            shadow.prompts.sort(key=lambda one: one.due_s)
+        return in_time(ready, now)
+
+    def _shadow(self, instance: Instance) -> Shadow:
+        shadow = Shadow(instance.times, mean_output=self.mean_output(instance.spec.id))
+        for job in instance.jobs.values():
+            request, slo = job.request, job.request.slo
+            if job.first_s is None:
+                shadow.prompts.append(Prompt(job.due_s, request.prompt_len, slo.tpot_s))
+                continue
+            shadow.batch += 1
+            shadow.tokens += request.prompt_len + job.out
+            shadow.prompts_s += instance.times.prefill_s(request.prompt_len)
+            shadow.due_s = min(shadow.due_s, job.due_s + slo.tpot_s * job.out)
+            shadow.tpot_s = min(shadow.tpot_s, slo.tpot_s)
+        return shadow
+
     # ---- memory ---------------------------------------------------------------------------------
 
-    def required(self, instance: Instance, now: float, round_s: float, *more: Request) -> int:
+    def required(self, instance: Instance, *more: Request) -> int:
         """Equation 2; nothing for an instance without requests. L_min is the longest context."""
-        requests = [
-            (job.request.prompt_len, job.out(now, round_s)) for job in instance.jobs.values()
-        ] + [(request.prompt_len, 0) for request in more]
+        requests = [(job.request.prompt_len, job.out) for job in instance.jobs.values()]
+        requests += [(request.prompt_len, 0) for request in more]
         if not requests:
             return 0
         mean = self.mean_output(instance.spec.id)
@@ -142,7 +175,7 @@ class Placer:
         return required_bytes(requests, mean, least, kv_token_bytes(instance.spec))
 
     def _kv_bytes(
-        self, request: Request, spec: ModelSpec, load: SliceLoad, now: float, freed: int = 0
+        self, request: Request, spec: ModelSpec, load: SliceLoad, freed: int = 0
     ) -> int | None:
         """KV memory of the instance with one request more; None: there is not enough."""
         if load.memory is None:
@@ -152,7 +185,7 @@ class Placer:
         free = load.memory.free_bytes + freed
         if present is None:
             free -= spec.weight_bytes
-        required = self.required(instance, now, load.round_s(), request)
+        required = self.required(instance, request)
         return raised(instance.kv_bytes, required, self.preset.watermark, free)
 
 
@@ -164,9 +197,9 @@ def footprint(instance: Instance) -> int:
     return instance.spec.weight_bytes + instance.kv_bytes
 
 
-def resumed(job: PlacedRequest, now: float, round_s: float) -> Request:
+def resumed(job: PlacedRequest) -> Request:
     """What the request would be if it was taken from its instance now."""
-    out = min(job.out(now, round_s), job.request.max_new_tokens - 1)
+    out = min(job.out, job.request.max_new_tokens - 1)
     request = job.request
     return replace(
         request,
@@ -174,40 +207,3 @@ def resumed(job: PlacedRequest, now: float, round_s: float) -> Request:
         max_new_tokens=request.max_new_tokens - out,
         sent=request.sent + out,
     )
-
-
-def computes(load: SliceLoad, request: Request, now: float, without: str = "") -> bool:
-    """Shadow validation of the request on the slice (6 C). A newcomer on an instance that has to
-    load its weights first is not late for that: only the rounds after it count."""
-    round_s = load.round_s()
-    present = [
-        (one, _shadow(one, now, round_s)) for name, one in load.active.items() if name != without
-    ]
-    joined = next((shadow for one, shadow in present if one.spec.id == request.model), None)
-    loading = joined is None and not load.is_cpu
-    target = joined or Shadow(load.times(request.model))
-    due_s = PlacedRequest(request).due_s
-    target.prompts.append(Prompt(due_s, request.prompt_len, request.slo.tpot_s, newcomer=True))
-    fresh = [target] if joined is None else []
-    shadows = [shadow for _, shadow in present] + fresh
-    if not round_fits(shadows):
-        return False
-    ready = [shadow for one, shadow in present if one.ready] + ([] if loading else fresh)
-    for shadow in ready:
-        shadow.prompts.sort(key=lambda one: one.due_s)
-    return in_time(ready, now)
-
-
-def _shadow(instance: Instance, now: float, round_s: float) -> Shadow:
-    shadow = Shadow(instance.times)
-    for job in instance.jobs.values():
-        slo = job.request.slo
-        if job.first_s is None:
-            shadow.prompts.append(Prompt(job.due_s, job.request.prompt_len, slo.tpot_s))
-            continue
-        out = job.out(now, round_s)
-        shadow.batch += 1
-        shadow.tokens += job.request.prompt_len + out
-        shadow.due_s = min(shadow.due_s, job.due_s + slo.tpot_s * out)
-        shadow.tpot_s = min(shadow.tpot_s, slo.tpot_s)
-    return shadow

@@ -9,6 +9,14 @@ decode step after the last of them. Figure 15's violations:
   2  a request that was in time is late because of the newcomer's prefill;
   3  one decode step of every instance together takes longer than the time per token.
 
+Ours, and the published rule lacks it: prompts to come also take time of a round. A request brings
+one prompt and as many decode steps as its answer has tokens. So beside a request, on a slice of `n`
+whose requests are replaced by others like them, each round computes prompts for
+
+    (n - 1) * mean prompt seconds / mean output tokens
+
+Without that, full slices have no time left for prompts.
+
 Requests that were late before do not count: refusing the newcomer would not help them.
 """
 
@@ -45,6 +53,10 @@ class Shadow:
     tpot_s: float = _NEVER_S
     """The shortest time per token among them."""
     decoded: bool = False
+    prompts_s: float = 0.0
+    """Seconds that the prompts of the sequences that decode have taken."""
+    mean_output: float = _NEVER_S
+    """Tokens of the model's answers."""
 
     def decode_s(self) -> float:
         return self.times.decode_s(self.batch, self.tokens / self.batch) if self.batch else 0.0
@@ -61,8 +73,9 @@ class Shadow:
 
 
 def round_fits(shadows: Iterable[Shadow]) -> bool:
-    """Not case 3, with all prompts counted as if they decoded already."""
+    """Not case 3, with all prompts counted as if they decoded already, and prompts to come."""
     round_s, tpot_s = 0.0, _NEVER_S
+    requests, outputs, prompts_s = 0, 0.0, 0.0
     for one in shadows:
         batch = one.batch + len(one.prompts)
         if not batch:
@@ -70,6 +83,11 @@ def round_fits(shadows: Iterable[Shadow]) -> bool:
         tokens = one.tokens + sum(prompt.tokens for prompt in one.prompts)
         round_s += one.times.decode_s(batch, tokens / batch)
         tpot_s = min(tpot_s, one.tpot_s, *(prompt.tpot_s for prompt in one.prompts))
+        requests += batch
+        outputs += batch * one.mean_output
+        prompts_s += one.prompts_s + sum(one.times.prefill_s(each.tokens) for each in one.prompts)
+    if requests > 1:
+        round_s += (requests - 1) * prompts_s / max(1.0, outputs)
     return OVERESTIMATE * round_s <= tpot_s
 
 
