@@ -36,7 +36,7 @@ struct LinkPlace {
   bool relays;
 };
 
-struct RelayShape {  // `transfer.settings.RelayShape`; no stages: warps load and store
+struct RelayShape {  // `transfer.settings.RelayShape`
   int32_t ctas, threads, stages, stage_bytes, recall_poll_bytes;
 };
 
