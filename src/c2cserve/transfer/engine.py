@@ -24,6 +24,7 @@ from typing import Literal, NoReturn, Protocol
 
 from c2cserve.transfer.library import CLOSED, COUNTS, INVALID, CountsView, Result, library
 from c2cserve.transfer.moves import Port, Segment, pack
+from c2cserve.transfer.relay_channel import SharedMemory
 from c2cserve.transfer.settings import Urgency
 
 log = logging.getLogger(__name__)
@@ -81,6 +82,25 @@ class Ticket:
         weakref.finalize(self, library().c2c_transfers_free, handle).atexit = False
 
 
+class RelayServer:
+    """Relays for another process (`transfer/native/relay_server.h`)."""
+
+    def __init__(self, engine: int, server: int) -> None:
+        self._engine, self._server = engine, server
+
+    def set_streaming(self, streams: bool) -> None:
+        """Tell the other process whether steps read over this GPU's link."""
+        library().c2c_relays_streaming(self._server, streams)
+
+    @property
+    def launches(self) -> int:
+        return library().c2c_relays_launches(self._server)
+
+    def close(self) -> None:
+        """Relay no more, and wait for what was launched. Nothing is called afterwards."""
+        library().c2c_relays_close(self._engine, self._server)
+
+
 class TransferEngine:
     """Moves bytes over the links that it is given. Thread-safe, except for `close`."""
 
@@ -92,6 +112,8 @@ class TransferEngine:
         self._ports = tuple(ports)
         self._library = library()
         self._engine: int | None = self._checked(open_native())
+        self._channels: dict[Port, SharedMemory] = {}
+        """Of links of other processes; memory that was shared last stays."""
 
     def submit(
         self, segments: "Sequence[Segment] | array[int]", stream: Stream | None = None, *,
@@ -181,6 +203,37 @@ class TransferEngine:
             self._library.c2c_transfers_counts(self._native(), link, ctypes.byref(view))
             found.append((port, LinkCounts(*(getattr(view, name) for name in COUNTS))))
         return found
+
+    # ---- links of other processes ---------------------------------------------------------------
+
+    def connect(self, port: Port, channel: SharedMemory) -> None:
+        """Let a link of another process relay. Raises ValueError while it has micro-tasks."""
+        number = self._library.c2c_transfers_connect(
+            self._native(), self._ports.index(port), channel.address
+        )
+        if number < 0:
+            self._raise(number)
+        self._channels[port] = channel
+
+    def disconnect(self, port: Port) -> None:
+        """Send again what such a link had: nothing of its process writes any more."""
+        self._library.c2c_transfers_disconnect(self._native(), self._ports.index(port))
+
+    def share(self, port: Port, near: int, far: int, size: int) -> None:
+        """Note that the link's process has memory of this one at the address `far`."""
+        link = self._ports.index(port)
+        self._library.c2c_transfers_share(self._native(), link, near, far, size)
+
+    def unshare(self, port: Port, near: int) -> None:
+        """Note that it has not any more. No transfer reads or writes that memory."""
+        self._library.c2c_transfers_unshare(self._native(), self._ports.index(port), near)
+
+    def open_server(self, open_native: Callable[[int], Result]) -> "RelayServer":
+        """Relay for another process, while this engine moves nothing itself. `open_native` is given
+        the engine. Raises `LinkError`."""
+        return RelayServer(self._native(), self._checked(open_native(self._native())))
+
+    # ---- its end --------------------------------------------------------------------------------
 
     def stop(self) -> None:
         """Cancel all transfers, and end the engine's thread. Other threads may still ask for

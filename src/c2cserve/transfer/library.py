@@ -112,6 +112,11 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "follow": (c_int, (c_void_p, c_void_p, c_void_p, c_int)),
     "state": (c_int, (c_void_p,)),
     "moved": (c_int64, (c_void_p,)),
+    "channel_bytes": (c_int64, ()),
+    "connect": (c_int, (c_void_p, c_int, c_void_p)),
+    "disconnect": (None, (c_void_p, c_int)),
+    "share": (None, (c_void_p, c_int, c_uint64, c_uint64, c_uint64)),
+    "unshare": (None, (c_void_p, c_int, c_uint64)),
     "fault": (c_char_p, (c_void_p,)),
     "free": (None, (c_void_p,)),
     "counts": (None, (c_void_p, c_int, POINTER(CountsView))),
@@ -120,6 +125,16 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "due": (c_double, (c_void_p, c_double)),
     "outstanding": (c_int, (c_void_p, c_int, POINTER(TaskView), c_int)),
     "relay_stream": (c_void_p, (c_void_p, c_int, c_int)),
+}  # fmt: skip
+
+
+_RELAYS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "open": (
+        Result, (c_void_p, c_char_p, c_void_p, c_char_p, POINTER(RelayView), c_void_p),
+    ),
+    "close": (None, (c_void_p, c_void_p)),
+    "streaming": (None, (c_void_p, c_int)),
+    "launches": (c_int64, (c_void_p,)),
 }  # fmt: skip
 
 
@@ -136,8 +151,10 @@ def library() -> ctypes.CDLL:
             " run: python -m c2cserve.kernels.build"
         )
     loaded = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, f"c2c_transfers_{name}")
+    named = {f"c2c_transfers_{name}": one for name, one in _SIGNATURES.items()}
+    named |= {f"c2c_relays_{name}": one for name, one in _RELAYS.items()}
+    for name, (result, arguments) in named.items():
+        function = getattr(loaded, name)
         function.restype = result
         function.argtypes = arguments
     return loaded

@@ -8,6 +8,8 @@
 #include "called_links.h"
 #include "cuda_links.h"
 #include "engine.h"
+#include "relay_client.h"
+#include "relay_server.h"
 
 using namespace c2c::transfer;
 
@@ -143,6 +145,56 @@ int c2c_transfers_state(void* ticket) {
   const TicketPtr& one = ticket_of(ticket);
   return one->over.load(std::memory_order_acquire) ? int(one->transfer->state) : -1;
 }
+
+// ---- links of other processes -------------------------------------------------------------------
+
+int64_t c2c_transfers_channel_bytes() { return sizeof(Channel); }
+
+// `channel` is zeros, and shared with the server's process.
+int c2c_transfers_connect(void* engine, int link, void* channel) {
+  return guarded(
+      [=]() -> int {
+        engine_of(engine).connect(link, static_cast<Channel*>(channel));
+        return 0;
+      },
+      as_number);
+}
+
+void c2c_transfers_disconnect(void* engine, int link) { engine_of(engine).disconnect(link); }
+
+void c2c_transfers_share(void* engine, int link, uint64_t near, uint64_t far, uint64_t size) {
+  engine_of(engine).share(link, near, far, size);
+}
+
+void c2c_transfers_unshare(void* engine, int link, uint64_t near) {
+  engine_of(engine).unshare(link, near);
+}
+
+// Relays what another process submits to `channel`. `engine` is this process's: nothing is relayed
+// while it moves anything.
+Result c2c_relays_open(void* engine, const char* library, void* context, const void* cubin,
+                       const RelayShape* relay, void* channel) {
+  return guarded(
+      [=]() -> Result {
+        auto server = std::make_unique<RelayServer>(library, context, RelayCode{cubin, *relay},
+                                                    static_cast<Channel*>(channel));
+        engine_of(engine).watch(server->moving());
+        return {server.release(), 0};
+      },
+      as_result);
+}
+
+void c2c_relays_close(void* engine, void* server) {
+  RelayServer* one = static_cast<RelayServer*>(server);
+  engine_of(engine).unwatch(one->moving());
+  delete one;
+}
+
+void c2c_relays_streaming(void* server, int streams) {
+  static_cast<RelayServer*>(server)->set_streaming(streams);
+}
+
+int64_t c2c_relays_launches(void* server) { return static_cast<RelayServer*>(server)->launches(); }
 
 // Returns how many bytes have arrived.
 int64_t c2c_transfers_moved(void* ticket) { return ticket_of(ticket)->transfer->moved; }

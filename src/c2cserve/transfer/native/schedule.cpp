@@ -13,11 +13,13 @@ constexpr int kOutstandingShare = 2;  // a link has half of its part of the queu
 }  // namespace
 
 Schedule::Schedule(int ports, const std::vector<std::pair<int, int>>& relays,
-                   const Settings& settings)
-    : settings_(settings), queues_(ports), links_(ports) {
+                   const Settings& settings, const Remotes& remotes)
+    : settings_(settings), remotes_(remotes), queues_(ports), links_(ports) {
   for (int i = 0; i < ports; ++i) {
     queues_[i].carriers.push_back(i);
     queues_[i].alone_bytes = settings.alone_bytes;
+    links_[i].remote = remotes.is_remote(i);
+    links_[i].connected = !links_[i].remote;
     for (int slot = settings.depth - 1; slot >= 0; --slot) {
       links_[i].free_slots[0].push_back(slot);
       links_[i].free_slots[1].push_back(settings.depth + slot);
@@ -107,8 +109,16 @@ Task* Schedule::pull(int number, double now_s) {
   return link.outstanding.back().get();
 }
 
+// Returns how many links carry a queue, those that pause too.
+int Schedule::carriers(const Queue& queue) const {
+  const int own = queue.carriers.front();
+  return int(std::count_if(queue.carriers.begin(), queue.carriers.end(), [&](int at) {
+    return at == own || (links_[at].connected && links_[at].relays_from_s < kNever);
+  }));
+}
+
 uint64_t Schedule::task_bytes(const Queue& queue, int urgency) const {
-  const uint64_t carriers = queue.carriers.size();
+  const uint64_t carriers = this->carriers(queue);
   if (carriers == 1) return queue.alone_bytes;
   uint64_t share = queue.bytes[urgency] / (kOutstandingShare * settings_.depth * carriers);
   if (share > kPage) share -= share % kPage;
@@ -125,6 +135,7 @@ void Schedule::take(Queue& queue, int urgency, Task& task) {
   task.size = 0;
   while (task.size < most && task.pieces.size() < pieces_most) {
     Piece& piece = job.pieces[job.at];
+    if (task.size > 0 && links_[task.link].remote && !remotes_.reaches(task.link, piece)) break;
     const uint64_t size = std::min(piece.size, most - task.size);
     if (size > 0) task.pieces.push_back({piece.target, piece.source, size});
     piece = {piece.target + size, piece.source + size, piece.size - size};
@@ -143,7 +154,8 @@ void Schedule::take(Queue& queue, int urgency, Task& task) {
 // Returns the queue that a link takes from, -1 for none.
 int Schedule::choose(const Link& link, int own, double now_s, int* urgency) const {
   // While one of its relays is stuck, a link relays no more.
-  const bool relays = link.recalled == 0 && now_s >= link.relays_from_s;
+  const bool relays = link.connected && link.recalled == 0 && now_s >= link.relays_from_s &&
+                      (!link.remote || remotes_.takes(own));
   if (!settings_.longest_first) {  // what is its own comes before relays of any class
     for (*urgency = 0; *urgency < kBackground; ++*urgency)
       if (!queues_[own].jobs[*urgency].empty()) return own;
@@ -163,8 +175,15 @@ int Schedule::pick(const Link& link, int own, bool relays, int urgency) const {
   }
   if (!relays) return best;
   for (const int port : link.foreign)
-    if (queues_[port].bytes[urgency] > most) best = port, most = queues_[port].bytes[urgency];
+    if (queues_[port].bytes[urgency] > most && reaches(own, port, urgency))
+      best = port, most = queues_[port].bytes[urgency];
   return best;
+}
+
+bool Schedule::reaches(int link, int port, int urgency) const {
+  if (!links_[link].remote) return true;
+  const Job& job = queues_[port].jobs[urgency].front();
+  return remotes_.reaches(link, job.pieces[job.at]);
 }
 
 void Schedule::arrived(Task* task, double now_s) {
@@ -239,8 +258,7 @@ std::vector<Task*> Schedule::stalled(double now_s) {
   for (Link& link : links_) {
     for (auto& task : link.outstanding) {
       if (!task->relayed || task->recalled || now_s < task->late_s) continue;
-      task->recalled = true;
-      ++link.recalled;
+      recall(task.get());
       found.push_back(task.get());
       ++link.counts.stalls;
       if (now_s < link.relays_from_s) continue;  // the first of those that stall together counts
@@ -250,6 +268,19 @@ std::vector<Task*> Schedule::stalled(double now_s) {
   }
   return found;
 }
+
+void Schedule::recall(Task* task) {
+  task->recalled = true;
+  ++links_[task->link].recalled;
+}
+
+void Schedule::connect(int link, double now_s) {
+  links_[link].connected = true;
+  links_[link].relays_from_s = now_s;
+  links_[link].stalls_in_row = 0;
+}
+
+void Schedule::disconnect(int link) { links_[link].connected = false; }
 
 void Schedule::give_up(Task* task) {
   if (task->given_up) return;

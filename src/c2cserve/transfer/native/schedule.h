@@ -92,6 +92,7 @@ struct Link {
   std::vector<int> free_slots[2];  // for direct paths, for relays: a stuck relay takes no other
   std::vector<std::unique_ptr<Task>> outstanding;
   int recalled = 0;  // of them; those are not counted as what the link carries
+  bool remote = false, connected = true;
   double relays_from_s = -kNever;  // it does not relay before; infinity: never again
   double background_from_s = -kNever;
   double fastest_s_per_byte = kNever;
@@ -101,10 +102,24 @@ struct Link {
   int carried() const { return int(outstanding.size()) - recalled; }
 };
 
+// Links that other processes have: they come and go, and reach a part of the memory only.
+class Remotes {
+ public:
+  virtual ~Remotes() = default;
+  virtual bool is_remote(int) const { return false; }
+  virtual bool takes(int) const { return true; }  // its process has nothing better for it
+  virtual bool reaches(int, const Piece&) const { return true; }
+};
+
 class Schedule {
  public:
-  // `relays` are (link, port that it can relay for).
-  Schedule(int ports, const std::vector<std::pair<int, int>>& relays, const Settings& settings);
+  // `relays` are (link, port that it can relay for). Remote links carry nothing until `connect`.
+  Schedule(int ports, const std::vector<std::pair<int, int>>& relays, const Settings& settings,
+           const Remotes& remotes);
+
+  // The link may relay from now on, whatever was before.
+  void connect(int link, double now_s);
+  void disconnect(int link);
 
   // Sets the size of the port's micro-tasks while no other link carries its queue.
   void set_alone(int port, uint64_t bytes) { queues_[port].alone_bytes = bytes; }
@@ -126,6 +141,8 @@ class Schedule {
   void give_up(Task* task);
   // Returns the relays to recall now. Their links relay no more for a while.
   std::vector<Task*> stalled(double now_s);
+  // Notes that a relay is recalled.
+  void recall(Task* task);
   // When a relay is late, or a link that pauses may carry what waits in the background; infinity if
   // there is no such time.
   double due(double now_s) const;
@@ -137,6 +154,8 @@ class Schedule {
  private:
   int choose(const Link& link, int own, double now_s, int* urgency) const;
   int pick(const Link& link, int own, bool relays, int urgency) const;
+  bool reaches(int link, int port, int urgency) const;  // the first bytes of a queue
+  int carriers(const Queue& queue) const;
   void take(Queue& queue, int urgency, Task& task);
   uint64_t task_bytes(const Queue& queue, int urgency) const;
   void release(Task* task);
@@ -144,6 +163,7 @@ class Schedule {
   void end_if_over(const TransferPtr& transfer);
 
   Settings settings_;
+  const Remotes& remotes_;
   std::vector<Queue> queues_;
   std::vector<Link> links_;
   std::vector<TransferPtr> over_;
