@@ -58,6 +58,7 @@ COMMON = (
     "-Wall",
     "-Wextra",
 )
+_HIDDEN = "-fvisibility=hidden"
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1")
 
 
@@ -73,7 +74,7 @@ Library = tuple[tuple[Path, ...], tuple[str, ...]]
 """Sources, and flags of its own."""
 
 LIBRARIES: dict[str, Library] = {
-    **{library_name(isa): (SOURCES, flags) for isa, flags in FLAGS.items()},
+    **{library_name(isa): (SOURCES, (*flags, _HIDDEN)) for isa, flags in FLAGS.items()},
     TRANSFER: (TRANSFER_SOURCES, ("-ldl",)),
 }
 
@@ -81,7 +82,7 @@ LIBRARIES: dict[str, Library] = {
 def tile_model_flags() -> tuple[str, ...]:
     """Return the flags of the AMX kernels on a model of the tile instructions in plain C++, for
     tests: with AVX-512 if this machine compiles for its own instructions and has it."""
-    return ("-O1", "-DC2C_TILE_MODEL", *(("-march=native",) if _X86 else ()))
+    return (_HIDDEN, "-O1", "-DC2C_TILE_MODEL", *(("-march=native",) if _X86 else ()))
 
 
 def build(

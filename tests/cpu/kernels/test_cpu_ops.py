@@ -166,7 +166,10 @@ def test_attention(
     whole = {s: (0, n) for s, n in enumerate(lengths)}
     got, want = mine.step(ops, whole, window), truth.step(REF, whole, window)
     # The cache holds rounded keys: one rounding step apart, where float32 and float64 disagree.
+    # Where a cache in bfloat16 meets bf16 units, queries and weights are rounded, too.
     tolerance = 3e-6 if dtype == "float32" else 2e-3
+    if dtype == "bfloat16" and rounds(ops.isa, torch.bfloat16):
+        tolerance = 2.0**-7
     for s in whole:
         close(got[s], want[s], tolerance)
 

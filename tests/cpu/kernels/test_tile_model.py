@@ -8,7 +8,8 @@ from levels import RUNNABLE, TILE_MODEL, as_seen
 
 from c2cserve.kernels import build, native
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ref import RefOps
+from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.ref import RefOps, block_views
 
 REF = RefOps()
 
@@ -63,6 +64,45 @@ def test_panels_of_many_strips() -> None:
     assert torch.equal(CpuOps(1, isa=TILE_MODEL).linear(x[9:10], w)[0], whole[9])
 
 
+def step(
+    kv: KvLayout, lengths: list[int], new: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows of the last `new` tokens of each sequence, a cache whose unused slots hold NaN,
+    its block table, and the lengths."""
+    blocks = [-(-length // 16) for length in lengths]
+    arena = torch.full((sum(blocks) * kv.block_bytes,), 0xFF, dtype=torch.uint8)
+    order = (torch.randperm(sum(blocks)) * kv.block_bytes).split(blocks)
+    table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int64)
+    for s, (part, length) in enumerate(zip(order, lengths, strict=True)):
+        table[s, : len(part)] = part
+        for t in range(length):
+            k, v = block_views(arena, kv, 0, int(table[s, t // 16]))
+            k[:, t % 16], v[:, t % 16] = noise(2, kv.kv_heads, kv.head_dim, seed=97 * s + t)
+    width = (heads + 2 * kv.kv_heads) * kv.head_dim
+    queries = noise(len(lengths) * new, width, seed=5).bfloat16().float()
+    return queries, arena, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [0, 45])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (4, 2, 24), (20, 1, 80)])
+def test_attention(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    """Near float64, and a row's bits are its own, with any rows beside it."""
+    kv, new = KvLayout(1, kv_heads, dim, "bfloat16"), 6
+    queries, arena, table, lengths = step(kv, [6, 65, 130, 1100], new, heads)
+    starts = torch.arange(0, 4 * new + 1, new, dtype=torch.int32)
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    where = (arena, kv, 0, starts, lengths, table, dim**-0.5, window)
+    whole = three.attention(queries, *where)
+    assert off(whole, REF.attention(queries, *where)) < 2.0**-8
+    for s in range(4):
+        for i in (0, 3, new - 1):
+            alone = one.attention(
+                queries[s * new + i][None], arena, kv, 0, torch.tensor([0, 1], dtype=torch.int32),
+                lengths[s : s + 1] - new + i + 1, table[s : s + 1], dim**-0.5, window,
+            )  # fmt: skip
+            assert torch.equal(alone[0], whole[s * new + i])
+
+
 def test_experts() -> None:
     one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
     x, router = noise(60, 64), noise(60, 5, seed=1)
@@ -89,5 +129,10 @@ def test_what_is_not_a_number_stays_one() -> None:
 @pytest.mark.parametrize("rows", [1, 20, 100])
 def test_the_model_is_the_processor(rows: int) -> None:
     x, w = noise(rows, 1100), noise(130, 1100, seed=1).bfloat16()
-    real, model = (CpuOps(2, isa=isa).linear(x, w) for isa in ("amx", TILE_MODEL))
-    assert torch.equal(real, model)
+    real, model = CpuOps(2, isa="amx"), CpuOps(2, isa=TILE_MODEL)
+    assert torch.equal(real.linear(x, w), model.linear(x, w))
+    kv = KvLayout(1, 2, 64, "bfloat16")
+    queries, arena, table, lengths = step(kv, [rows + 50], rows, 14)
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    where = (arena, kv, 0, starts, lengths, table, 0.125, 0)
+    assert torch.equal(real.attention(queries, *where), model.attention(queries, *where))

@@ -16,7 +16,7 @@
 #include "dot.h"
 #include "linear_args.h"
 #include "threads.h"
-#include "tile_linear.h"
+#include "tiles/linear.h"
 
 namespace c2c {
 

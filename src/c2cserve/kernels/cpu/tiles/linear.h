@@ -15,10 +15,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "dot.h"
-#include "linear_args.h"
-#include "threads.h"
-#include "tiles.h"
+#include "../dot.h"
+#include "../linear_args.h"
+#include "../threads.h"
+#include "registers.h"
 #include "transpose.h"
 
 #if defined(C2C_TILES)

@@ -13,7 +13,7 @@
 #define C2C_TILES 1
 #elif defined(C2C_TILE_MODEL)
 #define C2C_TILES 1
-#include "tile_model.h"
+#include "model.h"
 #endif
 
 #if defined(C2C_TILES)

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "simd.h"
+#include "../simd.h"
 
 namespace c2c {
 
