@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.core.actions import Backlog
-from c2cserve.policy.cluster.admission import InTimeShare, Pace
+from c2cserve.policy.cluster.admission import Pace
 from c2cserve.policy.cluster.entrance import Entrance, Newcomer, RetryTimes
+from c2cserve.policy.cluster.feedback import InTimeShare
 
 NONE = Backlog()
 LONG = Backlog(100.0, (("A", 80),), ("m",))
@@ -138,7 +139,7 @@ def test_the_share_stays_within_its_bounds(lates: list[bool]) -> None:
     for late in lates:
         before = share.value
         share.note(late=late)
-        assert InTimeShare.LEAST <= share.value <= InTimeShare.MOST
+        assert share.least <= share.value <= share.most
         assert share.value <= before if late else share.value >= before
 
 
@@ -153,7 +154,7 @@ def test_the_share_finds_how_long_may_be_waited(unseen: float, seed: int) -> Non
         share.note(late=was_late)
         late += was_late and number >= 1000
     assert late / 5000 < 0.04
-    assert share.value > min(InTimeShare.MOST, 1.0 - unseen) - 0.3
+    assert share.value > min(share.most, 1.0 - unseen) - 0.3
 
 
 def test_retries_are_spread_evenly() -> None:

@@ -135,3 +135,27 @@ async def test_an_endless_request_whose_client_left_is_ended(
         assert time.monotonic() < deadline_s
         await asyncio.sleep(0.01)
     assert await tokenized(pool, quick, "a")
+
+
+async def test_a_request_that_needs_a_process_to_itself_gets_one_in_its_turn(
+    pool: TextPool, byte_dir: Path, tmp_path: Path
+) -> None:
+    """Its tokenizer is loaded nowhere yet, and others never leave a process idle."""
+    busy = [files_of(byte_dir, name) for name in ("a", "b")]
+    await asyncio.gather(*(tokenized(pool, files, "a") for files in busy))
+    answered = 0
+
+    async def flood(files: ModelFiles) -> None:
+        nonlocal answered
+        while True:
+            await tokenized(pool, files, "word " * 20)
+            answered += 1
+
+    floods = [asyncio.create_task(flood(files)) for files in busy for _ in range(24)]
+    while answered < 50:
+        await asyncio.sleep(0)
+    async with asyncio.timeout(20):
+        assert await tokenized(pool, files_of(sentencepiece_like(tmp_path), "new"), "a")
+    for one in floods:
+        one.cancel()
+    await asyncio.gather(*floods, return_exceptions=True)

@@ -11,26 +11,23 @@ first tokens were late, the shorter the queue.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from c2cserve.core.actions import Backlog, Reject
 from c2cserve.core.request import Request
+from c2cserve.policy.cluster.feedback import InTimeShare, Throughput
 from c2cserve.policy.cluster.placement import worth_a_try
 from c2cserve.policy.cluster.pool_residency import ModelBook
 from c2cserve.policy.cluster.queue import WaitingQueue
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
+from c2cserve.policy.cluster.starts import Starts
 
 BURST_S = 0.25
 CALM_S = 2.0
 """An overload is over when no newcomer has had to wait for so long. Refusals make queues end early:
 without this, each end would let in all that is asked for a burst's time."""
-_LATE_TOLERATED = 0.02
-"""The share of first tokens that may be late in an overload."""
-_LATE_STEP = 0.1
-_WEIGHT = 0.3
-_WINDOW_S = 0.5
 _RECHECK_S = 0.25
 """How often all waiting requests are looked at."""
 
@@ -49,36 +46,6 @@ class AdmissionSettings:
     burst_s: float = BURST_S
     """An overload begins when requests that can be in time have waited for so long without a break.
     In it nothing waits for longer than its TTFT target. 0: any queue is. inf: none is."""
-
-
-@dataclass(slots=True)
-class Throughput:
-    """Requests finished per second lately while others waited: what the machine can do. (What it
-    does while none wait says how much is asked of it, not how much it can take.)"""
-
-    per_s: float = 0.0
-    _finished: int = 0
-    _since_s: float | None = None
-
-    def finished(self) -> None:
-        self._finished += 1
-
-    def refresh(self, now: float, *, saturated: bool) -> None:
-        """`saturated`: requests wait that could run if there was room."""
-        if not saturated:
-            self._since_s = None
-            return
-        if self._since_s is None:
-            self._finished, self._since_s = 0, now
-        elapsed = now - self._since_s
-        if elapsed >= _WINDOW_S and self._finished:
-            rate = self._finished / elapsed
-            self.per_s = rate if self.per_s == 0.0 else self.per_s + _WEIGHT * (rate - self.per_s)
-            self._finished, self._since_s = 0, now
-
-    def wait_s(self, ahead: int) -> float:
-        """Return the expected wait behind so many requests; 0 while nothing is known."""
-        return ahead / self.per_s if self.per_s > 0.0 else 0.0
 
 
 class Standing:
@@ -106,24 +73,6 @@ class Standing:
         """Note that a newcomer had to wait behind what waits already."""
         if self.is_long:
             self._pressed_s = now
-
-
-class InTimeShare:
-    """The share of its TTFT target that a request may be expected to wait for in an overload.
-
-    The rest is for its prompt and for what delays it unseen: the event loops of a busy machine,
-    other work on its cores. A late first token lowers the share by a tenth. One in time raises
-    it a little: the share stays level while `_LATE_TOLERATED` of them are late."""
-
-    MOST, LEAST = 0.75, 0.05
-
-    def __init__(self) -> None:
-        self.value = 0.5
-
-    def note(self, *, late: bool) -> None:
-        raised = _LATE_STEP * _LATE_TOLERATED / (1.0 - _LATE_TOLERATED)
-        factor = 1.0 - _LATE_STEP if late else 1.0 + raised
-        self.value = min(self.MOST, max(self.LEAST, self.value * factor))
 
 
 class Pace:
@@ -177,11 +126,13 @@ class Admission:
     """Looks at requests that could not be placed, and tells which of them to refuse."""
 
     def __init__(
-        self, settings: AdmissionSettings, queue: WaitingQueue, models: Mapping[str, ModelBook]
-    ) -> None:
+        self, settings: AdmissionSettings, queue: WaitingQueue, models: Mapping[str, ModelBook],
+        slices: Mapping[str, SliceLoad],
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._queue = queue
         self._models = models
+        self._slices = slices
         self.throughput = Throughput()
         self._standing = Standing(settings.burst_s)
         """The queue of requests that can be in time: they wait for places, so more is asked than
@@ -195,8 +146,9 @@ class Admission:
         self._ended: list[tuple[Request, float, float, int]] = []
         """The same of those that have finished, and their lengths: their times are not known yet,
         because no clock is read while events are applied."""
-        self._sent: dict[str, tuple[Request, float]] = {}
-        """Requests without a first token, and when they were sent to their slices."""
+        self._sent: dict[str, tuple[Request, float, str]] = {}
+        """Requests without a first token, when they were sent to their slices, and to which."""
+        self._starts = Starts()
         self._no_slice_since_s: float | None = None
         self.recheck_s = 0.0
         self._notified = Backlog()
@@ -210,9 +162,9 @@ class Admission:
         """Whether more is asked than can be done."""
         return self._standing.is_long
 
-    def sent(self, request: Request, now: float) -> None:
+    def sent(self, request: Request, slice_id: str, now: float) -> None:
         """Note that a request goes to a slice."""
-        self._sent[request.id] = request, now
+        self._sent[request.id] = request, now, slice_id
 
     def left(self, request_id: str) -> None:
         """Note that a request is on no slice any more."""
@@ -229,10 +181,12 @@ class Admission:
         """Learn from a first token, which came so long after its request arrived."""
         if (sent := self._sent.pop(request_id, None)) is None:
             return
-        request, sent_s = sent
+        request, sent_s, slice_id = sent
+        late = after_s > request.slo.ttft_s
+        self._starts.started(slice_id, late=late)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
         if self.overload and not request.sent:
-            self.share.note(late=after_s > request.slo.ttft_s)
+            self.share.note(late=late)
 
     def begin(self, now: float) -> None:
         """Note which waiting requests have become late, before new ones are looked at."""
@@ -240,21 +194,27 @@ class Admission:
             tpot_s = (now - first_s) / max(1, length - 1)
             self._pace.note(late=tpot_s > request.slo.tpot_s, sent_s=sent_s, now=now)
         self._ended.clear()
+        self._starts.refresh(self._unstarted, now)
         self._age(now)
         if not self._queue.punctual(self._usable, displaced=False):
             self._standing.note(waiting=False, now=now)
+
+    def end(self, now: float) -> None:
+        """Note what the machine can do, if requests wait that could run."""
+        usable = any(self._usable(name) for name in self._queue.models())
+        self.throughput.refresh(now, saturated=usable and bool(self._slices))
 
     def _age(self, now: float) -> None:
         if self._settings.patience > 0.0:  # else late requests would wait for ever
             self._late += self._queue.age(now)
 
-    def overdue(self, now: float, loads: Iterable[SliceLoad]) -> Iterator[Reject]:
+    def overdue(self, now: float) -> Iterator[Reject]:
         """Refuse requests in an overload before any is placed. These are those that have become
         late since the last time, and those that are late on slices."""
         self._age(now)
         late, self._late = self._late, []
         if self.overload and self._settings.patience > 0.0:
-            yield from self._hopeless(now, loads)
+            yield from self._hopeless(now)
             for one in late:
                 if one.id in self._queue and self._usable(one.model):
                     yield self._overdue(one, now)
@@ -267,12 +227,12 @@ class Admission:
         )
         return Reject(request.id, 429, reason, retry_s, "overload")
 
-    def refused(self, now: float, arrived: Sequence[Request], *, slices: bool) -> Iterator[Reject]:
+    def refused(self, now: float, arrived: Sequence[Request]) -> Iterator[Reject]:
         """Refuse newcomers that could not be placed, and look at all others once in a while. Each
-        one that is yielded must leave the queue before the next. `slices`: at least one is up."""
+        one that is yielded must leave the queue before the next."""
         yield from self._too_many(arrived)
         since_s = now if self._no_slice_since_s is None else self._no_slice_since_s
-        self._no_slice_since_s = None if slices else since_s
+        self._no_slice_since_s = None if self._slices else since_s
         everybody = now >= self.recheck_s
         self.recheck_s = now + _RECHECK_S if everybody else self.recheck_s
         punctual = self._queue.punctual(self._usable)
@@ -298,14 +258,14 @@ class Admission:
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
 
-    def _hopeless(self, now: float, loads: Iterable[SliceLoad]) -> list[Reject]:
+    def _hopeless(self, now: float) -> list[Reject]:
         """Refuse requests on slices that are late before their first token, once in a while in an
         overload. Requests that can still be in time could have their places."""
         if now < self.recheck_s:
             return []
         return [
             self._overdue(job.request, now)
-            for load in loads for one in load.busy() for job in one.jobs.values()
+            for load in self._slices.values() for one in load.busy() for job in one.jobs.values()
             if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
         ]  # fmt: skip
 
@@ -359,17 +319,31 @@ class Admission:
         late = self._queue.late(request.id) and self._settings.patience > 1.0
         return late or self.never_refused(request)
 
+    def taking(self, loads: list[SliceLoad], request: Request) -> list[SliceLoad]:
+        """Return the slices that start the requests they have soon enough to be sent another."""
+        if self.never_refused(request):
+            return loads
+        ttft_s = request.slo.ttft_s
+        full = self._starts.full
+        return [load for load in loads if not full(load.slice.id, self._unstarted, ttft_s)]
+
+    def _unstarted(self, slice_id: str) -> int:
+        """Return how many requests a slice has without a first token."""
+        load = self._slices.get(slice_id)
+        if load is None:
+            return 0
+        return sum(job.first_s is None for one in load.busy() for job in one.jobs.values())
+
     def confirmed(
-        self, placement: Placement | None, request: Request, slices: Mapping[str, SliceLoad],
-        now: float,
-    ) -> Placement | None:  # fmt: skip
+        self, placement: Placement | None, request: Request, now: float
+    ) -> Placement | None:
         """Return the placement of a waiting request. In an overload, and while answers are slow, a
         busy CPU slice gets none on which it or others would be late. `placement` has looked at that
         for other slices. What is late already may stay so."""
         strict = self.overload or self._pace.slow(now)
         if placement is None or not strict or self.never_refused(request):
             return placement
-        load, late = slices[placement.slice_id], self._queue.late(request.id)
+        load, late = self._slices[placement.slice_id], self._queue.late(request.id)
         if not load.is_cpu:
             return placement
         tried = worth_a_try(load, request, now, self._pace.share, late=late)

@@ -11,7 +11,8 @@ from math import inf
 
 from c2cserve.core.actions import Backlog
 from c2cserve.core.value import value
-from c2cserve.policy.cluster.admission import CALM_S, Standing, Throughput, turns_before
+from c2cserve.policy.cluster.admission import CALM_S, Standing, turns_before
+from c2cserve.policy.cluster.feedback import Throughput
 
 _LONG = 16
 """Requests that wait for places. From so many on, all models' are taken to wait."""

@@ -45,11 +45,11 @@ class ClusterPolicy(Generic[ExtraT]):
         """Those that are not in the pool."""
         self._shares = FairShares()
         self._queue = WaitingQueue(self._shares)
-        self._admission = Admission(settings, self._queue, self._models)
         self._actions: list[act.ClusterAction | ExtraT] = []
         self._outputs = strategies.outputs
         self._instances = Instances(strategies.instances, self._outputs, self._actions)
         self._slices, self._where = self._instances.slices, self._instances.where
+        self._admission = Admission(settings, self._queue, self._models, self._slices)
         self._failing = Failing(self._slices, self._instances.deactivate)
         self._relocation = Relocation(
             Suspects(settings.no_slice_grace_s), self._models, self._slices, self._queue,
@@ -190,7 +190,7 @@ class ClusterPolicy(Generic[ExtraT]):
         arrived, self._arrived = self._arrived, []
         for request in arrived:
             self._admit(request)
-        self._refuse(self._admission.overdue(now, self._slices.values()))
+        self._refuse(self._admission.overdue(now))
         self._back_off(now)
         self._fail(now)
         if self._pool_changed or now >= self._admission.recheck_s:
@@ -198,12 +198,11 @@ class ClusterPolicy(Generic[ExtraT]):
         self._room_changed |= self._relocation.direct(now)
         self._dispatch(now, arrived)
         self._dispatch_owed(now)
-        self._refuse(self._admission.refused(now, arrived, slices=bool(self._slices)))
+        self._refuse(self._admission.refused(now, arrived))
         self._actions += self._admission.backlog()
         self._forget()
         self._actions += self._relocation.recalls(now)
-        usable = any(self._models[m].usable for m in self._queue.models())
-        self._admission.throughput.refresh(now, saturated=usable and bool(self._slices))
+        self._admission.end(now)
         actions, self._actions[:] = [*self._actions], []
         return actions
 
@@ -356,9 +355,10 @@ class ClusterPolicy(Generic[ExtraT]):
         return loads, active_if_full(loads) if self._placing.ours else None
 
     def _place(self, request: Request, loads: list[SliceLoad], now: float) -> Placement | None:
-        spec, late = self._models[request.model].spec, self._admission.may_be_late(request)
+        spec, loads = self._models[request.model].spec, self._admission.taking(loads, request)
+        late = self._admission.may_be_late(request)
         placement = self._placing.place(request, spec, loads, self._value, now, late=late)
-        return self._admission.confirmed(placement, request, self._slices, now)
+        return self._admission.confirmed(placement, request, now)
 
     def _value(self, name: str) -> tuple[float, ...]:
         """Return what it costs to let a model without requests leave a slice; lowest first."""
@@ -375,7 +375,7 @@ class ClusterPolicy(Generic[ExtraT]):
         displaced = self._queue.displaced(request.id)
         self._queue.remove(request.id)
         self._shares.dispatched(request, self._outputs.mean(model.spec.id))
-        self._admission.sent(request, now)
+        self._admission.sent(request, placement.slice_id, now)
         self._instances.send(request, model.spec, placement, displaced=displaced)
         model.running += 1
         model.last_used_s = now

@@ -34,6 +34,11 @@ class Claim:
     displaced: bool = False
     """It was behind one that took long."""
 
+    @property
+    def alone(self) -> bool:
+        """It is never sent to a process behind others."""
+        return self.large or self.displaced
+
 
 class Sharing:
     """Decides who may have a process of `processes`. `now`, in seconds, never falls."""
@@ -55,7 +60,7 @@ class Sharing:
     ) -> bool:
         """Return whether a request may be sent to a process that has some `before` it, one at
         least. `others`: those of other processes. Nothing costly waits or is waited for."""
-        if claim.displaced or now - before[0].since > PATIENCE_S:
+        if claim.alone or now - before[0].since > PATIENCE_S:
             return False
         if any(self._costly(one, now) for one in (claim, *before)):
             return False

@@ -211,40 +211,62 @@ class TextPool:
                 self._give_back(waiter.result(), claim, None)
 
     def _hand_out(self) -> None:
-        """Assign processes to the longest waiting requests that may have one."""
+        """Assign processes to the longest waiting requests that may have one.
+
+        A request that must have a process to itself gets one in its turn. Until one is idle, those
+        after it are sent behind others on other processes only."""
         now = time.monotonic()
+        for process in [one for one, claims in self._claims.items() if not claims]:
+            if (lost := process.lost) is not None:
+                self._replace(process, lost)
+        kept: set[TextProcess] = set()
         refused: set[tuple[str, bool, bool]] = set()
         """Kinds of requests that no process was free for: it can only be fewer in this round."""
         for waiter, claim in list(self._waiting.items()):
-            if all(len(claims) >= _DEPTH for claims in self._claims.values()):
-                return
             kind = claim.version, claim.large, claim.displaced
             if waiter.done() or kind in refused:
                 continue
-            if (process := self._process_for(claim, now)) is None:
+            process = self._start(claim, kept, now) or self._follow(claim, kept, now)
+            if process is None:
                 refused.add(kind)
+                kept |= self._keep(claim, kept, now)
+                if all(one in kept or len(self._claims[one]) >= _DEPTH for one in self._claims):
+                    return
                 continue
             self._claims[process].append(claim)
             claim.since = now
             del self._waiting[waiter]
             waiter.set_result(process)
 
-    def _process_for(self, claim: Claim, now: float) -> TextProcess | None:
-        """Return an idle process, one with the tokenizer if there is one; else one to which the
-        request may be sent behind others."""
-        for process in [one for one, claims in self._claims.items() if not claims]:
-            if (lost := process.lost) is not None:
-                self._replace(process, lost)
-        idle = [one for one, claims in self._claims.items() if not claims]
+    def _start(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
+        """Return an idle process for a request, one with its tokenizer if there is one."""
+        idle = [one for one, claims in self._claims.items() if not claims and one not in kept]
         running = [claims[0] for claims in self._claims.values() if claims]
-        if idle and self._sharing.may_start(claim, running, now):
-            return next((one for one in idle if one.has(claim.version)), idle[0])
+        if not idle or not self._sharing.may_start(claim, running, now):
+            return None
+        return next((one for one in idle if one.has(claim.version)), idle[0])
+
+    def _follow(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
+        """Return a process to which a request may be sent behind others."""
         for process, claims in self._claims.items():
-            if 0 < len(claims) < _DEPTH and process.has(claim.version):
+            if 0 < len(claims) < _DEPTH and process not in kept and process.has(claim.version):
                 others = [one for other, one in self._claims.items() if other is not process]
                 if self._sharing.may_follow(claim, claims, others, now):
                     return process
         return None
+
+    def _keep(self, claim: Claim, kept: set[TextProcess], now: float) -> set[TextProcess]:
+        """Return the process that is to become idle for a request, if the request could have it
+        then and can have none before."""
+        if any(one.has(claim.version) for one in self._claims) and not claim.alone:
+            return set()
+        for process in sorted(self._claims, key=lambda one: len(self._claims[one])):
+            others = [
+                claims[0] for one, claims in self._claims.items() if claims and one is not process
+            ]
+            if process not in kept and self._sharing.may_start(claim, others, now):
+                return {process}
+        return set()
 
     def _give_back(self, process: TextProcess, claim: Claim, lost: str | None) -> None:
         """Take a process back. `lost`: why it must be replaced, if it must."""
