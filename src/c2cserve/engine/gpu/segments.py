@@ -21,6 +21,16 @@ class Region(Protocol):
 Pin = Callable[["np.ndarray[Any, np.dtype[np.uint8]]"], Region]
 
 
+class SegmentWatcher(Protocol):
+    """Learns of segments that transfers may read (`transfer.relay_neighbours`). It never waits."""
+
+    def opened(self, path: str, address: int, size: int) -> None: ...
+
+    def closed(self, path: str) -> None:
+        """No transfer reads the segment any more."""
+        ...
+
+
 @dataclass(slots=True)
 class _Held:
     segment: Segment
@@ -32,9 +42,13 @@ class PinnedSegments:
     """One mapping and one registration of each segment, shared by all slices of the process.
     Thread-safe."""
 
-    def __init__(self, pin: Pin = pin_array, peers: PeerPool | None = None) -> None:
+    def __init__(
+        self, pin: Pin = pin_array, peers: PeerPool | None = None,
+        watcher: SegmentWatcher | None = None,
+    ) -> None:  # fmt: skip
         """`peers` may copy the segments; it knows them by the names of their paths."""
         self._pin = pin
+        self._watcher = watcher
         self._peers = peers
         self._lock = threading.Lock()
         self._held: dict[Path, _Held] = {}
@@ -50,6 +64,8 @@ class PinnedSegments:
                 except PinningError as error:
                     raise OSError(f"{path.name} cannot be read by the GPU: {error}") from error
                 self._held[path] = _Held(segment, region)
+                if self._watcher is not None:
+                    self._watcher.opened(str(path), segment.data.ctypes.data, segment.data.nbytes)
                 if self._peers is not None:
                     self._peers.add(path.name, lendable(segment))
             held = self._held[path]
@@ -64,6 +80,8 @@ class PinnedSegments:
             held.users -= 1
             if held.users == 0:
                 del self._held[path]
+                if self._watcher is not None:
+                    self._watcher.closed(str(path))
                 if self._peers is not None:
                     self._peers.remove(path.name)
                 held.region.close()
