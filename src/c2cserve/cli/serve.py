@@ -98,8 +98,7 @@ def serve(
         ), connections=ConnectionLimits(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
-        ),
-        text=TextSettings(text_processes, text_timeout), access=access.settings(host),
+        ), text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,

@@ -1,8 +1,8 @@
 """The side of a relay that has the transfers: it finds neighbours that lend their links.
 
-A thread for each neighbour connects when the neighbour's worker is up, tells it of the memory that
-transfers read and write, and lets the engine use its link. When the worker ends, the engine sends
-again what it had. The thread goes on looking for the next one.
+Each neighbour has a thread here. It connects when the neighbour's worker is up. It tells the worker
+of the memory that transfers read and write, and lets the engine use the link. When the worker ends,
+the engine sends again what it had. The thread goes on looking for the next one.
 
 A worker that is killed may have begun relays that still write. They end with its process, so its
 link counts as lost only then.
@@ -40,7 +40,7 @@ _FAULTS = (OSError, RuntimeError, ValueError, KeyError)
 @dataclass(frozen=True, slots=True)
 class _Memory:
     address: int
-    """In this process."""
+    """This process's address of it."""
     size: int
     message: Message
     """What another process is told to open it with."""

@@ -49,7 +49,7 @@ class SharedFile:
 
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["relay_process"])
+FORKS.set_forkserver_preload(["c2cserve.transfer.gpus"])
 """Processes begin with their imports done."""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class _Memory:
+class NeighbourMemory:
     """A `transfer.relay_host.RelayMemory`: segments as this worker's slices map them, and memory of
     other workers' GPUs."""
 
@@ -69,7 +69,7 @@ class GpuRelays:
         try:
             self._host = RelayHost(
                 self._name, lambda channel: serve_relays(self._engine, self._device, channel),
-                _Memory(self._device, segments),
+                NeighbourMemory(self._device, segments),
             )  # fmt: skip
         except OSError as fault:  # another process has the name
             log.warning("this GPU relays for no other: %s", fault)
