@@ -27,10 +27,10 @@ class NeighbourMemory:
         self._bases: dict[int, int] = {}
 
     def open_segment(self, path: str) -> int:
-        return self._segments.open(Path(path)).data.ctypes.data
+        return self._segments.open(Path(path), lent=True).data.ctypes.data
 
     def close_segment(self, path: str) -> None:
-        self._segments.close(Path(path))
+        self._segments.close(Path(path), lent=True)
 
     def open_gpu(self, memory: GpuMemory) -> int:
         from c2cserve.transfer.gpus import import_memory
