@@ -148,7 +148,7 @@ int c2c_transfers_state(void* ticket) {
 
 // ---- links of other processes -------------------------------------------------------------------
 
-int64_t c2c_transfers_channel_bytes() { return sizeof(Channel); }
+int64_t c2c_transfers_channel_bytes() { return kChannelBytes; }
 
 // `channel` is zeros, and shared with the server's process.
 int c2c_transfers_connect(void* engine, int link, void* channel) {

@@ -35,6 +35,8 @@ struct Channel {
   ChannelSlot slot[kChannelSlots];
 };
 
+constexpr size_t kChannelBytes = (sizeof(Channel) + 4095) / 4096 * 4096;  // whole pages
+
 inline void relax() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();

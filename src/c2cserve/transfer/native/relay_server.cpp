@@ -20,7 +20,7 @@ RelayServer::RelayServer(const std::string& library, void* context, RelayCode co
   const Current current(cuda_, context);
   kernel_ = std::make_unique<RelayKernel>(cuda_, code);
   cuda_.check("cuMemHostRegister",
-              cuda_.host_register(channel, sizeof(Channel), kPortableMappedMemory));
+              cuda_.host_register(channel, kChannelBytes, kPortableMappedMemory));
   registered_ = true;
   cuda_.check("cuMemHostGetDevicePointer", cuda_.host_address(&channel_address_, channel, 0));
   int lowest = 0, highest = 0;
