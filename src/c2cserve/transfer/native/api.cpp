@@ -102,7 +102,7 @@ Result c2c_transfers_open_called(const Machine* machine, const Settings* setting
       as_result);
 }
 
-// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end within the time.
+// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end in time.
 int c2c_transfers_stop(void* engine, double timeout_s) {
   return engine_of(engine).close(timeout_s);
 }

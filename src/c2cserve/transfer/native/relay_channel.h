@@ -27,7 +27,7 @@ struct ChannelSlot {
 };
 
 struct Channel {
-  alignas(kApart) uint32_t posted;  // by the client: how many were submitted; the server sleeps on it
+  alignas(kApart) uint32_t posted;  // by the client: how many; the server sleeps on it
   // By the server, which takes nothing new meanwhile: its engine has transfers of its own, and its
   // steps read over its link.
   alignas(kApart) uint32_t moving;

@@ -67,7 +67,8 @@ void RelayServer::work() {
   while (!stopping_) {
     const uint32_t posted = read(channel_->posted);
     if (launch_all()) continue;
-    const timespec most{0, 200'000'000};  // a wake-up before the wait is not lost, but `stopping_` is
+    // A task that was posted meanwhile is not missed, but a wake-up of the destructor may be.
+    const timespec most{0, 200'000'000};
     syscall(SYS_futex, &channel_->posted, FUTEX_WAIT, posted, &most, nullptr, 0);
   }
 }
