@@ -54,6 +54,7 @@ def serve(
     gpu_profile: opt.GpuProfile = "measured",
     gpu_peer_bytes: opt.GpuPeerBytes = 0,
     gpu_lanes: opt.GpuLanes = 2,
+    gpu_relays: opt.GpuRelays = False,
     host_kv_bytes: opt.HostKvBytes = None,
     pool_bytes: opt.PoolBytes = None,
     pool_dir: opt.PoolDir = Path("/dev/shm"),
@@ -97,12 +98,11 @@ def serve(
         ), connections=ConnectionLimits(
             connections_within(max_connections, raise_file_limit()), max_header_bytes, max_headers,
             head_timeout, body_timeout, idle_timeout, send_timeout,
-        ),
-        text=TextSettings(text_processes, text_timeout), access=access.settings(host),
+        ), text=TextSettings(text_processes, text_timeout), access=access.settings(host),
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
-        host_kv_bytes, gpu_lanes,
+        host_kv_bytes, gpu_lanes, gpu_relays,
     )  # fmt: skip
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,

@@ -67,6 +67,12 @@ GpuLanes = Annotated[
         " others. 1: all take turns.",
     ),
 ]  # fmt: skip
+GpuRelays = Annotated[
+    bool,
+    typer.Option(
+        "--gpu-relays", help="GPUs with slices lend each other their links to host memory."
+    ),
+]
 HostKvBytes = Annotated[
     int | None,
     size_option(

@@ -27,6 +27,8 @@ class GpuShare:
     """The driver's names of GPUs that lend memory to it, for copies of weights."""
     lent_bytes: int = 0
     """Bytes that each of them lends; all slices of a GPU share them."""
+    neighbours: tuple[str, ...] = ()
+    """The driver's names of GPUs with slices that lend it their links, as it lends them its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,13 +74,15 @@ def plan_gpu_slices(
     profile: ProfileChoice = "measured",
     lent_bytes: int = 0,
     lanes: int = 1,
+    *,
+    relays: bool = False,
 ) -> tuple[Slice, ...]:
     """Return the slices `gpu0`, `gpu1` ... (`mig0` ... for MIG instances), or `gpu0.0`, `gpu0.1`
     ... of partitioned GPUs.
 
     `kv_bytes` is for each slice, None for the default rule. Each GPU with slices gets `lent_bytes`
     of every GPU without slices whose memory it can read. `lanes` are those of a slice; partitions
-    have one.
+    have one. With `relays`, GPUs with slices lend their links to those whose memory they can reach.
 
     Raises `SlicePlanError` for missing GPUs, for partitions or arenas that a GPU has no room for,
     and for loans that no GPU can give.
@@ -97,6 +99,8 @@ def plan_gpu_slices(
         if lent_bytes:
             lenders = _lenders(machine.gpus, gpu, chosen, lent_bytes)
             share = replace(share, lenders=lenders, lent_bytes=lent_bytes)
+        if relays:
+            share = replace(share, neighbours=_neighbours(machine.gpus, gpu, chosen))
         parts = 1 if partitioning is None else partitioning.parts
         if partitioning is not None:
             _check_partitioning(gpu, partitioning)
@@ -154,6 +158,14 @@ def _lenders(
                 f" {len(with_slices)} GPUs"
             )
     return tuple(gpu.uuid for gpu in lenders)
+
+
+def _neighbours(
+    gpus: Sequence[Gpu], target: Gpu, with_slices: Sequence[int]
+) -> tuple[str, ...]:  # fmt: skip
+    others = [gpus[index] for index in with_slices if gpus[index] is not target]
+    found = [gpu for gpu in others if target.uuid in gpu.readable and not (gpu.mig or target.mig)]
+    return tuple(gpu.uuid for gpu in found)
 
 
 def _usable(gpu: Gpu) -> int:

@@ -38,6 +38,8 @@ class SliceWishes:
     there is memory (`_own_host_kv_bytes`), CPU slices none."""
     gpu_lanes: int = 2
     """Lanes of each GPU slice that is a whole GPU or MIG instance."""
+    gpu_relays: bool = False
+    """GPUs with slices lend each other their links."""
 
 
 def plan_all(
@@ -86,5 +88,5 @@ def _gpu_slices(machine: Machine, wishes: SliceWishes) -> tuple[Slice, ...]:
         raise SlicePlanError(f"{wishes.gpu_slices} GPU slices: there is no GPU")
     return plan_gpu_slices(
         machine, layout, wishes.gpu_kv_bytes, wishes.gpu_profile, wishes.gpu_peer_bytes,
-        wishes.gpu_lanes,
+        wishes.gpu_lanes, relays=wishes.gpu_relays,
     )  # fmt: skip

@@ -113,7 +113,7 @@ class TransferEngine:
         self._library = library()
         self._engine: int | None = self._checked(open_native())
         self._channels: dict[Port, SharedMemory] = {}
-        """Of links of other processes; memory that was shared last stays."""
+        """What links of other processes were last connected with."""
 
     def submit(
         self, segments: "Sequence[Segment] | array[int]", stream: Stream | None = None, *,

@@ -30,7 +30,7 @@ class GpuMemory:
     """Memory of a GPU, as another process opens it."""
 
     handle: bytes
-    """Of the allocation."""
+    """CUDA's handle of the allocation."""
     offset: int
     """Where in the allocation the memory begins."""
     size: int

@@ -108,7 +108,7 @@ class RelayHost:
             try:
                 if _is_same_user(connection):
                     self._serve(connection)
-            except (OSError, RuntimeError, ValueError, KeyError) as fault:
+            except (OSError, RuntimeError, ValueError, LookupError) as fault:
                 log.warning("relays for another GPU's slices end: %s", fault)
             finally:
                 with self._lock:

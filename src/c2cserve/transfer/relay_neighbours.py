@@ -1,8 +1,8 @@
 """The side of a relay that has the transfers: it finds neighbours that lend their links.
 
-A thread for each neighbour connects when the neighbour's worker is up, tells it of the memory that
-transfers read and write, and lets the engine use its link. When the worker ends, the engine sends
-again what it had. The thread goes on looking for the next one.
+Each neighbour has a thread here. It connects when the neighbour's worker is up. It tells the worker
+of the memory that transfers read and write, and lets the engine use the link. When the worker ends,
+the engine sends again what it had. The thread goes on looking for the next one.
 
 A worker that is killed may have begun relays that still write. They end with its process, so its
 link counts as lost only then.
@@ -17,6 +17,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from itertools import count
+from queue import SimpleQueue
 
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import Port
@@ -39,7 +40,7 @@ _FAULTS = (OSError, RuntimeError, ValueError, KeyError)
 @dataclass(frozen=True, slots=True)
 class _Memory:
     address: int
-    """In this process."""
+    """This process's address of it."""
     size: int
     message: Message
     """What another process is told to open it with."""
@@ -56,8 +57,10 @@ class RelayNeighbours:
         self._memory: dict[int, _Memory] = {}
         self._segments: dict[str, int] = {}
         """Path -> number."""
+        self._asked: dict[Port, SimpleQueue[Message | None]] = {}
+        """What connected neighbours are still to be told. Who opens memory waits for none of them:
+        a neighbour may be opening memory, too."""
         self._connections: dict[Port, socket.socket] = {}
-        """Those that are told of memory."""
         self._stopping = threading.Event()
         self._threads = [
             threading.Thread(target=self._run, args=one, name="relay-neighbour", daemon=True)
@@ -82,18 +85,16 @@ class RelayNeighbours:
         with self._lock:
             number = self._segments.pop(path)
             gone = self._memory.pop(number)
-            for port, connection in self._connections.items():
+            for port, asked in self._asked.items():
                 self._engine.unshare(port, gone.address)
-                with contextlib.suppress(OSError):  # its thread meets that too
-                    send(connection, {"close": number})
+                asked.put({"close": number})
 
     def _add(self, memory: _Memory) -> int:
         with self._lock:
             number = next(self._numbers)
             self._memory[number] = memory
-            for connection in self._connections.values():
-                with contextlib.suppress(OSError):
-                    send(connection, {"open": number, **memory.message})
+            for asked in self._asked.values():
+                asked.put({"open": number, **memory.message})
         return number
 
     def stop(self) -> None:
@@ -147,11 +148,14 @@ class RelayNeighbours:
 
     def _follow(self, port: Port, connection: socket.socket, process: int) -> None:
         """Share memory with the neighbour until nothing of it can write any more."""
+        asked = SimpleQueue[Message | None]()
+        telling = threading.Thread(target=_tell, args=(connection, asked), daemon=True)
+        telling.start()
         try:
             with self._lock:
-                self._connections[port] = connection
+                self._asked[port], self._connections[port] = asked, connection
                 for number, memory in self._memory.items():
-                    send(connection, {"open": number, **memory.message})
+                    asked.put({"open": number, **memory.message})
             while (message := receive(connection)) is not None:
                 if message.get("bye"):
                     return  # what it launched is over
@@ -160,7 +164,9 @@ class RelayNeighbours:
             log.warning("%s: the neighbour's process is lost: %s", port.name, fault)
         finally:
             with self._lock:
-                self._connections.pop(port, None)
+                del self._asked[port], self._connections[port]
+            asked.put(None)
+            telling.join()
         self._wait_for_end(connection, process)
 
     def _wait_for_end(self, connection: socket.socket, process: int) -> None:
@@ -183,3 +189,10 @@ class RelayNeighbours:
                 self._engine.share(port, memory.address, message["address"], memory.size)
                 return
         log.warning("%s does not relay a part of the memory: %s", port.name, message["reason"])
+
+
+def _tell(connection: socket.socket, messages: "SimpleQueue[Message | None]") -> None:
+    """Send messages until None. A neighbour that is gone is told nothing more."""
+    with contextlib.suppress(OSError):
+        while (message := messages.get()) is not None:
+            send(connection, message)

@@ -90,6 +90,16 @@ def test_gpus_without_slices_lend_their_memory() -> None:
     assert alone[0].gpu == GpuShare("GPU-11", 132)
 
 
+def test_gpus_with_slices_lend_their_links_to_those_whose_memory_they_reach() -> None:
+    gpus = [replace(gpu, readable=()) if gpu.id == 3 else gpu for gpu in linked(*H200).gpus]
+    for relays, names in ((False, []), (True, ["GPU-00", "GPU-22"])):
+        wishes = SliceWishes(gpu_slices="whole@0,2,3", gpu_relays=relays)
+        slices = plan_all(machine(*gpus), wishes)
+        found = [sorted(one.gpu.neighbours) for one in slices if one.gpu is not None]
+        others = [[name for name in names if name != own] for own in ("GPU-00", "GPU-22", "GPU-33")]
+        assert found == others, "GPU 3 reaches no memory, so it lends nothing"
+
+
 @pytest.mark.parametrize(
     ("gpus", "slices", "lent", "says"),
     [

@@ -1,6 +1,7 @@
 """Segments that GPU slices share: one registration each, given back when nobody reads any more."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -97,3 +98,29 @@ def test_memory_that_cuda_refuses_makes_the_model_unusable_here(tmp_path: Path) 
         PinnedSegments(refuse).open(path)
     with pytest.raises(OSError, match="No such file"):
         PinnedSegments(refuse).open(tmp_path / "none")
+
+
+def test_users_of_other_processes_hold_a_segment_and_nothing_learns_of_them(
+    tmp_path: Path,
+) -> None:
+    """Two workers that lend each other their links give a segment back all the same."""
+    make_checkpoint(tmp_path, "llama")
+    path = LateModel(tmp_path).path
+    told: list[str] = []
+    watcher = SimpleNamespace(
+        opened=lambda path, address, size: told.append(f"opened {Path(path).name} {size}"),
+        closed=lambda path: told.append(f"closed {Path(path).name}"),
+    )
+    regions = Regions()
+    segments = PinnedSegments(regions, watcher=watcher)
+    first = segments.open(path, lent=True)
+    assert told == []
+    assert segments.open(path) is segments.open(path) is first
+    assert told == [f"opened {path.name} {first.data.nbytes}"]
+    segments.close(path)
+    segments.close(path)
+    assert told[1:] == [f"closed {path.name}"]
+    assert regions.open, "another process still reads it"
+    segments.close(path, lent=True)
+    assert not regions.open
+    assert len(told) == 2

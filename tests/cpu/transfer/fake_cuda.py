@@ -39,9 +39,16 @@ class FakeCuda:
         return FakeStream(handle, torch.device("cuda", gpu))
 
     def destroy(self, stream: FakeStream) -> None:
+        assert self.destroy_if_idle(stream)
+
+    def destroy_if_idle(self, stream: FakeStream) -> bool:
+        """Return whether the stream had nothing to do."""
         self._library.cuCtxPushCurrent_v2(ctypes.c_void_p(stream.device.index + 1))
-        assert self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream.cuda_stream)) == 0
+        idle = self._library.cuStreamSynchronize(ctypes.c_void_p(stream.cuda_stream)) == 0
+        if idle:
+            assert self._library.cuStreamDestroy_v2(ctypes.c_void_p(stream.cuda_stream)) == 0
         self._library.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+        return idle
 
     def pump(self) -> None:
         """Run every stream as far as it comes."""

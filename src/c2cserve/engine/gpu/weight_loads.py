@@ -146,6 +146,10 @@ class WeightLoads(Generic[TicketT]):
         """Whether a load waits for the pool, which notifies of nothing."""
         return any(load.places is None for load in self._loads)
 
+    def holds(self, model: str) -> bool:
+        """Return whether all of a model is in HBM."""
+        return model in self._shown
+
     def fetch(self, model: str, locate: Locate, kv_end: int | None) -> None:
         """Begin to load a model. All KV that is written from now on lies below `kv_end` (None:
         where it did before), until the next step or `make_room` says otherwise."""

@@ -191,8 +191,11 @@ class _GpuBackend:
         if peers is not None and step.model in self._names:
             peers.refresh()
             peers.pool.used(self._names[step.model])
-        if self._gpu.loads is not None:
-            self._gpu.loads.make_room(step.kv_end_bytes)
+        loads = self._gpu.loads
+        if loads is None or not loads.holds(step.model):
+            self._shared.note_steps(self._id, over_link=True)
+        if loads is not None:
+            loads.make_room(step.kv_end_bytes)
         if self._gpu.cache is not None:
             self._gpu.cache.begin_step(step.model, time.monotonic(), step.kv_end_bytes)
 
@@ -203,6 +206,7 @@ class _GpuBackend:
                 self._report(Fetched(one.model, one.took_s, one.refused), ())
         if not computing:
             self._shared.streaming.discard(self._id)
+            self._shared.note_steps(self._id, over_link=False)
 
     def fetch(self, fetch: Fetch, decoder: Decoder | None) -> None:
         loads = self._gpu.loads

@@ -1,8 +1,9 @@
 """What all slices of a GPU share in the process that computes for them."""
 
+import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from c2cserve.core.machine import GpuShare, Slice
@@ -10,6 +11,7 @@ from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
 from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.gpu_relays import GpuRelays
 from c2cserve.serving.worker.transfer_stats import with_transfers
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ class SharedGpu:
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
         self._transfers: TransferEngine | None = None
+        self._relays: GpuRelays | None = None
+        self._over_link: set[str] = set()
+        """Slices whose steps in flight read weights over the link."""
         self._counting: str | None = None
         """The slice whose table has the process's transfers: the first one."""
         self._counted_s = 0.0
@@ -68,7 +73,6 @@ class SharedGpu:
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
         from c2cserve.devices.binding import BindingError, bind, find_device
         from c2cserve.devices.partitions import PartitionError, split_sms
-        from c2cserve.engine.gpu.segments import PinnedSegments
         from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
         from c2cserve.transfer.gpus import engine_of
 
@@ -78,14 +82,17 @@ class SharedGpu:
                     self._counting = slice_.id
                     self._device = bind(self._share)
                     lenders = [find_device(uuid) for uuid in self._share.lenders]
-                    self._transfers = engine_of((self._device, *lenders))
+                    neighbours = {uuid: find_device(uuid) for uuid in self._share.neighbours}
+                    self._transfers = engine_of(
+                        (self._device, *lenders), tuple(neighbours.values())
+                    )
                     self._peers = self._borrow(self._transfers, self._device, lenders)
-                    self._segments = PinnedSegments(peers=self._peers)
+                    self._segments = self._open_segments(self._transfers, neighbours)
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
                 partition = self._partitions[share.part] if share.parts else None
                 swaps = slice_.swaps_weights
-                return open_gpu(
+                parts = open_gpu(
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, notify=notify, swaps_weights=swaps,
                     cache_policy=None if swaps else Residency(slice_.kv_bytes),
@@ -94,6 +101,34 @@ class SharedGpu:
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
+            if self._relays is not None:
+                self._relays.add_arena(parts.arena.data_ptr(), parts.arena.numel())
+            return parts
+
+    def note_steps(self, slice_id: str, *, over_link: bool) -> None:
+        """Note whether a slice's steps in flight read weights over the link."""
+        if self._relays is None or (slice_id in self._over_link) == over_link:
+            return
+        with self._lock:
+            (self._over_link.add if over_link else self._over_link.discard)(slice_id)
+            self._relays.set_streaming(bool(self._over_link))
+
+    def _open_segments(
+        self, transfers: "TransferEngine", neighbours: Mapping[str, int]
+    ) -> "PinnedSegments":
+        from c2cserve.engine.gpu.segments import PinnedSegments
+
+        if not neighbours:
+            return PinnedSegments(peers=self._peers)
+        assert self._device is not None
+        server = os.getppid()
+        self._relays = GpuRelays(
+            transfers, self._device, lambda uuid: f"c2cserve.{server}.relays.{uuid}",
+            self._share.uuid, neighbours,
+        )  # fmt: skip
+        segments = PinnedSegments(peers=self._peers, watcher=self._relays.neighbours)
+        self._relays.serve(segments)
+        return segments
 
     def _borrow(
         self, transfers: "TransferEngine", device: int, lenders: Sequence[int]

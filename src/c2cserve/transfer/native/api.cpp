@@ -102,7 +102,7 @@ Result c2c_transfers_open_called(const Machine* machine, const Settings* setting
       as_result);
 }
 
-// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end within the time.
+// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end in time.
 int c2c_transfers_stop(void* engine, double timeout_s) {
   return engine_of(engine).close(timeout_s);
 }
@@ -148,7 +148,7 @@ int c2c_transfers_state(void* ticket) {
 
 // ---- links of other processes -------------------------------------------------------------------
 
-int64_t c2c_transfers_channel_bytes() { return sizeof(Channel); }
+int64_t c2c_transfers_channel_bytes() { return kChannelBytes; }
 
 // `channel` is zeros, and shared with the server's process.
 int c2c_transfers_connect(void* engine, int link, void* channel) {

@@ -169,7 +169,7 @@ void Engine::follow(const TicketPtr& ticket, const Stream& stream) {
   for (Task* task : tasks) {
     if (links_->is_remote(task->link)) {
       if (ticket->transfer->state == State::kMoving)
-        throw std::invalid_argument("a stream follows another process's relay once it is cancelled");
+        throw std::invalid_argument("a stream follows other processes' relays when cancelled");
       if (!task->recalled) schedule_.recall(task);
       links_->recall(*task);
       if (links_->is_harmless(*task)) {

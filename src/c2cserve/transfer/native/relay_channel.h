@@ -27,13 +27,15 @@ struct ChannelSlot {
 };
 
 struct Channel {
-  alignas(kApart) uint32_t posted;  // by the client: how many were submitted; the server sleeps on it
+  alignas(kApart) uint32_t posted;  // by the client: how many; the server sleeps on it
   // By the server, which takes nothing new meanwhile: its engine has transfers of its own, and its
   // steps read over its link.
   alignas(kApart) uint32_t moving;
   uint32_t streaming;
   ChannelSlot slot[kChannelSlots];
 };
+
+constexpr size_t kChannelBytes = (sizeof(Channel) + 4095) / 4096 * 4096;  // whole pages
 
 inline void relax() {
 #if defined(__x86_64__)

@@ -20,7 +20,7 @@ RelayServer::RelayServer(const std::string& library, void* context, RelayCode co
   const Current current(cuda_, context);
   kernel_ = std::make_unique<RelayKernel>(cuda_, code);
   cuda_.check("cuMemHostRegister",
-              cuda_.host_register(channel, sizeof(Channel), kPortableMappedMemory));
+              cuda_.host_register(channel, kChannelBytes, kPortableMappedMemory));
   registered_ = true;
   cuda_.check("cuMemHostGetDevicePointer", cuda_.host_address(&channel_address_, channel, 0));
   int lowest = 0, highest = 0;
@@ -67,7 +67,8 @@ void RelayServer::work() {
   while (!stopping_) {
     const uint32_t posted = read(channel_->posted);
     if (launch_all()) continue;
-    const timespec most{0, 200'000'000};  // a wake-up before the wait is not lost, but `stopping_` is
+    // A task that was posted meanwhile is not missed, but a wake-up of the destructor may be.
+    const timespec most{0, 200'000'000};
     syscall(SYS_futex, &channel_->posted, FUTEX_WAIT, posted, &most, nullptr, 0);
   }
 }

@@ -201,7 +201,7 @@ void Schedule::arrived(Task* task, double now_s) {
   } else {
     link.counts.direct_bytes += task->size;
   }
-  if (task->urgency == kBackground) {  // only those are alone on their link, as far as the engine knows
+  if (task->urgency == kBackground) {  // those are alone on their link, as far as is known
     const double took_s = now_s - task->since_s, s_per_byte = took_s / task->size;
     if (s_per_byte > settings_.slow * link.fastest_s_per_byte)
       link.background_from_s = now_s + took_s;
