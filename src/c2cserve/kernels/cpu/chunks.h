@@ -1,7 +1,7 @@
 // Attention over a cache in bf16 on bf16 units: 64 keys at a time, cut at absolute positions.
 //
 //   scores    [rows][64] = q k^T     q is rounded to bf16; sums are float32
-//   weights   exp(scores - peak)     rounded to bf16; their total is that of the unrounded ones
+//   weights   exp(scores - peak)     rounded to bf16; their total is that of the rounded ones
 //   acc       acc * shrink + weights v
 //
 // A chunk costs one peak, one total and one rescaling per row. Which rows go through it together
@@ -128,11 +128,10 @@ inline float weigh(RowState& row, const float* scores, uint64_t visible, float s
   }
   const float peak = largest(best);
   vec total = zero();
-  for (int p = 0; p < kParts; ++p) {
+  for (int p = 0; p < kParts; ++p)
     part[p] = chosen(visible >> p * kLanes, exp(sub(part[p], splat(peak))), zero());
-    total = add(total, part[p]);
-  }
   for (int p = 0; p < kParts; p += 2) round_pair(weights + p * kLanes, part[p], part[p + 1]);
+  for (int p = 0; p < kParts; ++p) total = add(total, load(weights + p * kLanes));
   float shrink = 0.0f;
   if (row.total != 0.0f) shrink = row.peak == peak ? 1.0f : exp1(row.peak - peak);
   row.total = row.total * shrink + sum(total);
