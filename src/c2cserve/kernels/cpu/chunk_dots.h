@@ -62,6 +62,7 @@ class Units {
       for (int b = 0; b < B; ++b) {
         const bf16* k = chunk.k[block + b] + d * kBlock;
         keys[b] = interleaved(k, k + kBlock, 0xffff);
+        prefetch_early(k + chunk.next[block + b]);
       }
       for (int i = 0; i < R; ++i) {
         const __m512i q = pair(rows.q + (r + i) * rows.width + d);
@@ -83,6 +84,11 @@ class Units {
         acc[i][j] = mul(load(rows.rows[r + i].acc + d + j * kLanes), splat(rows.shrink[r + i])).v;
     for (int key = chunk.from / 2 * 2; key < chunk.to; key += 2) {
       const bf16 *first = chunk.values(key), *second = chunk.values(key + 1);
+      const int64_t next = chunk.next[key / kBlock] + d;
+      if (first) prefetch_early(first + next);
+      if (second) prefetch_early(second + next);
+      if (D == kWide && first) prefetch_early(first + next + 2 * kLanes);
+      if (D == kWide && second) prefetch_early(second + next + 2 * kLanes);
       __m512i values[D];
       for (int j = 0; j < D; ++j)
         values[j] = interleaved(first ? first + d + j * kLanes : nullptr,

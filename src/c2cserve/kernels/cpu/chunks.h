@@ -1,7 +1,7 @@
 // Attention over a cache in bf16 on bf16 units: 64 keys at a time, cut at absolute positions.
 //
 //   scores    [rows][64] = q k^T     q is rounded to bf16; sums are float32
-//   weights   exp(scores - peak)     rounded to bf16; their total is that of the unrounded ones
+//   weights   exp(scores - peak)     rounded to bf16; their total is that of the rounded ones
 //   acc       acc * shrink + weights v
 //
 // A chunk costs one peak, one total and one rescaling per row. Which rows go through it together
@@ -32,6 +32,8 @@ struct Chunk {
   int from, to;   // keys of it that some row sees
   int64_t dim;
   const bf16 *k[kBlocks], *v[kBlocks];  // planes [dim][16] and [16][dim] of the blocks it holds
+  // How far the next chunk's planes lie from these, in elements: they are announced on the way.
+  int64_t next[kBlocks];
 
   bool holds(int block) const { return (block + 1) * kBlock > from && block * kBlock < to; }
   // A key's values, or null if no row sees it.
@@ -126,11 +128,10 @@ inline float weigh(RowState& row, const float* scores, uint64_t visible, float s
   }
   const float peak = largest(best);
   vec total = zero();
-  for (int p = 0; p < kParts; ++p) {
+  for (int p = 0; p < kParts; ++p)
     part[p] = chosen(visible >> p * kLanes, exp(sub(part[p], splat(peak))), zero());
-    total = add(total, part[p]);
-  }
   for (int p = 0; p < kParts; p += 2) round_pair(weights + p * kLanes, part[p], part[p + 1]);
+  for (int p = 0; p < kParts; ++p) total = add(total, load(weights + p * kLanes));
   float shrink = 0.0f;
   if (row.total != 0.0f) shrink = row.peak == peak ? 1.0f : exp1(row.peak - peak);
   row.total = row.total * shrink + sum(total);
@@ -149,30 +150,22 @@ inline int64_t round_queries(const Task& task, const RowState* rows, int64_t dim
   return width;
 }
 
-// The blocks [begin, end) of one chunk, as far as rows see them.
+// The blocks [begin, end) of one chunk, as far as rows see them; `last`: where their blocks end.
 inline Chunk chunk_of(const AttentionArgs& a, const Task& task, const RowState* rows,
-                      int64_t begin, int64_t end) {
+                      int64_t begin, int64_t end, int64_t last) {
   const int64_t* table = a.block_table + task.seq * a.table_stride;
-  Chunk chunk{begin / kBlocks * kKeys, kKeys, 0, a.kv.head_dim, {}, {}};
+  Chunk chunk{begin / kBlocks * kKeys, kKeys, 0, a.kv.head_dim, {}, {}, {}};
   for (int r = 0; r < task.rows(); ++r) {
     chunk.from = int(std::clamp<int64_t>(rows[r].first - chunk.first, 0, chunk.from));
     chunk.to = int(std::clamp<int64_t>(rows[r].position + 1 - chunk.first, chunk.to, kKeys));
   }
   for (int64_t b = begin; b < end; ++b) {
-    chunk.k[b % kBlocks] = reinterpret_cast<const bf16*>(a.kv.plane(table[b], 0, task.head));
-    chunk.v[b % kBlocks] = reinterpret_cast<const bf16*>(a.kv.plane(table[b], 1, task.head));
+    const int64_t at = b % kBlocks, next = b + kBlocks < last ? b + kBlocks : b;
+    chunk.k[at] = reinterpret_cast<const bf16*>(a.kv.plane(table[b], 0, task.head));
+    chunk.v[at] = reinterpret_cast<const bf16*>(a.kv.plane(table[b], 1, task.head));
+    chunk.next[at] = (table[next] - table[b]) / int64_t(sizeof(bf16));
   }
   return chunk;
-}
-
-// The blocks that are read next.
-inline void announce(const AttentionArgs& a, const Task& task, int64_t begin, int64_t end) {
-  const int64_t* table = a.block_table + task.seq * a.table_stride;
-  for (int64_t b = begin; b < end; ++b)
-    for (int64_t i = 0; i < a.kv.plane_bytes(); i += 64) {
-      prefetch(a.kv.plane(table[b], 0, task.head) + i);
-      prefetch(a.kv.plane(table[b], 1, task.head) + i);
-    }
 }
 
 // Blocks [begin, end): all that the rows see of a split.
@@ -183,8 +176,7 @@ inline void attend(const AttentionArgs& a, const Task& task, RowState* rows, int
   [[maybe_unused]] const Units::Session session;
   for (int64_t b = begin; b < end;) {
     const int64_t next = std::min((b / kBlocks + 1) * kBlocks, end);
-    const Chunk chunk = chunk_of(a, task, rows, b, next);
-    announce(a, task, next, std::min(next + kBlocks, end));
+    const Chunk chunk = chunk_of(a, task, rows, b, next, end);
     buffers.units.take(chunk);
     for (int r = 0; r < task.rows(); r += kRows) {
       Rows some{rows + r, std::min(kRows, task.rows() - r), buffers.q + r * width, width,

@@ -27,6 +27,10 @@ constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles o
 constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
 constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
 
+constexpr int64_t kLine = 64;  // bytes of a cache line
+template <typename T>
+constexpr int kLines = 2 * kPair * int(sizeof(T)) / int(kLine);  // of w in two pairs
+
 // One step of one visit: columns [begin, end) of K, the sums continued from and left in `parked`.
 struct Visit {
   int64_t n0, n1;
@@ -67,12 +71,13 @@ inline void step(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int6
 }
 
 // MR x NR accumulators over columns [k, end), whole pairs only, over MR packed rows. Every two
-// pairs the next line of `ahead` is announced, `pace` bytes further each time.
-template <typename T, int MR, int NR>
+// pairs the next lines of `ahead` are announced, `pace` bytes further each time.
+template <typename T, int Lines, int MR, int NR>
 inline int64_t walk(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k,
                     int64_t end, const char* const* ahead, int64_t pace) {
   for (int64_t at = 0; k + 2 * kPair <= end; at += pace) {
-    for (int j = 0; j < NR; ++j) prefetch(ahead[j] + at);
+    for (int j = 0; j < NR; ++j)
+      for (int l = 0; l < Lines; ++l) prefetch(ahead[j] + at + l * kLine);
     step<T, MR, NR>(acc, x, w, k);
     step<T, MR, NR>(acc, x + MR * kPair, w, k + kPair);
     k += 2 * kPair;
@@ -113,7 +118,8 @@ void tile(const LinearArgs& a, const Visit& v, const Factor<T>* x, int64_t m, in
     for (int j = 0; j < NR; ++j)
       acc[i][j] = v.first ? zero() : load(parked + (i * NR + j) * kLanes);
   x += v.begin * MR;
-  int64_t k = walk<T, MR, NR>(acc, x, w, v.begin, v.end, ahead, v.pace);
+  constexpr int kAnnounced = MR <= 4 ? kLines<T> : 1;  // few rows: memory is what takes time
+  int64_t k = walk<T, kAnnounced>(acc, x, w, v.begin, v.end, ahead, v.pace);
   if (k < v.end) walk_tail<T, MR, NR>(acc, x + (k - v.begin) * MR, w, k, int(v.end - k));
   if (v.last) return finish_tile<MR, NR>(a, m, n, acc);
   for (int i = 0; i < MR; ++i)
@@ -136,8 +142,8 @@ void lone_tile(const LinearArgs& a, const Factor<T>* x, int64_t n, int64_t gap) 
     next[j] = reinterpret_cast<const char*>(w[j] + a.w_stride);
   }
   const int64_t line = 2 * kPair * int64_t(sizeof(T));
-  int64_t k = walk<T, 1, NR>(acc, x, w, 0, turn, here, line);
-  k = walk<T, 1, NR>(acc, x + k, w, k, a.k, next, line);
+  int64_t k = walk<T, kLines<T>>(acc, x, w, 0, turn, here, line);
+  k = walk<T, kLines<T>>(acc, x + k, w, k, a.k, next, line);
   if (k < a.k) walk_tail<T, 1, NR>(acc, x + k, w, k, int(a.k - k));
   for (int j = 0; j < NR; ++j) finish(a, 0, n + j * gap, acc[0][j]);
 }

@@ -11,6 +11,8 @@ namespace c2c {
 
 // Into the first-level cache, and no further than needed.
 inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+// Into the second-level cache: what is needed after more than the first one holds.
+inline void prefetch_early(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 enum class Dtype : int { f32 = 0, f16 = 1, bf16 = 2 };
 

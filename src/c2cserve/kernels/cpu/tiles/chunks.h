@@ -91,6 +91,7 @@ class Units {
     for (int64_t d = 0; d < steps * kWidth; d += 2, out += kWidth) {
       const bf16* k = d < chunk.dim ? chunk.k[block] + d * kBlock : nullptr;
       interleave(out, k, k ? k + kBlock : nullptr, kBlock);
+      if (k) prefetch_early(k + chunk.next[block]);
     }
   }
 
@@ -99,6 +100,10 @@ class Units {
     const bf16 *first = chunk.values(key), *second = chunk.values(key + 1);
     const int64_t pair = key / 2 * kWidth;  // within a row of tiles
     const int64_t tiles_of_sums = (chunk.dim + kTogether * kLine - 1) / (kTogether * kLine);
+    for (int64_t d = 0; first && d < chunk.dim; d += 2 * kLine) {
+      prefetch_early(first + d + chunk.next[key / kBlock]);
+      if (second) prefetch_early(second + d + chunk.next[key / kBlock]);
+    }
     for (int64_t t = 0; t < tiles_of_sums * kTogether; ++t) {
       const int64_t d = t * kLine, lanes = std::clamp<int64_t>(chunk.dim - d, 0, kLine);
       interleave(v_ + t * kSteps * kTile + pair, first && lanes ? first + d : nullptr,

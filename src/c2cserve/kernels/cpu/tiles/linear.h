@@ -211,7 +211,7 @@ struct Upcoming {
   // Part `i` of `of`, into the second-level cache.
   void announce(int64_t i, int64_t of) const {
     for (int64_t r = 2 * kTile * i / of; at && r < 2 * kTile * (i + 1) / of; ++r)
-      for (int64_t l = 0; l < lines; ++l) __builtin_prefetch(at + r * row + l * tiles::kLine, 0, 2);
+      for (int64_t l = 0; l < lines; ++l) prefetch_early(at + r * row + l * tiles::kLine);
   }
 };
 
