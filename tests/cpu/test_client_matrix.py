@@ -1,11 +1,5 @@
 """The client matrix in the docs is of the clients that its command runs, and says all is well."""
 
-import sys
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "scripts" / "clients"))
-
 import matrix
 
 
