@@ -39,6 +39,7 @@ class InstantGateway:
     """Yields a delta per token without waiting for anything but the event loop."""
 
     ready = healthy = True
+    may_refuse = False
 
     def __init__(self) -> None:
         self._files = ModelFiles("m", str(MODEL), 4096, 263, (2,), 1.0, 0.1, 0)
@@ -47,8 +48,9 @@ class InstantGateway:
         return self._files if name == "m" else None
 
     def overload(
-        self, model: str, tenant: str, ttft_s: float, preparing: Mapping[str, int]
-    ) -> None:
+        self, model: str, tenant: str, ttft_s: float, arrived_s: float,
+        preparing: Mapping[str, int],
+    ) -> None:  # fmt: skip
         return None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:

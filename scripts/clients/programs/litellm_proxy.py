@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -29,6 +31,8 @@ from checks import (
 )  # fmt: skip
 
 _START_S = 120.0
+_MASTER_KEY = f"sk-{secrets.token_hex(24)}"
+"""The proxy does not start without one."""
 FORMAT: Any = {
     "type": "json_schema",
     "json_schema": {"name": "p", "strict": True, "schema": PERSON},
@@ -57,7 +61,8 @@ def proxy() -> Iterator[str]:
             "--port", str(port), "--host", "127.0.0.1",
         ]  # fmt: skip
         with (Path(folder) / "log").open("w+b") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+            env = {**os.environ, "LITELLM_MASTER_KEY": _MASTER_KEY}
+            process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=env)
             try:
                 _await(url, process, Path(folder) / "log")
                 yield url
@@ -77,7 +82,7 @@ def _await(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
 
 
 with proxy() as url:
-    api = openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
+    api = openai.OpenAI(base_url=f"{url}/v1", api_key=_MASTER_KEY, max_retries=0)
 
     def models() -> None:
         assert MODEL in {one.id for one in api.models.list()}
