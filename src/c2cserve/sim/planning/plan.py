@@ -206,15 +206,15 @@ class Planner:
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         models = grown(self._models, trial.models)
         for what in could_bind(self._machine(trial.hardware), models):
-            result = self._runner.run(trial.hardware, models, relief=what)
+            result = self._runner.run(trial.hardware, models, more=what)
             yield Bottleneck(what, result.attainment)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])
 
     def _dedicated(self, machine: SimMachine, models: Sequence[SimModel]) -> Dedicated | None:
-        """Return what it takes to give each model the GPUs that its weights fit into, with the
-        share of their memory that KV does not have. None: the machine has no GPU."""
+        """Return what it takes to give each model GPUs of its own. Its weights must fit into their
+        memory beside KV's share. None: the machine has no GPU."""
         names = gpus(machine)
         if not names:
             return None

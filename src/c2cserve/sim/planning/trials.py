@@ -26,13 +26,13 @@ Ran = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Simulated:
     """What to simulate. `scenario` has the seed."""
 
     scenario: Scenario
     models: tuple[SimModel, ...]
     hardware: str
-    relief: str = ""
+    more: str = ""
     """The resource of which there is more (`bottleneck.RESOURCES`); "": none."""
     lost: int = 0
     """GPUs that are missing."""
@@ -88,8 +88,8 @@ class Trial:
     attainment: float
     """Share of requests that finished with both targets met."""
     plus_minus: float
-    """Half of the interval in which the mean over all seeds lies with 95 % confidence, by Student's
-    t; 0 with one seed, which says nothing of it."""
+    """Half of the 95 % interval of the mean, by Student's t. It is 0 with one seed, which says
+    nothing of it."""
     ttft_p95_s: float
     tpot_p95_s: float
     use: Utilization
@@ -110,22 +110,22 @@ class Trials:
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
-        relief: str = "", lost: int = 0,
+        more: str = "", lost: int = 0,
     ) -> Trial:  # fmt: skip
         """Simulate with the first `seeds` seeds; None: all. Raises ValueError (and its kinds)."""
         first = self._base.seed
         jobs = [
-            Job(_seeded(self._base, first + number), tuple(models), hardware, relief, lost)
+            Simulated(_seeded(self._base, first + number), tuple(models), hardware, more, lost)
             for number in range(self._seeds if seeds is None else seeds)
         ]
-        what = f"{hardware}, {len(models)} models" + (f", more {relief}" if relief else "")
+        what = f"{hardware}, {len(models)} models" + (f", more {more}" if more else "")
         runs: list[SeedResult] = []
         for done in self._map(jobs):
             runs.append(done)
             self._ran(what)
         return self._trial(hardware, len(models), runs)
 
-    def _map(self, jobs: Sequence[Job]) -> Iterator[SeedResult]:
+    def _map(self, jobs: Sequence[Simulated]) -> Iterator[SeedResult]:
         return map(simulate, jobs) if self._executor is None else self._executor.map(simulate, jobs)
 
     def _trial(self, hardware: str, models: int, runs: Sequence[SeedResult]) -> Trial:
@@ -168,7 +168,7 @@ def _seeded(base: Scenario, seed: int) -> Scenario:
 
 
 _loads: dict[str, GrowingLoad] = {}
-"""Of this process: traces are read once for each seed."""
+"""A process reads traces once for each seed."""
 
 
 def load_of(scenario: Scenario) -> GrowingLoad:
@@ -179,13 +179,13 @@ def load_of(scenario: Scenario) -> GrowingLoad:
     return _loads[key]
 
 
-def simulate(job: Job) -> SeedResult:
+def simulate(job: Simulated) -> SeedResult:
     """Run one simulation; any process can. Raises ValueError (and its kinds)."""
     machine = build(job.hardware, job.scenario.slices, PRESETS[job.scenario.policy])
     if job.lost:
         machine = without_gpus(machine, job.lost)
-    if job.relief:
-        machine = RESOURCES[job.relief](machine, MORE)
+    if job.more:
+        machine = RESOURCES[job.more](machine, MORE)
     requests = load_of(job.scenario).of(job.models)
     simulation = prepare(job.scenario, job.models, requests, machine)
     simulation.run()
