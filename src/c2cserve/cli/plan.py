@@ -1,10 +1,13 @@
 """`c2cserve plan`: how many models a machine serves within their targets, or which machine a
 catalogue needs, by simulation."""
 
+import os
 import sys
 import time
 from collections.abc import Generator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +17,7 @@ from c2cserve.cli import simulate as options
 from c2cserve.terminal.output import check_writable, progress_console
 
 if TYPE_CHECKING:
-    from c2cserve.sim.planning.plan import Plan, Progress
+    from c2cserve.sim.planning.plan import Plan, Progress, Wishes
     from c2cserve.sim.run import Scenario
 
 _LINE_EVERY_S = 5.0
@@ -30,6 +33,16 @@ Attainment = Annotated[
     float, typer.Option(min=0.01, max=1, help="Share of requests that must meet both targets.")
 ]
 Most = Annotated[int, typer.Option(min=1, help="Look no further than so many models.")]
+Seeds = Annotated[
+    int, typer.Option(min=1, help="Simulate each trial with so many seeds: the interval.")
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Simulations at a time; default: CPUs.")]
+Layouts = Annotated[bool, typer.Option("--layouts", help="Try the machine's other layouts too.")]
+Spare = Annotated[bool, typer.Option("--spare", help="Try the answer with one GPU less (N+1).")]
+GpuMonth = Annotated[
+    float | None, typer.Option(min=0, help="Price of a GPU a month, to compare dedicated GPUs.")
+]
+Seconds = Annotated[float, typer.Option(min=1, help="Use so many seconds of the trace.")]
 Plots = Annotated[Path | None, typer.Option(help="Write plots to this folder.")]
 
 
@@ -44,7 +57,7 @@ def plan(
     seed: options.Seed = 0,
     time_scale: options.TimeScale = 1,
     start_s: options.Start = 0,
-    duration_s: options.Duration = None,
+    duration_s: Seconds = 600,
     rate_scale: options.RateScale = 1,
     limit: options.Limit = None,
     lengths: options.Lengths = "azure-conv",
@@ -54,10 +67,16 @@ def plan(
     max_active: options.MaxActive = 8,
     noise: options.Noise = 0.05,
     patience: options.Patience = 20,
+    seeds: Seeds = 5,
+    jobs: Jobs = None,
+    layouts: Layouts = False,
+    spare: Spare = False,
+    gpu_month: GpuMonth = None,
     out: options.Out = None,
     plots: Plots = None,
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
+    from c2cserve.sim.planning.plan import Wishes
     from c2cserve.sim.planning.show import figures, show
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.hardware import SliceSettings
@@ -73,21 +92,26 @@ def plan(
             slices=SliceSettings(kv_share=kv_share, max_active=max_active),
             patience=patience, seed=seed, noise=noise,
         )  # fmt: skip
-        found = _search(scenario, attainment, most)
+        wishes = Wishes(seeds, layouts, spare, gpu_month)
+        found = _search(scenario, attainment, most, wishes, jobs or len(os.sched_getaffinity(0)))
         if plots is not None:
             options.save_plots(figures(found, attainment), plots)
         if options.write(out, {"asked": attainment, **found.as_json()}):
             show(scenario, found, attainment)
 
 
-def _search(scenario: "Scenario", attainment: float, most: int) -> "Plan":
+def _search(
+    scenario: "Scenario", attainment: float, most: int, wishes: "Wishes", jobs: int
+) -> "Plan":
     from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.planning.plan import Planner
 
     machines = scenario.hardware.split(",")
     models = find_models(scenario.catalog)
-    with _progress() as progress:
-        planner = Planner(scenario, models, attainment, progress)
+    # Spawned: nothing of this process, as its progress bar's thread, is copied into the others.
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, _progress() as progress:
+        executor = pool if jobs > 1 else None
+        planner = Planner(scenario, models, attainment, progress, wishes, executor)
         if len(machines) > 1:
             return planner.smallest_machine(machines)
         return planner.largest_catalogue(machines[0], most)
@@ -95,39 +119,43 @@ def _search(scenario: "Scenario", attainment: float, most: int) -> "Plan":
 
 @contextmanager
 def _progress() -> "Generator[Progress]":
-    """A bar on stderr: the simulation under way, and how many there were before. Where stderr is no
-    terminal, a line now and then."""
+    """A bar on stderr: what was simulated last, and the time left by the pace until now. Where
+    stderr is no terminal, a line now and then."""
     if not sys.stderr.isatty():
         yield _progress_lines()
         return
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (
-        TextColumn("simulation {task.fields[number]}"), BarColumn(),
-        TextColumn("{task.description}"), TimeElapsedColumn(),
+        BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )  # fmt: skip
     with Progress(*columns, console=progress_console(), transient=True) as bar:
-        task = bar.add_task("", total=1.0, number=0)
-        number = 0
+        task = bar.add_task("", total=None, left="")
+        began_s = time.monotonic()
 
-        def progress(what: str, share: float) -> None:
-            nonlocal number
-            number += share == 0.0
-            bar.update(task, description=what, completed=share, number=number)
+        def progress(what: str, done: int, left: int) -> None:
+            bar.update(
+                task, description=what, completed=done, total=done + left,
+                left=_time_left(time.monotonic() - began_s, done, left),
+            )  # fmt: skip
 
         yield progress
 
 
-def _progress_lines() -> "Progress":
-    said_s = time.monotonic()
-    number = 0
+def _time_left(elapsed_s: float, done: int, left: int) -> str:
+    return f"about {elapsed_s / done * left:.0f} s left"
 
-    def progress(what: str, share: float) -> None:
-        nonlocal number, said_s
-        number += share == 0.0
+
+def _progress_lines() -> "Progress":
+    began_s = said_s = time.monotonic()
+
+    def progress(what: str, done: int, left: int) -> None:
+        nonlocal said_s
         if (now := time.monotonic()) - said_s >= _LINE_EVERY_S:
             said_s = now
-            sys.stderr.write(f"simulation {number}: {what}, {share:.0%}\n")
+            line = f"{done} of {done + left} simulations, {_time_left(now - began_s, done, left)}"
+            sys.stderr.write(f"{line}: {what}\n")
             sys.stderr.flush()
 
     return progress

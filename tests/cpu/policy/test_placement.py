@@ -13,6 +13,7 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
 from c2cserve.policy.cluster.link_and_memory import LINK_AND_MEMORY, SWAP_TOKENS, stream_step_s
 from c2cserve.policy.cluster.link_budget import link_demand
+from c2cserve.policy.cluster.placement import in_time
 from c2cserve.policy.cluster.placement import place as place_within
 from c2cserve.policy.cluster.quantify import StepTable
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
@@ -137,6 +138,31 @@ def test_who_is_late_goes_where_nobody_else_becomes_late() -> None:
     assert late == Placement("s", activate=True, keep=True)
     load.add(ask("m", SPECS[4], 0.01), 0.0)
     assert place(request, spec, 0.0, [load], lambda name: (), 9.0, late=True) is None
+
+
+def prompts_on(load: SliceLoad, *prompts: tuple[int, float]) -> SliceLoad:
+    """Give it requests of another model: (prompt tokens, TTFT target)."""
+    load.activate(SPECS[0])
+    for number, (tokens, ttft_s) in enumerate(prompts):
+        load.add(Request(f"p{number}", "m0", tokens, 50, 0.0, Slo(ttft_s, 0.1)))
+    return load
+
+
+def test_a_prompt_waits_only_for_those_that_are_due_before_it() -> None:
+    """A prompt of 4,096 tokens takes 0.1 s."""
+    short = Request("r", "m1", 100, 50, 0.0, Slo(0.2, 0.1))
+    urgent = prompts_on(slice_load("g", 100, 100.0), *[(4096, 0.1)] * 2)
+    assert not in_time(urgent, short, 0.0, 1.0)
+    assert in_time(prompts_on(slice_load("g", 100, 100.0), *[(4096, 9.0)] * 2), short, 0.0, 1.0)
+
+
+def test_no_prompt_makes_a_later_one_late_that_would_be_in_time() -> None:
+    """Two prompts of 0.1 s and their rounds take 0.26 s. The last one is late in any case."""
+    first = Request("r", "m1", 4096, 50, 0.0, Slo(0.2, 0.1))
+    cases = ((4096, 0.35, True), (4096, 0.23, False), (4096, 0.1, False), (8192, 0.25, True))
+    for tokens, due_s, able in cases:
+        load = prompts_on(slice_load("g", 100, 100.0), (tokens, due_s))
+        assert in_time(load, first, 0.0, 1.0) == able, (tokens, due_s)
 
 
 def test_of_idle_slices_the_one_whose_link_streams_least() -> None:

@@ -1,6 +1,7 @@
 """Planning: what fits, what binds, and that more of what binds is what helps."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 from c2cserve.cli.main import app
 from c2cserve.serving.catalog_shapes import find_models
 from c2cserve.sim.planning.bottleneck import RESOURCES, faster_gpus
-from c2cserve.sim.planning.plan import Plan, Planner, grown
+from c2cserve.sim.planning.plan import Dedicated, Plan, Planner, Wishes, grown
+from c2cserve.sim.planning.show import answer
+from c2cserve.sim.planning.trials import Trials, half_interval
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.workload.build import WorkloadSettings
 from c2cserve.sim.workload.growing import GrowingLoad
@@ -27,7 +30,7 @@ def planner(
     scenario = Scenario(
         "", catalog, WorkloadSettings(trace), slo, policy=policy, slices=slices, noise=0.0
     )
-    return Planner(scenario, catalogue(catalog), 0.95, lambda what, share: None)
+    return Planner(scenario, catalogue(catalog), 0.95, lambda what, done, left: None)
 
 
 def largest(trace: str, hardware: str, slo: str = "1,0.1") -> Plan:
@@ -43,7 +46,7 @@ def test_the_largest_catalogue_is_where_trials_begin_to_fail() -> None:
     assert 0 < plan.beyond.models - plan.best.models <= max(1, 0.02 * plan.best.models)
     assert len({trial.models for trial in plan.trials}) == len(plan.trials)
     use = plan.beyond.use
-    assert use.compute + use.bandwidth + use.link == pytest.approx(use.busy, abs=1e-3)
+    assert use.compute + use.bandwidth + use.waiting == pytest.approx(use.busy, abs=1e-3)
 
 
 def test_a_slow_link_binds_and_a_faster_machine_serves_more() -> None:
@@ -58,8 +61,8 @@ def test_a_slow_link_binds_and_a_faster_machine_serves_more() -> None:
     assert fast.best is not None
     assert fast.best.models > (slow.best.models if slow.best else 0)
     assert slow.beyond is not None
+    assert slow.beyond.use.waiting > 0.5
     assert slow.beyond.use.link > 0.5
-    assert slow.beyond.use.busiest_link > 0.5
 
 
 def test_long_prompts_bind_compute() -> None:
@@ -76,6 +79,58 @@ def test_the_smallest_machine_is_the_first_that_is_enough() -> None:
     assert plan.best is not None
     assert plan.best.hardware == "gh200-144"
     assert plan.beyond is plan.trials[0]
+
+
+def test_loads_of_whole_models_count_as_use_of_the_link() -> None:
+    """16 models of 16 GB take turns on one H200, and no step waits for the link."""
+    one = planner("synthetic:rate=4,duration=20,sources=16,zipf=0,output=9", "llama-3.1-8b*16")
+    [trial] = one.smallest_machine(["h200-x1"]).trials
+    assert trial.use.waiting == 0.0
+    assert trial.use.link > 0.1
+
+
+def test_all_seeds_confirm_the_answer_and_name_the_models_that_miss() -> None:
+    base = Scenario("", "", WorkloadSettings(STEADY.replace("zipf=0", "zipf=1")), "1,0.02")
+    heard: list[tuple[int, int]] = []
+    one = Planner(
+        base, catalogue("llama-3.1-8b*4"), 0.9, lambda what, done, left: heard.append((done, left)),
+        Wishes(seeds=3, layouts=True, spare=True, gpu_month=100.0),
+    )  # fmt: skip
+    plan = one.largest_catalogue("h200-x2", 8)
+    assert plan.best is not None
+    assert plan.best.seeds == 3
+    assert plan.beyond is None or plan.beyond.seeds == 3
+    assert [trial.hardware for trial in plan.layouts] == [
+        "h200-x2:green2", "h200-x2:green4", "h200-x2:green7",
+    ]  # fmt: skip
+    assert plan.spare is not None
+    assert plan.spare.attainment <= plan.best.attainment
+    assert plan.dedicated == Dedicated(plan.best.models, 2, 100.0 * plan.best.models, 200.0)
+    for trial in plan.trials:
+        assert all(miss.attainment < 0.9 for miss in trial.misses)
+        assert trial.passed or trial.misses
+    assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
+    said = "\n".join(answer(plan, 0.9))
+    assert "With GPUs of their own" in said
+    assert "With one GPU less" in said
+
+
+def test_seeds_side_by_side_give_what_they_give_one_by_one() -> None:
+    base = Scenario("", "", WorkloadSettings(STEADY), "1,0.1")
+    models = catalogue("llama-3.1-8b*4")
+    with ThreadPoolExecutor(3) as pool:
+        trials = [
+            Trials(base, 0.95, 3, executor, lambda what: None).run("gh200", models)
+            for executor in (None, pool)
+        ]
+    assert trials[0] == trials[1]
+
+
+def test_the_interval_is_students() -> None:
+    assert half_interval([0.9]) == 0.0
+    assert half_interval([0.9, 0.9, 0.9]) == 0.0
+    spread = [0.90, 0.92, 0.94, 0.96, 0.98]
+    assert half_interval(spread) == pytest.approx(2.776 * 0.031623 / 5**0.5, rel=1e-3)
 
 
 def test_nothing_is_enough_for_targets_that_no_machine_meets() -> None:
@@ -170,7 +225,8 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     with pytest.raises(SystemExit) as ended:
         app([
             "plan", "--hardware", "gh200", "--catalog", str(SPECIALISTS), "--limit", "40",
-            "--trace", "azure-conv", "--most", "8", "--json", str(out),
+            "--trace", "azure-conv", "--most", "8", "--seeds", "2", "--jobs", "1",
+            "--json", str(out),
         ])  # fmt: skip
     assert ended.value.code == 0
     said = capsys.readouterr().out
@@ -178,5 +234,5 @@ def test_the_command_answers(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     written = json.loads(out.read_text())
     assert written["best"]["attainment"] >= 0.95
     assert not written["grows"]
-    assert [trial["models"] for trial in written["trials"]] == [4, 8]
+    assert [(t["models"], t["seeds"]) for t in written["trials"]] == [(4, 1), (8, 1), (8, 2)]
     assert written["beyond"] is None

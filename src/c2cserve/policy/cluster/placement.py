@@ -102,9 +102,14 @@ def _predictable(load: SliceLoad, request: Request) -> bool:
 def in_time(
     load: SliceLoad, request: Request, now: float, share: float, *, late: bool = False
 ) -> bool:
-    """Whether the request gets its first token within `share` of the time it has left. A decode
-    step of every model here must stay within that share of each TPOT. (SLINFER figure 15: cases 1,
-    and 2 with 3.) False if some time is not known yet. `late`: its own first token may be late."""
+    """Whether a decode step of every model here stays within `share` of each TPOT, and first tokens
+    within that of the time they have left. First tokens are the request's, and those that would be
+    in time without it. (SLINFER figure 15: cases 3, 1 and 2.) False if some time is not known yet.
+    `late`: its own first token may be late.
+
+    A slice computes prompts by due time. So before a prompt's first token come those due earlier,
+    and on GPU slices a round of decodes for each `tpot_s` of them. Decodes of CPU slices, whose
+    rounds take most of a TPOT, wait for prompts and catch up."""
     joined = load.active.get(request.model)
     if not load.requests and joined is not None:
         return True
@@ -112,20 +117,28 @@ def in_time(
     tpot_s = min(work.tpot_s, request.slo.tpot_s)
     if OVERESTIMATE * work.round_s > share * tpot_s:
         return False
-    if joined is None:
-        times = load.times(request.model)
-        first_s = work.pending_s + times.prefill_s(prompt)
-        round_s = work.round_s + times.decode_s(1, prompt)
-    else:
-        times = joined.times
-        more_s = times.prefill_s(joined.pending_tokens + prompt)
-        less_s = times.prefill_s(joined.pending_tokens)
-        first_s = work.pending_s + (more_s - less_s if less_s < more_s else more_s)
+    times = load.times(request.model)
+    round_s = work.round_s + times.decode_s(1, prompt)
+    if joined is not None:
         round_s = work.round_s - joined.decode_s() + joined.decode_s(1, prompt)
-    left_s = request.first_token_due_s - now
-    return (
-        late or OVERESTIMATE * (first_s + round_s) <= share * left_s
-    ) and OVERESTIMATE * round_s <= share * tpot_s
+    if OVERESTIMATE * round_s > share * tpot_s:
+        return False
+
+    def fits(prompts_s: float, due_s: float) -> bool:
+        rounds = 1.0 if load.is_cpu else max(1.0, prompts_s / tpot_s)
+        return OVERESTIMATE * (prompts_s + rounds * round_s) <= share * (due_s - now)
+
+    own_s, own_due_s = times.prefill_s(prompt), request.first_token_due_s
+    own_fits, before_s = late, 0.0
+    for due_s, prompt_s in work.prompts:
+        if due_s > own_due_s:
+            own_fits = own_fits or fits(before_s + own_s, own_due_s)
+            if not own_fits:
+                return False
+        before_s += prompt_s
+        if due_s > own_due_s and fits(before_s, due_s) and not fits(before_s + own_s, due_s):
+            return False
+    return own_fits or fits(before_s + own_s, own_due_s)
 
 
 def worth_a_try(load: SliceLoad, request: Request, now: float, share: float, *, late: bool) -> bool:

@@ -47,8 +47,8 @@ class Instance:
 
     spec: ModelSpec
     jobs: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
-    pending_tokens: int = 0
-    """Tokens of prompts still to be computed."""
+    pending: dict[str, PlacedRequest] = field(default_factory=dict[str, PlacedRequest])
+    """Requests without a first token."""
     prompt_tokens: int = 0
     """Prompt tokens of all its requests."""
     tpot_s: float = _NEVER_S
@@ -69,17 +69,16 @@ class Instance:
     """The instance waits for memory to be started: what is dispatched to it then."""
     used: int = 0
     """Requests it ever had. Tells one idle time from the next."""
-    _cost: tuple[float, float] | None = None
+    _step_s: float | None = None
 
     def changed(self) -> None:
-        self._cost = None
+        self._step_s = None
 
-    def cost(self) -> tuple[float, float]:
-        """Return what it adds to its slice's `Work`: seconds of prompts, and of a decode step."""
-        if self._cost is None:
-            step_s = max(self.decode_s(), self.stream_step_s)
-            self._cost = self.times.prefill_s(self.pending_tokens), step_s
-        return self._cost
+    def step_s(self) -> float:
+        """Return the seconds of its decode step, which is kept until something changes."""
+        if self._step_s is None:
+            self._step_s = max(self.decode_s(), self.stream_step_s)
+        return self._step_s
 
     def decode_s(self, more: int = 0, more_tokens: int = 0) -> float:
         """Return the seconds of a decode step with so many more requests."""
@@ -92,12 +91,12 @@ class Instance:
 class Work:
     """What there is to do on a slice."""
 
-    pending_s: float
-    """Seconds of prompts."""
     round_s: float
     """One decode step of every instance."""
     tpot_s: float
     """The strictest target."""
+    prompts: tuple[tuple[float, float], ...]
+    """When the first token of each prompt is due, and its seconds; by due time."""
 
 
 class InstanceMemory(Protocol):
@@ -167,15 +166,16 @@ class SliceLoad:
     def work(self) -> "Work":
         """Return the work of all instances; it is kept until something changes."""
         if self._work is None:
-            pending_s, round_s, tpot_s = 0.0, 0.0, _NEVER_S
+            round_s, tpot_s = 0.0, _NEVER_S
+            prompts: list[tuple[float, float]] = []
             for one in self.active.values():
                 if one.jobs:
-                    cost = one.cost()
-                    pending_s += cost[0]
-                    round_s += cost[1]
+                    round_s += one.step_s()
                     if one.tpot_s < tpot_s:
                         tpot_s = one.tpot_s
-            self._work = Work(pending_s, round_s, tpot_s)
+                    for job in one.pending.values():
+                        prompts.append((job.due_s, one.times.prefill_s(job.request.prompt_len)))
+            self._work = Work(round_s, tpot_s, tuple(sorted(prompts)))
         return self._work
 
     def round_s(self) -> float:
@@ -222,10 +222,10 @@ class SliceLoad:
         instance = self.active[request.model]
         instance.changed()
         self.unused -= not instance.jobs
-        instance.jobs[request.id] = PlacedRequest(request, kv_bytes, displaced=displaced)
+        job = PlacedRequest(request, kv_bytes, displaced=displaced)
+        instance.jobs[request.id] = instance.pending[request.id] = job
         self.kv_bytes += kv_bytes
         instance.used += 1
-        instance.pending_tokens += request.prompt_len
         instance.prompt_tokens += request.prompt_len
         instance.tpot_s = min(instance.tpot_s, request.slo.tpot_s)
         self.requests += 1
@@ -237,7 +237,7 @@ class SliceLoad:
         if job.first_s is None:
             self._work = None
             instance.changed()
-            instance.pending_tokens -= job.request.prompt_len
+            del instance.pending[request_id]
             job.first_s = job.request.arrival_s + ttft_s
 
     def remove(self, model: str, request_id: str) -> None:

@@ -101,7 +101,7 @@ class Stealing:
         are late. Some will be late only by what is believed of times."""
         waiting = sorted(
             (job.due_s, job.request.id, instance.times.prefill_s(job.request.prompt_len), job)
-            for instance in load.active.values() if instance.pending_tokens
+            for instance in load.active.values() if instance.pending
             for job in instance.jobs.values() if job.first_s is None
         )  # fmt: skip
         late: list[PlacedRequest] = []

@@ -1,64 +1,35 @@
 """Finds how many models a machine serves within targets, or which machine serves a catalogue.
 
-A *trial* is one simulation. It passes if the share of requests that met both targets is at least
-what was asked for. The search for the largest catalogue doubles (or halves) until one trial passes
-and one fails, then bisects between them.
+A *trial* is one simulation for each seed (`sim.planning.trials`). It passes if the mean share of
+requests that met both targets is at least what was asked for. The search for the largest catalogue
+doubles (or halves) with one seed until one trial passes and one fails. Then it bisects between them
+with all seeds, which also confirm both ends.
 
 The bottleneck is found by experiment, in the failed trial that came closest. One resource after the
 other is raised by half, and the resource that helps most is the bottleneck.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
 from dataclasses import asdict, dataclass, replace
+from math import ceil, log2
 from typing import Any
 
 from c2cserve.policy.simulated.presets import PRESETS
-from c2cserve.sim.planning.bottleneck import RESOURCES, could_bind
-from c2cserve.sim.report import Report, report
-from c2cserve.sim.run import Scenario, prepare
-from c2cserve.sim.workload.growing import GrowingLoad
-from c2cserve.sim.world.hardware import SimMachine, build
-from c2cserve.sim.world.requests import SimRequest
+from c2cserve.sim.planning.bottleneck import could_bind
+from c2cserve.sim.planning.trials import Trial, Trials, gpus, load_of
+from c2cserve.sim.run import Scenario
+from c2cserve.sim.world.hardware import SimMachine, build, find
 from c2cserve.sim.world.shapes import SimModel
 
-_MORE = 1.5
 _HELPS = 0.002
 """Share of all requests. A resource that helps fewer is not the bottleneck."""
 _CLOSE = 0.02
 """The search ends when the smallest failing catalogue is larger by at most this share."""
 
-Progress = Callable[[str, float], None]
-"""Receives what is being simulated, and the share of its requests that have arrived."""
-
-
-@dataclass(frozen=True, slots=True)
-class Utilization:
-    """Shares of the time, mean over slices, unless stated otherwise."""
-
-    busy: float
-    compute: float
-    bandwidth: float
-    link: float
-    """These three: steps ran whose duration was set by arithmetic, memory or the link."""
-    busiest_link: float
-    """Share of its bandwidth that the busiest link carried."""
-    kv: float
-    """Share of the KV memory that was held while steps ran."""
-    pool: float
-    """Size of the whole catalogue as a share of the pool."""
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    hardware: str
-    models: int
-    requests: int
-    attainment: float
-    """Share of requests that finished with both targets met."""
-    ttft_p95_s: float
-    tpot_p95_s: float
-    use: Utilization
-    passed: bool
+Progress = Callable[[str, int, int], None]
+"""Receives what was simulated, how many simulations have ended, and how many are to come: those
+that are sure, and a search's share of halvings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +37,18 @@ class Bottleneck:
     what: str
     attainment: float
     """Attainment with half as much again of the resource."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dedicated:
+    """The same catalogue with GPUs of its own for each model."""
+
+    gpus: int
+    shared_gpus: int
+    """Those of the planned machine."""
+    cost: float | None
+    """A month's, with the price that was given; None: none was."""
+    shared_cost: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +63,11 @@ class Plan:
     """Experiments on `beyond`, one for each resource."""
     grows: bool
     """Whether more models meant more requests."""
+    layouts: tuple[Trial, ...] = ()
+    """`best` on the machine's other layouts, if they were asked for."""
+    spare: Trial | None = None
+    """`best` with one GPU less, if that was asked for and one is left."""
+    dedicated: Dedicated | None = None
 
     @property
     def binds(self) -> str:
@@ -96,103 +84,165 @@ class Plan:
         return {**named, "binds": self.binds}
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a plan has besides its answer."""
+
+    seeds: int = 1
+    layouts: bool = False
+    """The answer on the machine's other layouts."""
+    spare: bool = False
+    """The answer with one GPU less (N+1)."""
+    gpu_month: float | None = None
+    """Price of a GPU for a month, in any currency."""
+
+
 class Planner:
     """Runs the trials of one search.
 
     `base` is all but hardware and catalogue. `models` is the catalogue; larger ones repeat it."""
 
     def __init__(
-        self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress
-    ) -> None:
-        """Raises OSError, ValueError (and its kinds)."""
-        self._base, self._models, self._attainment = base, models, attainment
+        self, base: Scenario, models: Sequence[SimModel], attainment: float, progress: Progress,
+        wishes: Wishes | None = None, executor: Executor | None = None,
+    ) -> None:  # fmt: skip
+        """Simulations run on `executor`, or in this process. Raises OSError, ValueError (and its
+        kinds)."""
+        self._base, self._models = base, models
+        self._wishes = wishes or Wishes()
         self._progress = progress
-        self._load = GrowingLoad(base.workload)
+        self._grows = load_of(base).grows
+        self._runner = Trials(base, attainment, self._wishes.seeds, executor, self._ran)
         self._trials: list[Trial] = []
+        self._done = self._left = 0
 
     def smallest_machine(self, machines: Sequence[str]) -> Plan:
         """Try `machines`, given from small to large, until one passes.
 
         Raises ValueError (and its kinds)."""
-        best: Trial | None = None
         beyond: Trial | None = None
-        for hardware in machines:
+        for number, hardware in enumerate(machines):
+            self._expect(len(machines) - number)
             trial = self._try(hardware, len(self._models))
             if trial.passed:
-                best = trial
-                break
+                return self._plan(trial, beyond)
             beyond = trial
-        return self._plan(best, beyond)
+        return self._plan(None, beyond)
 
     def largest_catalogue(self, hardware: str, most: int) -> Plan:
         """Search up to `most` models. Raises ValueError (and its kinds)."""
-        best: Trial | None = None
-        beyond: Trial | None = None
+        trials: dict[int, Trial] = {}
+        passed, failed = self._bracket(hardware, most, trials)
+        while True:
+            if failed - passed > _stride(passed):
+                count = (passed + failed) // 2
+            elif passed and passed not in trials:
+                count = passed
+            elif failed and failed not in trials:
+                count = failed
+            else:
+                return self._plan(trials.get(passed), trials.get(failed))
+            self._expect(1 + ceil(log2(max(1, failed - passed))))
+            trial = trials[count] = self._try(hardware, count)
+            if trial.passed:
+                # What passed beyond a failure says that the failure of one seed was chance.
+                passed, failed = count, failed if failed > count else _beyond(count, most)
+            else:
+                failed, passed = count, passed if passed < count else count // 2
+
+    def _bracket(self, hardware: str, most: int, trials: dict[int, Trial]) -> tuple[int, int]:
+        """Double or halve the catalogue until one passes with the first seed and one fails. Return
+        both counts; 0: there is none. `trials` gets those that are complete with one seed."""
+        passed = failed = 0
         count = min(len(self._models), most)
         while True:
-            trial = self._try(hardware, count)
+            self._expect(5, 3)
+            trial = self._try(hardware, count, seeds=1)
+            if self._wishes.seeds == 1:
+                trials[count] = trial
             if trial.passed:
-                best = trial
+                passed = count
             else:
-                beyond = trial
-            if count == (1 if best is None else most):
-                break
-            if best is None:
-                count //= 2
-            elif beyond is None:
-                count = min(2 * count, most)
-            elif beyond.models - best.models <= max(1, best.models * _CLOSE):
-                break
-            else:
-                count = (best.models + beyond.models) // 2
-        return self._plan(best, beyond)
+                failed = count
+            if (passed and failed) or count == (most if passed else 1):
+                return passed, failed
+            count = min(2 * count, most) if passed else count // 2
 
-    def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
-        bottlenecks = () if beyond is None else tuple(self._bottlenecks(beyond))
-        return Plan(tuple(self._trials), best, beyond, bottlenecks, self._load.grows)
+    def _expect(self, trials: int, singles: int = 0) -> None:
+        """Note how many simulations are to come: `trials` with all seeds, `singles` with one, and
+        those that follow the search."""
+        after = 4 + self._wishes.spare + 3 * self._wishes.layouts
+        self._left = singles + (trials + after) * self._wishes.seeds
 
-    def _try(self, hardware: str, count: int) -> Trial:
-        machine = self._machine(hardware)
-        models = grown(self._models, count)
-        result = self._run(machine, models, f"{hardware}, {count} models")
-        trial = Trial(
-            hardware=hardware,
-            models=count,
-            requests=result.requests,
-            attainment=result.slo_attainment,
-            ttft_p95_s=result.ttft.p95,
-            tpot_p95_s=result.tpot.p95,
-            use=_use(result, machine, models),
-            passed=result.slo_attainment >= self._attainment,
-        )
+    def _ran(self, what: str) -> None:
+        self._done += 1
+        self._left = max(0, self._left - 1)
+        self._progress(what, self._done, self._left)
+
+    def _try(self, hardware: str, count: int, seeds: int | None = None) -> Trial:
+        trial = self._runner.run(hardware, grown(self._models, count), seeds=seeds)
         self._trials.append(trial)
         return trial
 
+    # ---- what follows from the answer -----------------------------------------------------------
+
+    def _plan(self, best: Trial | None, beyond: Trial | None) -> Plan:
+        trials = tuple(self._trials)
+        bottlenecks = () if beyond is None else tuple(self._bottlenecks(beyond))
+        found = Plan(trials, best, beyond, bottlenecks, self._grows)
+        if best is None:
+            return found
+        models = grown(self._models, best.models)
+        machine = self._machine(best.hardware)
+        layouts: list[Trial] = []
+        for name in other_layouts(best.hardware) if self._wishes.layouts else ():
+            layouts.append(self._runner.run(name, models))
+        spare = None
+        if self._wishes.spare and len(gpus(machine)) > 1:
+            spare = self._runner.run(best.hardware, models, lost=1)
+        dedicated = self._dedicated(machine, models)
+        return replace(found, layouts=tuple(layouts), spare=spare, dedicated=dedicated)
+
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
-        machine = self._machine(trial.hardware)
         models = grown(self._models, trial.models)
-        for what in could_bind(machine, models):
-            more = RESOURCES[what](machine, _MORE)
-            result = self._run(more, models, f"{trial.hardware} with more {what}")
-            yield Bottleneck(what, result.slo_attainment)
+        for what in could_bind(self._machine(trial.hardware), models):
+            result = self._runner.run(trial.hardware, models, more=what)
+            yield Bottleneck(what, result.attainment)
 
     def _machine(self, hardware: str) -> SimMachine:
         return build(hardware, self._base.slices, PRESETS[self._base.policy])
 
-    def _run(self, machine: SimMachine, models: Sequence[SimModel], what: str) -> Report:
-        requests = self._load.of(models)
-        simulation = prepare(self._base, models, self._watched(requests, what), machine)
-        simulation.run()
-        return report(simulation)
+    def _dedicated(self, machine: SimMachine, models: Sequence[SimModel]) -> Dedicated | None:
+        """Return what it takes to give each model GPUs of its own. Its weights must fit into their
+        memory beside KV's share. None: the machine has no GPU."""
+        names = gpus(machine)
+        if not names:
+            return None
+        one_gpu = [one.slice.hbm_bytes for one in machine.slices if one.node == names[0]]
+        room = sum(one_gpu) * max(0.5, 1.0 - self._base.slices.kv_share)
+        count = sum(ceil(model.spec.weight_bytes / room) for model in models)
+        price = self._wishes.gpu_month
+        costs = (None, None) if price is None else (price * count, price * len(names))
+        return Dedicated(count, len(names), *costs)
 
-    def _watched(self, requests: Sequence[SimRequest], what: str) -> Iterator[SimRequest]:
-        """Yield the requests and report progress: a simulation reads them as its time passes."""
-        every = max(1, len(requests) // 100)
-        for number, request in enumerate(requests):
-            if number % every == 0:
-                self._progress(what, number / len(requests))
-            yield request
-        self._progress(what, 1.0)
+
+def _stride(models: int) -> int:
+    return max(1, int(models * _CLOSE))
+
+
+def _beyond(models: int, most: int) -> int:
+    """Return the next larger catalogue to try; 0: there is none."""
+    return 0 if models >= most else min(most, models + max(1, models // 4))
+
+
+def other_layouts(hardware: str) -> list[str]:
+    """Return the machine with each layout of its GPUs but the one that it names (or its first).
+
+    Raises UnknownHardware."""
+    base, _, chosen = hardware.partition(":")
+    layouts = next((list(one.layouts) for one in find(base).devices if one.h2d_bytes_per_s > 0), [])
+    chosen = chosen or (layouts[0] if layouts else "")
+    return [f"{base}:{name}" for name in layouts if name != chosen]
 
 
 def grown(models: Sequence[SimModel], count: int) -> list[SimModel]:
@@ -205,24 +255,3 @@ def grown(models: Sequence[SimModel], count: int) -> list[SimModel]:
         name = f"{model.spec.id}+{copy}" if copy else model.spec.id
         found.append(replace(model, spec=replace(model.spec, id=name)))
     return found
-
-
-def _use(result: Report, machine: SimMachine, models: Sequence[SimModel]) -> Utilization:
-    nodes = list(result.nodes.values())
-    speeds = dict(machine.links)
-
-    def mean(values: Iterator[float]) -> float:
-        return sum(values) / len(nodes)
-
-    return Utilization(
-        busy=mean(node.busy for node in nodes),
-        compute=mean(node.compute for node in nodes),
-        bandwidth=mean(node.memory for node in nodes),
-        link=mean(node.link for node in nodes),
-        busiest_link=max(
-            (link.mean_bytes_per_s / speeds[name] for name, link in result.links.items()
-             if not name.endswith(".compute")), default=0.0,
-        ),
-        kv=mean(node.kv for node in nodes),
-        pool=sum(model.spec.weight_bytes for model in models) / machine.hardware.pool_bytes,
-    )  # fmt: skip

@@ -1,8 +1,9 @@
 """Table, answer and plots of `c2cserve plan`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from c2cserve.sim.planning.plan import Plan, Trial
+from c2cserve.sim.planning.plan import Dedicated, Plan
+from c2cserve.sim.planning.trials import Trial
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.show import make_table
 from c2cserve.sim.studies.figure import Figure, Points
@@ -12,34 +13,60 @@ _SHARES: tuple[tuple[str, Callable[[Trial], float]], ...] = (
     ("busy", lambda trial: trial.use.busy),
     ("compute", lambda trial: trial.use.compute),
     ("HBM bandwidth", lambda trial: trial.use.bandwidth),
+    ("waits for link", lambda trial: trial.use.waiting),
     ("link", lambda trial: trial.use.link),
     ("KV memory", lambda trial: trial.use.kv),
     ("pool", lambda trial: trial.use.pool),
 )
+_NAMED = 5
+"""Models that miss, by name."""
 
 
 def show(scenario: Scenario, plan: Plan, attainment: float) -> None:
-    heads = ("machine", "models", "requests", "in time", "TTFT p95", "TPOT p95")
+    heads = ("machine", "models", "seeds", "requests", "in time", "TTFT p95", "TPOT p95")
     title = f"{scenario.policy}, {scenario.catalog}, {scenario.workload.trace}"
     table = make_table(title, (*heads, *(name for name, _ in _SHARES)))
     for trial in sorted(plan.trials, key=_order(plan.trials)):
         latencies = (show_seconds(trial.ttft_p95_s), show_seconds(trial.tpot_p95_s))
         shares = (f"{share(trial):.0%}" for _, share in _SHARES)
-        met = f"{trial.attainment:.1%}"
         table.add_row(
-            trial.hardware, str(trial.models), str(trial.requests), met, *latencies, *shares,
+            trial.hardware, str(trial.models), str(trial.seeds), str(trial.requests), _met(trial),
+            *latencies, *shares,
             style="green" if trial is plan.best else "" if trial.passed else "red",
         )  # fmt: skip
     out = console()
     out.print(table)
-    out.print(_answer(plan, attainment))
-    if plan.beyond is not None:
-        out.print(_reason(plan, plan.beyond))
+    for line in answer(plan, attainment):
+        out.print(line)
+
+
+def _met(trial: Trial) -> str:
+    """Return the share in time, and its interval where there is one."""
+    if trial.seeds == 1:
+        return f"{trial.attainment:.1%}"
+    return f"{100 * trial.attainment:.1f} ± {100 * trial.plus_minus:.1f} %"
 
 
 def _order(trials: Sequence[Trial]) -> Callable[[Trial], tuple[int, int]]:
     machines = list(dict.fromkeys(trial.hardware for trial in trials))
     return lambda trial: (machines.index(trial.hardware), trial.models)
+
+
+def answer(plan: Plan, attainment: float) -> Iterator[str]:
+    """Yield the lines of the answer: what is served, which models miss, what binds, and what was
+    asked besides."""
+    yield _answer(plan, attainment)
+    if plan.best is not None and plan.best.misses:
+        yield _misses(plan.best)
+    if plan.beyond is not None:
+        yield _reason(plan, plan.beyond)
+    for trial in plan.layouts:
+        yield f"As {trial.hardware}: {_met(trial)} in time."
+    if plan.spare is not None:
+        enough = "" if plan.spare.passed else ", which is not enough"
+        yield f"With one GPU less (N+1): {_met(plan.spare)} in time{enough}."
+    if plan.dedicated is not None and plan.best is not None:
+        yield _dedicated(plan.dedicated, plan.best)
 
 
 def _answer(plan: Plan, attainment: float) -> str:
@@ -48,17 +75,36 @@ def _answer(plan: Plan, attainment: float) -> str:
     if best is None:
         return f"None of these is enough for {asked}."
     load = "" if plan.grows else " (of one load: the trace names no models)"
-    return (
-        f"{best.hardware} serves {best.models} models{load} with {best.attainment:.1%} of requests "
-        f"in time; {asked} were asked for."
+    line = (
+        f"{best.hardware} serves {best.models} models{load} with {_met(best)} of requests in time; "
+        f"{asked} were asked for."
     )
+    if best.attainment - best.plus_minus < attainment:
+        line += " That is not sure: the interval reaches below."
+    return line
+
+
+def _misses(best: Trial) -> str:
+    named = ", ".join(f"{one.model} ({one.attainment:.0%})" for one in best.misses[:_NAMED])
+    more = f" and {len(best.misses) - _NAMED} more" if len(best.misses) > _NAMED else ""
+    return f"Models that have fewer in time: {named}{more}."
 
 
 def _reason(plan: Plan, beyond: Trial) -> str:
-    where = f"{beyond.hardware} with {beyond.models} models ({beyond.attainment:.1%} in time)"
+    where = f"{beyond.hardware} with {beyond.models} models ({_met(beyond)} in time)"
     tried = ", ".join(f"{one.what} {one.attainment:.1%}" for one in plan.bottlenecks)
     binds = f"{plan.binds} binds" if plan.binds else "no single thing binds"
     return f"On {where} {binds}. In time with half as much again of: {tried}."
+
+
+def _dedicated(found: Dedicated, best: Trial) -> str:
+    line = (
+        f"With GPUs of their own, {best.models} models take {found.gpus} of them, here they share "
+        f"{found.shared_gpus}"
+    )
+    if found.cost is not None and found.shared_cost is not None:
+        line += f": {found.cost:,.0f} a month, and {found.shared_cost:,.0f}"
+    return line + "."
 
 
 def figures(plan: Plan, attainment: float) -> list[Figure]:
