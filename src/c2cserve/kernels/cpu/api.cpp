@@ -1,7 +1,7 @@
 // The C interface: one shared library per instruction set, the same functions in each. (In a common
 // library, the linker would merge the standard library's templates across instruction sets. Then
-// AVX-512 code could run on a machine without it. All else is hidden: the loader merges what threads
-// keep of inline functions, too, if several libraries are in one process.)
+// AVX-512 code could run on a machine without it. All else is hidden: if several
+// libraries are in one process, the loader would merge their thread-local buffers.)
 //
 // Functions that take indices return -1, or the place of the first index that is out of bounds. In
 // that case they have written nothing.

@@ -100,7 +100,8 @@ class Units {
       }
     }
     for (int i = 0; i < R; ++i)
-      for (int j = 0; j < D; ++j) _mm512_storeu_ps(rows.rows[r + i].acc + d + j * kLanes, acc[i][j]);
+      for (int j = 0; j < D; ++j)
+        _mm512_storeu_ps(rows.rows[r + i].acc + d + j * kLanes, acc[i][j]);
   }
 };
 

@@ -1,5 +1,5 @@
-// The products of a chunk of attention on AMX tiles. Keys and values are laid out in pairs, once for
-// all rows of a task.
+// The products of a chunk of attention on AMX tiles. Keys and values are laid out in pairs, once
+// for all rows of a task.
 //
 //   scores   A = q [16 rows][32 dimensions]    B = k [16 pairs of dimensions][16 keys]
 //   sums     A = weights [16 rows][32 keys]    B = v [16 pairs of keys][16 dimensions]
