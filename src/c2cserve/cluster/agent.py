@@ -29,7 +29,6 @@ from c2cserve.cluster.link import NodeAddress, NodeLink, connect
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.request import Delta
-from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.runtime.gateway import Snapshot
 
 log = logging.getLogger(__name__)
@@ -53,6 +52,8 @@ class NodeOrder(msgspec.Struct):
     name: str
     host: str
     secret: bytes
+    parent: int
+    """The process id of the agent."""
     spec: msgspec.Raw
 
 
@@ -172,11 +173,13 @@ class Agent:
         process = self._process = subprocess.Popen(
             [sys.executable, "-m", "c2cserve.cli.main", "node"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
-            env=machine_environment(), preexec_fn=end_with_parent,  # noqa: PLW1509
+            env=machine_environment(),
         )  # fmt: skip
         assert process.stdin is not None
         assert process.stdout is not None
-        order = NodeOrder(self._name, self._host, self._secret, msgspec.Raw(self._spec))
+        order = NodeOrder(
+            self._name, self._host, self._secret, os.getpid(), msgspec.Raw(self._spec)
+        )
         with process.stdin as stdin:
             stdin.write(msgspec.json.encode(order))
         line = process.stdout.readline()

@@ -32,6 +32,8 @@ class MemberOrder(msgspec.Struct):
     """What a front tells this process, on its stdin."""
 
     address: str
+    parent: int
+    """The process id of the front."""
     spec: msgspec.Raw
 
 

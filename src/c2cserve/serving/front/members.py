@@ -6,6 +6,7 @@ import sys
 import msgspec
 
 from c2cserve.cluster.membership import MemberOrder, Membership, NoCluster, join
+from c2cserve.processes.parent_death import end_with
 from c2cserve.serving.front.server import NO_CLUSTER
 from c2cserve.serving.logs import setup_logging
 from c2cserve.terminal.output import CliError
@@ -16,6 +17,7 @@ def members() -> None:
     # A terminal sends it to the front too, which ends this process when it has drained.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=MemberOrder)
+    end_with(order.parent)
     setup_logging("members", "info", "text")
     try:
         ray = join(order.address)

@@ -50,7 +50,7 @@ class Members:
         """Members without a connection -> why. Ray says that they are alive: a cut, a hang, or a
         death that Ray has not noticed."""
         self._links: dict[NodeLink, str] = {}
-        self._lost: dict[str, asyncio.Event] = {}
+        self._lost: dict[NodeLink, asyncio.Event] = {}
 
     def name_of(self, link: NodeLink) -> str:
         return self._links.get(link, "?")
@@ -77,7 +77,7 @@ class Members:
             def make() -> NodeLink:
                 link = NodeLink(address.secret, self._listener, self._timeout_s)
                 self._links[link] = name
-                self._lost[name] = lost  # noqa: B023 - one loop's event for one link
+                self._lost[link] = lost  # noqa: B023 - one loop's event for one link
                 return link
 
             try:
@@ -103,7 +103,7 @@ class Members:
         name = self._links.pop(link, None)
         if name is not None:
             self._note(name, reason)
-            self._lost.pop(name).set()
+            self._lost.pop(link).set()
 
     def close(self) -> None:
         for _, task in self._connecting.values():

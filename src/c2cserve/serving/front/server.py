@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 import sys
@@ -18,7 +19,6 @@ from c2cserve.core.events import ClusterEvent
 from c2cserve.memory.pool import remove_dead_runs
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
-from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.server.access.gate import Gate
@@ -129,6 +129,10 @@ class FrontServer:
             try:
                 joined |= await self._follow(process, gateway)
                 status = await process.wait()
+            except (msgspec.MsgspecError, ValueError) as error:
+                log.error("what the membership process says cannot be read: %s", error)
+                process.kill()
+                status = await process.wait()
             finally:
                 if process.returncode is None:
                     process.kill()
@@ -142,11 +146,11 @@ class FrontServer:
     async def _start_members(self) -> Process:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "c2cserve.cli.main", "members",
-            stdin=PIPE, stdout=PIPE, preexec_fn=end_with_parent, limit=1 << 26,
+            stdin=PIPE, stdout=PIPE, limit=1 << 26,
         )  # fmt: skip
         assert process.stdin is not None
         spec = msgspec.Raw(node_spec(self._settings, self._catalog))
-        process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, spec)))
+        process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, os.getpid(), spec)))
         process.stdin.close()
         return process
 

@@ -14,6 +14,7 @@ from c2cserve.cluster.port import NodePort
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.machine import Slice
 from c2cserve.kernels.native import chosen_isa
+from c2cserve.processes.parent_death import end_with
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
 from c2cserve.serving.controller.catalog_host import CatalogHost
@@ -69,6 +70,7 @@ def node() -> None:
     """Run a node of a cluster, as its agent says on stdin."""
     try:
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeOrder)
+        end_with(order.parent)
         spec = read_spec(order.spec)
         setup_logging(f"node {order.name}", spec.settings.log_level, spec.settings.log_format)
         signals = StartSignals(reloads=False)
