@@ -2,8 +2,8 @@
 
 import os
 import signal
-import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,8 +22,7 @@ class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
     def __init__(self, count: int) -> None:
-        os.environ["RAY_memory_monitor_refresh_ms"] = "0"
-        os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+        os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
         self._count = count
         self._cluster: Any = None
 
@@ -82,10 +81,8 @@ class Machines:
 
 
 def kill_group(pid: int) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(os.getpgid(pid), signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 def kill_all(processes: Iterable[psutil.Process]) -> None:
@@ -112,7 +109,7 @@ class Front(ServerProcess):
     def nodes_up(self) -> int:
         return int(self.state()["counters"].get("nodes_up", 0))
 
-    def wait_nodes(self, count: int, timeout_s: float = 120) -> None:
+    def wait_nodes(self, count: int, timeout_s: float = 240) -> None:
         """So many nodes answer, with their slices."""
 
         def there() -> bool:
@@ -128,7 +125,3 @@ class Front(ServerProcess):
         name = max(slices, key=lambda one: one["running"])["id"].rpartition("/")[0]
         [state] = [one for one in machines.states() if one.name == name]
         return state
-
-
-def seconds(since: float) -> float:
-    return time.monotonic() - since

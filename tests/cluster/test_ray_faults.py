@@ -17,6 +17,7 @@ from c2cserve.cluster.agent import AgentState
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # Ray's own
 ]
 STREAMS, TOKENS = 12, 300

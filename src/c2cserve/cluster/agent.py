@@ -146,6 +146,7 @@ class Agent:
             self._process.wait()
 
     def _supervise(self) -> None:
+        take_machine_priority()
         failures = 0
         while True:
             if not self._wanted:
@@ -234,6 +235,19 @@ class _Watcher:
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         self.lost = reason
+
+
+def take_machine_priority() -> None:
+    """Give this thread, and what it starts, the raylet's niceness. Ray starts its workers with 15:
+    beside any other process, a node would starve."""
+    wanted = os.getpriority(os.PRIO_PROCESS, os.getppid())
+    try:
+        os.setpriority(os.PRIO_PROCESS, 0, wanted)
+    except PermissionError:
+        log.warning(
+            "this node runs with the niceness of Ray's workers, %d: set RAY_worker_niceness=0 "
+            "where `ray start` runs", os.getpriority(os.PRIO_PROCESS, 0),
+        )  # fmt: skip
 
 
 def machine_environment() -> dict[str, str]:

@@ -9,10 +9,9 @@ nodes it has, and starts another one.
 import importlib
 import logging
 import os
-import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -104,14 +103,13 @@ class Membership:
         self._agents: dict[str, Any] = {}
         self._warned = False
 
-    def run(self) -> None:
-        """Say who is a member whenever that changes, until the process is ended."""
+    def run(self, out: BinaryIO) -> None:
+        """Say on `out` who is a member whenever that changes, until the process is ended."""
         said: dict[str, NodeAddress] | None = None
         while True:
             members = self.poll()
             if members != said:
-                sys.stdout.buffer.write(msgspec.json.encode(MemberLine(members)) + b"\n")
-                sys.stdout.buffer.flush()
+                out.write(msgspec.json.encode(MemberLine(members)) + b"\n")
                 said = members
             time.sleep(_POLL_S)
 

@@ -4,6 +4,7 @@ import logging
 import socket
 import sys
 from collections.abc import Sequence
+from typing import BinaryIO
 
 import msgspec
 import uvloop
@@ -14,6 +15,7 @@ from c2cserve.cluster.port import NodePort
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.machine import Slice
 from c2cserve.kernels.native import chosen_isa
+from c2cserve.processes.own_stdout import own_stdout
 from c2cserve.processes.parent_death import end_with
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
@@ -32,24 +34,26 @@ log = logging.getLogger(__name__)
 class _NodeDoor:
     """A node's port, which tells the agent where it listens."""
 
-    def __init__(self, port: NodePort, gateway: LiveGateway) -> None:
+    def __init__(self, port: NodePort, out: BinaryIO) -> None:
         self._port = port
-        self._gateway = gateway
+        self._out = out
 
     async def open(self, listener: socket.socket) -> None:
         await self._port.listen(listener)
         said = Announcement(listener.getsockname()[1], self._port.node.id)
-        sys.stdout.buffer.write(msgspec.json.encode(said) + b"\n")
-        sys.stdout.buffer.flush()
+        self._out.write(msgspec.json.encode(said) + b"\n")
 
     async def close(self) -> None:
         await self._port.close()
 
 
 class _NodeServer(LiveServer):
-    def __init__(self, order: NodeOrder, spec: NodeSpec, signals: StartSignals) -> None:
+    def __init__(
+        self, order: NodeOrder, spec: NodeSpec, signals: StartSignals, out: BinaryIO
+    ) -> None:  # fmt: skip
         super().__init__(spec.settings, spec.catalog(), None, Gate(()), signals)
         self._order = order
+        self._out = out
 
     def _door(
         self, gateway: LiveGateway, tap: TickTap, slices: Sequence[Slice], host: CatalogHost
@@ -57,7 +61,7 @@ class _NodeServer(LiveServer):
         node = FleetNode(
             f"{self._order.name}.{self._instance}", _kind(slices), len(slices), host.budget_bytes
         )
-        return _NodeDoor(NodePort(gateway, node, self._order.secret, host.tables), gateway)
+        return _NodeDoor(NodePort(gateway, node, self._order.secret, host.tables), self._out)
 
 
 def _kind(slices: Sequence[Slice]) -> str:
@@ -68,13 +72,14 @@ def _kind(slices: Sequence[Slice]) -> str:
 
 def node() -> None:
     """Run a node of a cluster, as its agent says on stdin."""
+    out = own_stdout()
     try:
         order = msgspec.json.decode(sys.stdin.buffer.read(), type=NodeOrder)
         end_with(order.parent)
         spec = read_spec(order.spec)
         setup_logging(f"node {order.name}", spec.settings.log_level, spec.settings.log_format)
         signals = StartSignals(reloads=False)
-        server = _NodeServer(order, spec, signals)
+        server = _NodeServer(order, spec, signals, out)
     except (msgspec.MsgspecError, CatalogError, ValueError) as error:
         raise CliError(f"this node cannot be started: {error}", 2) from error
     family = socket.AF_INET6 if ":" in order.host else socket.AF_INET
