@@ -101,6 +101,8 @@ class Membership:
         self._ray = ray
         self._spec = spec
         self._agents: dict[str, Any] = {}
+        self._addresses: dict[str, tuple[str, NodeAddress]] = {}
+        """Ray's id of a node -> its name and address, as its agent said last."""
         self._warned = False
 
     def run(self, out: BinaryIO) -> None:
@@ -119,15 +121,16 @@ class Membership:
         self._agents = {one: self._agents[one] for one in self._agents if one in alive}
         for node_id in sorted(alive.keys() - self._agents.keys()):
             self._agents[node_id] = self._start(node_id, alive[node_id]["NodeManagerAddress"])
-        members: dict[str, NodeAddress] = {}
         for node, state in describe(self._ray, self._agents).items():
             if isinstance(state, str):
                 log.info("the agent on %s does not answer: %s", node[:8], state)
                 continue
-            if state.port:
-                members[state.name] = NodeAddress(state.host, state.port, state.secret)
+            address = NodeAddress(state.host, state.port, state.secret)
+            self._addresses[node] = state.name, address
             self._compare(state)
-        return members
+        # An agent that does not answer may be busy, or start again: its node is where it was.
+        self._addresses = {one: self._addresses[one] for one in self._addresses if one in alive}
+        return {name: address for name, address in self._addresses.values() if address.port}
 
     def _start(self, node_id: str, host: str) -> Any:
         """Return the machine's agent; start it if there is none. It is bound to its machine, and

@@ -4,6 +4,7 @@ Behind it is the same gateway that the HTTP server of a single machine talks to.
 """
 
 import asyncio
+import itertools
 import logging
 import secrets
 import socket
@@ -46,6 +47,8 @@ class NodePort:
         self.secret = secret
         self.tables = tables
         self.fronts: set[_Front] = set()
+        self.numbers = itertools.count(1)
+        """Numbers of jobs."""
         self._server: asyncio.Server | None = None
         self._reporting: asyncio.TimerHandle | None = None
 
@@ -152,7 +155,7 @@ class _Front(Peer):
         try:
             async with aclosing(self._port.gateway.submit(self._own(job, age_s))) as deltas:
                 async for delta in deltas:
-                    self.send(msg.Output(delta))
+                    self.send(msg.Output(replace(delta, request_id=request_id)))
         except Refused as refused:
             self.send(
                 msg.Decline(request_id, refused.status, refused.reason, refused.retry_after_s)
@@ -164,12 +167,19 @@ class _Front(Peer):
 
     def _own(self, job: Job, age_s: float) -> Job:
         """Return the job with this node's clock, version of the model, and paths. Raises
-        `Refused`."""
+        `Refused`.
+
+        Its id is this node's too. After a cut, a front may send a request again while the
+        connection that it came by before is still believed to live. When that one is given up, it
+        must not cancel the new job."""
         request = job.request
         files = self._port.gateway.resolve(request.model)
         if files is None:
             raise Refused(404, f"the model {request.model!r} does not exist")
-        own = replace(request, model=files.key, arrival_s=time.monotonic() - age_s)
+        own = replace(
+            request, id=f"{request.id}.{next(self._port.numbers)}", model=files.key,
+            arrival_s=time.monotonic() - age_s,
+        )  # fmt: skip
         sampling = job.sampling
         if sampling.grammar is not None:
             tokens = self._tables[sampling.grammar.tokens]

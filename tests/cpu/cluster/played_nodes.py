@@ -185,7 +185,11 @@ class PlayedFront:
     def on(self, job: Job) -> list[str]:
         """The nodes that the job was sent to."""
         id_ = job.request.id
-        return [n.name for n in self.nodes if any(one.request.id == id_ for one in n.engine.jobs)]
+        return [
+            n.name
+            for n in self.nodes
+            if any(one.request.id.startswith(f"{id_}.") for one in n.engine.jobs)
+        ]
 
 
 def counters(front: PlayedFront) -> Mapping[str, float]:

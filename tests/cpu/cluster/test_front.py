@@ -121,6 +121,34 @@ async def test_a_node_that_comes_back_is_used_again() -> None:
         assert await front.run(job) == answer(job.tokens, 40)
 
 
+async def test_a_request_that_returns_to_a_node_is_not_cancelled_by_its_old_connection() -> None:
+    """A cut: the front has given its connection up, and the node has not noticed."""
+    [node] = nodes(1, step_s=0.01)
+    async with PlayedFront(node) as front:
+        job, begun = front.job(count=100), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        assert node.port is not None
+        [old] = node.port.fronts
+        link = next(iter(front.gateway._nodes.values())).link
+        old.connection_lost = lambda exc: None  # type: ignore[method-assign]
+        link.end("a cut")
+        await front.until(lambda: len(node.engine.running) == 2)
+        old.end("no sign of life")
+        assert await run == answer(job.tokens, 100)
+        assert len(node.engine.jobs) == 2
+
+
+async def test_a_member_is_connected_once() -> None:
+    [node] = nodes(1)
+    async with PlayedFront(node) as front:
+        for members in ({}, {node.name: node.address}) * 3:
+            front.gateway.members(members)
+        await asyncio.sleep(0.7)
+        assert node.port is not None
+        assert len(node.port.fronts) == 1
+
+
 async def test_a_front_needs_the_secret() -> None:
     node = await PlayedNode("n0").start(secret=b"wrong")
     async with PlayedFront() as front:

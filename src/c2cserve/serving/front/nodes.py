@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from c2cserve.cluster.link import LinkListener, NodeAddress, NodeLink, connect
@@ -45,7 +45,9 @@ class Members:
     def __init__(self, listener: LinkListener, timeout_s: float) -> None:
         self._listener = listener
         self._timeout_s = timeout_s
-        self._connecting: dict[str, tuple[NodeAddress, asyncio.Task[None]]] = {}
+        self._members: dict[str, NodeAddress] = {}
+        self._tasks: dict[tuple[str, NodeAddress], asyncio.Task[None]] = {}
+        """Who was a member lately -> what keeps the connection: one for each address."""
         self.unreachable: dict[str, str] = {}
         """Members without a connection -> why. Ray says that they are alive: a cut, a hang, or a
         death that Ray has not noticed."""
@@ -58,35 +60,37 @@ class Members:
     def update(self, members: Mapping[str, NodeAddress]) -> None:
         """Take over who is a member now, by name. A node that is no longer one keeps its
         connection for as long as that lives: Ray may be wrong, or gone itself."""
-        for name, address in members.items():
-            known = self._connecting.get(name)
-            if known is not None and known[0] == address:
-                continue
-            if known is not None:
-                known[1].cancel()
-            task = asyncio.get_running_loop().create_task(self._keep(name, address))
-            self._connecting[name] = address, task
-        for name in self._connecting.keys() - members.keys():
-            self._connecting.pop(name)[1].cancel()
-            self.unreachable.pop(name, None)
+        self._members = dict(members)
+        for key in members.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.get_running_loop().create_task(self._keep(*key))
+        for name in self.unreachable.keys() - members.keys():
+            del self.unreachable[name]
 
     async def _keep(self, name: str, address: NodeAddress) -> None:
-        while True:
-            lost = asyncio.Event()
+        """Connect, again and again, for as long as the member has this address."""
+        try:
+            while self._members.get(name) == address:
+                await self._connection(name, address)
+                await asyncio.sleep(_RETRY_S)
+        finally:
+            del self._tasks[name, address]
 
-            def make() -> NodeLink:
-                link = NodeLink(address.secret, self._listener, self._timeout_s)
-                self._links[link] = name
-                self._lost[link] = lost  # noqa: B023 - one loop's event for one link
-                return link
+    async def _connection(self, name: str, address: NodeAddress) -> None:
+        """Connect once. Return when the connection is over."""
+        lost = asyncio.Event()
 
-            try:
-                await connect(address, make, self._timeout_s)
-            except (OSError, TimeoutError) as error:
-                self._note(name, f"cannot connect: {error}")
-            else:
-                await lost.wait()
-            await asyncio.sleep(_RETRY_S)
+        def make() -> NodeLink:
+            link = NodeLink(address.secret, self._listener, self._timeout_s)
+            self._links[link], self._lost[link] = name, lost
+            return link
+
+        try:
+            await connect(address, make, self._timeout_s)
+        except (OSError, TimeoutError) as error:
+            self._note(name, f"cannot connect: {error}")
+        else:
+            await lost.wait()
 
     def _note(self, name: str, why: str) -> None:
         if name not in self.unreachable:
@@ -106,12 +110,8 @@ class Members:
             self._lost.pop(link).set()
 
     def close(self) -> None:
-        for _, task in self._connecting.values():
+        self._members.clear()
+        for task in list(self._tasks.values()):
             task.cancel()
-        self._connecting.clear()
         for link in list(self._links):
             link.end("this front ends")
-
-
-OnMembers = Callable[[Mapping[str, NodeAddress]], None]
-"""Takes the members by name: called on the front's event loop."""
