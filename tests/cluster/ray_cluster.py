@@ -30,7 +30,7 @@ class Machines:
         args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         self._cluster = Cluster(initialize_head=True, head_node_args=args)
         for _ in range(self._count - 1):
-            self.add()
+            self._add()
         ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
         return self
 
@@ -45,7 +45,7 @@ class Machines:
     def address(self) -> str:
         return self._cluster.address
 
-    def add(self) -> None:
+    def _add(self) -> None:
         self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
 
     def states(self) -> list[AgentState]:
@@ -106,16 +106,13 @@ class Front(ServerProcess):
             catalog=catalog, log=log,
         )  # fmt: skip
 
-    def nodes_up(self) -> int:
-        return int(self.state()["counters"].get("nodes_up", 0))
-
     def wait_nodes(self, count: int, timeout_s: float = 240) -> None:
         """So many nodes answer, with their slices."""
 
         def there() -> bool:
             state = self.state()
             up = [one for one in state["slices"] if one["state"] == "up"]
-            return state["counters"].get("nodes_up") == count == len(up)
+            return list(state["nodes"].values()).count("up") == count == len(up)
 
         wait_until(there, timeout_s, f"{count} nodes are up", poll_s=0.1)
 

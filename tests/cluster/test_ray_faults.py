@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import openai
-import psutil
 import pytest
 from ray_cluster import Front, Machines, kill_all, kill_group
 from server_process import alive, run_cli, wait_until
@@ -70,6 +69,7 @@ def test_a_killed_agent_takes_its_node_along_and_loses_no_token(
     front.wait_nodes(3)
 
 
+@pytest.mark.slow
 def test_a_stopped_node_is_fenced(machines: Machines, front: Front, undisturbed: list[str]) -> None:
     victims: list[AgentState] = []
 
@@ -131,23 +131,22 @@ def test_a_killed_front_leaves_the_others_streams_alone(
     wait_until(lambda: front.state()["running"] == 0, 30, "nodes drop what a dead front asked")
 
 
+@pytest.mark.slow
 def test_a_dead_machine_loses_no_token(
     machines: Machines, front: Front, undisturbed: list[str]
 ) -> None:
     """The raylet and everything under it are killed at once."""
 
     def kill() -> None:
-        head = psutil.Process(machines.states()[0].pid)
-        assert head.is_running()
         states = [one for one in machines.states() if not machines.is_head(one)]
         raylet = machines.raylet_of(states[0])
         kill_all([raylet, *raylet.children(recursive=True)])
 
     assert disturbed(front, kill) == undisturbed
-    machines.add()
-    front.wait_nodes(3)
+    front.wait_nodes(2)
 
 
+@pytest.mark.slow
 def test_serving_goes_on_without_the_head(
     machines: Machines, front: Front, undisturbed: list[str]
 ) -> None:

@@ -153,7 +153,7 @@ class PlayedFront:
             if node.port is None:
                 await node.start()
         self.gateway.members({node.name: node.address for node in self.nodes})
-        await self.until(lambda: self.gateway.snapshot().counters["nodes_up"] == len(self.nodes))
+        await self.until(lambda: nodes_up(self) == len(self.nodes))
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -194,3 +194,7 @@ class PlayedFront:
 
 def counters(front: PlayedFront) -> Mapping[str, float]:
     return front.gateway.snapshot().counters
+
+
+def nodes_up(front: PlayedFront) -> int:
+    return list(front.gateway.snapshot().nodes.values()).count("up")

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from played_nodes import PlayedFront, PlayedNode, answer, counters
+from played_nodes import PlayedFront, PlayedNode, answer, counters, nodes_up
 
 from c2cserve.cluster import messages as msg
 from c2cserve.core.fleet import FleetNode
@@ -112,11 +112,11 @@ async def test_a_node_that_comes_back_is_used_again() -> None:
     [node] = nodes(1)
     async with PlayedFront(node) as front:
         await node.stop()
-        await front.until(lambda: not counters(front)["nodes_up"])
+        await front.until(lambda: not nodes_up(front))
         await node.start()
         front.gateway.members({})
         front.gateway.members({node.name: node.address})
-        await front.until(lambda: counters(front)["nodes_up"] == 1)
+        await front.until(lambda: nodes_up(front) == 1)
         job = front.job()
         assert await front.run(job) == answer(job.tokens, 40)
 
@@ -155,7 +155,7 @@ async def test_a_front_needs_the_secret() -> None:
         front.nodes.append(node)
         front.gateway.members({"n0": node.address})
         await asyncio.sleep(0.2)
-        assert counters(front)["nodes_up"] == 0
+        assert nodes_up(front) == 0
         assert not node.engine.jobs
 
 

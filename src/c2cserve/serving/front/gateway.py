@@ -202,7 +202,6 @@ class FleetGateway:
         for state in states.values():
             counters.update(state.counters)
         counters["resumed_requests"] += self._jobs.resumed
-        counters["nodes_up"] = len(self._nodes)
         return Snapshot(
             instance=self._instance,
             started_s=self._started_s,
@@ -217,8 +216,17 @@ class FleetGateway:
             running=sum(live.slice_id is not None for live in self._jobs.live()),
             waiting=sum(live.slice_id is None for live in self._jobs.live()),
             tenants=tuple(sorted(self._jobs.of_tenants())),
+            nodes=self._node_states(),
             counters={name: float(count) for name, count in counters.items()},
         )  # fmt: skip
+
+    def _node_states(self) -> dict[str, str]:
+        """Return each node's state by its name. Members without a connection say why."""
+        found = dict(self._members.unreachable)
+        for node in self._nodes.values():
+            draining = node.state is not None and node.state.draining
+            found[node.name] = "draining" if draining else "up"
+        return found
 
     @property
     def ready(self) -> bool:
