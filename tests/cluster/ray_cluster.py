@@ -25,6 +25,8 @@ class Machines:
         os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
         self._count = count
         self._cluster: Any = None
+        self._orphans: list[int] | None = None
+        """The nodes, when there is no head any more to ask."""
 
     def __enter__(self) -> Self:
         args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
@@ -35,11 +37,13 @@ class Machines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for state in self.states():
-            if state.pid:
-                kill_group(state.pid)
+        for pid in self._orphans if self._orphans is not None else self._pids():
+            kill_group(pid)
         ray.shutdown()
         self._cluster.shutdown()
+
+    def _pids(self) -> list[int]:
+        return [one.pid for one in self.states() if one.pid]
 
     @property
     def address(self) -> str:
@@ -70,7 +74,10 @@ class Machines:
         return raylet.process.pid
 
     def kill_head_service(self) -> None:
-        """Kill the GCS, the head's own service."""
+        """Kill the GCS, the head's own service. Ray would end this process for it later: leave the
+        cluster before."""
+        self._orphans = self._pids()
+        ray.shutdown()
         self._cluster.head_node.kill_gcs_server()
 
     def agent(self, state: AgentState) -> Any:

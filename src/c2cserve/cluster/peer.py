@@ -53,15 +53,16 @@ class Peer(asyncio.Protocol, ABC):
         if self._transport is not None and not self._over:
             self._transport.write(msg.frame(message))
 
-    def end(self, reason: str) -> None:
-        """Close the connection at once: what has not been sent is dropped."""
+    def end(self, reason: str, *, flush: bool = False) -> None:
+        """Close the connection. What has not been sent yet is dropped, unless it is to be flushed:
+        a peer that hangs takes nothing."""
         if self._over:
             return
         self._over = True
         if self._timer is not None:
             self._timer.cancel()
         if self._transport is not None:
-            self._transport.abort()
+            (self._transport.close if flush else self._transport.abort)()
         self.closed(reason)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

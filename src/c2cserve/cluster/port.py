@@ -64,19 +64,13 @@ class NodePort:
                 front.send(report)
         self._reporting = asyncio.get_running_loop().call_later(_REPORT_S, self._report)
 
-    def report_soon(self) -> None:
-        """Report now: something changed that fronts must know."""
-        if self._reporting is not None:
-            self._reporting.cancel()
-            self._report()
-
     async def close(self) -> None:
         if self._reporting is not None:
             self._reporting.cancel()
         if self._server is not None:
             self._server.close()
         for front in list(self.fronts):
-            front.end("the node ends")
+            front.end("the node ends", flush=True)
 
 
 def _compact(state: Snapshot) -> Snapshot:
