@@ -52,7 +52,7 @@ def join(address: str) -> Any:
     try:
         ray = importlib.import_module("ray")
     except ImportError as error:
-        raise NoCluster("Ray is not installed: pip install 'c2cserve[cluster]'") from error
+        raise NoCluster("Ray is not installed: pip install '.[cluster]' in the checkout") from error
     if address == LOCAL:
         # Ray's own killer of processes would count the pool as its workers' memory.
         os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
