@@ -8,6 +8,9 @@ from pathlib import Path
 
 import openai
 import pytest
+
+pytest.importorskip("ray")
+
 from ray_cluster import Front, Machines, kill_all, kill_group
 from server_process import alive, run_cli, wait_until
 from streams import all_streams, stream_text
