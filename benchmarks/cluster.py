@@ -1,11 +1,12 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults] [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--runs N] [--out FILE]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
 with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
-`faults`: a node, an agent or a stopped node in each of N runs under 30 streams.
+`faults`: a node, an agent or a stopped node in each of N runs under 30 streams. `decisions`: what
+the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray.
 """
 
 import argparse
@@ -25,8 +26,9 @@ import openai
 from report import report
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests" / one) for one in ("e2e", "cluster")]
+sys.path += [str(ROOT / "tests" / one) for one in ("e2e", "cluster", "cpu/policy")]
 
+from fleet_world import FleetWorld, spec  # noqa: E402
 from ray_cluster import Front, Machines, kill_group  # noqa: E402
 from server_process import SPECIALISTS, ServerProcess  # noqa: E402
 from streams import MODELS, PROMPTS  # noqa: E402
@@ -131,7 +133,7 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         before = state["counters"]["model_loads"]
         asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
         loads = front.state()["counters"]["model_loads"] - before
-        stop_nodes(machines)
+        machines.stop_nodes()
     return {
         "models": 24,
         "pool_bytes_of_a_node": state["pool_budget_bytes"] // 3,
@@ -142,14 +144,6 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         "loads": loads,
         "found_in_a_pool": 1.0 - loads / runs,
     }
-
-
-def stop_nodes(machines: Machines) -> None:
-    """End all nodes and agents, so that the next front starts them with its own options."""
-    import ray
-
-    for state in machines.states():
-        ray.kill(machines.agent(state))
 
 
 def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
@@ -185,6 +179,29 @@ def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
     return found
 
 
+def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> dict[str, Any]:
+    """Time each arrival, in processor time, while nodes report and requests end."""
+    chance = random.Random(1)
+    world = FleetWorld([spec(f"m{i}") for i in range(models)], nodes, 20 * 10**9)
+    weights = [1.0 / rank for rank in range(1, models + 1)]
+    times_s: list[float] = []
+    for number, model in enumerate(chance.choices(list(world.models), weights, k=requests)):
+        before = len(world.ticks_s)
+        world.arrive(f"r{number}", model)
+        times_s.append(world.ticks_s[before])
+        if number % 4 == 0:
+            world.at(world.now + 0.001, f"n{number // 4 % nodes}")
+        world.run_until(world.now + chance.expovariate(nodes))
+    times_s.sort()
+    late = sum(after_s > 2.0 for after_s in world.begun_s.values())
+    return {
+        "nodes": nodes, "models": models, "requests": requests,
+        "arrival_p50_ms": median(times_s) * 1e3,
+        "arrival_p99_ms": times_s[int(0.99 * len(times_s))] * 1e3,
+        "late_first_tokens": late,
+    }  # fmt: skip
+
+
 async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
     streams = [Stream() for _ in range(30)]
     runs = [
@@ -202,24 +219,33 @@ async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=("latency", "catalogue", "faults"), action="append")
+    parser.add_argument(
+        "--part", choices=("latency", "catalogue", "faults", "decisions"), action="append"
+    )
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    parts = args.part or ["latency", "catalogue", "faults"]
+    parts = args.part or ["latency", "catalogue", "faults", "decisions"]
+    found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
+    if parts != ["decisions"]:
+        found |= on_ray(parts, args.runs)
+    report(found, args.out, runs=args.runs)
+
+
+def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, Machines(3) as machines:
         folder = Path(name)
         if "catalogue" in parts:
             (folder / "many").mkdir()
-            found["catalogue"] = catalogue(machines, 20 * args.runs, folder / "many")
+            found["catalogue"] = catalogue(machines, 20 * runs, folder / "many")
         with Front(machines.address, directory=folder / "pool") as front:
             front.wait_nodes(3, 300)
             if "latency" in parts:
-                found["latency"] = latency(front, 2 * args.runs, folder / "alone")
+                found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "faults" in parts:
-                found["faults"] = faults(machines, front, args.runs)
-    report(found, args.out, runs=args.runs)
+                found["faults"] = faults(machines, front, runs)
+    return found
 
 
 if __name__ == "__main__":

@@ -65,6 +65,11 @@ class Machines:
     def raylet_of(self, state: AgentState) -> psutil.Process:
         return psutil.Process(self.agent_pid(state)).parent()
 
+    def stop_nodes(self) -> None:
+        """End all nodes and agents: the next front starts them, with its own options."""
+        for state in self.states():
+            ray.kill(self.agent(state))
+
     def is_head(self, state: AgentState) -> bool:
         return bool(self.raylet_of(state).pid == self._raylet_pid(self._cluster.head_node))
 
