@@ -3,13 +3,17 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check install clean
+.PHONY: demo test test-cluster check install clean
 
 demo: $(VENV)/.installed
 	$(BIN)/c2cserve demo $(if $(KEEP),--keep)
 
 test: $(VENV)/.installed
 	scripts/test
+
+# Beside `make test`: several nodes on a real Ray cluster, on this machine.
+test-cluster: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "cluster and not slow" tests/cluster
 
 check: $(VENV)/.installed
 	scripts/check

@@ -53,6 +53,11 @@ COMMANDS = {
     "serve": Lazy("c2cserve.cli.serve", "serve", "Serve a catalogue of models over HTTP."),
     "demo": Lazy("c2cserve.cli.demo", "demo", "Serve small built-in models and check answers."),
     "worker": Lazy("c2cserve.serving.worker.process", "worker", "Run slices (started by serve)."),
+    "node": Lazy("c2cserve.serving.node.server", "node", "Run a node (started by its agent)."),
+    "members": Lazy(
+        "c2cserve.serving.front.members", "members", "Follow a cluster (started by a front)."
+    ),
+    "cluster": Lazy("c2cserve.cli.cluster", "app", "Show, drain and stop a cluster's nodes."),
     "models": Lazy("c2cserve.cli.models", "app", "List, add, remove and reload models."),
     "keys": Lazy("c2cserve.cli.keys", "app", "Make, list and revoke API keys; show their usage."),
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),

@@ -25,6 +25,7 @@ from c2cserve.server.settings import (
 )
 from c2cserve.server.tls import TlsError
 from c2cserve.serving.controller.fleet import FleetSettings
+from c2cserve.serving.front.server import FrontServer
 from c2cserve.serving.key_secrecy import choose_admin_key, hide_keys
 from c2cserve.serving.live_server import LiveServer, LiveSettings
 from c2cserve.serving.logs import setup_logging
@@ -44,6 +45,7 @@ _OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
 def serve(
     catalog: opt.CatalogPath,
     access: AccessOptions,
+    cluster: opt.ClusterOptions,
     host: opt.Host = "127.0.0.1",
     port: opt.Port = 8000,
     slices: opt.Slices = None,
@@ -110,7 +112,7 @@ def serve(
         drain_timeout, strict, AdmissionSettings(max_waiting, patience, burst_s=burst), server,
         access.model_root or (), access.keys, access.usage_log, _defaults(generation_config),
     )  # fmt: skip
-    _serve(catalog, settings, access)
+    _serve(catalog, settings, access, cluster)
 
 
 def _defaults(choice: str) -> SamplingDefaults | None:
@@ -120,7 +122,9 @@ def _defaults(choice: str) -> SamplingDefaults | None:
         raise CliError(str(error), 2) from error
 
 
-def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) -> None:
+def _serve(
+    catalog_path: Path, settings: LiveSettings, access: AccessOptions, cluster: opt.ClusterOptions
+) -> None:  # fmt: skip
     signals = StartSignals(reloads=bool(access.keys or access.usage_log or access.ssl_certfile))
     try:
         setup_logging("server", settings.log_level, settings.log_format)
@@ -131,7 +135,11 @@ def _serve(catalog_path: Path, settings: LiveSettings, access: AccessOptions) ->
     hide_keys()
     gate = open_gate(settings.server.api_keys, access)
     with _listen(settings.host, settings.port) as listener:
-        reason = uvloop.run(LiveServer(settings, catalog, tls, gate, signals).run(listener))
+        server = LiveServer(settings, catalog, tls, gate, signals)
+        if (address := cluster.cluster) is not None:
+            timeout_s = cluster.node_timeout
+            server = FrontServer(address, timeout_s, settings, catalog, tls, gate, signals)
+        reason = uvloop.run(server.run(listener))
     if reason is not None:
         raise CliError(reason)
 

@@ -1,6 +1,7 @@
 """The options of `c2cserve serve`: their types and what `--help` says of them."""
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from c2cserve.terminal.sizes import size_option
 _LIMITS = "Limits of a request"
 _SOCKETS = "Connections"
 _API_KEYS = "C2CSERVE_API_KEYS"
+_CLUSTER = "Cluster"
 
 
 def address(host: str) -> str:
@@ -182,6 +184,29 @@ HeadTimeout = Annotated[float, _seconds("Seconds from a request's first byte to 
 BodyTimeout = Annotated[float, _seconds("Seconds from there to the request's end.")]
 IdleTimeout = Annotated[float, _seconds("Seconds that a connection may have no request.")]
 SendTimeout = Annotated[float, _seconds("Seconds in which a client takes nothing of its answer.")]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterOptions:
+    """Many machines."""
+
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|HOST:PORT|local",
+            help="Serve with all machines of a Ray cluster: this machine's, that head's, or a new"
+            " one of this machine alone.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+    node_timeout: Annotated[
+        float,
+        typer.Option(
+            min=1.0,
+            help="Seconds without a sign of life before a node's requests go elsewhere.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = 3.0
 
 
 def split_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -82,6 +82,13 @@ class ModelAdded:
 
 
 @value
+class ModelWanted:
+    """The model is to be loaded as if a request waited for it (`core.fleet.Hold`)."""
+
+    model: str
+
+
+@value
 class ModelUsable:
     """Enough of the weights is in the pool for a first step to start (later layers may follow)."""
 
@@ -207,11 +214,14 @@ class Draining:
     """The server is going down: refuse what is new, finish what is there."""
 
 
+RequestEvent = FirstToken | Progressed | Finished | Cancelled
+"""What happens to a request after it arrived."""
+
 ClusterEvent = (
     Arrived | Cancelled | FirstToken | Progressed | Finished | SliceUp | SliceLost | ModelAdded
     | ModelUsable | ModelLoaded | ModelFailed | ModelRemoving | PoolState | StepTimes | Profiled
     | InstanceReady | KvResized | TokensSent | Recalled | InstanceFailed | InstanceRecovered
-    | Returned | Draining
+    | Returned | ModelWanted | Draining
 )  # fmt: skip
 
 InstanceEvent = StepTimes | Profiled | InstanceReady | KvResized | TokensSent

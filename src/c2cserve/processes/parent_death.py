@@ -17,3 +17,14 @@ def end_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     if _prctl(_PR_SET_PDEATHSIG, by) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
+
+
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; end now if that was before.
+
+    A process that starts with this needs no `preexec_fn`, which can hang where the parent has
+    threads of a library with locks of its own. `parent`: the process id of the parent. Raises
+    OSError and SystemExit."""
+    end_with_parent()
+    if os.getppid() != parent:
+        raise SystemExit(1)

@@ -98,6 +98,8 @@ class Snapshot:
     waiting: int
     tenants: tuple[int, ...] = ()
     """The number of requests in flight of each tenant that has some, fewest first."""
+    nodes: dict[str, str] = field(default_factory=dict[str, str])
+    """A front's nodes: name -> `up`, `draining`, or why there is no connection."""
     counters: dict[str, float] = field(default_factory=dict[str, float])
     """Monotonic: `rejected_429`, `rejected_503`, `refused_early`, `refused_overload`, `slice_lost`,
     `resumed_requests`, `model_loads`, `model_evictions`, `controller_restarts`,

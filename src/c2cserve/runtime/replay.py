@@ -10,6 +10,8 @@ import msgspec
 from c2cserve.core.machine import Slice
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
+from c2cserve.policy.fleet.placement import FleetSettings
+from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.policy.slice.policy import SlicePolicy
 from c2cserve.runtime.record import VERSION
 from c2cserve.runtime.wire import WireError, plain, untagged
@@ -60,7 +62,13 @@ def _slice(arguments: dict[str, Any]) -> SlicePolicy[Never]:
     return SlicePolicy(msgspec.convert(arguments["slice"], Slice), arguments["max_in_flight"])
 
 
-_POLICIES: dict[str, Callable[[dict[str, Any]], Any]] = {"cluster": _cluster, "slice": _slice}
+def _fleet(arguments: dict[str, Any]) -> FleetPolicy:
+    return FleetPolicy(msgspec.convert(arguments["settings"], FleetSettings))
+
+
+_POLICIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "cluster": _cluster, "fleet": _fleet, "slice": _slice,
+}  # fmt: skip
 
 
 class _ReplayedStream:

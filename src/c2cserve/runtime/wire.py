@@ -11,6 +11,7 @@ import msgspec
 
 from c2cserve.core.actions import Action
 from c2cserve.core.events import Event
+from c2cserve.core.fleet import FleetAction, FleetEvent
 
 
 class WireError(ValueError):
@@ -21,7 +22,7 @@ def _types(*unions: UnionType) -> dict[str, type]:
     return {kind.__name__: kind for union in unions for kind in get_args(union)}
 
 
-TYPES = _types(Event, Action)
+TYPES = _types(Event, Action, FleetEvent, FleetAction)
 
 
 def tagged(items: Sequence[object]) -> list[tuple[str, object]]:

@@ -182,6 +182,13 @@ class _SnapshotCollector(Collector):
             max(snapshot.tenants, default=0),
         )  # fmt: skip
         yield _gauge("c2cserve:draining", "1 while shutting down.", float(snapshot.draining))
+        if snapshot.nodes:
+            up = GaugeMetricFamily(
+                "c2cserve:node_up", "1 while a front is connected to the node.", labels=["node"]
+            )
+            for name, state in sorted(snapshot.nodes.items()):
+                up.add_metric([name], float(state in ("up", "draining")))
+            yield up
         for name, value in sorted(snapshot.counters.items()):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")
             metric.add_metric([], value)

@@ -1,17 +1,13 @@
 """One run of the server: pool, workers, controller and HTTP, from start to drain."""
 
 import asyncio
-import contextlib
 import logging
 import secrets
-import signal
 import socket
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-
-import uvicorn
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
@@ -25,7 +21,6 @@ from c2cserve.policy.cluster.policy import ClusterPolicy
 from c2cserve.runtime.record import Record, both
 from c2cserve.server.access.gate import Gate
 from c2cserve.server.dashboard.live import TickTap
-from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
 from c2cserve.serving.controller.catalog_host import CatalogHost
@@ -35,8 +30,10 @@ from c2cserve.serving.controller.fleet import Fleet, FleetSettings
 from c2cserve.serving.controller.gateway import LiveGateway
 from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.controller.workers import first_config
+from c2cserve.serving.doors import Door, HttpDoor
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.logs import LogFormat
+from c2cserve.serving.run_signals import RunSignals, hang_ups_of
 from c2cserve.serving.start_signals import StartSignals
 from c2cserve.serving.startup import (
     check_open_files,
@@ -87,13 +84,6 @@ class LiveServer:
         self._catalog = catalog
         self._tls = tls
         self._gate = gate
-        self._hang_ups: list[Callable[[], Awaitable[None]]] = []
-        """What SIGHUP asks for. If there is nothing, SIGHUP drains the server (StartSignals)."""
-        if tls is not None:
-            self._hang_ups.append(tls.hang_up)
-        if settings.keys_file or settings.usage_log:
-            self._hang_ups.append(gate.hang_up)
-        self._hanging_up: set[asyncio.Future[None]] = set()
         self._instance = secrets.token_hex(4)
         self._gateway: LiveGateway | None = None
 
@@ -104,11 +94,11 @@ class LiveServer:
             log.warning("removed what the killed server %s left in shared memory", dead)
         slices, budget = plan_machine(settings.wishes, settings.pool_dir, settings.pool_bytes)
         check_open_files(len(slices), settings.server.text.processes)
-        make_pool = partial(_make_pool, self._instance, settings.pool_dir, budget)
+        pool = partial(make_pool, self._instance, settings.pool_dir, budget)
         kv_bytes = max(one.kv_bytes for one in slices)
         roots = roots_of(self._catalog, settings.model_roots)
         host = CatalogHost(
-            self._catalog.base_dir, roots, make_pool, self._post, kv_bytes, settings.defaults,
+            self._catalog.base_dir, roots, pool, self._post, kv_bytes, settings.defaults,
             half_only=any(one.gpu is not None for one in slices),
         )  # fmt: skip
         if (defaults := settings.defaults) is not None:
@@ -144,25 +134,30 @@ class LiveServer:
             gateway.add_hosted(model)
         for one in broken:
             gateway.add_broken(one)
-        self._handle_signals()
-        http = _HttpServer(
-            http_config(gateway, settings.server, self._gate, tls=self._tls, tap=tap)
-        )
-        serving = asyncio.create_task(http.serve([listener]))
+        hang_ups = hang_ups_of(self._tls, self._gate, settings)
+        RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()
+        door = self._door(gateway, tap, slices, host)
+        await door.open(listener)
         gateway.start()
         log.info(
             "c2cserve %s on %s: %d models, %d failed, %d slices", self._instance,
             self._url(listener), len(models), len(broken), len(slices),
         )  # fmt: skip
+        reason = await ended
+        tap.closed = True
+        await door.close()
+        await asyncio.to_thread(gateway.join)
+        return reason
+
+    def _door(
+        self, gateway: LiveGateway, tap: TickTap, slices: Sequence[Slice], host: CatalogHost
+    ) -> Door:
+        """Return what the outside world comes in by. A node of a cluster has another one."""
+        settings = self._settings
         keys = bool(settings.keys_file or settings.server.api_keys)
         for text in exposures(settings.server, settings.host, keys=keys):
             log.warning("%s", text)
-        reason = await ended
-        tap.closed = True
-        http.should_exit = True
-        await serving
-        await asyncio.to_thread(gateway.join)
-        return reason
+        return HttpDoor(gateway, settings.server, self._gate, self._tls, tap)
 
     def _url(self, listener: socket.socket) -> str:
         """Return where the server listens. The port is the listener's: port 0 asks for any."""
@@ -180,38 +175,6 @@ class LiveServer:
         if settings.record is not None:
             settings.record.unlink(missing_ok=True)
         return fleet
-
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._drain)
-        if self._hang_ups or self._signals.ends_by_hang_up:
-            loop.add_signal_handler(signal.SIGHUP, self._hang_up)
-        if self._signals.hung_up:
-            self._hang_up()
-
-    def _drain(self) -> None:
-        """First signal: finish what is there. Second, or out of time: end."""
-        assert self._gateway is not None
-        if self._gateway.draining:
-            self._gateway.abort("stopped by a second signal; running requests were cut")
-            return
-        log.info("draining")
-        self._gateway.drain()
-        timeout_s = self._settings.drain_timeout_s
-        reason = f"drain took more than {timeout_s:g} s; running requests were cut"
-        asyncio.get_running_loop().call_later(timeout_s, self._gateway.abort, reason)
-
-    def _hang_up(self) -> None:
-        """Read again what SIGHUP asks for. A terminal that closes sends it more than once: it is
-        never the second signal of `_drain`."""
-        assert self._gateway is not None
-        if not self._hang_ups and not self._gateway.draining:
-            self._drain()
-        for handle in self._hang_ups:
-            task = asyncio.ensure_future(handle())
-            self._hanging_up.add(task)
-            task.add_done_callback(self._hanging_up.discard)
 
 
 class _Loops:
@@ -245,15 +208,8 @@ class _Loops:
         return policy, both(self._record, self._tap)
 
 
-class _HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would stop listening instead of draining."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
-def _make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
+def make_pool(instance: str, directory: Path, budget: int, listener: Listener) -> Pool:
+    """Return the run's pool. Raises CliError if there is no place for it."""
     try:
         return Pool(instance, directory, budget, listener)
     except OSError as error:

@@ -8,7 +8,15 @@ from program_imports import ROOT, missing_modules, problems
 
 SHARED = tuple(
     ROOT / folder
-    for folder in ("tests", "benchmarks", "tests/e2e", "tests/cpu/engine", "tests/cpu/kernels")
+    for folder in (
+        "tests",
+        "benchmarks",
+        "tests/e2e",
+        "tests/cluster",
+        "tests/cpu/engine",
+        "tests/cpu/kernels",
+        "tests/cpu/policy",
+    )
 )
 """What `tests/conftest.py`, and GPU tests themselves, put on the path."""
 PROGRAMS = sorted(

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from c2cserve.core.backoff import back_off_s
+from c2cserve.core.events import ModelUsable, ModelWanted
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.queue import Urgency, WaitingQueue
 
@@ -23,6 +24,8 @@ class ModelBook:
     in_pool: bool = False
     """Loading or loaded: its memory is taken."""
     usable: bool = False
+    held: bool = False
+    """It is to be loaded although no request waits for it here: the fleet's policy says so."""
     loaded: bool = False
     removing: bool = False
     running: int = 0
@@ -37,9 +40,9 @@ class ModelBook:
     @property
     def wanted(self) -> bool:
         """Whether it is to be loaded although no request waits for it: it replaces another
-        version."""
+        version, or the fleet's policy wants it."""
         fresh = not self.in_pool and not self.failures and not self.removing
-        return bool(self.replaces) and fresh
+        return (bool(self.replaces) or self.held) and fresh
 
     @property
     def warm_until_s(self) -> float:
@@ -56,13 +59,20 @@ class ModelBook:
         """Why its requests fail after a load that failed."""
         return f"{self.spec.name} cannot be loaded: {self.error}"
 
+    def note(self, event: ModelUsable | ModelWanted) -> None:
+        if isinstance(event, ModelUsable):
+            self.usable = True
+        else:
+            self.held = not self.in_pool
+
     def arrived(self) -> None:
         """Note that all of it is in the pool."""
-        self.loaded = True
+        self.loaded, self.held = True, False
         self.failures, self.retry_s = 0, None
 
     def failed(self, now: float) -> None:
         """Back off: a file that is broken now is likely to be broken in a second."""
+        self.held = False
         self.retry_s = now + back_off_s(self.failures, _RETRY_FIRST_S, _RETRY_MOST_S)
         self.failures += 1
 
@@ -80,7 +90,10 @@ def impossible(
     """Yield which of these can never enter the pool beside the pinned models, and why."""
     specs = [model.spec for model in absent]
     # Of two versions of a pinned model only one stays.
-    pinned = [m.spec for m in models if m.spec.pinned and not (m.removing or m.wanted)]
+    pinned = [
+        m.spec for m in models
+        if m.spec.pinned and not (m.removing or (m.replaces and m.wanted))
+    ]  # fmt: skip
     for spec in specs:
         others = sum(one.weight_bytes for one in pinned if one.name != spec.name)
         if spec.weight_bytes + others > budget_bytes:

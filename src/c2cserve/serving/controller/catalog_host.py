@@ -245,6 +245,11 @@ class CatalogHost:
         return reason
 
     @property
+    def tables(self) -> str:
+        """The beginning of the paths of vocabularies for workers."""
+        return str(self._pool.prefix)
+
+    @property
     def files_changed(self) -> int:
         return self._changes
 

@@ -6,10 +6,9 @@ Deltas cross from the thread to the event loop in batches, one wake-up per batch
 import asyncio
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
-from c2cserve.core.events import Cancelled, ClusterEvent, Draining
+from c2cserve.core.events import Cancelled, ClusterEvent, Draining, ModelWanted
 from c2cserve.core.model import ModelStatus
 from c2cserve.core.request import Delta, Job
 from c2cserve.policy.cluster.admission import BURST_S
@@ -17,10 +16,11 @@ from c2cserve.policy.cluster.entrance import Entrance, Newcomer
 from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot, Superseded
 from c2cserve.serving.controller.changes import ModelChanges
 from c2cserve.serving.controller.controller import Controller, Loop
-from c2cserve.serving.controller.directory import BrokenModel, Directory
+from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelRecord
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
+from c2cserve.serving.controller.output_stream import OutputStream
 from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
 from c2cserve.serving.controller.world import ControllerWorld
 
@@ -30,28 +30,6 @@ _SAMPLE_S = 1.0
 """How often the busy time of slices is sampled."""
 _STALLED_S = 5.0
 """A controller loop without a tick for longer is not healthy (it ticks every 0.25 s)."""
-
-
-class _OutputStream:
-    """One request's output on its way to the event loop."""
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: deque[Delta | Refused] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: Delta | Refused) -> None:
-        """Add an item. Called on the event loop."""
-        self._items.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    async def get(self) -> Delta | Refused:
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._items.popleft()
 
 
 class LiveGateway:
@@ -76,7 +54,7 @@ class LiveGateway:
         self._on_end = on_end
         self._directory = Directory()
         self._jobs = JobTable()
-        self._outbox: list[tuple[_OutputStream, Delta | Refused]] = []
+        self._outbox: list[tuple[OutputStream, Delta | Refused]] = []
         self._started_s = time.time()
         self._draining = False
         self._entrance = Entrance(burst_s)
@@ -122,7 +100,7 @@ class LiveGateway:
     # ---- the event loop -----------------------------------------------------------------------
 
     def _hand_out(
-        self, batch: list[tuple[_OutputStream, Delta | Refused]], flushed_s: float
+        self, batch: list[tuple[OutputStream, Delta | Refused]], flushed_s: float
     ) -> None:
         self._jobs.hand_out_s = time.monotonic() - flushed_s
         for stream, item in batch:
@@ -173,7 +151,7 @@ class LiveGateway:
         late = self._entrance.overdue(self._world.backlog, waited_s, ttft_s, now)
         if late is not None:
             raise Refused(429, *late)
-        stream = _OutputStream()
+        stream = OutputStream()
         request_id = job.request.id
         self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
         ended = False
@@ -198,6 +176,12 @@ class LiveGateway:
 
     def cancel(self, request_id: str) -> None:
         self._world.post(Cancelled(request_id))
+
+    def hold(self, name: str) -> None:
+        """Load a model as if a request waited for it, unless it is in the pool."""
+        model = self._directory.find(name)
+        if isinstance(model, ModelRecord) and not (model.in_pool or model.draining):
+            self._world.post(ModelWanted(model.id))
 
     def snapshot(self) -> Snapshot:
         return take_snapshot(

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 from c2cserve.core.events import (
     PROGRESS_TOKENS,
     Cancelled,
-    ClusterEvent,
     Finished,
     FirstToken,
     Progressed,
     Recalled,
+    RequestEvent,
     Returned,
 )
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Timing
@@ -122,13 +122,13 @@ class JobTable:
         self._jobs.clear()
         return jobs
 
-    def receive(self, delta: Delta, now: float) -> list[ClusterEvent]:
+    def receive(self, delta: Delta, now: float) -> list[RequestEvent]:
         """Hand a worker's delta to its client, and return the events for the policy. Deltas of
         requests that ended meanwhile (cancelled) are dropped."""
         live = self._jobs.get(delta.request_id)
         if live is None:
             return []
-        events: list[ClusterEvent] = []
+        events: list[RequestEvent] = []
         if delta.tokens and live.unsent:
             after_s = now + self.hand_out_s - live.request.arrival_s
             events.append(FirstToken(delta.request_id, after_s))
@@ -151,7 +151,7 @@ class JobTable:
             events.append(Finished(delta.request_id, output_len, failed))
         return events
 
-    def fail(self, request_id: str, reason: str) -> list[ClusterEvent]:
+    def fail(self, request_id: str, reason: str) -> list[RequestEvent]:
         """End a request that cannot go on: its client gets an error. Return the events for the
         policy, none if the request has ended already."""
         live = self._jobs.pop(request_id, None)
@@ -160,7 +160,7 @@ class JobTable:
         live.sink(Delta(request_id, finish=FinishReason.ERROR, error=reason))
         return [Cancelled(request_id)]
 
-    def blame(self, request_id: str, fault: Exception) -> list[ClusterEvent]:
+    def blame(self, request_id: str, fault: Exception) -> list[RequestEvent]:
         """End the one request whose handling raised `fault`, as `fail` does."""
         self.blamed += 1
         return self.fail(request_id, f"{type(fault).__name__}: {fault}")
@@ -190,12 +190,12 @@ class JobTable:
         policy has isolated it (`policy.cluster.suspects`)."""
         return any(live.deaths > 1 for live in self._on(slice_id))
 
-    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[ClusterEvent]]:
+    def displace(self, slice_id: str) -> tuple[tuple[Request, ...], list[RequestEvent]]:
         """Take all requests off a lost slice. Return those that continue from what their clients
         have, and the events for the policy about those that cannot. The policy decides which
         request is to blame for a worker's death (`policy.cluster.suspects`)."""
         displaced: list[Request] = []
-        failed: list[ClusterEvent] = []
+        failed: list[RequestEvent] = []
         for live in self._on(slice_id):
             request_id = live.request.id
             try:

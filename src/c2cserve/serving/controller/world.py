@@ -220,7 +220,7 @@ class ControllerWorld:
             return list(handle())
         except Exception as fault:
             log.exception("request %s cannot be handled", request_id, extra={"job": request_id})
-            return self._jobs.blame(request_id, fault)
+            return [*self._jobs.blame(request_id, fault)]
 
     def _greet(self, worker: Worker, hello: msg.Hello) -> Iterator[ClusterEvent]:
         log.info(

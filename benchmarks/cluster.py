@@ -1,0 +1,252 @@
+"""What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
+
+python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--runs N] [--out FILE]
+
+Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
+extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
+with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
+`faults`: a node, an agent or a stopped node in each of N runs under 30 streams. `decisions`: what
+the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray.
+"""
+
+import argparse
+import asyncio
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import openai
+from report import report
+
+ROOT = Path(__file__).parent.parent
+sys.path += [str(ROOT / "tests" / one) for one in ("e2e", "cluster", "cpu/policy")]
+
+from fleet_world import FleetWorld, spec  # noqa: E402
+from ray_cluster import Front, Machines, kill_group  # noqa: E402
+from server_process import SPECIALISTS, ServerProcess  # noqa: E402
+from streams import MODELS, PROMPTS  # noqa: E402
+
+_TOKENS = 64
+_SMALL = ("--threads", "1", "--kv-bytes", "32MiB", "--text-processes", "1")
+
+
+class Stream:
+    """One greedy stream: its text, and when its parts arrived."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.times_s: list[float] = []
+        self.began_s = time.monotonic()
+        self.error = ""
+
+    @property
+    def first_s(self) -> float:
+        return self.times_s[0] - self.began_s
+
+    @property
+    def token_s(self) -> float:
+        """The mean time between parts: some arrive together."""
+        return (self.times_s[-1] - self.times_s[0]) / (len(self.times_s) - 1)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
+
+    async def run(self, url: str, model: str, prompt: str, tokens: int) -> "Stream":
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0
+        ) as client:
+            try:
+                self.began_s = time.monotonic()
+                chunks = await client.completions.create(
+                    model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
+                    extra_body={"ignore_eos": True},
+                )  # fmt: skip
+                async for chunk in chunks:
+                    self.text += "".join(choice.text for choice in chunk.choices)
+                    self.times_s.append(time.monotonic())
+            except openai.APIError as error:
+                self.error = str(error)
+        return self
+
+
+def latency(front: Front, runs: int, directory: Path) -> dict[str, Any]:
+    """Compare a front with a server of the same slice, by turns so that both see the same load."""
+    found: dict[str, list[Stream]] = {"front": [], "server": []}
+    with ServerProcess(*_SMALL, directory=directory, slices=1) as server:
+        urls = {"front": front.url, "server": server.url}
+        for number in range(runs + 5):
+            for name, url in urls.items():
+                stream = asyncio.run(Stream().run(url, MODELS[0], f"sort: {number}", _TOKENS))
+                if number >= 5:
+                    found[name].append(stream)
+    first_ms = {n: median(s.first_s for s in all_) * 1e3 for n, all_ in found.items()}
+    token_ms = {n: median(s.token_s for s in all_) * 1e3 for n, all_ in found.items()}
+    return {
+        "streams": runs,
+        "first_token_p50_ms": first_ms,
+        "token_p50_ms": token_ms,
+        "front_adds_first_token_ms": first_ms["front"] - first_ms["server"],
+        "front_adds_token_ms": token_ms["front"] - token_ms["server"],
+    }
+
+
+def catalogue_file(folder: Path) -> Path:
+    """24 models: each specialist under six names."""
+    path = folder / "catalog.toml"
+    path.write_text("".join(
+        f'[[models]]\nid = "{MODELS[i % 4]}-{i}"\npath = "{SPECIALISTS / MODELS[i % 4]}"\n'
+        for i in range(24)
+    ))  # fmt: skip
+    return path
+
+
+async def ask(url: str, models: list[str], at_once: int) -> list[Stream]:
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(model: str) -> Stream:
+        async with gate:
+            return await Stream().run(url, model, "sort: dcba", 8)
+
+    return await asyncio.gather(*(one(model) for model in models))
+
+
+def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
+    """Count loads: a request whose model is in no pool causes one."""
+    chance = random.Random(0)
+    names = [f"{MODELS[i % 4]}-{i}" for i in range(24)]
+    weights = [1.0 / rank for rank in range(1, 25)]
+    with Front(
+        machines.address, directory=folder / "pool", catalog=catalogue_file(folder), pool="8MiB"
+    ) as front:
+        front.wait_nodes(3, 300)
+        every = asyncio.run(ask(front.url, names, 4))
+        asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        state = front.state()
+        before = state["counters"]["model_loads"]
+        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        loads = front.state()["counters"]["model_loads"] - before
+        machines.stop_nodes()
+    return {
+        "models": 24,
+        "pool_bytes_of_a_node": state["pool_budget_bytes"] // 3,
+        "models_bytes": sum(one["weight_bytes"] for one in state["models"]),
+        "all_answered": all(stream.text for stream in every),
+        "requests": runs,
+        "failed": sum(bool(stream.error) for stream in asked),
+        "loads": loads,
+        "found_in_a_pool": 1.0 - loads / runs,
+    }
+
+
+def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
+    """Disturb 30 streams in each run, and compare them with what they say undisturbed."""
+
+    def kill_agent() -> None:
+        os.kill(machines.agent_pid(front.busiest(machines)), signal.SIGKILL)
+
+    kinds: dict[str, Callable[[], None]] = {
+        "node_killed": lambda: kill_group(front.busiest(machines).pid),
+        "agent_killed": kill_agent,
+        "node_stopped": lambda: os.killpg(front.busiest(machines).pid, signal.SIGSTOP),
+    }
+    expected = asyncio.run(thirty(front.url, None))
+    found: dict[str, Any] = {}
+    for kind, disturb in kinds.items():
+        different = failed = 0
+        pauses_s: list[float] = []
+        for _ in range(runs):
+            streams = asyncio.run(thirty(front.url, disturb))
+            failed += sum(bool(one.error) for one in streams)
+            different += sum(
+                not one.error and one.text != right.text
+                for one, right in zip(streams, expected, strict=True)
+            )
+            pauses_s.append(max(max(one.gaps_s, default=0.0) for one in streams))
+            front.wait_nodes(3, 300)
+        pauses_s.sort()
+        found[kind] = {
+            "runs": runs, "streams": 30 * runs, "failed": failed, "different": different,
+            "longest_pause_s": {"p50": median(pauses_s), "max": pauses_s[-1]},
+        }  # fmt: skip
+    return found
+
+
+def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> dict[str, Any]:
+    """Time each arrival, in processor time, while nodes report and requests end."""
+    chance = random.Random(1)
+    world = FleetWorld([spec(f"m{i}") for i in range(models)], nodes, 20 * 10**9)
+    weights = [1.0 / rank for rank in range(1, models + 1)]
+    times_s: list[float] = []
+    for number, model in enumerate(chance.choices(list(world.models), weights, k=requests)):
+        before = len(world.ticks_s)
+        world.arrive(f"r{number}", model)
+        times_s.append(world.ticks_s[before])
+        if number % 4 == 0:
+            world.at(world.now + 0.001, f"n{number // 4 % nodes}")
+        world.run_until(world.now + chance.expovariate(nodes))
+    times_s.sort()
+    late = sum(after_s > 2.0 for after_s in world.begun_s.values())
+    return {
+        "nodes": nodes, "models": models, "requests": requests,
+        "arrival_p50_ms": median(times_s) * 1e3,
+        "arrival_p99_ms": times_s[int(0.99 * len(times_s))] * 1e3,
+        "late_first_tokens": late,
+    }  # fmt: skip
+
+
+async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
+    streams = [Stream() for _ in range(30)]
+    runs = [
+        asyncio.create_task(
+            one.run(url, MODELS[i % 4], f"{PROMPTS[i % 4]} {i}", 300)
+        )
+        for i, one in enumerate(streams)
+    ]  # fmt: skip
+    if disturb is not None:
+        while sum(len(one.times_s) > 5 for one in streams) < 15:
+            await asyncio.sleep(0.01)
+        await asyncio.to_thread(disturb)
+    return list(await asyncio.gather(*runs))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--part", choices=("latency", "catalogue", "faults", "decisions"), action="append"
+    )
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    parts = args.part or ["latency", "catalogue", "faults", "decisions"]
+    found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
+    if parts != ["decisions"]:
+        found |= on_ray(parts, args.runs)
+    report(found, args.out, runs=args.runs)
+
+
+def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name, Machines(3) as machines:
+        folder = Path(name)
+        if "catalogue" in parts:
+            (folder / "many").mkdir()
+            found["catalogue"] = catalogue(machines, 20 * runs, folder / "many")
+        with Front(machines.address, directory=folder / "pool") as front:
+            front.wait_nodes(3, 300)
+            if "latency" in parts:
+                found["latency"] = latency(front, 2 * runs, folder / "alone")
+            if "faults" in parts:
+                found["faults"] = faults(machines, front, runs)
+    return found
+
+
+if __name__ == "__main__":
+    main()

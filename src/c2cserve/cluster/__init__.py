@@ -1,0 +1,1 @@
+"""Many machines: the protocol between fronts and nodes, and Ray, which starts nodes."""

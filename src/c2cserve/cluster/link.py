@@ -1,0 +1,117 @@
+"""A front's connection to one node."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from c2cserve.cluster import messages as msg
+from c2cserve.cluster.peer import Peer
+from c2cserve.core.fleet import FleetNode
+from c2cserve.core.request import Delta, Job
+from c2cserve.runtime.gateway import Snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAddress:
+    """Where a node listens, and what a front needs to be let in."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+class LinkListener(Protocol):
+    """Gets what a node says. Called on the event loop, in the order in which it was sent."""
+
+    def node_up(self, link: "NodeLink", node: FleetNode) -> None: ...
+
+    def node_reported(self, link: "NodeLink", state: Snapshot) -> None: ...
+
+    def output(self, link: "NodeLink", delta: Delta) -> None: ...
+
+    def declined(self, link: "NodeLink", decline: msg.Decline) -> None: ...
+
+    def node_lost(self, link: "NodeLink", reason: str) -> None:
+        """Called once, also if it was never up."""
+        ...
+
+
+class NodeLink(Peer):
+    def __init__(self, secret: bytes, listener: LinkListener, timeout_s: float) -> None:
+        super().__init__(timeout_s)
+        self._secret = secret
+        self._listener = listener
+        self._nonce = secrets.token_bytes(msg.NONCE_BYTES)
+        self._tables: set[str] = set()
+        """Vocabularies that the node has."""
+        self.node: FleetNode | None = None
+
+    # ---- to the node ----------------------------------------------------------------------------
+
+    def submit(self, job: Job, age_s: float) -> None:
+        """Send a job, after its vocabulary if the node lacks that. Raises OSError if the
+        vocabulary cannot be read."""
+        grammar = job.sampling.grammar
+        if grammar is not None and grammar.tokens not in self._tables:
+            self.send(msg.Table(grammar.tokens, Path(grammar.tokens).read_bytes()))
+            self._tables.add(grammar.tokens)
+        self.send(msg.Submit(job, age_s))
+
+    # ---- from the node --------------------------------------------------------------------------
+
+    def opened(self) -> None:
+        """Wait for the node's greeting."""
+
+    def received(self, data: bytes) -> None:
+        message = msg.decode_from_node(data)
+        if not self.trusted:
+            self._enter(message)
+            return
+        match message:
+            case msg.Output(delta):
+                self._listener.output(self, delta)
+            case msg.Decline():
+                self._listener.declined(self, message)
+            case msg.Report(state):
+                self._listener.node_reported(self, state)
+            case msg.Beat():
+                pass
+            case _:
+                raise ValueError(f"{type(message).__name__} at this time")
+
+    def _enter(self, message: msg.FromNode) -> None:
+        match message:
+            case msg.Greeting(oldest, newest, nonce):
+                version = min(newest, msg.VERSION)
+                if version < max(oldest, msg.OLDEST_VERSION):
+                    raise ValueError(
+                        f"it speaks versions {oldest} to {newest} of the protocol, and this front "
+                        f"{msg.OLDEST_VERSION} to {msg.VERSION}"
+                    )
+                proof = msg.proof(self._secret, "front", nonce)
+                self.send(msg.Enter(version, self._nonce, proof))
+            case msg.Welcome(proof, node):
+                if not msg.same(proof, msg.proof(self._secret, "node", self._nonce)):
+                    raise ValueError("a node without this cluster's secret")
+                self.trusted, self.node = True, node
+                self._listener.node_up(self, node)
+            case msg.Beat():
+                pass
+            case _:
+                raise ValueError(f"{type(message).__name__} before Welcome")
+
+    def closed(self, reason: str) -> None:
+        self._listener.node_lost(self, reason)
+
+
+async def connect(
+    address: NodeAddress, make_link: Callable[[], NodeLink], timeout_s: float
+) -> NodeLink:
+    """Connect to a node. Raises OSError or TimeoutError."""
+    loop = asyncio.get_running_loop()
+    connecting = loop.create_connection(make_link, address.host, address.port)
+    _, link = await asyncio.wait_for(connecting, timeout_s)
+    return link

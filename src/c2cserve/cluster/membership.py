@@ -1,0 +1,152 @@
+"""Who is in the cluster, by Ray: a process of its own beside each front.
+
+A process that Ray's head no longer answers ends itself after a while
+(`RAY_gcs_rpc_server_reconnect_timeout_s`). So fronts do not talk to Ray: this process does. It says
+on its stdout which nodes there are, a JSON line each time. When it ends, its front goes on with the
+nodes it has, and starts another one.
+"""
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+
+from c2cserve.cluster.agent import NAMESPACE, PREFIX, Agent, AgentState, digest_of
+from c2cserve.cluster.link import NodeAddress
+
+log = logging.getLogger(__name__)
+
+LOCAL = "local"
+_POLL_S = 0.5
+_ANSWER_S = 5.0
+_LOCAL_STORE_BYTES = 80 << 20
+"""Ray's object store on `local`: nothing is put there, and it lies where the pool lies."""
+
+
+class MemberOrder(msgspec.Struct):
+    """What a front tells this process, on its stdin."""
+
+    address: str
+    parent: int
+    """The process id of the front."""
+    spec: msgspec.Raw
+
+
+class MemberLine(msgspec.Struct):
+    """Node's name -> where it listens."""
+
+    members: dict[str, NodeAddress]
+
+
+class NoCluster(Exception):
+    """Ray is not there, or there is no cluster at the address."""
+
+
+def join(address: str) -> Any:
+    """Connect this process to the cluster. Return the module `ray`, which is imported here alone:
+    the extra `cluster` brings it. Raises NoCluster."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise NoCluster("Ray is not installed: pip install '.[cluster]' in the checkout") from error
+    if address == LOCAL:
+        # Ray's own killer of processes would count the pool as its workers' memory.
+        os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+        more: dict[str, Any] = {
+            "include_dashboard": False, "object_store_memory": _LOCAL_STORE_BYTES,
+        }  # fmt: skip
+    else:
+        more = {"address": address}
+    try:
+        ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="warning", **more)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise NoCluster(f"no Ray cluster at {address!r}: {error}") from error
+    return ray
+
+
+def agents_of(ray: Any) -> dict[str, Any]:
+    """Return the handles of all agents, by Ray's id of their node."""
+    alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    names = [one for one in ray.util.list_named_actors() if one.startswith(PREFIX)]
+    return {
+        name.removeprefix(PREFIX): ray.get_actor(name) for name in names
+        if name.removeprefix(PREFIX) in alive
+    }  # fmt: skip
+
+
+def describe(ray: Any, agents: Mapping[str, Any]) -> dict[str, AgentState | str]:
+    """Return what each agent says, or why it says nothing."""
+    answers = {node: agent.describe.remote() for node, agent in agents.items()}
+    ready, _ = ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ANSWER_S)
+    found: dict[str, AgentState | str] = {}
+    for node, answer in answers.items():
+        if answer not in ready:
+            found[node] = "no answer"
+            continue
+        try:
+            found[node] = msgspec.convert(ray.get(answer), AgentState)
+        except ray.exceptions.RayError as error:
+            found[node] = f"{type(error).__name__}"
+    return found
+
+
+class Membership:
+    """Starts an agent on each machine, and tells which nodes are up."""
+
+    def __init__(self, ray: Any, spec: bytes) -> None:
+        self._ray = ray
+        self._spec = spec
+        self._agents: dict[str, Any] = {}
+        self._addresses: dict[str, tuple[str, NodeAddress]] = {}
+        """Ray's id of a node -> its name and address, as its agent said last."""
+        self._warned = False
+
+    def run(self, out: BinaryIO) -> None:
+        """Say on `out` who is a member whenever that changes, until the process is ended."""
+        said: dict[str, NodeAddress] | None = None
+        while True:
+            members = self.poll()
+            if members != said:
+                out.write(msgspec.json.encode(MemberLine(members)) + b"\n")
+                said = members
+            time.sleep(_POLL_S)
+
+    def poll(self) -> dict[str, NodeAddress]:
+        """Return the nodes that are up. Their machines are members for Ray."""
+        alive = {node["NodeID"]: node for node in self._ray.nodes() if node["Alive"]}
+        self._agents = {one: self._agents[one] for one in self._agents if one in alive}
+        for node_id in sorted(alive.keys() - self._agents.keys()):
+            self._agents[node_id] = self._start(node_id, alive[node_id]["NodeManagerAddress"])
+        for node, state in describe(self._ray, self._agents).items():
+            if isinstance(state, str):
+                log.info("the agent on %s does not answer: %s", node[:8], state)
+                continue
+            address = NodeAddress(state.host, state.port, state.secret)
+            self._addresses[node] = state.name, address
+            self._compare(state)
+        # An agent that does not answer may be busy, or start again: its node is where it was.
+        self._addresses = {one: self._addresses[one] for one in self._addresses if one in alive}
+        return {name: address for name, address in self._addresses.values() if address.port}
+
+    def _start(self, node_id: str, host: str) -> Any:
+        """Return the machine's agent; start it if there is none. It is bound to its machine, and
+        outlives this front."""
+        strategies = importlib.import_module("ray.util.scheduling_strategies")
+        bound = strategies.NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return self._ray.remote(Agent).options(
+            name=PREFIX + node_id, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+            num_cpus=0, max_restarts=-1, max_concurrency=8, scheduling_strategy=bound,
+        ).remote(f"{host}-{node_id[:6]}", host, self._spec)  # fmt: skip
+
+    def _compare(self, state: AgentState) -> None:
+        if state.spec != digest_of(self._spec) and not self._warned:
+            self._warned = True
+            log.warning(
+                "node %s was started with other options or another catalogue than this front: "
+                "`c2cserve cluster stop` ends the nodes, so that the next front starts them anew",
+                state.name,
+            )

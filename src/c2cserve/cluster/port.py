@@ -1,0 +1,188 @@
+"""A node's port: fronts hand in jobs and get their output.
+
+Behind it is the same gateway that the HTTP server of a single machine talks to.
+"""
+
+import asyncio
+import itertools
+import logging
+import secrets
+import socket
+import time
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from c2cserve.cluster import messages as msg
+from c2cserve.cluster.peer import Peer
+from c2cserve.core.fleet import FleetNode
+from c2cserve.core.model import ModelState, ModelStatus
+from c2cserve.core.request import Job
+from c2cserve.runtime.gateway import Gateway, Refused, Snapshot
+
+log = logging.getLogger(__name__)
+
+_REPORT_S = 0.5
+_FRONT_TIMEOUT_S = 10.0
+"""A front that is silent for longer is gone, and its jobs are cancelled. Nothing waits for that, so
+it is longer than a front's own patience."""
+
+
+class NodeGateway(Gateway, Protocol):
+    """What a node's port needs beside the HTTP server's needs."""
+
+    def hold(self, name: str) -> None:
+        """Load a model as if a request waited for it. A name that is not there is ignored."""
+        ...
+
+
+class NodePort:
+    def __init__(
+        self, gateway: NodeGateway, node: FleetNode, secret: bytes, tables: str
+    ) -> None:  # fmt: skip
+        """`tables`: the beginning of the paths of vocabularies, beside the run's segments."""
+        self.gateway = gateway
+        self.node = node
+        self.secret = secret
+        self.tables = tables
+        self.fronts: set[_Front] = set()
+        self.numbers = itertools.count(1)
+        """Numbers of jobs."""
+        self._server: asyncio.Server | None = None
+        self._reporting: asyncio.TimerHandle | None = None
+
+    async def listen(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Front(self), sock=listener)
+        self._report()
+
+    def _report(self) -> None:
+        if self.fronts:
+            report = msg.Report(_compact(self.gateway.snapshot()))
+            for front in list(self.fronts):
+                front.send(report)
+        self._reporting = asyncio.get_running_loop().call_later(_REPORT_S, self._report)
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        if self._server is not None:
+            self._server.close()
+        for front in list(self.fronts):
+            front.end("the node ends", flush=True)
+
+
+def _compact(state: Snapshot) -> Snapshot:
+    """Return the state without models that are neither in the pool nor asked for."""
+    return replace(state, models=tuple(one for one in state.models if _noteworthy(one)))
+
+
+def _noteworthy(model: ModelStatus) -> bool:
+    return model.state is not ModelState.COLD or model.running + model.waiting > 0
+
+
+class _Front(Peer):
+    """A front's connection."""
+
+    def __init__(self, port: NodePort) -> None:
+        super().__init__(_FRONT_TIMEOUT_S)
+        self._port = port
+        self._nonce = secrets.token_bytes(msg.NONCE_BYTES)
+        self._tables: dict[str, str] = {}
+        """The front's path of a vocabulary -> the node's."""
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+
+    def opened(self) -> None:
+        self.send(msg.Greeting(msg.OLDEST_VERSION, msg.VERSION, self._nonce))
+
+    def received(self, data: bytes) -> None:
+        message = msg.decode_to_node(data)
+        if not self.trusted:
+            self._let_in(message)
+            return
+        match message:
+            case msg.Submit(job, age_s):
+                task = asyncio.get_running_loop().create_task(self._run(job, age_s))
+                self._jobs[job.request.id] = task
+                task.add_done_callback(lambda _: self._jobs.pop(job.request.id, None))
+            case msg.Cancel(request_id):
+                if (task := self._jobs.get(request_id)) is not None:
+                    task.cancel()
+            case msg.Table(path, table):
+                self._tables[path] = self._store(path, table)
+            case msg.HoldModel(model):
+                self._port.gateway.hold(model)
+            case msg.Beat():
+                pass
+            case _:
+                raise ValueError(f"{type(message).__name__} at this time")
+
+    def _let_in(self, message: msg.ToNode) -> None:
+        if isinstance(message, msg.Beat):
+            return
+        if not isinstance(message, msg.Enter):
+            raise ValueError(f"{type(message).__name__} before Enter")
+        right = msg.proof(self._port.secret, "front", self._nonce)
+        if not msg.same(message.proof, right):
+            raise ValueError("a front without this cluster's secret")
+        self.trusted = True
+        own = msg.proof(self._port.secret, "node", message.nonce)
+        self.send(msg.Welcome(own, self._port.node))
+        self._port.fronts.add(self)
+        self.send(msg.Report(_compact(self._port.gateway.snapshot())))
+
+    def _store(self, path: str, data: bytes) -> str:
+        """Keep a vocabulary beside the segments; it is named by its contents."""
+        digest = path.rsplit(".", 2)[-2]
+        if not digest.isalnum():
+            raise ValueError(f"{path!r} is no vocabulary's path")
+        own = Path(f"{self._port.tables}.{digest}.tokens")
+        if not own.exists():
+            partial = Path(f"{own}.{secrets.token_hex(4)}")
+            partial.write_bytes(data)
+            partial.rename(own)
+        return str(own)
+
+    async def _run(self, job: Job, age_s: float) -> None:
+        request_id = job.request.id
+        try:
+            async with aclosing(self._port.gateway.submit(self._own(job, age_s))) as deltas:
+                async for delta in deltas:
+                    self.send(msg.Output(replace(delta, request_id=request_id)))
+        except Refused as refused:
+            self.send(
+                msg.Decline(request_id, refused.status, refused.reason, refused.retry_after_s)
+            )
+        except Exception as error:
+            # One request's failure is never another's: its front may send it elsewhere.
+            log.exception("request %s failed at the node's port", request_id)
+            self.send(msg.Decline(request_id, 500, f"{type(error).__name__}: {error}", None))
+
+    def _own(self, job: Job, age_s: float) -> Job:
+        """Return the job with this node's clock, version of the model, and paths. Raises
+        `Refused`.
+
+        Its id is this node's too. After a cut, a front may send a request again while the
+        connection that it came by before is still believed to live. When that one is given up, it
+        must not cancel the new job."""
+        request = job.request
+        files = self._port.gateway.resolve(request.model)
+        if files is None:
+            raise Refused(404, f"the model {request.model!r} does not exist")
+        own = replace(
+            request, id=f"{request.id}.{next(self._port.numbers)}", model=files.key,
+            arrival_s=time.monotonic() - age_s,
+        )  # fmt: skip
+        sampling = job.sampling
+        if sampling.grammar is not None:
+            tokens = self._tables[sampling.grammar.tokens]
+            sampling = replace(sampling, grammar=replace(sampling.grammar, tokens=tokens))
+        return replace(job, request=own, sampling=sampling)
+
+    def closed(self, reason: str) -> None:
+        self._port.fronts.discard(self)
+        if self._jobs or not self.trusted:
+            log.info("a front has left (%s), with %d requests", reason, len(self._jobs))
+        for task in list(self._jobs.values()):
+            task.cancel()

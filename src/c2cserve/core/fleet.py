@@ -1,0 +1,88 @@
+"""What the policy of a fleet is told, and what it decides: which node holds what, and serves whom.
+
+A *node* is one machine's server: a pool, a controller and its slices. A *front* answers clients and
+sends each request to a node. Models go by their catalogue ids, since nodes number their versions
+each for itself.
+"""
+
+from c2cserve.core.actions import Reject
+from c2cserve.core.events import Arrived, Cancelled, Finished, FirstToken, ModelAdded, Progressed
+from c2cserve.core.request import Request
+from c2cserve.core.value import value
+
+
+@value
+class FleetNode:
+    """One incarnation of a node: a server that starts again is another one."""
+
+    id: str
+    kind: str
+    """What computes there, for example `cpu avx512`. Two nodes of one kind compute the same
+    tokens."""
+    slices: int
+    pool_bytes: int
+
+
+@value
+class NodeUp:
+    node: FleetNode
+
+
+@value
+class NodeReport:
+    """What a node said of itself last."""
+
+    node_id: str
+    held: tuple[str, ...] = ()
+    """Models in its pool that can compute."""
+    loading: tuple[str, ...] = ()
+    used_bytes: int = 0
+    """Bytes of its pool that are taken, those of loads under way too."""
+    requests: int = 0
+    """Requests of all fronts, running or waiting."""
+    draining: bool = False
+
+
+@value
+class NodeLost:
+    """A node ended, hung or was cut off. `displaced`: its requests, as of the last token received;
+    they continue elsewhere."""
+
+    node_id: str
+    displaced: tuple[Request, ...] = ()
+
+
+@value
+class Declined:
+    """A node did not take the request, or gave it back. It may be sent to another."""
+
+    request: Request
+    node_id: str
+    status: int
+    reason: str
+    retry_after_s: float
+
+
+FleetEvent = (
+    Arrived | Cancelled | FirstToken | Progressed | Finished | ModelAdded | NodeUp | NodeReport
+    | NodeLost | Declined
+)  # fmt: skip
+
+
+@value
+class SendTo:
+    """Send a request to a node, from its prompt and the tokens that its client has."""
+
+    request_id: str
+    node_id: str
+
+
+@value
+class Hold:
+    """Load a model into a node's pool before a request asks for it there."""
+
+    node_id: str
+    model: str
+
+
+FleetAction = SendTo | Hold | Reject

@@ -1,0 +1,1 @@
+"""The policy of many nodes: where models are, where requests go."""

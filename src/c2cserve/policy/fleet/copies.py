@@ -1,0 +1,85 @@
+"""How many copies of a model there are, and which are loaded before they are asked for."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from c2cserve.core.fleet import Hold
+from c2cserve.core.model import ModelSpec
+from c2cserve.policy.fleet.placement import FleetPlacement
+
+_CHECK_S = 0.1
+_CHECKED_MAX = 4
+"""Models that are looked at in one decision: each takes a pass over all nodes."""
+_DEMAND_S = 300.0
+"""A model that was asked for within this time comes back when its last node is lost."""
+
+
+@dataclass(slots=True)
+class Copies:
+    """Keeps pinned models in several pools, gives hot ones another copy, and brings back those
+    whose nodes were lost."""
+
+    placement: FleetPlacement
+    models: Mapping[str, ModelSpec]
+    asked_s: dict[str, float] = field(default_factory=dict[str, float])
+    """Model -> when it was last asked for."""
+    _due: dict[str, None] = field(default_factory=dict[str, None])
+    """Models to look at, oldest first."""
+    _budget_bytes: float = 0.0
+    _budget_s: float | None = None
+    _next_s: float = 0.0
+
+    @property
+    def wakeup(self) -> float | None:
+        return self._next_s if self._due else None
+
+    def review(self, models: Iterable[str]) -> None:
+        """Check these models' copies soon."""
+        self._due.update(dict.fromkeys(models))
+
+    def holds(self, now: float) -> Iterator[Hold]:
+        """Yield what to load where, within the budget."""
+        if not self._due or now < self._next_s:
+            return
+        settings = self.placement.settings
+        if self._budget_s is None:
+            self._budget_bytes = settings.hold_bytes_per_min
+        else:
+            earned = (now - self._budget_s) * settings.hold_bytes_per_min / 60.0
+            self._budget_bytes = min(settings.hold_bytes_per_min, self._budget_bytes + earned)
+        self._budget_s = now
+        for model in list(self._due)[:_CHECKED_MAX]:
+            spec = self.models[model]
+            # A model larger than a minute's budget waits until the budget is whole.
+            if min(spec.weight_bytes, settings.hold_bytes_per_min) > self._budget_bytes:
+                break
+            del self._due[model]
+            yield from self._copy(spec, now)
+        self._next_s = now + _CHECK_S
+
+    def _copy(self, spec: ModelSpec, now: float) -> Iterator[Hold]:
+        holders = self.placement.holders(spec.id)
+        if len(holders) >= self._wanted(spec, now):
+            return
+        closed = [book.node.id for book in holders]
+        node = self.placement.newcomer(spec, closed, now)
+        if node is None:
+            return
+        busy = min((book.load for book in holders), default=float("inf"))
+        displaces = node.displacement_s(spec, 1.0) > 0.0
+        # A hot model's copy must relieve its nodes, and no copy pushes out what is in use.
+        if displaces or (not spec.pinned and node.load > busy / 2.0):
+            return
+        node.hold(spec.id, now)
+        self._budget_bytes -= spec.weight_bytes
+        yield Hold(node.node.id, spec.id)
+        self._due[spec.id] = None  # it may need more than one
+
+    def _wanted(self, spec: ModelSpec, now: float) -> int:
+        """Return how many copies there should be."""
+        settings, holders = self.placement.settings, self.placement.holders(spec.id)
+        lately = now - self.asked_s.get(spec.id, float("-inf")) < _DEMAND_S
+        wanted = settings.pinned_copies if spec.pinned else int(lately)
+        if holders and min(book.load for book in holders) > settings.copy_load:
+            wanted = max(wanted, len(holders) + 1)
+        return wanted

@@ -1,0 +1,139 @@
+"""Which node a request goes to, and which node a model goes to."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import BLOCK_TOKENS, Request
+from c2cserve.core.value import value
+from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook, rank
+
+_EQUAL_S = 0.01
+"""Costs that differ by less are equal."""
+
+
+@value
+class FleetSettings:
+    """What a fleet's policy is set to."""
+
+    no_node_s: float = 30.0
+    """Requests wait so long for a node when there is none."""
+    tries: int = 3
+    """Nodes that a request is offered to when they refuse it."""
+    deaths: int = 3
+    """Nodes that may be lost with a request that makes no progress between."""
+    pinned_copies: int = 2
+    copy_load: float = 16.0
+    """Requests per slice on all nodes with a model, from which on another one gets a copy."""
+    slack: float = 4.0
+    """Requests per slice that a node may have more than the least loaded one with the model."""
+    late_share: float = 0.5
+    """Share of the target for the first token from which on a request leaves its usual node."""
+    replace_s: float = 10.0
+    """What displacing models in use counts, in seconds of waiting."""
+    hold_bytes_per_min: float = 60e9
+    """Bytes that are loaded ahead of requests, on all nodes together."""
+    prefix_blocks: int = 1_000_000
+    """Blocks of prompts whose node is remembered."""
+
+
+@value
+class Destination:
+    node_id: str
+    cached: int
+    """Prompt tokens whose KV is believed to be there."""
+
+
+@dataclass(slots=True)
+class FleetPlacement:
+    """Chooses nodes. `nodes`: those that are up, by id; the policy changes it."""
+
+    settings: FleetSettings
+    nodes: dict[str, NodeBook]
+    prefixes: CachedPrefixes
+
+    def node_for(
+        self, request: Request, spec: ModelSpec, excluded: Iterable[str], now: float
+    ) -> Destination | None:
+        """Return where the request goes, None if no node is open.
+
+        Nodes with the model come first. Its conversation's node is preferred, then the first in the
+        model's own order, so that rare models stay in one pool. A node is passed over when it is
+        late or has much more to do than another one with the model. If all with the model would
+        miss the target, a node that has to load it first may be earlier."""
+        usual, blocks = self.prefixes.find(request, spec.id, self.nodes)
+        # At least one token is computed.
+        cached = min(blocks * BLOCK_TOKENS, request.prompt_len - 1)
+        closed = set(excluded)
+        holders = [
+            book for book in self.nodes.values()
+            if spec.id in book.held and not book.draining and book.node.id not in closed
+        ]  # fmt: skip
+        if not holders:
+            holders = [
+                book for book in self.nodes.values()
+                if spec.id in book.loading and not book.draining and book.node.id not in closed
+            ]  # fmt: skip
+        found = self._holder(request, spec, holders, (usual, cached), now)
+        if found is not None and found[0] <= request.slo.ttft_s:
+            return found[1]
+        closed.update(book.node.id for book in holders)
+        new = self.newcomer(spec, closed, now)
+        if new is not None and found is not None:
+            late_s = new.first_token_s(request, spec, 0, now)
+            late_s += new.displacement_s(spec, self.settings.replace_s)
+            new = new if late_s < found[0] else None
+        if new is not None:
+            return Destination(new.node.id, 0)
+        return None if found is None else found[1]
+
+    def _holder(
+        self, request: Request, spec: ModelSpec, holders: list[NodeBook], usual: tuple[str, int],
+        now: float,
+    ) -> tuple[float, Destination] | None:  # fmt: skip
+        """Return the best of the nodes with the model, and when its first token is expected."""
+        if not holders:
+            return None
+        settings = self.settings
+        name, cached = usual
+
+        def expected(book: NodeBook) -> tuple[float, Destination]:
+            at = cached if book.node.id == name else 0
+            destination = Destination(book.node.id, at)
+            return book.first_token_s(request, spec, at, now), destination
+
+        first = self.nodes.get(name)
+        if first not in holders:
+            first = min(holders, key=lambda book: rank(spec.id, book.node.id))
+        first_s, destination = expected(first)
+        most = min(book.load for book in holders) + settings.slack
+        if first.load <= most and first_s <= settings.late_share * request.slo.ttft_s:
+            return first_s, destination
+        return min(
+            (expected(book) for book in holders if book.load <= most),
+            key=lambda one: (one[0], rank(spec.id, one[1].node_id)),
+        )
+
+    def newcomer(self, spec: ModelSpec, closed: Iterable[str], now: float) -> NodeBook | None:
+        """Return where the model would be loaded at least cost: what waits there, the load, and
+        what it displaces. Equal ones are told apart by the model's own order."""
+        closed, replace_s = set(closed), self.settings.replace_s
+        best, equal = float("inf"), list[NodeBook]()
+        for book in self.nodes.values():
+            if book.draining or spec.weight_bytes > book.node.pool_bytes or book.node.id in closed:
+                continue
+            cost_s = book.queued_s / max(1, book.node.slices) + len(book.sent) * book.token_s
+            cost_s += spec.weight_bytes / book.load_bytes_per_s
+            cost_s += book.displacement_s(spec, replace_s)
+            cost = round(cost_s / _EQUAL_S)
+            if cost < best:
+                best, equal = cost, [book]
+            elif cost == best:
+                equal.append(book)
+        return min(equal, key=lambda book: rank(spec.id, book.node.id), default=None)
+
+    def holders(self, model: str) -> list[NodeBook]:
+        """Return the nodes that have the model or load it, without those that drain."""
+        return [
+            book for book in self.nodes.values() if book.has(model) and not book.draining
+        ]  # fmt: skip

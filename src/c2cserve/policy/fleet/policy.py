@@ -1,0 +1,185 @@
+"""A front's loop: requests to nodes, models to pools; and after a node's loss, elsewhere."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from c2cserve.core import events as ev
+from c2cserve.core import fleet
+from c2cserve.core.actions import Reject
+from c2cserve.core.model import ModelSpec, name_of
+from c2cserve.core.request import Request
+from c2cserve.policy.fleet.copies import Copies
+from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
+from c2cserve.policy.fleet.placement import FleetPlacement, FleetSettings
+
+_HOT_SHARE = 0.5
+"""Share of `FleetSettings.copy_load` from which on a model's copies are looked at."""
+
+
+@dataclass(slots=True)
+class _Held:
+    """A request that this front has."""
+
+    request: Request
+    node_id: str = ""
+    """Where it is; empty while it waits."""
+    waiting_s: float | None = None
+    """Since when no node could take it."""
+    refused: dict[str, fleet.Declined] = field(default_factory=dict[str, fleet.Declined])
+    deaths: int = 0
+    """Nodes lost with it since it last made progress."""
+
+    @property
+    def model(self) -> str:
+        return name_of(self.request.model)
+
+
+class FleetPolicy:
+    """`runtime.ports.Policy[FleetEvent, FleetAction]`. Each front runs one, over what all nodes
+    report; fronts do not talk to each other."""
+
+    done = False
+
+    def __init__(self, settings: FleetSettings | None = None) -> None:
+        self._settings = settings or FleetSettings()
+        self._nodes: dict[str, NodeBook] = {}
+        self._models: dict[str, ModelSpec] = {}
+        self._requests: dict[str, _Held] = {}
+        self._waiting: dict[str, None] = {}
+        """Requests that are on no node, oldest first."""
+        self._prefixes = CachedPrefixes(self._settings.prefix_blocks)
+        self._placement = FleetPlacement(self._settings, self._nodes, self._prefixes)
+        self._copies = Copies(self._placement, self._models)
+        self._reports: dict[str, fleet.NodeReport] = {}
+        """Reports since the last decision."""
+        self._begun: list[tuple[str, str]] = []
+        """First tokens since then: request, node."""
+        self._opened = True
+        """Whether a node may take now what none could before."""
+
+    @property
+    def wakeup(self) -> float | None:
+        copies_s = self._copies.wakeup
+        waits = (self._requests[one].waiting_s for one in self._waiting)
+        oldest = min((since for since in waits if since is not None), default=None)
+        late_s = None if oldest is None else oldest + self._settings.no_node_s
+        return min((one for one in (copies_s, late_s) if one is not None), default=None)
+
+    # ---- events ---------------------------------------------------------------------------------
+
+    def apply(self, event: fleet.FleetEvent) -> None:
+        match event:
+            case ev.Arrived(request):
+                self._requests[request.id] = _Held(request)
+                self._waiting[request.id] = None
+            case ev.FirstToken(request_id):
+                if (held := self._requests.get(request_id)) is not None:
+                    self._begun.append((request_id, held.node_id))
+            case ev.Progressed(request_id):
+                if (held := self._requests.get(request_id)) is not None:
+                    held.deaths = 0
+            case ev.Cancelled(request_id) | ev.Finished(request_id):
+                self._forget(request_id)
+            case ev.ModelAdded(spec):
+                self._models[spec.id] = spec
+                if spec.pinned:
+                    self._copies.review([spec.id])
+            case fleet.NodeUp(node):
+                self._nodes[node.id] = NodeBook(node)
+                self._opened = True
+                self._copies.review(one.id for one in self._models.values() if one.pinned)
+            case fleet.NodeReport(node_id):
+                if node_id in self._nodes:
+                    self._reports[node_id] = event
+            case fleet.NodeLost(node_id, displaced):
+                self._lost(node_id, displaced)
+            case fleet.Declined(request, node_id):
+                if (held := self._requests.get(request.id)) is not None:
+                    held.refused[node_id] = event
+                    self._take_off(held, request)
+
+    def _lost(self, node_id: str, displaced: Sequence[Request]) -> None:
+        book = self._nodes.pop(node_id, None)
+        self._reports.pop(node_id, None)
+        for request in displaced:
+            if (held := self._requests.get(request.id)) is not None:
+                held.deaths += 1
+                self._take_off(held, request)
+        if book is not None:
+            self._copies.review(sorted(book.last_used_s))
+            self._copies.review(m for m in sorted(book.held) if self._pinned(m))
+
+    def _pinned(self, model: str) -> bool:
+        return model in self._models and self._models[model].pinned
+
+    def _take_off(self, held: _Held, request: Request) -> None:
+        """Take the request off its node; it continues as `request`."""
+        if (book := self._nodes.get(held.node_id)) is not None:
+            book.left(request.id)
+        held.request, held.node_id = request, ""
+        self._waiting[request.id] = None
+
+    def _forget(self, request_id: str) -> None:
+        held = self._requests.pop(request_id, None)
+        self._waiting.pop(request_id, None)
+        if held is not None and (book := self._nodes.get(held.node_id)) is not None:
+            book.left(request_id)
+
+    # ---- decisions ------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> Sequence[fleet.FleetAction]:
+        actions: list[fleet.FleetAction] = []
+        for node_id, report in self._reports.items():
+            before = self._nodes[node_id].draining
+            self._nodes[node_id].report(report, self._models, now)
+            self._opened |= before and not report.draining
+        self._reports.clear()
+        for request_id, node_id in self._begun:
+            if (book := self._nodes.get(node_id)) is not None:
+                book.begun(request_id, now)
+        self._begun.clear()
+        for request_id in list(self._waiting):
+            held = self._requests[request_id]
+            if held.waiting_s is None or self._opened:
+                actions += self._place(held, now)
+            elif now >= held.waiting_s + self._settings.no_node_s:
+                actions.append(self._reject(held, 503, "no node of the cluster is up", 5.0))
+        self._opened = False
+        actions += self._copies.holds(now)
+        return actions
+
+    def _place(self, held: _Held, now: float) -> Sequence[fleet.FleetAction]:
+        """Send the request to a node. If none is open it waits, unless nodes have refused it."""
+        spec, settings = self._models.get(held.model), self._settings
+        if spec is None:
+            return [self._reject(held, 404, f"the model {held.model!r} does not exist", 1.0)]
+        if held.deaths >= settings.deaths:
+            why = f"{held.deaths} nodes were lost while they answered this request"
+            return [self._reject(held, 500, why, 1.0)]
+        found = None
+        if len(held.refused) < settings.tries:
+            found = self._placement.node_for(held.request, spec, held.refused, now)
+        if found is None:
+            if held.refused:
+                one = _kindest(held.refused.values())
+                return [self._reject(held, one.status, one.reason, one.retry_after_s)]
+            held.waiting_s = now if held.waiting_s is None else held.waiting_s
+            return []
+        book = self._nodes[found.node_id]
+        book.send(held.request, spec, found.cached, now)
+        held.node_id, held.waiting_s = found.node_id, None
+        del self._waiting[held.request.id]
+        self._prefixes.note(held.request, spec.id, found.node_id)
+        self._copies.asked_s[spec.id] = now
+        if book.load > _HOT_SHARE * settings.copy_load:
+            self._copies.review([spec.id])
+        return [fleet.SendTo(held.request.id, found.node_id)]
+
+    def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
+        self._forget(held.request.id)
+        return Reject(held.request.id, status, reason, retry_after_s)
+
+
+def _kindest(refusals: Iterable[fleet.Declined]) -> fleet.Declined:
+    """Return the refusal to show: one that says when to come back, the soonest first."""
+    return min(refusals, key=lambda one: (one.status != 429, one.retry_after_s))

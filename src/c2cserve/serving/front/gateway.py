@@ -1,0 +1,290 @@
+"""A front's gateway: requests to nodes, and on to others when a node is lost.
+
+It is `runtime.gateway.Gateway`, so the HTTP server before it is the one of a single machine. As the
+controller does for its slices (`serving.controller.jobs`), it keeps the tokens that each client
+has; only it may send a request again, from there. So no token is lost, and none is repeated.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from c2cserve.cluster.link import NodeAddress, NodeLink
+from c2cserve.cluster.messages import Cancel as CancelJob
+from c2cserve.cluster.messages import Decline, HoldModel
+from c2cserve.core import fleet
+from c2cserve.core.actions import Reject
+from c2cserve.core.events import Arrived, Cancelled, ModelAdded
+from c2cserve.core.model import ModelStatus, name_of
+from c2cserve.core.request import Delta, Job
+from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.runtime.driver import tick
+from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
+from c2cserve.runtime.ports import Recorder
+from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
+from c2cserve.serving.controller.output_stream import OutputStream
+from c2cserve.serving.front.models import FrontModels
+from c2cserve.serving.front.nodes import Members, Node
+
+log = logging.getLogger(__name__)
+
+_NO_CHANGES = "the catalogue of a cluster cannot be changed while it is served: restart its nodes"
+
+
+class FleetGateway:
+    """All methods are called on the event loop on which it was made."""
+
+    def __init__(
+        self, instance: str, models: FrontModels, policy: FleetPolicy,
+        record: Recorder[Any, Any], on_end: Callable[[str | None], None],
+        node_timeout_s: float,
+    ) -> None:  # fmt: skip
+        """`on_end`: called with None after a drain, else with the reason. `node_timeout_s`: a node
+        that is silent for longer is lost."""
+        self._instance = instance
+        self._models = models
+        self._policy = policy
+        self._record = record
+        self._on_end = on_end
+        self._loop = asyncio.get_running_loop()
+        self._jobs = JobTable()
+        self._members = Members(self, node_timeout_s)
+        self._nodes: dict[str, Node] = {}
+        """Nodes that are up, by their incarnation."""
+        self._counters = Counter[str]()
+        self._started_s = time.time()
+        self._wakeup: asyncio.TimerHandle | None = None
+        self._draining = self._over = False
+
+    def start(self) -> None:
+        self.tick(*(ModelAdded(spec) for spec in self._models.specs))
+
+    def members(self, members: Mapping[str, NodeAddress]) -> None:
+        """Take over who is a member now, by name."""
+        if not self._over:
+            self._members.update(members)
+
+    # ---- the loop -------------------------------------------------------------------------------
+
+    def tick(self, *events: fleet.FleetEvent) -> None:
+        """Tell the policy what happened, and carry out what it decides."""
+        tick(self._policy, time.monotonic(), events, _Executor(self), self._record)
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+            self._wakeup = None
+        if (at_s := self._policy.wakeup) is not None and not self._over:
+            delay_s = max(0.01, at_s - time.monotonic())
+            self._wakeup = self._loop.call_later(delay_s, self.tick)
+
+    def carry_out(self, action: fleet.FleetAction) -> None:
+        match action:
+            case fleet.SendTo(request_id, node_id):
+                self._send(request_id, self._nodes[node_id])
+            case fleet.Hold(node_id, model):
+                self._nodes[node_id].link.send(HoldModel(model))
+                self._counters["models_held"] += 1
+            case Reject(request_id, status, reason, retry_after_s):
+                if (live := self._jobs.drop(request_id)) is not None:
+                    live.sink(Refused(status, reason, retry_after_s))
+                    self._counters[f"rejected_{status}"] += 1
+
+    def _send(self, request_id: str, node: Node) -> None:
+        live = self._jobs.get(request_id)
+        if live is None:
+            return
+        live.dispatch(node.node.id)
+        job = live.remaining()
+        job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
+        try:
+            node.link.submit(job, time.monotonic() - job.request.arrival_s)
+        except OSError as error:
+            events = self._jobs.fail(request_id, f"its vocabulary cannot be read: {error}")
+            self._loop.call_soon(self.tick, *events)
+
+    # ---- what nodes say (`cluster.link.LinkListener`) -------------------------------------------
+
+    def node_up(self, link: NodeLink, node: fleet.FleetNode) -> None:
+        name = self._members.up(link)
+        log.info("node %s is up: %d slices of %s", name, node.slices, node.kind)
+        self._nodes[node.id] = Node(link, node, name)
+        self.tick(fleet.NodeUp(node))
+
+    def node_reported(self, link: NodeLink, state: Snapshot) -> None:
+        assert link.node is not None
+        node = self._nodes[link.node.id]
+        before, node.state = node.state, state
+        report = node.report()
+        if before is None or report != replace(node, state=before).report():
+            self.tick(report)
+
+    def output(self, link: NodeLink, delta: Delta) -> None:
+        assert link.node is not None
+        if delta.timing is not None:
+            where = f"{self._members.name_of(link)}/{delta.timing.slice}"
+            delta = replace(delta, timing=replace(delta.timing, slice=where))
+        if events := self._jobs.receive(delta, time.monotonic()):
+            self.tick(*events)
+
+    def declined(self, link: NodeLink, decline: Decline) -> None:
+        assert link.node is not None
+        live = self._jobs.get(decline.request_id)
+        if live is None or live.slice_id != link.node.id:
+            return
+        self._counters["declined_by_nodes"] += 1
+        after_s = decline.retry_after_s if decline.retry_after_s is not None else 1.0
+        request = live.begin_anew()
+        self.tick(fleet.Declined(request, link.node.id, decline.status, decline.reason, after_s))
+
+    def node_lost(self, link: NodeLink, reason: str) -> None:
+        name = self._members.name_of(link)
+        self._members.lost(link, reason)
+        node = link.node
+        if node is None or self._nodes.pop(node.id, None) is None:
+            return
+        displaced, failed = self._jobs.displace(node.id)
+        log_moved([one.id for one in displaced], f"node {name} is lost: {reason}")
+        self._counters["nodes_lost"] += 1
+        self.tick(fleet.NodeLost(node.id, displaced), *failed)
+
+    # ---- what the HTTP server asks --------------------------------------------------------------
+
+    def resolve(self, name: str) -> ModelFiles | None:
+        return self._models.find(name)
+
+    def overload(
+        self, model: str, tenant: str, ttft_s: float, arrived_s: float,
+        preparing: Mapping[str, int],
+    ) -> Refused | None:  # fmt: skip
+        """Nodes refuse for themselves; a front has no queue but for want of any node."""
+        return None
+
+    @property
+    def may_refuse(self) -> bool:
+        return False
+
+    async def submit(self, job: Job) -> AsyncGenerator[Delta, None]:
+        if self._draining:
+            raise Refused(503, "the server is shutting down", retry_after_s=5.0)
+        stream = OutputStream()
+        request_id = job.request.id
+        self._jobs.add(LiveJob(job, stream.put))
+        ended = False
+        try:
+            request = replace(job.request, model=name_of(job.request.model))
+            self.tick(Arrived(request))
+            while not ended:
+                item = await stream.get()
+                if isinstance(item, Refused):
+                    ended = True
+                    raise item
+                ended = item.finish is not None
+                yield item
+        finally:
+            if not ended:
+                self.cancel(request_id)
+            self._check_drained()
+
+    def cancel(self, request_id: str) -> None:
+        live = self._jobs.drop(request_id)
+        if live is None:
+            return
+        if (node := self._nodes.get(live.slice_id or "")) is not None:
+            node.link.send(CancelJob(request_id))
+        self.tick(Cancelled(request_id))
+
+    def snapshot(self) -> Snapshot:
+        states = {node.name: node.state for node in self._nodes.values() if node.state is not None}
+        counters = Counter[str](self._counters)
+        for state in states.values():
+            counters.update(state.counters)
+        counters["resumed_requests"] += self._jobs.resumed
+        return Snapshot(
+            instance=self._instance,
+            started_s=self._started_s,
+            draining=self._draining,
+            slices=tuple(
+                replace(one, id=f"{name}/{one.id}")
+                for name, state in sorted(states.items()) for one in state.slices
+            ),
+            models=tuple(self._models.statuses({n: s.models for n, s in states.items()})),
+            pool_used_bytes=sum(state.pool_used_bytes for state in states.values()),
+            pool_budget_bytes=sum(state.pool_budget_bytes for state in states.values()),
+            running=sum(live.slice_id is not None for live in self._jobs.live()),
+            waiting=sum(live.slice_id is None for live in self._jobs.live()),
+            tenants=tuple(sorted(self._jobs.of_tenants())),
+            nodes=self._node_states(),
+            counters={name: float(count) for name, count in counters.items()},
+        )  # fmt: skip
+
+    def _node_states(self) -> dict[str, str]:
+        """Return each node's state by its name. Members without a connection say why."""
+        found = dict(self._members.unreachable)
+        for node in self._nodes.values():
+            draining = node.state is not None and node.state.draining
+            found[node.name] = "draining" if draining else "up"
+        return found
+
+    @property
+    def ready(self) -> bool:
+        return bool(self._nodes) and not self._draining
+
+    @property
+    def healthy(self) -> bool:
+        return True
+
+    def models(self) -> Sequence[ModelStatus]:
+        return self.snapshot().models
+
+    async def add_model(self, entry: dict[str, object]) -> ModelStatus:
+        raise Refused(501, _NO_CHANGES)
+
+    async def remove_model(self, name: str) -> None:
+        raise Refused(501, _NO_CHANGES)
+
+    async def reload_model(self, name: str) -> ModelStatus:
+        raise Refused(501, _NO_CHANGES)
+
+    # ---- shutting down --------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Refuse new requests and finish the others; `on_end` follows. Nodes stay."""
+        self._draining = True
+        self._check_drained()
+
+    def abort(self, reason: str) -> None:
+        """End now, and refuse the requests in flight."""
+        self._draining = True
+        for live in self._jobs.clear():
+            live.sink(Refused(503, reason))
+        self._end(reason)
+
+    def _check_drained(self) -> None:
+        if self._draining and not len(self._jobs):
+            self._end(None)
+
+    def _end(self, reason: str | None) -> None:
+        if self._over:
+            return
+        self._over = True
+        if self._wakeup is not None:
+            self._wakeup.cancel()
+        self._members.close()
+        self._on_end(reason)
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+
+class _Executor:
+    """`runtime.ports.Executor` of the front's loop."""
+
+    def __init__(self, gateway: FleetGateway) -> None:
+        self._gateway = gateway
+
+    def submit(self, action: fleet.FleetAction) -> None:
+        self._gateway.carry_out(action)

@@ -1,0 +1,28 @@
+"""`c2cserve members`: tells a front who is in its cluster. The front starts it."""
+
+import signal
+import sys
+
+import msgspec
+
+from c2cserve.cluster.membership import MemberOrder, Membership, NoCluster, join
+from c2cserve.processes.own_stdout import own_stdout
+from c2cserve.processes.parent_death import end_with
+from c2cserve.serving.front.server import NO_CLUSTER
+from c2cserve.serving.logs import setup_logging
+from c2cserve.terminal.output import CliError
+
+
+def members() -> None:
+    """Follow a Ray cluster for a front."""
+    # A terminal sends it to the front too, which ends this process when it has drained.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    said = own_stdout()
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=MemberOrder)
+    end_with(order.parent)
+    setup_logging("members", "info", "text")
+    try:
+        ray = join(order.address)
+    except NoCluster as error:
+        raise CliError(str(error), NO_CLUSTER) from error
+    Membership(ray, bytes(order.spec)).run(said)

@@ -1,0 +1,117 @@
+"""The nodes of a front: their connections, made again for as long as a node is a member."""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from c2cserve.cluster.link import LinkListener, NodeAddress, NodeLink, connect
+from c2cserve.core.fleet import FleetNode, NodeReport
+from c2cserve.core.model import ModelState
+from c2cserve.runtime.gateway import Snapshot
+
+log = logging.getLogger(__name__)
+
+_RETRY_S = 0.5
+
+
+@dataclass(slots=True)
+class Node:
+    """A node that is up."""
+
+    link: NodeLink
+    node: FleetNode
+    name: str
+    """What people and metrics call it, the same after it starts again."""
+    state: Snapshot | None = None
+
+    def report(self) -> NodeReport:
+        """Return what the policy is told of the node."""
+        assert self.state is not None
+        models = self.state.models
+        return NodeReport(
+            self.node.id,
+            tuple(one.id for one in models if one.state is ModelState.READY),
+            tuple(one.id for one in models if one.state is ModelState.LOADING),
+            self.state.pool_used_bytes,
+            self.state.running + self.state.waiting,
+            self.state.draining,
+        )
+
+
+class Members:
+    """Connects to the nodes that membership names, and tries again while they are named."""
+
+    def __init__(self, listener: LinkListener, timeout_s: float) -> None:
+        self._listener = listener
+        self._timeout_s = timeout_s
+        self._members: dict[str, NodeAddress] = {}
+        self._tasks: dict[tuple[str, NodeAddress], asyncio.Task[None]] = {}
+        """Who was a member lately -> what keeps the connection: one for each address."""
+        self.unreachable: dict[str, str] = {}
+        """Members without a connection -> why. Ray says that they are alive: a cut, a hang, or a
+        death that Ray has not noticed."""
+        self._links: dict[NodeLink, str] = {}
+        self._lost: dict[NodeLink, asyncio.Event] = {}
+
+    def name_of(self, link: NodeLink) -> str:
+        return self._links.get(link, "?")
+
+    def update(self, members: Mapping[str, NodeAddress]) -> None:
+        """Take over who is a member now, by name. A node that is no longer one keeps its
+        connection for as long as that lives: Ray may be wrong, or gone itself."""
+        self._members = dict(members)
+        for key in members.items():
+            if key not in self._tasks:
+                self._tasks[key] = asyncio.get_running_loop().create_task(self._keep(*key))
+        for name in self.unreachable.keys() - members.keys():
+            del self.unreachable[name]
+
+    async def _keep(self, name: str, address: NodeAddress) -> None:
+        """Connect, again and again, for as long as the member has this address."""
+        try:
+            while self._members.get(name) == address:
+                await self._connection(name, address)
+                await asyncio.sleep(_RETRY_S)
+        finally:
+            del self._tasks[name, address]
+
+    async def _connection(self, name: str, address: NodeAddress) -> None:
+        """Connect once. Return when the connection is over."""
+        lost = asyncio.Event()
+
+        def make() -> NodeLink:
+            link = NodeLink(address.secret, self._listener, self._timeout_s)
+            self._links[link], self._lost[link] = name, lost
+            return link
+
+        try:
+            await connect(address, make, self._timeout_s)
+        except (OSError, TimeoutError) as error:
+            self._note(name, f"cannot connect: {error}")
+        else:
+            await lost.wait()
+
+    def _note(self, name: str, why: str) -> None:
+        if name not in self.unreachable:
+            log.warning("node %s: %s", name, why)
+        self.unreachable[name] = why
+
+    def up(self, link: NodeLink) -> str:
+        """Note that a node let this front in. Return its name."""
+        name = self.name_of(link)
+        self.unreachable.pop(name, None)
+        return name
+
+    def lost(self, link: NodeLink, reason: str) -> None:
+        name = self._links.pop(link, None)
+        if name is not None:
+            self._note(name, reason)
+            self._lost.pop(link).set()
+
+    def close(self) -> None:
+        self._members.clear()
+        for task in list(self._tasks.values()):
+            task.cancel()
+        for link in list(self._links):
+            link.end("this front ends")

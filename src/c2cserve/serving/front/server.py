@@ -1,0 +1,168 @@
+"""One run of a front: its nodes, by Ray, and HTTP, from start to drain."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import socket
+import sys
+from asyncio.subprocess import PIPE, Process
+from functools import partial
+
+import msgspec
+
+from c2cserve.catalog.file import Catalog
+from c2cserve.catalog.roots import roots_of
+from c2cserve.cluster.membership import MemberLine, MemberOrder
+from c2cserve.core.events import ClusterEvent
+from c2cserve.memory.pool import remove_dead_runs
+from c2cserve.policy.fleet.placement import FleetSettings
+from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.runtime.ports import Recorder
+from c2cserve.runtime.record import Record, no_record
+from c2cserve.server.access.gate import Gate
+from c2cserve.server.dashboard.live import TickTap
+from c2cserve.server.tls import Tls
+from c2cserve.serving.controller.catalog_host import CatalogHost
+from c2cserve.serving.doors import HttpDoor
+from c2cserve.serving.front.gateway import FleetGateway
+from c2cserve.serving.front.models import FrontModels
+from c2cserve.serving.key_secrecy import exposures
+from c2cserve.serving.live_server import LiveSettings, make_pool
+from c2cserve.serving.node.spec import node_spec
+from c2cserve.serving.run_signals import RunSignals, hang_ups_of
+from c2cserve.serving.start_signals import StartSignals
+from c2cserve.serving.startup import check_open_files, prepare_models
+from c2cserve.terminal.output import CliError
+
+log = logging.getLogger(__name__)
+
+_ANY_BYTES = 1 << 62
+"""A front loads no weights, so it has no bound of its own for a model."""
+_REJOIN_S = 1.0
+NO_CLUSTER = 3
+"""The status of a membership process that finds no cluster."""
+
+
+class FrontServer:
+    """`cluster`: the address of Ray's head, `auto`, or `local`."""
+
+    def __init__(
+        self, cluster: str, node_timeout_s: float, settings: LiveSettings, catalog: Catalog,
+        tls: Tls | None, gate: Gate, signals: StartSignals,
+    ) -> None:  # fmt: skip
+        self._cluster = cluster
+        self._node_timeout_s = node_timeout_s
+        self._settings = settings
+        self._catalog = catalog
+        self._tls = tls
+        self._gate = gate
+        self._signals = signals
+        self._instance = secrets.token_hex(4)
+
+    async def run(self, listener: socket.socket) -> str | None:
+        """Serve until drained. Return None, or why the front failed."""
+        settings = self._settings
+        for dead in remove_dead_runs(settings.pool_dir):
+            log.warning("removed what the killed server %s left in shared memory", dead)
+        check_open_files(0, settings.server.text.processes)
+        # The pool of a front stays empty: it is where vocabularies lie, and goes with the run.
+        pool = partial(make_pool, self._instance, settings.pool_dir, _ANY_BYTES)
+        roots = roots_of(self._catalog, settings.model_roots)
+        host = CatalogHost(
+            self._catalog.base_dir, roots, pool, _no_event, _ANY_BYTES, settings.defaults
+        )
+        try:
+            hosted, broken = prepare_models(host, self._catalog, strict=settings.strict)
+            return await self._serve(listener, FrontModels(hosted, broken))
+        finally:
+            host.close()
+
+    async def _serve(self, listener: socket.socket, models: FrontModels) -> str | None:
+        settings = self._settings
+        ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        policy = FleetSettings()
+        gateway = FleetGateway(
+            self._instance, models, FleetPolicy(policy), self._record(policy), ended.set_result,
+            self._node_timeout_s,
+        )  # fmt: skip
+        hang_ups = hang_ups_of(self._tls, self._gate, settings)
+        RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()
+        keys = bool(settings.keys_file or settings.server.api_keys)
+        for text in exposures(settings.server, settings.host, keys=keys):
+            log.warning("%s", text)
+        tap = TickTap()
+        door = HttpDoor(gateway, settings.server, self._gate, self._tls, tap)
+        await door.open(listener)
+        gateway.start()
+        joining = asyncio.create_task(self._join(gateway))
+        port = listener.getsockname()[1]
+        log.info("front %s on %s:%d, cluster %s", self._instance, settings.host, port,
+                 self._cluster)  # fmt: skip
+        reason = await ended
+        joining.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await joining
+        tap.closed = True
+        await door.close()
+        return reason
+
+    def _record(self, policy: FleetSettings) -> Recorder[object, object]:
+        path = self._settings.record
+        if path is None:
+            return no_record
+        path.unlink(missing_ok=True)
+        try:
+            return Record(path, "front", "fleet", {"settings": policy})
+        except OSError as error:
+            raise CliError(f"--record {path}: {error.strerror}") from error
+
+    # ---- membership -----------------------------------------------------------------------------
+
+    async def _join(self, gateway: FleetGateway) -> None:
+        """Follow who is in the cluster. Without its head, the front goes on with the nodes it
+        has."""
+        joined = False
+        while True:
+            process = await self._start_members()
+            try:
+                joined |= await self._follow(process, gateway)
+                status = await process.wait()
+            except (msgspec.MsgspecError, ValueError) as error:
+                log.error("what the membership process says cannot be read: %s", error)
+                process.kill()
+                status = await process.wait()
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            if status == NO_CLUSTER and not joined:
+                gateway.abort(f"there is no cluster at {self._cluster!r}: see the log")
+                return
+            log.error("Ray does not answer (status %d): serving goes on with known nodes", status)
+            await asyncio.sleep(_REJOIN_S)
+
+    async def _start_members(self) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "c2cserve.cli.main", "members",
+            stdin=PIPE, stdout=PIPE, limit=1 << 26,
+        )  # fmt: skip
+        assert process.stdin is not None
+        spec = msgspec.Raw(node_spec(self._settings, self._catalog))
+        process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, os.getpid(), spec)))
+        process.stdin.close()
+        return process
+
+    async def _follow(self, process: Process, gateway: FleetGateway) -> bool:
+        """Take over members until the process ends. Return whether there were any lines."""
+        assert process.stdout is not None
+        joined = False
+        while line := await process.stdout.readline():
+            gateway.members(msgspec.json.decode(line, type=MemberLine).members)
+            joined = True
+        return joined
+
+
+def _no_event(event: ClusterEvent) -> None:
+    """A front's pool has no events."""

@@ -1,0 +1,136 @@
+"""Three machines on this one: raylets with nodes of their own, and fronts before them."""
+
+import os
+import signal
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+from server_process import CATALOG, ServerProcess, wait_until
+
+from c2cserve.cluster.agent import NAMESPACE, PREFIX, AgentState
+from c2cserve.cluster.membership import agents_of, describe
+
+_STORE_BYTES = 80 << 20
+
+
+class Machines:
+    """A Ray cluster whose raylets stand for machines. Started by `with`."""
+
+    def __init__(self, count: int) -> None:
+        os.environ |= {"RAY_memory_monitor_refresh_ms": "0", "RAY_worker_niceness": "0"}
+        self._count = count
+        self._cluster: Any = None
+        self._orphans: list[int] | None = None
+        """The nodes, when there is no head any more to ask."""
+
+    def __enter__(self) -> Self:
+        args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
+        self._cluster = Cluster(initialize_head=True, head_node_args=args)
+        for _ in range(self._count - 1):
+            self._add()
+        ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self._orphans if self._orphans is not None else self._pids():
+            kill_group(pid)
+        ray.shutdown()
+        self._cluster.shutdown()
+
+    def _pids(self) -> list[int]:
+        return [one.pid for one in self.states() if one.pid]
+
+    @property
+    def address(self) -> str:
+        return self._cluster.address
+
+    def _add(self) -> None:
+        self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+
+    def states(self) -> list[AgentState]:
+        said = describe(ray, agents_of(ray)).values()
+        return sorted(
+            (one for one in said if isinstance(one, AgentState)), key=lambda one: one.name
+        )
+
+    def agent_pid(self, state: AgentState) -> int:
+        """The process of the agent: the parent of its node."""
+        return psutil.Process(state.pid).ppid()
+
+    def raylet_of(self, state: AgentState) -> psutil.Process:
+        return psutil.Process(self.agent_pid(state)).parent()
+
+    def stop_nodes(self) -> None:
+        """End all nodes and agents: the next front starts them, with its own options."""
+        for state in self.states():
+            ray.kill(self.agent(state))
+
+    def is_head(self, state: AgentState) -> bool:
+        return bool(self.raylet_of(state).pid == self._raylet_pid(self._cluster.head_node))
+
+    @staticmethod
+    def _raylet_pid(node: Any) -> int:
+        [raylet] = node.all_processes["raylet"]
+        return raylet.process.pid
+
+    def kill_head_service(self) -> None:
+        """Kill the GCS, the head's own service. Ray would end this process for it later: leave the
+        cluster before."""
+        self._orphans = self._pids()
+        ray.shutdown()
+        self._cluster.head_node.kill_gcs_server()
+
+    def agent(self, state: AgentState) -> Any:
+        [name] = [
+            one for one in agents_of(ray) if state.name.endswith(one[:6])
+        ]  # fmt: skip
+        return ray.get_actor(PREFIX + name)
+
+
+def kill_group(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(os.getpgid(pid), signal.SIGKILL)
+
+
+def kill_all(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+class Front(ServerProcess):
+    """`c2cserve serve --cluster`, with small nodes."""
+
+    def __init__(
+        self, address: str, *args: str, directory: Path, catalog: Path = CATALOG,
+        pool: str = "200MiB", log: Path | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            "--cluster", address, "--threads", "1", "--pool-bytes", pool, "--kv-bytes", "32MiB",
+            "--text-processes", "1", *args, directory=directory, slices=1, settled=False,
+            catalog=catalog, log=log,
+        )  # fmt: skip
+
+    def wait_nodes(self, count: int, timeout_s: float = 240) -> None:
+        """So many nodes answer, with their slices."""
+
+        def there() -> bool:
+            state = self.state()
+            up = [one for one in state["slices"] if one["state"] == "up"]
+            return list(state["nodes"].values()).count("up") == count == len(up)
+
+        wait_until(there, timeout_s, f"{count} nodes are up", poll_s=0.1)
+
+    def busiest(self, machines: Machines) -> AgentState:
+        """The node with most requests of this front."""
+        slices = self.state()["slices"]
+        name = max(slices, key=lambda one: one["running"])["id"].rpartition("/")[0]
+        [state] = [one for one in machines.states() if one.name == name]
+        return state

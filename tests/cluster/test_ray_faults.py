@@ -1,0 +1,158 @@
+"""Nodes, agents, machines and fronts die under streams, on a real Ray cluster."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+pytest.importorskip("ray")
+
+from ray_cluster import Front, Machines, kill_all, kill_group
+from server_process import alive, run_cli, wait_until
+from streams import all_streams, stream_text
+
+from c2cserve.cluster.agent import AgentState
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]
+STREAMS, TOKENS = 12, 300
+
+
+@pytest.fixture(scope="session")
+def undisturbed(front: Front) -> list[str]:
+    """What the streams say while nothing happens."""
+    return asyncio.run(all_streams(front.url, STREAMS, TOKENS))
+
+
+def disturbed(front: Front, disturb: Callable[[], None]) -> list[str]:
+    """Run the streams, and do something when they have begun."""
+
+    async def scenario() -> list[str]:
+        begun = asyncio.Event()
+        streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
+        await begun.wait()
+        await asyncio.to_thread(disturb)
+        return await streams
+
+    return asyncio.run(scenario())
+
+
+def lost(front: Front) -> float:
+    return front.state()["counters"].get("nodes_lost", 0.0)
+
+
+def test_a_killed_node_loses_no_token(
+    machines: Machines, front: Front, undisturbed: list[str]
+) -> None:
+    before = lost(front)
+    assert disturbed(front, lambda: kill_group(front.busiest(machines).pid)) == undisturbed
+    assert lost(front) == before + 1
+    assert front.state()["counters"]["resumed_requests"] >= 1
+    front.wait_nodes(3)
+
+
+def test_a_killed_agent_takes_its_node_along_and_loses_no_token(
+    machines: Machines, front: Front, undisturbed: list[str]
+) -> None:
+    victims: list[AgentState] = []
+
+    def kill() -> None:
+        victims.append(front.busiest(machines))
+        os.kill(machines.agent_pid(victims[0]), signal.SIGKILL)
+
+    assert disturbed(front, kill) == undisturbed
+    wait_until(lambda: not alive(victims[0].pid), 30, "the node ends with its agent")
+    front.wait_nodes(3)
+
+
+@pytest.mark.slow
+def test_a_stopped_node_is_fenced(machines: Machines, front: Front, undisturbed: list[str]) -> None:
+    victims: list[AgentState] = []
+
+    def stop() -> None:
+        victims.append(front.busiest(machines))
+        os.killpg(victims[0].pid, signal.SIGSTOP)
+
+    assert disturbed(front, stop) == undisturbed
+    wait_until(lambda: not alive(victims[0].pid), 60, "its agent kills it")
+    front.wait_nodes(3)
+
+
+def test_a_drained_node_finishes_its_requests(
+    machines: Machines, front: Front, undisturbed: list[str]
+) -> None:
+    victims: list[AgentState] = []
+
+    def drain() -> None:
+        victims.append(front.busiest(machines))
+        done = run_cli("cluster", "drain", victims[0].name, "--address", machines.address)
+        assert done.returncode == 0, done.stderr
+
+    assert disturbed(front, drain) == undisturbed
+    [name] = [one.name for one in victims]
+    wait_until(
+        lambda: next(one for one in machines.states() if one.name == name).state == "drained",
+        60, "it ends when its requests have",
+    )  # fmt: skip
+    shown = run_cli("cluster", "status", "--address", machines.address)
+    assert "drained" in shown.stdout
+    assert run_cli("cluster", "resume", name, "--address", machines.address).returncode == 0
+    front.wait_nodes(3)
+
+
+def test_a_killed_front_leaves_the_others_streams_alone(
+    machines: Machines, front: Front, undisturbed: list[str], tmp_path: Path
+) -> None:
+    with Front(machines.address, directory=front.directory, log=tmp_path / "log") as other:
+        other.wait_nodes(3)
+
+        async def cut() -> None:
+            begun = asyncio.Event()
+            stream = asyncio.create_task(stream_text(other.url, 0, TOKENS, begun))
+            await begun.wait()
+            other.signal(signal.SIGKILL)
+            with pytest.raises(openai.APIError):
+                await stream
+
+        async def scenario() -> list[str]:
+            begun = asyncio.Event()
+            streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
+            await begun.wait()
+            await cut()
+            return await streams
+
+        assert asyncio.run(scenario()) == undisturbed
+        # A retry, at another front.
+        assert asyncio.run(stream_text(front.url, 0, TOKENS)) == undisturbed[0]
+    wait_until(lambda: front.state()["running"] == 0, 30, "nodes drop what a dead front asked")
+
+
+@pytest.mark.slow
+def test_a_dead_machine_loses_no_token(
+    machines: Machines, front: Front, undisturbed: list[str]
+) -> None:
+    """The raylet and everything under it are killed at once."""
+
+    def kill() -> None:
+        states = [one for one in machines.states() if not machines.is_head(one)]
+        raylet = machines.raylet_of(states[0])
+        kill_all([raylet, *raylet.children(recursive=True)])
+
+    assert disturbed(front, kill) == undisturbed
+    front.wait_nodes(2)
+
+
+@pytest.mark.slow
+def test_serving_goes_on_without_the_head(
+    machines: Machines, front: Front, undisturbed: list[str]
+) -> None:
+    """The last test: there is no cluster after it."""
+    machines.kill_head_service()
+    assert asyncio.run(all_streams(front.url, STREAMS, TOKENS)) == undisturbed

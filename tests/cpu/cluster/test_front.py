@@ -1,0 +1,225 @@
+"""A front over nodes that are played: no token is lost or repeated, whatever nodes do."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from played_nodes import PlayedFront, PlayedNode, answer, counters, nodes_up
+
+from c2cserve.cluster import messages as msg
+from c2cserve.core.fleet import FleetNode
+from c2cserve.core.request import Delta, FinishReason, TokenLogprob
+from c2cserve.policy.fleet.placement import FleetSettings
+from c2cserve.runtime.gateway import Refused
+from c2cserve.runtime.record import Record
+from c2cserve.runtime.replay import replay
+
+
+def nodes(count: int, **more: float) -> list[PlayedNode]:
+    return [PlayedNode(f"n{number}", **more) for number in range(count)]
+
+
+async def test_a_request_runs_on_one_node_with_its_version_and_clock() -> None:
+    async with PlayedFront(*nodes(3)) as front:
+        job = front.job("b")
+        assert await front.run(job) == answer(job.tokens, 40)
+        [name] = front.on(job)
+        [node] = [one for one in front.nodes if one.name == name]
+        own = node.engine.jobs[0].request
+        assert own.model == "b#2"
+        assert abs(own.arrival_s - job.request.arrival_s) < 30.0
+        assert front.gateway.resolve("b-alias") is not None
+        assert front.gateway.resolve("c") is None
+
+
+async def test_a_lost_node_costs_no_token() -> None:
+    async with PlayedFront(*nodes(3, step_s=0.005)) as front:
+        jobs = [front.job() for _ in range(6)]
+        begun = asyncio.Event()
+        runs = [asyncio.create_task(front.run(job, begun)) for job in jobs]
+        await begun.wait()
+        victim = next(one for one in front.nodes if one.engine.running)
+        await victim.stop()
+        for job, run in zip(jobs, runs, strict=True):
+            assert await run == answer(job.tokens, 40)
+        assert counters(front)["nodes_lost"] == 1
+        assert counters(front)["resumed_requests"] >= 1
+        assert any(len(front.on(job)) == 2 for job in jobs)
+
+
+async def test_a_silent_node_is_lost_and_what_it_says_later_is_ignored() -> None:
+    """Its connection stays open: only the front's own timeout notices."""
+    front = PlayedFront(*nodes(2, step_s=0.01), timeout_s=1.0)
+    async with front:
+        job, begun = front.job(count=60), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        victim = next(one for one in front.nodes if one.engine.running)
+        assert victim.port is not None
+        [connection] = victim.port.fronts
+        sent: list[bytes] = []
+        transport = connection._transport
+        assert transport is not None
+        transport.write = sent.append  # type: ignore[method-assign]
+        assert await run == answer(job.tokens, 60)
+        assert len(front.on(job)) == 2
+        assert sent, "the node had gone on"
+
+
+async def test_a_node_that_gives_up_in_the_middle() -> None:
+    first, second = nodes(2)
+    first.engine.gives_up_after = second.engine.gives_up_after = 7
+    async with PlayedFront(first, second, settings=FleetSettings(tries=3)) as front:
+        job = front.job(count=13)
+        begun = asyncio.Event()
+        assert await front.run(job, begun) == answer(job.tokens, 13)
+        assert len(front.on(job)) == 2
+
+
+async def test_a_refusal_goes_to_the_next_node_and_then_to_the_client() -> None:
+    first, second = nodes(2)
+    async with PlayedFront(first, second) as front:
+        first.engine.refusal = second.engine.refusal = Refused(429, "full", 3.0)
+        job = front.job()
+        with pytest.raises(Refused) as refused:
+            await front.run(job)
+        assert (refused.value.status, refused.value.retry_after_s) == (429, 3.0)
+        assert len(front.on(job)) == 2
+        second.engine.refusal = None
+        job = front.job()
+        assert await front.run(job) == answer(job.tokens, 40)
+
+
+async def test_requests_wait_for_a_node() -> None:
+    async with PlayedFront() as front:
+        job = front.job()
+        run = asyncio.create_task(front.run(job))
+        await asyncio.sleep(0.05)
+        late = await PlayedNode("late").start()
+        front.nodes.append(late)
+        front.gateway.members({"late": late.address})
+        assert await run == answer(job.tokens, 40)
+
+
+async def test_requests_do_not_wait_for_ever() -> None:
+    async with PlayedFront(settings=FleetSettings(no_node_s=0.05)) as front:
+        with pytest.raises(Refused) as refused:
+            await front.run(front.job())
+        assert refused.value.status == 503
+
+
+async def test_a_node_that_comes_back_is_used_again() -> None:
+    [node] = nodes(1)
+    async with PlayedFront(node) as front:
+        await node.stop()
+        await front.until(lambda: not nodes_up(front))
+        await node.start()
+        front.gateway.members({})
+        front.gateway.members({node.name: node.address})
+        await front.until(lambda: nodes_up(front) == 1)
+        job = front.job()
+        assert await front.run(job) == answer(job.tokens, 40)
+
+
+async def test_a_request_that_returns_to_a_node_is_not_cancelled_by_its_old_connection() -> None:
+    """A cut: the front has given its connection up, and the node has not noticed."""
+    [node] = nodes(1, step_s=0.01)
+    async with PlayedFront(node) as front:
+        job, begun = front.job(count=100), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        assert node.port is not None
+        [old] = node.port.fronts
+        link = next(iter(front.gateway._nodes.values())).link
+        old.connection_lost = lambda exc: None  # type: ignore[method-assign]
+        link.end("a cut")
+        await front.until(lambda: len(node.engine.running) == 2)
+        old.end("no sign of life")
+        assert await run == answer(job.tokens, 100)
+        assert len(node.engine.jobs) == 2
+
+
+async def test_a_member_is_connected_once() -> None:
+    [node] = nodes(1)
+    async with PlayedFront(node) as front:
+        for members in ({}, {node.name: node.address}) * 3:
+            front.gateway.members(members)
+        await asyncio.sleep(0.7)
+        assert node.port is not None
+        assert len(node.port.fronts) == 1
+
+
+async def test_a_front_needs_the_secret() -> None:
+    node = await PlayedNode("n0").start(secret=b"wrong")
+    async with PlayedFront() as front:
+        front.nodes.append(node)
+        front.gateway.members({"n0": node.address})
+        await asyncio.sleep(0.2)
+        assert nodes_up(front) == 0
+        assert not node.engine.jobs
+
+
+async def test_a_client_that_leaves_frees_the_node() -> None:
+    async with PlayedFront(*nodes(1, step_s=0.01)) as front:
+        job = front.job(count=1000)
+        stream = front.gateway.submit(job)
+        await anext(stream)
+        await stream.aclose()
+        engine = front.nodes[0].engine
+        await front.until(lambda: not engine.running)
+        assert front.gateway.snapshot().running == 0
+
+
+async def test_a_front_that_ends_frees_the_node() -> None:
+    [node] = nodes(1, step_s=0.01)
+    async with PlayedFront(node) as front:
+        begun = asyncio.Event()
+        run = asyncio.create_task(front.run(front.job(count=1000), begun))
+        await begun.wait()
+        front.gateway.abort("over")
+        with pytest.raises(Refused):
+            await run
+        await front.until(lambda: not node.engine.running)
+        assert front.ended == ["over"]
+
+
+async def test_a_drain_finishes_what_runs() -> None:
+    async with PlayedFront(*nodes(1, step_s=0.002)) as front:
+        job, begun = front.job(), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        front.gateway.drain()
+        with pytest.raises(Refused):
+            await front.run(front.job())
+        assert await run == answer(job.tokens, 40)
+        await front.until(lambda: front.ended == [None])
+
+
+async def test_the_state_is_summed_over_nodes() -> None:
+    async with PlayedFront(*nodes(3)) as front:
+        await front.until(lambda: front.gateway.snapshot().pool_used_bytes == 600)
+        state = front.gateway.snapshot()
+        assert state.pool_budget_bytes == 3000
+        assert state.counters["steps"] == 3.0
+        assert [model.state for model in state.models] == ["ready", "ready"]
+
+
+async def test_the_front_s_record_replays(tmp_path: Path) -> None:
+    record = Record(tmp_path / "record", "front", "fleet", {"settings": FleetSettings()})
+    async with PlayedFront(*nodes(2), record=record) as front:
+        await asyncio.gather(*(front.run(front.job(model)) for model in "abab"))
+        await front.nodes[0].stop()
+        await front.run(front.job())
+    result = replay(tmp_path / "record")
+    assert result.equal
+    assert result.streams[0].actions >= 5
+
+
+def test_messages_survive_the_way() -> None:
+    delta = Delta("r", (1, 2), (TokenLogprob(1, -0.5, ((1, -0.5),)),), finish=FinishReason.STOP)
+    data = msg.frame(msg.Output(delta))
+    assert int.from_bytes(data[: msg.HEAD_BYTES], "little") == len(data) - msg.HEAD_BYTES
+    back = msg.decode_from_node(data[msg.HEAD_BYTES :])
+    assert back == msg.Output(delta)
+    welcome = msg.Welcome(b"p", FleetNode("n", "cpu", 1, 2))
+    assert msg.decode_from_node(msg.frame(welcome)[msg.HEAD_BYTES :]) == welcome

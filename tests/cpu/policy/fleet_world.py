@@ -1,0 +1,167 @@
+"""A fleet in virtual time: nodes are arithmetic, the policy is the one that a front runs."""
+
+import heapq
+import random
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field, replace
+
+from c2cserve.core import events as ev
+from c2cserve.core import fleet
+from c2cserve.core.actions import Reject
+from c2cserve.core.model import ModelSpec
+from c2cserve.core.request import Request, Slo
+from c2cserve.policy.fleet.policy import FleetPolicy
+
+LOAD_BYTES_PER_S = 2e9
+PROMPT_TOKEN_S = 5e-5
+SLO = Slo(2.0, 0.1)
+
+
+def spec(name: str, weight_bytes: int = 1_000_000_000, *, pinned: bool = False) -> ModelSpec:
+    return ModelSpec(name, weight_bytes, 8, 1024, 4096, SLO, pinned=pinned)
+
+
+@dataclass
+class _Node:
+    node: fleet.FleetNode
+    pool: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
+    """Model -> when it can compute; least recently used first."""
+    prompts_until_s: float = 0.0
+    running: set[str] = field(default_factory=set[str])
+
+
+class FleetWorld:
+    """`ticks_s`: what each decision took, in seconds of processor time."""
+
+    def __init__(self, models: list[ModelSpec], nodes: int, pool: int, seed: int = 0) -> None:
+        self.policy = FleetPolicy()
+        self.random = random.Random(seed)
+        self.models = {one.id: one for one in models}
+        self.nodes: dict[str, _Node] = {}
+        self.requests: dict[str, Request] = {}
+        self.sent: dict[str, list[str]] = {}
+        self.begun_s: dict[str, float] = {}
+        self.refused: dict[str, int] = {}
+        self.ended: set[str] = set()
+        self.hits = self.misses = 0
+        self.held: list[tuple[str, str]] = []
+        self.ticks_s: list[float] = []
+        self.stream: list[tuple[float, list[fleet.FleetEvent], list[fleet.FleetAction]]] = []
+        self._heap: list[tuple[float, int, fleet.FleetEvent | str]] = []
+        self._number = 0
+        self.now = 0.0
+        self.tell(*(ev.ModelAdded(one) for one in models))
+        for index in range(nodes):
+            self.up(f"n{index}", pool)
+        self.tell(*(fleet.NodeReport(name) for name in self.nodes))
+
+    def up(self, name: str, pool: int) -> None:
+        node = fleet.FleetNode(name, "cpu", 4, pool)
+        self.nodes[name] = _Node(node)
+        self.tell(fleet.NodeUp(node))
+
+    def lose(self, name: str) -> None:
+        lost = self.nodes.pop(name)
+        displaced = tuple(self.requests[one] for one in sorted(lost.running))
+        self.tell(fleet.NodeLost(name, displaced))
+
+    def arrive(
+        self, name: str, model: str, tokens: int = 200, hashes: tuple[int, ...] = ()
+    ) -> None:
+        self.requests[name] = Request(name, model, tokens, 50, self.now, SLO, hashes)
+        self.tell(ev.Arrived(self.requests[name]))
+
+    def at(self, when_s: float, what: "fleet.FleetEvent | str") -> None:
+        self._number += 1
+        heapq.heappush(self._heap, (when_s, self._number, what))
+
+    def run_until(self, until_s: float) -> None:
+        while self._heap and self._heap[0][0] <= until_s:
+            self.now, _, what = heapq.heappop(self._heap)
+            if not isinstance(what, str):
+                self._happened(what)
+            elif what in self.nodes:
+                self._report(what)
+        self.now = until_s
+
+    def _happened(self, event: fleet.FleetEvent) -> None:
+        match event:
+            case ev.FirstToken(name):
+                if name not in self.ended and name in self._all_running():
+                    self.begun_s.setdefault(name, self.now - self.requests[name].arrival_s)
+                    self.tell(event)
+            case ev.Finished(name):
+                if name not in self.ended and name in self._all_running():
+                    self.ended.add(name)
+                    for node in self.nodes.values():
+                        node.running.discard(name)
+                    self.tell(event)
+            case _:
+                self.tell(event)
+
+    def _all_running(self) -> set[str]:
+        return {one for node in self.nodes.values() for one in node.running}
+
+    def _report(self, name: str) -> None:
+        node = self.nodes[name]
+        usable = tuple(sorted(m for m, at in node.pool.items() if at <= self.now))
+        loading = tuple(sorted(m for m, at in node.pool.items() if at > self.now))
+        used = sum(self.models[m].weight_bytes for m in node.pool)
+        self.tell(fleet.NodeReport(name, usable, loading, used, len(node.running)))
+
+    def tell(self, *events: fleet.FleetEvent) -> list[fleet.FleetAction]:
+        begun = time.thread_time()
+        for event in events:
+            self.policy.apply(event)
+        actions = list(self.policy.decide(self.now))
+        self.ticks_s.append(time.thread_time() - begun)
+        self.stream.append((self.now, list(events), actions))
+        for action in actions:
+            self._carry_out(action)
+        return actions
+
+    def _carry_out(self, action: fleet.FleetAction) -> None:
+        match action:
+            case fleet.SendTo(name, node_id):
+                self._sent(self.requests[name], self.nodes[node_id])
+            case fleet.Hold(node_id, model):
+                self.held.append((node_id, model))
+                self._load(self.nodes[node_id], model)
+            case Reject(name, status):
+                self.refused[name] = status
+
+    def _sent(self, request: Request, node: _Node) -> None:
+        self.sent.setdefault(request.id, []).append(node.node.id)
+        usable_s = node.pool.get(request.model)
+        if usable_s is not None and usable_s <= self.now:
+            self.hits += 1
+        else:
+            self.misses += 1
+        usable_s = self._load(node, request.model)
+        begin_s = max(self.now, usable_s, node.prompts_until_s)
+        if usable_s <= self.now:
+            node.prompts_until_s = begin_s + request.prompt_len * PROMPT_TOKEN_S / 4
+        first_s = begin_s + request.prompt_len * PROMPT_TOKEN_S
+        node.running.add(request.id)
+        self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
+        self.at(first_s + 1.0, ev.Finished(request.id, request.max_new_tokens))
+
+    def _load(self, node: _Node, model: str) -> float:
+        """Return when the model can compute there; the least recently used make room."""
+        if model not in node.pool:
+            room = node.node.pool_bytes - self.models[model].weight_bytes
+            while sum(self.models[m].weight_bytes for m in node.pool) > room:
+                node.pool.popitem(last=False)
+            node.pool[model] = self.now + self.models[model].weight_bytes / LOAD_BYTES_PER_S
+        node.pool.move_to_end(model)
+        return node.pool[model]
+
+    def grown(self, name: str, tokens: int) -> Request:
+        """The request after so many more tokens."""
+        old = self.requests[name]
+        self.requests[name] = replace(
+            old, prompt_len=old.prompt_len + tokens, max_new_tokens=old.max_new_tokens - tokens,
+            sent=old.sent + tokens,
+        )  # fmt: skip
+        return self.requests[name]

@@ -1,0 +1,195 @@
+"""Where models and requests go among nodes, and what happens to both when a node is lost."""
+
+import random
+
+import msgspec
+import pytest
+from fleet_world import FleetWorld, spec
+
+from c2cserve.core import events as ev
+from c2cserve.core import fleet
+from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.runtime.wire import tagged, untagged
+
+GB = 1_000_000_000
+
+
+def world(models: int = 6, nodes: int = 3, pool: int = 4 * GB) -> FleetWorld:
+    return FleetWorld([spec(f"m{i}") for i in range(models)], nodes, pool)
+
+
+def settle(fleet_world: FleetWorld, seconds: float = 2.0) -> None:
+    """Let loads and requests end, with reports of all nodes."""
+    until = fleet_world.now + seconds
+    for name in fleet_world.nodes:
+        fleet_world.at(until, name)
+    fleet_world.run_until(until)
+
+
+def test_a_rare_model_stays_in_one_pool() -> None:
+    there = world()
+    for number in range(20):
+        there.arrive(f"r{number}", "m1")
+        settle(there)
+    assert len({node for nodes in there.sent.values() for node in nodes}) == 1
+    assert there.misses == 1
+
+
+def test_models_spread_over_nodes_before_any_pool_is_full() -> None:
+    there = world(models=9, pool=3 * GB)
+    for number in range(9):
+        there.arrive(f"r{number}", f"m{number}")
+        settle(there)
+    assert sorted(len(node.pool) for node in there.nodes.values()) == [3, 3, 3]
+
+
+def test_a_conversation_returns_to_its_cached_prefix() -> None:
+    there = world(nodes=4)
+    there.arrive("a", "m0", 160, tuple(range(10)))
+    settle(there)
+    [home] = there.sent["a"]
+    for other in there.nodes.values():  # everywhere now, so that the order of nodes may say another
+        there._load(other, "m0")
+    settle(there)
+    for number in range(5):
+        there.arrive(f"b{number}", "m0", 240, tuple(range(15)))
+        settle(there)
+        assert there.sent[f"b{number}"] == [home]
+
+
+def test_a_hot_model_gets_another_copy_before_requests_go_there() -> None:
+    there = world(nodes=3)
+    there.arrive("warm", "m0", 10)
+    settle(there)
+    for number in range(200):
+        there.arrive(f"r{number}", "m0", 10)
+    there.run_until(there.now + 0.2)
+    there.tell()
+    assert ("m0" in {model for _, model in there.held}) or len(
+        {node for nodes in there.sent.values() for node in nodes}
+    ) > 1
+    settle(there)
+    for number in range(200, 400):
+        there.arrive(f"r{number}", "m0", 10)
+    nodes = [there.sent[f"r{number}"][0] for number in range(200, 400)]
+    assert len(set(nodes)) > 1
+
+
+def test_pinned_models_are_held_twice() -> None:
+    there = FleetWorld([spec("p", pinned=True), spec("m")], 3, 4 * GB)
+    for _ in range(20):
+        settle(there, 0.2)
+    holders = [name for name, node in there.nodes.items() if "p" in node.pool]
+    assert len(holders) == 2
+    there.lose(holders[0])
+    for _ in range(20):
+        settle(there, 0.2)
+    assert sum("p" in node.pool for node in there.nodes.values()) == 2
+
+
+def test_requests_of_a_lost_node_continue_elsewhere() -> None:
+    there = world()
+    there.arrive("r", "m0", 100)
+    [home] = there.sent["r"]
+    there.run_until(0.6)
+    there.grown("r", 7)
+    there.lose(home)
+    assert len(there.sent["r"]) == 2
+    assert there.sent["r"][1] != home
+
+
+def test_a_request_that_outlives_no_node_fails() -> None:
+    there = world(nodes=5)
+    there.arrive("r", "m0")
+    for _ in range(3):
+        there.lose(there.sent["r"][-1])
+    assert there.refused == {"r": 500}
+    assert len(there.sent["r"]) == 3
+
+
+def test_requests_wait_for_a_node() -> None:
+    there = FleetWorld([spec("m0")], 0, GB)
+    there.arrive("r", "m0")
+    assert not there.sent
+    there.up("n0", 4 * GB)
+    assert there.sent == {"r": ["n0"]}
+
+
+def test_requests_do_not_wait_for_ever() -> None:
+    there = FleetWorld([spec("m0")], 0, GB)
+    there.arrive("r", "m0")
+    wakeup = there.policy.wakeup
+    assert wakeup is not None
+    there.now = wakeup
+    there.tell()
+    assert there.refused == {"r": 503}
+    assert there.policy.wakeup is None
+
+
+def test_a_refused_request_is_offered_to_others() -> None:
+    there = world(nodes=3)
+    there.arrive("r", "m0")
+    for tries in range(1, 4):
+        node = there.sent["r"][-1]
+        there.nodes[node].running.clear()
+        there.tell(fleet.Declined(there.requests["r"], node, 429, "full", 2.0))
+        assert len(set(there.sent["r"])) == min(3, tries + 1)
+    assert there.refused == {"r": 429}
+
+
+def test_a_draining_node_gets_nothing_new() -> None:
+    there = world()
+    there.arrive("a", "m0")
+    [home] = there.sent["a"]
+    settle(there)
+    there.tell(fleet.NodeReport(home, ("m0",), (), GB, 0, draining=True))
+    there.arrive("b", "m0")
+    assert there.sent["b"] != [home]
+
+
+def test_a_recorded_stream_replays_to_the_same_actions() -> None:
+    there = world(models=12, pool=2 * GB)
+    there.random.seed(3)
+    for number in range(100):
+        there.arrive(f"r{number}", f"m{there.random.randrange(12)}")
+        settle(there, 0.05)
+        if number == 50:
+            there.lose("n1")
+    policy = FleetPolicy()
+    for now, events, actions in there.stream:
+        for event in untagged(msgspec.json.decode(msgspec.json.encode(tagged(events)))):
+            policy.apply(event)
+        assert list(policy.decide(now)) == actions
+
+
+@pytest.mark.alone
+def test_a_thousand_nodes_and_ten_thousand_models() -> None:
+    """Decisions stay fast, and nearly all first tokens are in time although nodes are lost."""
+    chance = random.Random(1)
+    models = [spec(f"m{i}") for i in range(10_000)]
+    there = FleetWorld(models, 1000, 20 * GB)
+    there.ticks_s.clear()
+    weights = [1.0 / rank for rank in range(1, len(models) + 1)]
+    names = chance.choices([one.id for one in models], weights, k=6000)
+    for number, model in enumerate(names):
+        there.arrive(f"r{number}", model, chance.randrange(16, 400))
+        if number % 6 == 0:
+            there.at(there.now, f"n{number // 6}")
+        there.run_until(there.now + chance.expovariate(1000.0))
+        if number in (2000, 3500, 5000):
+            there.lose(max(there.nodes, key=lambda one: len(there.nodes[one].running)))
+    there.run_until(there.now + 10.0)
+    times = sorted(there.ticks_s)
+    assert times[int(0.99 * len(times))] < 0.005
+    assert not there.refused
+    assert set(there.begun_s) == set(there.requests)
+    late = sum(after > 2.0 for after in there.begun_s.values())
+    assert late <= 0.05 * len(there.requests)
+
+
+def test_cancelled_requests_leave_nothing() -> None:
+    there = world()
+    there.arrive("r", "m0")
+    there.tell(ev.Cancelled("r"))
+    assert all(book.load == 0.0 for book in there.policy._nodes.values())
+    assert all(book.queued_s == 0.0 for book in there.policy._nodes.values())
