@@ -4,14 +4,13 @@
     process      └─▶ goes on by new tokens, fills ─▶ shared memory
 
 A worker has a process for each vocabulary, from the first request on. So a vocabulary that is being
-read delays no mask of another. A worker keeps the tokens of its outputs: after the end of a process
-a new one gets them, and fills the same masks.
+read delays no mask of another. All of them write into one memory (`grammars.memory`). A worker
+keeps the tokens of its outputs: after the end of a process a new one gets them, and fills the same
+masks.
 """
 
 import itertools
 import logging
-import mmap
-import os
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import numpy as np
 
 from c2cserve.core.request import Grammar
 from c2cserve.grammars.matching import GrammarFailed, Masks, Vocabulary, mask_words
+from c2cserve.grammars.memory import MaskMemory, Region
 from c2cserve.grammars.messages import (
     Build,
     Fill,
@@ -37,8 +37,6 @@ from c2cserve.grammars.messages import (
 
 log = logging.getLogger(__name__)
 
-_MEMORY_BYTES = 256 << 20
-"""Room for masks that are not read yet. Only pages that have been written take memory."""
 _PATIENCE_S = 30.0
 """Longer than any answer takes: the library bounds its work on a mask."""
 _IDLE_MAX = 4
@@ -74,14 +72,11 @@ class Held:
 class _Process:
     """One grammar process and its sockets. Its methods raise OSError where it has ended."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, memory: MaskMemory) -> None:
         self.fills, fills = socket.socketpair()
         self.builds, builds = socket.socketpair()
-        memory = os.memfd_create("masks")
         try:
-            os.ftruncate(memory, _MEMORY_BYTES)
-            self.masks = np.frombuffer(mmap.mmap(memory, _MEMORY_BYTES), np.int32)
-            given = (fills.fileno(), builds.fileno(), memory)
+            given = (fills.fileno(), builds.fileno(), memory.file)
             ends = map(str, vocabulary.ends)
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "c2cserve.grammars.process", *map(str, given),
@@ -89,7 +84,6 @@ class _Process:
                 stdin=subprocess.DEVNULL, pass_fds=given,
             )  # fmt: skip
         finally:
-            os.close(memory)
             fills.close()
             builds.close()
         self.fills.settimeout(_PATIENCE_S)
@@ -98,6 +92,9 @@ class _Process:
     @property
     def pid(self) -> int:
         return self._popen.pid
+
+    def alive(self) -> bool:
+        return self._popen.poll() is None
 
     def end(self) -> None:
         """End it, if it has not. What waits for it on another thread is woken."""
@@ -114,7 +111,11 @@ class PendingFill:
         self._owner = owner
         self.helds = helds
         self.process = process
-        self.offset = 0
+        self.region: Region | None = None
+        """Where its process writes the masks, once it is asked for them."""
+        self.rebuilt = False
+        """Its process has to build some of the grammars first."""
+        self.answered = False
         self.masks: Masks | None = None
 
     def result(self) -> Masks:
@@ -122,12 +123,22 @@ class PendingFill:
         empty, and its `failure` says why."""
         return self._owner.result(self)
 
+    def settle(self) -> None:
+        """Learn what a device learnt that has waited for the masks: which outputs cannot go on."""
+        assert self.region is not None, "no device has waited for these masks"
+        if not self.region.abandoned:
+            self._owner.settle(self)
+        if self.region.abandoned or not self.answered:
+            for held in self.helds:
+                held.failure = "the grammar cannot go on: its masks did not come in time"
+
 
 class Outputs:
     """The outputs of one vocabulary. One thread uses it, and `build` has another."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, memory: MaskMemory | None = None) -> None:
         self._vocabulary = vocabulary
+        self.memory = MaskMemory() if memory is None else memory
         self._words = mask_words(vocabulary.size)
         self._lock = threading.Lock()
         self._process: _Process | None = None
@@ -135,8 +146,6 @@ class Outputs:
         self._dropped: deque[int] = deque()
         self._sent: deque[PendingFill] = deque()
         """Fills that were sent and are not read; the process answers in this order."""
-        self._free = 0
-        """The first byte behind their masks."""
         self._builder = ThreadPoolExecutor(1, "grammars")
         self.live = 0
         self.lost = 0
@@ -186,7 +195,7 @@ class Outputs:
     def _running(self) -> _Process:
         with self._lock:
             if self._process is None:
-                self._process = _Process(self._vocabulary)
+                self._process = _Process(self._vocabulary, self.memory)
             return self._process
 
     def _lose(self, process: _Process) -> None:
@@ -213,37 +222,44 @@ class Outputs:
         return fill
 
     def result(self, fill: PendingFill) -> Masks:
-        while fill.masks is None and fill in self._sent:
-            self._read()
+        self.settle(fill)
         if fill.masks is None:
-            fill.masks = np.concatenate([self._alone(held) for held in fill.helds])
+            if fill.answered and fill.region is not None:
+                fill.masks = fill.region.masks.copy()
+            else:
+                fill.masks = np.concatenate([self._alone(held) for held in fill.helds])
         return fill.masks
+
+    def settle(self, fill: PendingFill) -> None:
+        """Wait for the answer to a fill. There is none if the process has ended."""
+        while not fill.answered and fill in self._sent:
+            self._read()
 
     def _alone(self, held: Held) -> Masks:
         """Return the mask of one output after its process ended. A grammar that ends the next one,
         too, fails alone."""
         fill = self.begin([held])
-        while fill in self._sent:
-            self._read()
-        if fill.masks is None:
+        self.settle(fill)
+        if not fill.answered or fill.region is None:
             held.failure = "the grammar cannot go on: its process ended twice"
             return np.zeros((1, self._words), np.int32)
-        return fill.masks
+        return fill.region.masks.copy()
 
     def _send(self, fill: PendingFill) -> None:
-        size = 4 * self._words * len(fill.helds)
-        if self._sent and self._free + size > _MEMORY_BYTES:
-            while self._sent:
-                self._read()
-        fill.offset = self._free if self._sent else 0
-        assert fill.offset + size <= _MEMORY_BYTES, "a step has fewer rows"
+        region = self.memory.take(len(fill.helds), self._words)
+        while region is None and self._sent:
+            self._read()
+            region = self.memory.take(len(fill.helds), self._words)
+        assert region is not None, "a step has fewer rows"
         outputs = tuple(held.news(fill.process) for held in fill.helds)
-        send(fill.process.fills, Fill(fill.offset, outputs, self._drops()))
+        fill.rebuilt = any(one.grammar for one in outputs)
+        message = Fill(region.masks_at, region.ready_at, outputs, self._drops())
+        send(fill.process.fills, message)
+        fill.region = region
         self._sent.append(fill)
-        self._free = fill.offset + size
 
     def _read(self) -> None:
-        """Read the next fill."""
+        """Read the next answer."""
         fill = self._sent[0]
         try:
             failures = decode_filled(receive(fill.process.fills)).failures
@@ -251,9 +267,7 @@ class Outputs:
             self._forget_sent(fill.process)
             return
         self._sent.popleft()
-        count, begin = len(fill.helds), fill.offset // 4
-        there = fill.process.masks[begin : begin + count * self._words]
-        fill.masks = there.reshape(count, self._words).copy()
+        fill.answered = True
         for row, why in failures.items():
             fill.helds[row].failure = why
 
@@ -265,7 +279,9 @@ class Outputs:
 class Grammars:
     """The outputs of one worker's slice, by their vocabularies. One thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MaskMemory | None = None) -> None:
+        """`memory`: of the masks; that of a GPU slice is read by its GPU."""
+        self.memory = MaskMemory() if memory is None else memory
         self._outputs: dict[Vocabulary, Outputs] = {}
         self._lost = 0
 
@@ -280,7 +296,7 @@ class Grammars:
         outputs = self._outputs.pop(vocabulary, None)
         if outputs is None:
             self._end_idle()
-            outputs = Outputs(vocabulary)
+            outputs = Outputs(vocabulary, self.memory)
         self._outputs[vocabulary] = outputs  # the one used last is last
         return outputs
 

@@ -28,6 +28,7 @@ from c2cserve.policy.slice.policy import SlicePolicy
 MAX_NEW = 12
 GRAMMARS = Grammars()
 """Of all loops: a grammar process takes a while to start."""
+GRAMMARS.memory.register(lambda data: data.ctypes.data)  # operators that chain wait for masks
 atexit.register(GRAMMARS.close)
 SHARED = [17, 23, 42, 5] * 8
 
