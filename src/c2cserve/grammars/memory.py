@@ -33,7 +33,7 @@ PLACES_AT = 4
 HEAD_WORDS = PLACES_AT + PLACES
 """The words before the masks, which begin at a multiple of 16 bytes."""
 _ALIGNED_WORDS = 16
-_PATIENCE_S = 0.5
+_PATIENCE_S = 1.0
 """How long a device waits for masks, which take milliseconds."""
 _LOOK_S = 0.05
 
@@ -93,7 +93,8 @@ class Region:
 class MaskMemory:
     """The memory of a slice's masks. One thread takes regions; any thread drops them."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+        """`patience_s`: how long a device waits for masks."""
         self.file = os.memfd_create("masks")
         os.ftruncate(self.file, _MEMORY_BYTES)
         self._mapping = mmap.mmap(self.file, _MEMORY_BYTES)
@@ -101,7 +102,7 @@ class MaskMemory:
         self._taken: dict[int, int] = {}
         """Begin -> size, in words."""
         self._address = 0
-        self._watch = _Watch()
+        self._watch = _Watch(patience_s)
 
     def __del__(self) -> None:
         os.close(self.file)
@@ -140,7 +141,8 @@ class MaskMemory:
 class _Watch:
     """Abandons regions on a thread of its own: the worker's may itself wait for the device."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
         self._pending: deque[tuple[ref[Region], Callable[[], bool], float]] = deque()
         self._some = threading.Event()
         self._thread: threading.Thread | None = None
@@ -149,7 +151,7 @@ class _Watch:
         if self._thread is None:  # a device has waited for no masks before
             self._thread = threading.Thread(target=self._run, name="mask-watch", daemon=True)
             self._thread.start()
-        self._pending.append((ref(region), alive, time.monotonic() + _PATIENCE_S))
+        self._pending.append((ref(region), alive, time.monotonic() + self._patience_s))
         if not self._some.is_set():
             self._some.set()
 

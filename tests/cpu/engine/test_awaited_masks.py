@@ -14,7 +14,6 @@ from torch import Tensor
 from c2cserve.core.request import Grammar, Job, Request, Sampling
 from c2cserve.engine.guides import GuidedSample, Guides, PendingMasks
 from c2cserve.engine.sequences import Sequence as Seq
-from c2cserve.grammars import memory as module
 from c2cserve.grammars import write
 from c2cserve.grammars.matching import mask_words
 from c2cserve.grammars.memory import HEAD_WORDS, PLACES, MaskMemory
@@ -48,8 +47,8 @@ class Device(LateOps):
 class Bench:
     """Two sequences with grammars, and one without between them."""
 
-    def __init__(self, grammar: Grammar) -> None:
-        self.grammars = Grammars()
+    def __init__(self, grammar: Grammar, patience_s: float = 600.0) -> None:
+        self.grammars = Grammars(MaskMemory(patience_s))
         self.grammars.memory.register(lambda data: data.ctypes.data)
         self.guides = Guides(grammars=self.grammars)
         self.outputs = self.grammars.of(grammar, SIZE)
@@ -93,9 +92,9 @@ def grammar(tmp_path_factory: pytest.TempPathFactory) -> Grammar:
     return Grammar(write.grammar_of(write.regex("[c-f]+")), table, ENDS)
 
 
-@pytest.fixture
-def bench(grammar: Grammar) -> Iterator[Bench]:
-    made = Bench(grammar)
+@pytest.fixture(params=[600.0])
+def bench(grammar: Grammar, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    made = Bench(grammar, request.param)
     yield made
     made.grammars.close()
 
@@ -116,12 +115,9 @@ def test_sampling_is_launched_before_the_masks_are_made(bench: Bench) -> None:
     assert bench.guides.awaited == 1
 
 
-@pytest.mark.parametrize("ends", [False, True])
-def test_a_device_does_not_wait_for_ever(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, ends: bool
-) -> None:
+@pytest.mark.parametrize(("bench", "ends"), [(0.1, False), (600.0, True)], indirect=["bench"])
+def test_a_device_does_not_wait_for_ever(bench: Bench, ends: bool) -> None:
     """Rows without a mask keep their tokens. A process that has ended is not waited for at all."""
-    monkeypatch.setattr(module, "_PATIENCE_S", 600.0 if ends else 0.1)
     bench.signal(signal.SIGSTOP)
     sample = bench.launch()
     if ends:
@@ -144,15 +140,14 @@ def test_a_failed_output_gets_no_token_whatever_its_mask(bench: Bench) -> None:
     assert "cannot go on" in bench.guides.failure(bench.seqs[2])
 
 
-def test_no_place_is_used_again_before_its_process_has_answered(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_S", 0.05)
-    bench.launch().collect()
+def test_no_place_is_used_again_before_its_process_has_answered(bench: Bench) -> None:
     bench.signal(signal.SIGSTOP)
     first = bench.launch()
     place = bench.ops.awaited[-1].address
-    bench.until_ready()
+    region = first._pending.fill.region
+    assert region is not None
+    region.abandon()
+    del region
     assert first.collect().ids == [-1, 7, -1]
     del first
     second = bench.launch()
