@@ -198,24 +198,15 @@ class Guides:
         if pending is None:
             return ops.sample(logits, rows)
         region, fill = pending.fill.region, pending.fill
+        if region is None or len(rows) > PLACES or not _device_can_wait(region, pending):
+            return ops.sample(logits, self.masked(rows, sampled, pending))
         numbers = {id(seq): i for i, seq in enumerate(pending.seqs)}
         places = [numbers.get(id(seq), -1) for seq in sampled]
         held = [row for row, place in enumerate(places) if place >= 0]
-        if region is None or not self._can_wait(fill, held, rows, ops):
-            return ops.sample(logits, self.masked(rows, sampled, pending))
         region.place(places)
         self._grammars.memory.watch(region, fill.process.alive)
         self.awaited += 1
         return GuidedSample(ops.sample(logits, rows, _awaited(region)), pending, held)
-
-    @staticmethod
-    def _can_wait(fill: PendingFill, held: list[int], rows: list[RowSampling], ops: Ops) -> bool:
-        """Return whether a device can wait for the masks: it reads their memory, and samples all
-        rows that have some. It does not wait for grammars that are built."""
-        region = fill.region
-        if region is None or not region.address or fill.rebuilt or len(rows) > PLACES:
-            return False
-        return all(ops.chains(rows[row]) for row in held)
 
 
 class StepMasks:
@@ -243,6 +234,14 @@ class StepMasks:
             return guides.sample(ops, logits, rows, sampled, pending)
 
         return LateSample(launch)
+
+
+def _device_can_wait(region: Region, pending: PendingMasks) -> bool:
+    """Return whether a device reads the region, and samples all rows that have a mask. It does not
+    wait for grammars that are built."""
+    if not region.address or pending.fill.rebuilt:
+        return False
+    return all(seq.chained for seq in pending.seqs)
 
 
 def _awaited(region: Region) -> AwaitedMasks:

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -55,12 +56,15 @@ class Bench:
         self.ops = Device()
         self.seqs = [self._seq(str(i), grammar if i != 1 else None) for i in range(3)]
 
-    def _seq(self, name: str, grammar: Grammar | None, **how: float) -> Seq:
-        sampling = Sampling(seed=1, stop_token_ids=ENDS, grammar=grammar, **how)  # pyright: ignore[reportArgumentType]
+    def _seq(self, name: str, grammar: Grammar | None, penalty: float = 0.0) -> Seq:
+        sampling = replace(
+            Sampling(seed=1, stop_token_ids=ENDS, grammar=grammar), presence_penalty=penalty
+        )
         job = Job(Request(name, "m", 2, 20, 0.0), (5, 6), sampling)
         seq = Seq.of(job, 0.0)
         if grammar is not None:
             seq.held = self.guides.output(job, SIZE)
+        seq.chained = self.ops.chains(seq.row_sampling())
         return seq
 
     def pending(self) -> PendingMasks:
@@ -161,7 +165,7 @@ def test_no_place_is_used_again_before_its_process_has_answered(bench: Bench) ->
 
 
 def test_rows_that_the_host_samples_are_waited_for_there(bench: Bench, grammar: Grammar) -> None:
-    bench.seqs[2] = bench._seq("penalized", grammar, presence_penalty=0.5)
+    bench.seqs[2] = bench._seq("penalized", grammar, penalty=0.5)
     rows = [seq.row_sampling() for seq in bench.seqs]
     bench.guides.sample(bench.ops, LOGITS, rows, bench.seqs, bench.pending()).collect()
     assert not bench.ops.awaited
