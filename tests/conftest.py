@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, settings
 
 _TESTS = Path(__file__).parent
 sys.path += [str(_TESTS), str(_TESTS.parent / "benchmarks"), str(_TESTS / "e2e")]
+sys.path.append(str(_TESTS.parent / "scripts" / "clients"))
 
 settings.register_profile(
     "tests",

@@ -47,8 +47,10 @@ class Loop(EngineReports):
 
     def submit(self, name: str, prompt: list[int], new: int, sampling: Sampling = GREEDY) -> None:
         request = Request(name, "m", len(prompt), new, time.monotonic(), Slo(60.0, 60.0))
-        chained = self.executor.add(Job(request, tuple(prompt), sampling))
-        self.events.append(Submitted(request, chained))
+        self.add(Job(request, tuple(prompt), sampling))
+
+    def add(self, job: Job) -> None:
+        self.events.append(Submitted(job.request, self.executor.add(job)))
 
     def tick(self) -> None:
         self.executor.poll()

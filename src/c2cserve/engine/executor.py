@@ -100,13 +100,13 @@ class Executor:
 
     def prepare(self, job: Job) -> bool:
         """Begin to prepare a request. Return whether it can be added at once. If not, the state
-        after a `poll` names it, or it is to be taken back by `forget`."""
+        after a `poll` has it, or it is to be taken back by `forget`."""
         plain = job.sampling.grammar is None
         return plain or self._guides.prepare(job, self._decoder(job.request.model).config.vocab)
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that was prepared and will not be added."""
-        self._guides.forget(request_id)
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that will not be added. Return whether one was being prepared."""
+        return self._guides.forget(request_id)
 
     def add(self, job: Job) -> bool:
         """Add a request. Return whether its next step may be submitted before its last one is done.

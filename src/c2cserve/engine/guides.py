@@ -13,7 +13,8 @@ wait is launched, so no work of the worker ever stands between a waiting GPU and
 the host samples a row with a mask, the step's masks are waited for before sampling is launched.
 
 So no step waits for a mask that takes no longer than its layers, and no row without a grammar has
-one. A grammar is built before its request is added, because that may take a second.
+one. A grammar is built before its request is added, because that may take a second. If a mask is
+late, its request leaves the slice's steps, and is prepared again with the tokens that it has.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ class GuidedSample:
         fill = self._pending.fill
         fill.settle()
         for row, held in zip(self._rows, fill.helds, strict=True):
-            if held.failure:
+            if held.failure or held.late:
                 tokens.ids[row] = -1
         return tokens
 
@@ -113,11 +114,13 @@ class Guides:
         """`notify` is called on a thread when a grammar is built."""
         self._grammars = Grammars() if grammars is None else grammars
         self._notify = notify
-        self._building: dict[str, Future[Held]] = {}
+        self._building: dict[str, tuple[Job, Future[Held]]] = {}
         self.failed = 0
         """Requests whose grammars could not be built, or not go on."""
         self.awaited = 0
         """Steps whose masks their device waits for."""
+        self.waited = 0
+        """How often requests left the slice's steps, because their masks were late."""
 
     @property
     def processes_lost(self) -> int:
@@ -127,11 +130,13 @@ class Guides:
 
     def prepare(self, job: Job, vocab: int) -> bool:
         """Begin to build a request's grammar. Return False: it cannot be added at once, and
-        `prepared` names it later."""
-        built = self._build(job, vocab)
-        self._building[job.request.id] = built
-        built.add_done_callback(lambda _: self._notify())
+        `prepared` has it later."""
+        self._await(job, self._build(job, vocab))
         return False
+
+    def _await(self, job: Job, built: "Future[Held]") -> None:
+        self._building[job.request.id] = job, built
+        built.add_done_callback(lambda _: self._notify())
 
     def _build(self, job: Job, vocab: int) -> Future[Held]:
         grammar, sent = job.sampling.grammar, job.request.sent
@@ -139,29 +144,37 @@ class Guides:
         output = job.tokens[len(job.tokens) - sent :] if sent else ()
         return self._grammars.of(grammar, vocab).build(grammar.text, output)
 
-    def prepared(self) -> list[str]:
+    def prepared(self) -> list[Job]:
         """Return the requests whose grammars are built, or cannot be."""
-        return [name for name, one in self._building.items() if one.done()]
+        return [job for job, built in self._building.values() if built.done()]
 
-    def forget(self, request_id: str) -> None:
-        """Drop what was prepared for a request that is not added."""
-        self._building.pop(request_id, None)
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that is prepared, or has been, and is not added. Return whether there was
+        one."""
+        return self._building.pop(request_id, None) is not None
 
     def output(self, job: Job, vocab: int) -> Held:
         """Return the output of a request with a grammar, which was prepared or is built now. Raises
         GrammarFailed."""
-        built = self._building.pop(job.request.id, None) or self._build(job, vocab)
+        _, built = self._building.pop(job.request.id, (job, None))
         try:
-            return built.result()
+            return (built or self._build(job, vocab)).result()
         except GrammarFailed:
             self.failed += 1
             raise
 
     def failure(self, seq: Seq) -> str:
-        """Return why a sequence got no token. Count it if that is for its grammar."""
-        reason = "" if seq.held is None else seq.held.failure
-        self.failed += bool(reason)
-        return reason or "the model computed values that are not numbers"
+        """Return why a sequence got no token. Count it if that is for its grammar. Empty: its mask
+        was late, and what is left of the request is being prepared again."""
+        held = seq.held
+        if held is not None and held.failure:
+            self.failed += 1
+            return held.failure
+        if held is not None and held.late:
+            self.waited += 1
+            self._await(seq.rest(), held.again())
+            return ""
+        return "the model computed values that are not numbers"
 
     # ---- masks ----------------------------------------------------------------------------------
 
@@ -180,7 +193,7 @@ class Guides:
     def masked(
         rows: list[RowSampling], sampled: Sequence[Seq], pending: PendingMasks | None
     ) -> list[RowSampling]:
-        """Return the rows with their masks, which are waited for."""
+        """Return the rows with their masks, which are waited for. A mask that is late is empty."""
         if pending is None:
             return rows
         masks = pending.fill.result()
@@ -204,7 +217,7 @@ class Guides:
         places = [numbers.get(id(seq), -1) for seq in sampled]
         held = [row for row, place in enumerate(places) if place >= 0]
         region.place(places)
-        self._grammars.memory.watch(region, fill.process.alive)
+        self._grammars.memory.watch(region, fill.asked[0].process.alive)
         self.awaited += 1
         return GuidedSample(ops.sample(logits, rows, _awaited(region)), pending, held)
 
@@ -237,11 +250,8 @@ class StepMasks:
 
 
 def _device_can_wait(region: Region, pending: PendingMasks) -> bool:
-    """Return whether a device reads the region, and samples all rows that have a mask. It does not
-    wait for grammars that are built."""
-    if not region.address or pending.fill.rebuilt:
-        return False
-    return all(seq.chained for seq in pending.seqs)
+    """Return whether a device reads the region, and samples all rows that have a mask."""
+    return bool(region.address) and all(seq.chained for seq in pending.seqs)
 
 
 def _awaited(region: Region) -> AwaitedMasks:

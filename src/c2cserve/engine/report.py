@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from c2cserve.core.events import SliceEvent
-from c2cserve.core.request import Delta
+from c2cserve.core.request import Delta, Job
 
 Report = Callable[[SliceEvent | None, Sequence[Delta]], None]
 """Takes an event for the policy (or None) together with the deltas for clients that belong to it.
@@ -25,5 +25,5 @@ class ExecutorState:
     """KV copied to host memory so far,"""
     kv_in_bytes: int
     """and back."""
-    prepared: list[str]
+    prepared: list[Job]
     """Requests that can be added now."""

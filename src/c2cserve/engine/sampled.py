@@ -20,13 +20,13 @@ def record_tokens(
     """Record a step's sampled tokens, its deltas and its outcomes. Return the requests that end.
 
     A request of which `present` is false ended in the step before this one. `failure` says why a
-    request got no token."""
+    request got no token. It is empty for one that comes back later: it ends for the slice only."""
     ended: list[str] = []
     for i, (seq, token) in enumerate(zip(run.sampled, tokens.ids, strict=True)):
         if seq.lost or not present(seq):
             continue
         if token < 0:
-            _fail(run, seq, failure(seq))
+            _end(run, seq, failure(seq))
             ended.append(seq.job.request.id)
             continue
         logprobs: tuple[TokenLogprob, ...] = ()
@@ -38,10 +38,11 @@ def record_tokens(
     return ended
 
 
-def _fail(run: Run, seq: Sequence, reason: str) -> None:
+def _end(run: Run, seq: Sequence, failure: str) -> None:
     request_id = seq.job.request.id
-    run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=reason))
-    run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=True))
+    if failure:
+        run.deltas.append(Delta(request_id, finish=FinishReason.ERROR, error=failure))
+    run.outcomes.append(SeqOutcome(request_id, 0, finished=True, failed=bool(failure)))
 
 
 def _take(

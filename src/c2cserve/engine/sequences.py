@@ -1,6 +1,6 @@
 """A request as the executor knows it: its tokens, its block table, how to sample."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -86,6 +86,15 @@ class Sequence:
     def position(self) -> int:
         """The index of the next output token. Tokens sent before a resume count."""
         return self.job.request.sent + self.sampled + self.in_flight
+
+    def rest(self) -> Job:
+        """Return what is left of its request after the tokens that were sampled here."""
+        request, count = self.job.request, self.sampled
+        left = replace(
+            request, prompt_len=self.length, sent=request.sent + count,
+            max_new_tokens=request.max_new_tokens - count,
+        )  # fmt: skip
+        return replace(self.job, request=left, tokens=tuple(self.tokens[: self.length].tolist()))
 
     def scores_prompt(self, part: SeqStep) -> bool:
         """Return whether the logits of all the step's positions are wanted.

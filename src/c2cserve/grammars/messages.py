@@ -19,7 +19,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     """What it went on by since it was last told of; all of it with a grammar."""
     grammar: str = ""
-    """Empty for a matcher that the process has."""
+    """Empty for a matcher that the process has, as in every `Fill`."""
 
 
 class Build(msgspec.Struct, frozen=True, array_like=True):

@@ -41,6 +41,7 @@ class _Grammars:
         self._masks = np.frombuffer(memory, np.int32)
         self._held: dict[int, Matcher | str] = {}
         """Number -> the matcher, or why there is none."""
+        self._filling = threading.Lock()
         self._unreadable = ""
         try:
             self._matchers = Matchers(vocabulary)
@@ -48,6 +49,13 @@ class _Grammars:
             self._unreadable = f"the vocabulary cannot be read: {error}"
 
     def build(self, message: Build) -> Built:
+        """Build a matcher. The answer comes when no fill is under way: a worker that gets it finds
+        a process that answers."""
+        built = self._build(message)
+        with self._filling:
+            return built
+
+    def _build(self, message: Build) -> Built:
         self._drop(message.drop)
         matcher = self._built(message.output)
         if isinstance(matcher, str):
@@ -64,6 +72,10 @@ class _Grammars:
             return str(failed)
 
     def fill(self, message: Fill) -> Filled:
+        with self._filling:
+            return self._fill(message)
+
+    def _fill(self, message: Fill) -> Filled:
         self._drop(message.drop)
         begin, count = message.offset // 4, len(message.outputs)
         masks = self._masks[begin : begin + count * self._words].reshape(count, self._words)
@@ -71,26 +83,18 @@ class _Grammars:
         failures: dict[int, str] = {}
         news: list[tuple[Matcher, tuple[int, ...]]] = []
         for row, output in enumerate(message.outputs):
-            matcher = self._matcher(output)
+            matcher = self._held[output.number]
             if isinstance(matcher, str):
                 failures[row] = matcher
                 masks[row] = 0
                 continue
             rows[row] = matcher
-            if not output.grammar:
-                news.append((matcher, output.tokens))
+            news.append((matcher, output.tokens))
         if rows:
             self._matchers.take(news)
             failures |= self._matchers.fill(rows, masks)
         self._masks[message.ready // 4] = 1  # before the answer: then the worker may use the place
         return Filled(failures)
-
-    def _matcher(self, output: Output) -> Matcher | str:
-        """Return an output's matcher, before its new tokens if the process had it. Else return why
-        there is none."""
-        if output.grammar:
-            self._held[output.number] = self._built(output)
-        return self._held[output.number]
 
     def _drop(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:

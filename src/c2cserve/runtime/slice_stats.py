@@ -177,6 +177,9 @@ class SliceStats:
     grammars_failed: int = _counter(
         "requests", _ENGINE, "Requests that ended because their grammars could not go on."
     )
+    grammar_waits: int = _counter(
+        "requests", _ENGINE, "Requests that left the steps for a while, as their masks were late."
+    )
     grammar_processes_lost: int = _counter(
         "processes", _ENGINE, "Grammar processes that ended while they were needed."
     )

@@ -35,6 +35,7 @@ from c2cserve.server.load_shedding import LoadShedder, request_id
 from c2cserve.server.metrics import Metrics
 from c2cserve.server.model_names import unknown_model
 from c2cserve.server.openapi.document import describe
+from c2cserve.server.pages.docs import DOCS_ROUTES
 from c2cserve.server.prepare import (
     PROMPT_FIELDS,
     IncomingRequest,
@@ -147,6 +148,7 @@ class _Routes:
             ("GET", "/ready", self._ready, ""),
             ("GET", "/version", self._version, ""),
             ("GET", "/openapi.json", self._description, ""),
+            *((*route, "") for route in DOCS_ROUTES),
         ]
 
     def guarded(self, handler: Handler, role: Role, route: str) -> Handler:

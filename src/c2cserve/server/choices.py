@@ -27,6 +27,8 @@ class ChoicePiece:
     logprobs: tuple[TokenLogprob, ...] = ()
     offsets: tuple[int, ...] = ()
     """Where the text of each token of `logprobs` begins in the output, in characters."""
+    ends: bool = False
+    """The last token of `logprobs` is the end token, which adds no text."""
     finish: str | None = None
     tokens: int = 0
     """Output tokens in this piece, as `usage` counts them."""
@@ -123,6 +125,9 @@ class ChoiceStream:
         text, offsets, stopped = self._read(delta.tokens[:-1] if hidden else delta.tokens)
         # Tokens that an engine sampled beyond a stop string are neither shown nor counted.
         count = len(offsets) if stopped else len(delta.tokens)
+        ends = hidden and not stopped
+        if ends:
+            offsets = (*offsets, self._decoded)
         self.output_tokens += count
         finish: str | None = None
         if stopped:
@@ -135,7 +140,8 @@ class ChoiceStream:
             text += rest if stopped else rest + self._stops.finish()
             finish = "stop" if stopped else delta.finish.value
         self.finish = finish or ""
-        return ChoicePiece(self.index, text, delta.logprobs[: len(offsets)], offsets, finish, count)
+        logprobs = delta.logprobs[: len(offsets)]
+        return ChoicePiece(self.index, text, logprobs, offsets, ends, finish, count)
 
     def _read(self, tokens: tuple[int, ...]) -> tuple[str, tuple[int, ...], bool]:
         """Return the text to show, where each token up to a stop string begins, and whether there

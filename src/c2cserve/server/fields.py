@@ -175,6 +175,8 @@ class Message(_Strict):
     function_call: None = None
     audio: None = None
     annotations: None = None
+    provider_specific_fields: dict[str, Any] | None = None
+    """LiteLLM's own facts in messages that it sends back. They change nothing."""
 
     @property
     def chars(self) -> int:

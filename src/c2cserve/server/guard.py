@@ -7,10 +7,12 @@
 | `Origin` of requests that change something is the server's own, or allowed | web pages of others |
 | without an admin key, `/admin`, `/dashboard` and `/metrics` have local peers only | other |
 | | machines |
-| a body is `application/json` | forms and scripts of web pages, which send no such type unasked |
+| a body is `application/json` | forms and scripts of web pages, which send no such type unasked. |
+| | Ollama's clients do not say it; without signs of a browser they need not |
 | a body is not compressed | JSON that would be found broken without a word about why |
 
-Browsers always send `Host` and `Origin`, and other clients gain nothing by forging them.
+Browsers always send `Host`, and `Origin` unless they only read. Other clients gain nothing by
+forging them.
 """
 
 import ipaddress
@@ -33,6 +35,8 @@ _JSON = "application/json"
 _READING = ("GET", "HEAD", "OPTIONS")
 _FORWARDED = ("forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-real-ip")
 """Fields with which a proxy says that its own address is not the client's."""
+_FETCHED = "sec-fetch-"
+"""Begins the fields in which browsers say how a request came about."""
 _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~ ,-]{1,4096}")
 _PREFLIGHT_S = 600
 
@@ -60,7 +64,7 @@ class Guard:
             self._check_host(headers)
         if http.method not in _READING:
             self._check_origin(headers, role)
-            _check_media_type(headers)
+            _check_media_type(headers, free=_is_ollamas(http))
 
     def _open(self, role: Role) -> bool:
         return role == "metrics" and self._access.open_metrics
@@ -142,13 +146,20 @@ class Guard:
         )  # fmt: skip
 
 
-def _check_media_type(headers: Headers) -> None:
-    """Check that a body is declared as JSON. A request without a body needs no type. Raises
-    ApiError (415)."""
+def _is_ollamas(http: HttpRequest) -> bool:
+    """Return whether a request is for Ollama's API, and no web page can have sent it. Browsers name
+    a page's origin, and say how a request came about."""
+    paged = "origin" in http.headers or any(one.startswith(_FETCHED) for one in http.headers)
+    return http.url.path.startswith("/api/") and not paged
+
+
+def _check_media_type(headers: Headers, *, free: bool) -> None:
+    """Check that a body is declared as JSON, unless that is `free`. A request without a body needs
+    no type. Raises ApiError (415)."""
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
         return
     _check_plain(headers)
-    given = headers.getlist("content-type") or [""]
+    given = [] if free else headers.getlist("content-type") or [""]
     for one in given:
         if one.partition(";")[0].strip().lower() == _JSON:
             continue

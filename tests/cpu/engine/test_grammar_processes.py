@@ -1,17 +1,21 @@
 """Grammar processes: what their masks say does not depend on them, nor on their ends."""
 
 import os
+import select
 import signal
+import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from c2cserve.core.request import Grammar
-from c2cserve.grammars import write
+from c2cserve.grammars import child, write
+from c2cserve.grammars import outputs as module
 from c2cserve.grammars.matching import GrammarFailed, Masks, Matchers, Vocabulary, mask_words
+from c2cserve.grammars.messages import Fill
 from c2cserve.grammars.outputs import Grammars, Held, Outputs
 from c2cserve.grammars.table import write_table
 
@@ -89,9 +93,89 @@ def test_another_process_takes_over(outputs: Outputs, table: str, when: str) -> 
     early, late = outputs.begin(helds[:1]), outputs.begin(helds[1:])
     if when == "between":
         end(outputs)
-    assert (late.result() == expected(table, ("g[a-z]*", "g"))).all()
-    assert (early.result() == expected(table, ("[a-f]{1,9}", "abc"))).all()
-    assert not any(held.failure for held in helds)
+    results = [one.result() for one in (late, early)]
+    again = [held.again().result() if held.late else held for held in helds]
+    assert any(held.late for held in helds) or when == "between"
+    assert not any(mask.any() for mask, held in zip(results, helds[::-1], strict=True) if held.late)
+    masks = [outputs.begin([held]).result() for held in again]
+    assert (masks[0] == expected(table, ("[a-f]{1,9}", "abc"))).all()
+    assert (masks[1] == expected(table, ("g[a-z]*", "g"))).all()
+    assert not any(held.failure or held.strikes for held in again)
+
+
+def stop(outputs: Outputs) -> None:
+    assert outputs.pid is not None
+    os.kill(outputs.pid, signal.SIGSTOP)
+
+
+def test_a_step_does_not_wait_for_a_process_that_stands_still(
+    outputs: Outputs, table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first one does, and not for long. The process answers again, or it is ended."""
+    monkeypatch.setattr(module, "_STEP_PATIENCE_S", 0.1)
+    helds = [built(outputs, pattern) for pattern in PATTERNS]
+    stop(outputs)
+    began_s = time.monotonic()
+    for _ in range(200):
+        masks = outputs.begin(helds).result()
+    assert time.monotonic() - began_s < 5.0
+    assert not masks.any()
+    assert all(held.late for held in helds)
+    assert outputs.pid is not None
+    pid, again = outputs.pid, [held.again() for held in helds]
+    os.kill(pid, signal.SIGCONT)
+    masks = outputs.begin([one.result() for one in again]).result()
+    assert (masks == expected(table, *((one, "") for one in PATTERNS))).all()
+    assert outputs.pid == pid
+
+
+def test_a_process_that_stands_still_for_long_is_ended(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_STEP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(child, "_PATIENCE_S", 3.0)
+    outputs = Outputs(Vocabulary(table, SIZE, ENDS))
+    held = built(outputs, "g[a-z]*")
+    stop(outputs)
+    outputs.begin([held]).result()
+    held = held.again().result()
+    assert (outputs.begin([held]).result() == expected(table, ("g[a-z]*", ""))).all()
+    assert outputs.lost == 1
+    outputs.close()
+
+
+@pytest.mark.parametrize("harm", [end, pytest.param(stop, marks=pytest.mark.slow)])
+def test_a_grammar_that_stops_processes_fails_alone(
+    outputs: Outputs, table: str, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Outputs], None]
+) -> None:
+    """Those that were asked for beside it are asked for one by one, and get their masks."""
+    monkeypatch.setattr(module, "_STEP_PATIENCE_S", 0.1)
+    monkeypatch.setattr(child, "_PATIENCE_S", 2.0)
+    bad_text, send = text_of("[a-f]{1,9}"), module.send
+
+    def harming(end: socket.socket, message: object) -> None:
+        if isinstance(message, Fill) and {one.number for one in message.outputs} & bad:
+            if len(message.outputs) == 1:
+                select.select([end], [], [], 10.0)  # what was asked before is answered
+            harm(outputs)
+        send(end, message)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(module, "send", harming)
+    helds = [built(outputs, one) for one in ("g[a-z]*", "[a-f]{1,9}", "[h-j]+(a|b)")]
+    for _ in range(8):
+        bad = {held.number for held in helds if held.grammar == bad_text}
+        outputs.begin(helds).result()
+        if any(held.failure for held in helds):
+            break
+        helds = [held.again().result() if held.late else held for held in helds]
+    failed = [held for held in helds if held.failure]
+    assert [held.grammar for held in failed] == [bad_text]
+    assert "do not come" in failed[0].failure
+    bad = set()
+    others = [held.again().result() for held in helds if not held.failure]
+    assert (
+        outputs.begin(others).result() == expected(table, ("g[a-z]*", ""), ("[h-j]+(a|b)", ""))
+    ).all()
 
 
 def test_builds_survive_the_end_of_a_process(outputs: Outputs, table: str) -> None:
@@ -100,25 +184,6 @@ def test_builds_survive_the_end_of_a_process(outputs: Outputs, table: str) -> No
     held = built(outputs, "g[a-z]*", "g")
     assert (outputs.begin([held]).result() == expected(table, ("g[a-z]*", "g"))).all()
     assert outputs.lost == 1
-
-
-def test_a_grammar_that_ends_processes_fails_alone(
-    outputs: Outputs, table: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bad, good = built(outputs, "[a-f]{1,9}"), built(outputs, "g[a-z]*")
-    news = Held.news
-
-    def ending(self: Held, process: object) -> object:
-        if self is bad:
-            end(outputs)
-        return news(self, process)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(Held, "news", ending)
-    masks = outputs.begin([bad, good]).result()
-    assert not masks[0].any()
-    assert "ended twice" in bad.failure
-    assert (masks[1:] == expected(table, ("g[a-z]*", ""))).all()
-    assert not good.failure
 
 
 def test_a_failure_says_why_and_leaves_no_token(outputs: Outputs) -> None:

@@ -1,6 +1,9 @@
 """Outputs that are held to grammars: in any batch, with steps that overlap, and after a resume."""
 
+import os
 import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from lane import LateModel
 from late import LateOps
-from policy_loop import PolicyLoop, hashes, models
+from policy_loop import GRAMMARS, PolicyLoop, hashes, models
 
 from c2cserve.core.request import FinishReason, Grammar, Job, Request, Sampling
-from c2cserve.grammars import write
+from c2cserve.grammars import outputs, write
 from c2cserve.grammars.matching import GrammarFailed, Matchers, Vocabulary
 from c2cserve.grammars.table import read_table, write_table
 
@@ -152,6 +155,41 @@ def test_a_grammar_that_cannot_go_on_fails_its_request_alone(
     assert world.guides.failed == 1
 
 
+def test_requests_whose_masks_are_late_hold_up_no_other(
+    models: dict[str, LateModel], table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait until their process answers, and go on with the tokens that they would have had."""
+    one = guided("g", "llama", table, "[a-f]{9}[0-9]{2}", temperature=3.0)
+    whole, finish = alone(models, one)
+    monkeypatch.setattr(outputs, "_STEP_PATIENCE_S", 0.1)
+    world = PolicyLoop(models, 64, 512)
+    world.submit(one)
+    while len(world.tokens("g")) < 3:
+        world.tick()
+    (pid,) = [one.pid for one in GRAMMARS.running() if one.live]
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        others = [free("f", "llama"), free("h", "qwen3-moe")]
+        for other in others:
+            world.submit(other)
+        began_s = time.monotonic()
+        while not all(world.ended(other.request.id) for other in others):
+            world.tick()
+        assert time.monotonic() - began_s < 10.0
+        assert not world.ended("g")
+        assert world.guides.waited == 1
+        assert not world.executor.poll().prepared
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    while not (prepared := world.executor.poll().prepared):
+        pass
+    world.submit(*prepared)
+    while not world.ended("g"):
+        world.tick()
+    assert (world.tokens("g"), world.ended("g")) == (whole, finish)
+
+
 def test_what_was_sent_must_fit_the_grammar(table: str) -> None:
     grammar = Grammar(write.grammar_of(write.regex("a+")), table, ENDS)
     with pytest.raises(GrammarFailed):
@@ -169,7 +207,7 @@ def test_a_prepared_request_is_named_when_its_grammar_is_built(
     world.executor.forget("other")
     while not (prepared := world.executor.poll().prepared):
         pass
-    assert prepared == ["one"]
+    assert prepared == [one]
     world.submit(one)
     assert not world.executor.poll().prepared
 

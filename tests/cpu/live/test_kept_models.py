@@ -50,8 +50,8 @@ class Engine:
     def prepare(self, job: Job) -> bool:
         return True
 
-    def forget(self, request_id: str) -> None:
-        pass
+    def forget(self, request_id: str) -> bool:
+        return False
 
     def add(self, job: Job) -> bool:
         return True

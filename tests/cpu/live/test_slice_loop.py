@@ -56,8 +56,9 @@ class Engine:
         self.told: list[SliceAction] = []
         self.preparing: set[str] = set()
         """Requests that take a while to prepare,"""
-        self.prepared: list[str] = []
+        self.prepared: dict[str, Job] = {}
         """and those of them that are ready."""
+        self._waiting: dict[str, Job] = {}
 
     def attach(self, spec: ModelSpec, segment: str, config: dict[str, object], dtype: str) -> None:
         if segment == "gone":
@@ -70,11 +71,16 @@ class Engine:
     def prepare(self, job: Job) -> bool:
         if job.request.id == "wrong":
             raise ValueError("it cannot be prepared")
+        if job.request.id in self.preparing:
+            self._waiting[job.request.id] = job
         return job.request.id not in self.preparing
 
-    def forget(self, request_id: str) -> None:
-        if request_id in self.prepared:
-            self.prepared.remove(request_id)
+    def ready(self, name: str) -> None:
+        self.prepared[name] = self._waiting.pop(name)
+
+    def forget(self, request_id: str) -> bool:
+        one = self._waiting.pop(request_id, None) or self.prepared.pop(request_id, None)
+        return one is not None
 
     def add(self, job: Job) -> bool:
         self.forget(job.request.id)
@@ -92,7 +98,7 @@ class Engine:
         self.polls += 1
         while self._over:
             self._world.report(self._over.popleft(), ())
-        return EngineState(self.parked, list(self.prepared))
+        return EngineState(self.parked, list(self.prepared.values()))
 
     def finish(self) -> None:
         self._over.append(StepDone(self._steps.popleft(), (), 0.25))
@@ -404,7 +410,7 @@ def test_a_request_is_shown_to_the_policy_when_it_is_prepared(bench: Bench) -> N
     bench.tell(msg.Submit(job("slow")), msg.Submit(job("fast")))
     assert [event.request.id for event in bench.wait() if isinstance(event, Submitted)] == ["fast"]
     assert bench.wait(0.05) == []
-    bench.engine.prepared.append("slow")
+    bench.engine.ready("slow")
     assert [event.request.id for event in bench.wait() if isinstance(event, Submitted)] == ["slow"]
     assert bench.wait(0.05) == []
 
@@ -417,11 +423,24 @@ def test_a_request_leaves_while_it_is_prepared(bench: Bench) -> None:
     assert bench.wait(0.05) == []
     assert heard(bench)[-1] == msg.Returned("recalled")
     bench.tell(msg.Reset(1), msg.Switch("m", active=True))
-    assert bench.wait() == [Withdrawn("reset"), Deactivated("m")]
+    assert bench.wait() == [Deactivated("m")]
     assert bench.wait() == [Activated(SPEC)]
     assert heard(bench) == [msg.ResetDone(1)]
-    bench.engine.prepared.append("reset")
-    assert bench.wait(0.05) == []
+    assert not any(bench.engine.forget(name) for name in ("withdrawn", "recalled", "reset"))
+
+
+@pytest.mark.parametrize("left", ["", "withdrawn", "reset"])
+def test_a_request_that_had_to_leave_the_steps_comes_back(bench: Bench, left: str) -> None:
+    """Its output goes on, unless it was withdrawn before the loop heard of it."""
+    bench.tell(msg.Submit(job("r")))
+    bench.wait()
+    if left:
+        bench.tell(msg.Withdraw("r") if left == "withdrawn" else msg.Reset(1))
+        assert Withdrawn("r") in bench.wait()
+    bench.engine.prepared["r"] = job("r")
+    expected = [] if left else ["r"]
+    assert [one.request.id for one in bench.wait(0.1) if isinstance(one, Submitted)] == expected
+    assert not bench.engine.forget("r")
 
 
 def test_a_request_whose_preparation_fails_fails_alone(bench: Bench) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from typing import Any
 
 import openai
 import pytest
@@ -280,6 +281,22 @@ def test_completion_logprobs(served: Served, byte: Tokenizer) -> None:
     assert logprobs.token_logprobs == [-token / 1024 for token in tokens]
     assert logprobs.top_logprobs is not None
     assert all(len(top) == 2 for top in logprobs.top_logprobs)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completion_logprobs_include_the_end_token(
+    served: Served, byte: Tokenizer, stream: bool
+) -> None:
+    """As in vLLM. Evaluations drop the last entry, as that of the one token that they ask for."""
+    tokens = [*ids(byte, "hello"), EOS]
+    served.says(tokens)
+    body: Any = {"model": BYTE, "prompt": "x", "max_tokens": 99, "logprobs": 0}
+    answer = served.client.completions.create(stream=stream, **body)
+    chunks = answer if stream else [answer]
+    found = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    values = [value for one in found for value in one.token_logprobs]
+    assert values == [-token / 1024 for token in tokens]
+    assert found[-1].text_offset[-1] == len("hello")
 
 
 def test_echo_scores_the_prompt(served: Served, byte: Tokenizer) -> None:

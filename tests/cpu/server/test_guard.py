@@ -159,6 +159,17 @@ def test_a_body_says_that_it_is_json(served: Served, path: str, kind: str) -> No
     assert (served.gateway.jobs, served.gateway.admin_calls) == ([], [])
 
 
+def test_clients_of_ollama_need_not_say_it(served: Served) -> None:
+    """Its documentation shows curl's `-d`, and some clients send no type at all."""
+    content = json.dumps({"model": "none", "prompt": "a"}).encode()
+    for kind in (FORM, ""):
+        fields = {"content-type": kind}
+        assert served.http.post("/api/generate", content=content, headers=fields).status_code == 404
+        for sign in ({"origin": "http://localhost:8000"}, {"sec-fetch-site": "none"}):
+            answer = served.http.post("/api/generate", content=content, headers={**fields, **sign})
+            assert answer.status_code in (403, 415)
+
+
 @pytest.mark.parametrize("kind", ["application/json; charset=utf-8", "Application/JSON"])
 def test_ways_to_say_it(served: Served, kind: str) -> None:
     content = json.dumps(COMPLETION).encode()

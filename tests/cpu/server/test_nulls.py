@@ -16,7 +16,9 @@ CHAT: dict[str, Any] = {"model": BYTE, "messages": [{"role": "user", "content": 
 def test_an_answer_can_be_sent_back(served: Served, byte: Tokenizer) -> None:
     served.says([*byte.encode("yes?").ids[1:], EOS])
     first = served.client.chat.completions.create(**CHAT)
-    for message in (first.choices[0].message, first.choices[0].message.model_dump()):
+    said = first.choices[0].message
+    of_litellm = {**said.model_dump(), "provider_specific_fields": {"refusal": None}}
+    for message in (said, said.model_dump(), of_litellm):
         served.client.chat.completions.create(
             model=BYTE,
             messages=[*CHAT["messages"], message, {"role": "user", "content": "and?"}],

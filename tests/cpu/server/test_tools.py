@@ -49,7 +49,7 @@ LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Köln"}}'
 
 
 TEMPLATES = {"hermes": HERMES, "thinking": THINKING, "llama": LLAMA, "mistral": MISTRAL,
-             "args": ARGS}  # fmt: skip
+             "args": ARGS, "sometimes": THINKING + "</think>"}  # fmt: skip
 
 
 @pytest.fixture
@@ -285,6 +285,24 @@ def test_a_forced_call_after_a_thought(calling: Served, byte: Tokenizer) -> None
     message = calling.client.chat.completions.create(**body, extra_body=more).choices[0].message
     assert len(message.tool_calls) == 1
     assert message.reasoning_content == f"call {CALL}?"
+
+
+@pytest.mark.parametrize(
+    ("model", "start"),
+    [("hermes", "answer"), ("thinking", "thought answer"), ("sometimes", "thought? answer")],
+)
+def test_a_thought_may_come_first_if_the_model_knows_the_tag(
+    calling: Served, byte: Tokenizer, model: str, start: str
+) -> None:
+    """Any other model would spend its tokens on a thought that it never ends."""
+    says(calling, byte, "fine")
+    calling.client.chat.completions.create(
+        model=model, messages=MESSAGES, response_format={"type": "json_object"},
+        extra_body={"separate_reasoning": True},
+    )  # fmt: skip
+    grammar = calling.job.sampling.grammar
+    assert grammar is not None
+    assert f"start: {start}\n" in grammar.text
 
 
 def test_what_a_grammar_says_of_calls(calling: Served, byte: Tokenizer) -> None:

@@ -9,9 +9,9 @@ import pytest
 from c2cserve.cli.main import app
 from c2cserve.runtime.record import Record
 from c2cserve.sim.planning.calibrate import CalibrationError, calibrate, observe, spread
+from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings
-from c2cserve.sim.world import simulation as world
 from c2cserve.sim.world.hardware import SimMachine, SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest, TrackedRequest
 from c2cserve.sim.world.shapes import catalogue
@@ -32,12 +32,16 @@ def one_cpu() -> SimMachine:
     return replace(machine, slices=(simulated,))
 
 
-def run(machine: SimMachine, requests: list[SimRequest], noise: float) -> list[TrackedRequest]:
+def run(
+    machine: SimMachine, requests: list[SimRequest], noise: float,
+    recorders: Recorders = no_recorders,
+) -> list[TrackedRequest]:  # fmt: skip
     models = [
         replace(model, spec=replace(model.spec, id="m"), shape=replace(model.shape, table=MODEL))
         for model in catalogue(MODEL)
     ]
-    simulation = Simulation(machine, models, requests, None, Settings(noise=noise, lookahead=1))
+    settings = Settings(noise=noise, lookahead=1)
+    simulation = Simulation(machine, models, requests, None, settings, recorders)
     simulation.run()
     return simulation.requests.ended
 
@@ -54,16 +58,14 @@ def calibration_load() -> list[SimRequest]:
 
 
 @pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def record(tmp_path: Path) -> Path:
     """Of a simulated machine whose steps are noisy."""
     machine = one_cpu()
     path = tmp_path / "record.jsonl"
     arguments = {"slice": machine.slices[0].slice, "max_in_flight": 1}
     recorder = Record(path, "cpu0/1", "slice", arguments)
-    monkeypatch.setattr(world, "no_record", recorder)
-    run(machine, calibration_load(), 0.05)
+    run(machine, calibration_load(), 0.05, lambda _: recorder)
     recorder.close()
-    monkeypatch.undo()
     return path
 
 

@@ -17,7 +17,7 @@ from c2cserve.runtime.replay import RecordError, RecordLines
 from c2cserve.runtime.wire import WireError
 from c2cserve.server.dashboard.feed import ALIVE, KEEPALIVE_S, PERIOD_S, event
 from c2cserve.server.dashboard.record_fold import RecordFold
-from c2cserve.server.dashboard.routes import FeedStream, Handler, check_site, page_file
+from c2cserve.server.dashboard.routes import PAGE, FeedStream, Handler, check_site
 from c2cserve.server.dashboard.state import DashboardState, Playback
 from c2cserve.server.errors import ApiError
 from c2cserve.server.guard import Guard
@@ -134,10 +134,10 @@ class ReplayRoutes:
         return guarded
 
     async def _page(self, _: HttpRequest) -> Response:
-        return page_file("index.html")
+        return PAGE.file("index.html")
 
     async def _file(self, http: HttpRequest) -> Response:
-        return page_file(http.path_params["name"])
+        return PAGE.file(http.path_params["name"])
 
     async def _events(self, http: HttpRequest) -> Response:
         check_site(http)

@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +12,15 @@ from starlette.types import Receive, Scope, Send
 from c2cserve.server.dashboard.feed import Feed
 from c2cserve.server.disconnect import EventStream
 from c2cserve.server.errors import ApiError
+from c2cserve.server.pages.static import StaticPage
 
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
-_PAGE = Path(__file__).parent / "page"
-PAGE_FILES = {
-    "index.html": "text/html; charset=utf-8",
-    "dashboard.css": "text/css; charset=utf-8",
-    "main.js": "text/javascript; charset=utf-8",
-    "panels.js": "text/javascript; charset=utf-8",
-    "timeline.js": "text/javascript; charset=utf-8",
-    "format.js": "text/javascript; charset=utf-8",
-}
-"""The page's files and their content types. No other file is served."""
-_HEADERS = {
-    "cache-control": "no-cache",
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "x-frame-options": "DENY",
-    "referrer-policy": "no-referrer",
-}
+PAGE = StaticPage(
+    Path(__file__).parent / "page",
+    "index.html", "dashboard.css", "main.js", "panels.js", "timeline.js", "format.js",
+)  # fmt: skip
 _OWN_SITE = ("same-origin", "none")
-
-
-@cache
-def _content(name: str) -> bytes:
-    return (_PAGE / name).read_bytes()
-
-
-def page_file(name: str) -> Response:
-    """Return a file of the page. Raises ApiError (404)."""
-    if name not in PAGE_FILES:
-        raise ApiError(404, "the dashboard has no such file")
-    return Response(_content(name), headers={**_HEADERS, "content-type": PAGE_FILES[name]})
 
 
 def check_site(http: HttpRequest) -> None:
@@ -92,10 +65,10 @@ class DashboardRoutes:
         ]
 
     async def _page(self, _: HttpRequest) -> Response:
-        return page_file("index.html")
+        return PAGE.file("index.html")
 
     async def _file(self, http: HttpRequest) -> Response:
-        return page_file(http.path_params["name"])
+        return PAGE.file(http.path_params["name"])
 
     async def _events(self, http: HttpRequest) -> Response:
         check_site(http)

@@ -120,9 +120,10 @@ class OpenAiWriter:
         if choice.job.sampling.logprobs is None:
             return None
         vocabulary = self._answer.prepared.vocabulary
+        if self._envelope.chat:  # OpenAI's chats do not show the end token
+            shown = (one.logprobs[:-1] if one.ends else one.logprobs for one in pieces)
+            return chat_logprobs(vocabulary, [entry for part in shown for entry in part])
         entries = [entry for piece in pieces for entry in piece.logprobs]
-        if self._envelope.chat:
-            return chat_logprobs(vocabulary, entries)
         before = len(choice.prompt.text) if self._echo else 0
         offsets = [before + offset for piece in pieces for offset in piece.offsets]
         if not (first and self._echo):

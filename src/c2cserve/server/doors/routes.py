@@ -36,6 +36,7 @@ _TEXT_PATHS: dict[str, Api] = {
 }  # fmt: skip
 WEB_PATHS = ("/v1/{name:path}", "/api/{name:path}", "/tokenize", "/detokenize")
 """Routes that web pages of allowed origins may use."""
+_ROOT = "c2cserve is running. /docs describes its API, /dashboard shows what it does.\n"
 _ANTHROPIC = "/v1/messages"
 _ERROR_BODIES: dict[str, Callable[[ApiError], dict[str, Any]]] = {
     _ANTHROPIC: anthropic.error_body,
@@ -86,6 +87,7 @@ class DoorRoutes:
             ("GET", "/api/tags", self._tags, "user"),
             ("GET", "/api/ps", self._loaded, "user"),
             ("GET", "/api/version", self._version, ""),
+            ("GET", "/", self._root, ""),
         ]
 
     async def _tags(self, http: HttpRequest) -> Response:
@@ -93,6 +95,10 @@ class DoorRoutes:
 
     async def _loaded(self, http: HttpRequest) -> Response:
         return _json(loaded(filter(_allowed(http), self._gateway.models())))
+
+    async def _root(self, _: HttpRequest) -> Response:
+        """Say that there is a server: Ollama's command looks here (HEAD) before all else."""
+        return Response(_ROOT, media_type="text/plain")
 
     async def _version(self, http: HttpRequest) -> Response:
         return _json({"version": __version__})

@@ -87,6 +87,11 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/version"): Operation("Show the version", shapes.Version),
     ("GET", "/openapi.json"): Operation("Describe the API", None),
+    ("GET", "/docs"): Operation("Show this description, a page for browsers", "text/html"),
+    ("GET", "/docs/{name}"): Operation(
+        "Show a file of that page: `.js`, `.css`", _TEXT, errors=(404,)
+    ),
+    ("GET", "/"): Operation("Say that a server is here", _TEXT),
     **DOOR_OPERATIONS,
 }  # fmt: skip
 _OWN_503 = ("/health", "/ready")

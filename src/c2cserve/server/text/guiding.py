@@ -53,7 +53,8 @@ def grammar_for(
            "grammar-chars")  # fmt: skip
     thought = ""
     if plan is not None and plan.reasoning:
-        thought = "open" if plan.thinking else "free"
+        # A model that was never taught the tag would not know how to end a thought either.
+        thought = "open" if plan.thinking else "free" if tokenizer.thinks else ""
     try:
         text = _text(body, thought, tokenizer, plan)
     except write.GrammarError as error:

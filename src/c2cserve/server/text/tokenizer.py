@@ -112,6 +112,12 @@ class Tokenizer(Vocabulary):
         """The model's chat template, empty if it has none."""
         return self._template.source
 
+    @property
+    def thinks(self) -> bool:
+        """Whether the model's template or vocabulary knows `<think>`."""
+        known = self._fast.token_to_id("<think>") is not None
+        return known or "<think>" in self._template.source
+
     def marks(self, form: CallFormat) -> dict[str, int]:
         """Return the special tokens of calls in a format, as far as the vocabulary has them."""
         used = {"mistral": (CALLS_MARK,), "mistral_args": (CALLS_MARK, ARGUMENTS_MARK)}

@@ -319,8 +319,8 @@ class WorkerEngine:
     def prepare(self, job: Job) -> bool:
         return self._executor.prepare(job)
 
-    def forget(self, request_id: str) -> None:
-        self._executor.forget(request_id)
+    def forget(self, request_id: str) -> bool:
+        return self._executor.forget(request_id)
 
     def add(self, job: Job) -> bool:
         return self._executor.add(job)
@@ -350,7 +350,8 @@ class WorkerEngine:
         state = self._state
         return replace(
             self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
-            grammars_failed=self._guides.failed, grammar_processes_lost=self._guides.processes_lost,
+            grammars_failed=self._guides.failed, grammar_waits=self._guides.waited,
+            grammar_processes_lost=self._guides.processes_lost,
             parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
             kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
             **_step_stats(self._executor),

@@ -15,8 +15,9 @@ class EngineState:
     parked: bool
     """A step, or a load into the slice's memory, waits for weights that are being loaded into the
     pool. The end of that is not notified of, so `poll` has to look."""
-    prepared: Sequence[str] = ()
-    """Requests of which `prepare` was called and that can be added now."""
+    prepared: Sequence[Job] = ()
+    """Requests that can be added now. `prepare` was called for them, or they had to leave the
+    slice's steps for a while. Of these it is the rest."""
 
 
 class SliceEngine(Protocol):
@@ -34,12 +35,13 @@ class SliceEngine(Protocol):
     def detach(self, model: str) -> None: ...
 
     def prepare(self, job: Job) -> bool:
-        """Begin to prepare a request. Return whether it can be added at once. If not, `poll` names
+        """Begin to prepare a request. Return whether it can be added at once. If not, `poll` has
         it later. An exception is the fault of this request alone."""
         ...
 
-    def forget(self, request_id: str) -> None:
-        """Drop a request that was prepared and will not be added."""
+    def forget(self, request_id: str) -> bool:
+        """Drop a request that is prepared, or has been, and will not be added. Return whether there
+        was one: if not, it has been added, or was never known."""
         ...
 
     def add(self, job: Job) -> bool:

@@ -72,8 +72,6 @@ class WorkerWorld:
         """Messages that arrived during a reset; they are handled when it is done."""
         self._accepted: set[str] = set()
         """Requests that were accepted and have not ended or been returned."""
-        self._preparing: dict[str, Job] = {}
-        """Accepted requests that the engine prepares; the policy does not know them yet."""
         self._active: dict[str, bool] = {}
         """Active models, and whether their weights are kept as a whole."""
         self._resetting: int | None = None
@@ -173,9 +171,11 @@ class WorkerWorld:
         while True:
             self._take_messages()
             state = self.engine.poll()
-            for request_id in state.prepared:
-                if (job := self._preparing.pop(request_id, None)) is not None:
+            for job in state.prepared:
+                if job.request.id in self._accepted:
                     self._add(job)
+                else:  # it was withdrawn before the engine set it aside
+                    self.engine.forget(job.request.id)
             self._end_reset()
             now = time.monotonic()
             rests = not (self._events or self._in_flight)
@@ -221,10 +221,10 @@ class WorkerWorld:
             case msg.Withdraw(request_id):
                 self._accepted.discard(request_id)
                 self._note_state()
-                if not self._unprepare(request_id):
+                if not self.engine.forget(request_id):
                     self._events.append(Withdrawn(request_id))
             case msg.Recall(request_id):
-                if self._unprepare(request_id):
+                if self.engine.forget(request_id):
                     self._returned(request_id)
                 else:
                     self._events.append(RecallAsked(request_id))
@@ -255,15 +255,6 @@ class WorkerWorld:
         self._note_state()
         if ready:
             self._add(job)
-        else:
-            self._preparing[request.id] = job
-
-    def _unprepare(self, request_id: str) -> bool:
-        """Drop a request that is being prepared. Return whether it was."""
-        if self._preparing.pop(request_id, None) is None:
-            return False
-        self.engine.forget(request_id)
-        return True
 
     def _returned(self, request_id: str) -> None:
         self._accepted.discard(request_id)
@@ -310,10 +301,9 @@ class WorkerWorld:
         they may be about the same requests and models."""
         log.warning("the controller's loop started anew: %d requests end here", len(self._accepted))
         self._resetting = number
-        for request_id in list(self._preparing):
-            self._unprepare(request_id)
         for request_id in sorted(self._accepted):
-            self._events.append(Withdrawn(request_id))
+            if not self.engine.forget(request_id):
+                self._events.append(Withdrawn(request_id))
         for model in sorted(self._active):
             self._deactivate(model)
         self._accepted.clear()

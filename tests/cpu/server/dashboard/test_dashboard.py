@@ -24,7 +24,6 @@ from c2cserve.server.app import create_app
 from c2cserve.server.dashboard import routes
 from c2cserve.server.dashboard.feed import VIEWERS_MAX, Feed
 from c2cserve.server.dashboard.live import LiveState, TickTap
-from c2cserve.server.dashboard.routes import PAGE_FILES
 from c2cserve.server.settings import ServerSettings
 
 PAGE = Path(routes.__file__).parent / "page"
@@ -58,39 +57,6 @@ def states(served: Served, count: int) -> list[dict[str, Any]]:
 
 
 # ---- files --------------------------------------------------------------------------------------
-
-
-def test_the_page_and_its_files(served: Served) -> None:
-    page = served.http.get("/dashboard")
-    assert page.status_code == 200
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    assert {one.name for one in PAGE.iterdir()} == set(PAGE_FILES)
-    for name, kind in PAGE_FILES.items():
-        answer = served.http.get(f"/dashboard/{name}")
-        assert answer.status_code == 200
-        assert answer.headers["content-type"] == kind
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert "frame-ancestors 'none'" in answer.headers["content-security-policy"]
-        assert answer.content == (PAGE / name).read_bytes()
-
-
-@pytest.mark.parametrize(
-    "name", ["none.js", "..%2Fstate.py", "..%2f..%2fapp.py", "", "__init__.py"]
-)
-def test_no_other_file_is_served(served: Served, name: str) -> None:
-    assert served.http.get(f"/dashboard/{name}").status_code == 404
-
-
-def test_the_page_needs_nothing_from_elsewhere() -> None:
-    """Neither another host nor a file that is not served; and nothing that the policy forbids."""
-    for name in PAGE_FILES:
-        text = (PAGE / name).read_text()
-        assert text.count("\n") <= 400
-        addresses = set(re.findall(r"https?://[^\"'\s]+", text))
-        assert addresses <= {"http://www.w3.org/2000/svg"}
-        for target in re.findall(r"(?:from|src=|href=) ?\"([^\"#]+)\"", text):
-            assert target == "data:," or target.rpartition("/")[2] in PAGE_FILES, target
-        assert not re.search(r"innerHTML|\son\w+=\"|\sstyle=\"|eval\(", text)
 
 
 def test_parts_of_the_page_that_scripts_name() -> None:

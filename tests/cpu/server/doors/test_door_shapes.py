@@ -65,7 +65,7 @@ def test_lists(caller: Served, path: str) -> None:
 @pytest.mark.parametrize("path", ASKED)
 def test_errors(caller: Served, path: str) -> None:
     shape = TypeAdapter(DOOR_OPERATIONS["POST", path].error)
-    form = {"content-type": "application/x-www-form-urlencoded"}
+    form = {"content-type": "application/x-www-form-urlencoded", "sec-fetch-site": "none"}
     for answer in (
         caller.http.post(path, content=b"{"),
         caller.http.post(path, json={**ASKED[path], "made_up": 1}),

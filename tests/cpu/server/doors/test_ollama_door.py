@@ -161,7 +161,6 @@ def test_a_form_is_as_that_of_chats(served: Served, byte: Tokenizer, form: Any) 
         ({"options": {"made_up": 1}}, "options.made_up"),
         ({"made_up": 1}, "made_up"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages.0.images"),
-        ({"messages": []}, "messages"),
         ({"messages": [*HELLO, {"role": "assistant", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages.0.role"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
@@ -177,7 +176,6 @@ def test_wrong_fields_are_named(caller: Served, change: dict[str, Any], named: s
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"prompt": ""}, "prompt"),
         ({"prompt": None}, "prompt"),
         ({"images": ["aGk="]}, "images"),
         ({"suffix": "x"}, "suffix"),
@@ -208,3 +206,31 @@ def test_errors_are_ollamas(served: Served, byte: Tokenizer) -> None:
         with pytest.raises(ollama.ResponseError, match="the weights are gone"):
             list(client.chat(model=BYTE, messages=HELLO, stream=True))
         assert set(served.http.post("/api/pull", json={}).json()) == {"error"}
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_empty_request_loads_the_model(served: Served, path: str, stream: bool) -> None:
+    """As Ollama's command sends it before a session; it shows what the model says to it."""
+    body = {"model": BYTE, "stream": stream, "keep_alive": "5m"}
+    empty = {
+        "prompt": "",
+        "images": [],
+        "suffix": "",
+        "system": "",
+        "template": "",
+        "options": None,
+    }
+    answer = served.http.post(path, json=body if path == "/api/chat" else {**body, **empty})
+    assert answer.status_code == 200, answer.text
+    (line,) = map(json.loads, answer.text.splitlines())
+    assert (line["done"], line["done_reason"]) == (True, "load")
+    assert (line["message"]["content"] if path == "/api/chat" else line["response"]) == ""
+    assert served.job.request.model == BYTE
+
+
+def test_ollamas_command_finds_the_server(served: Served) -> None:
+    assert served.http.head("/").status_code == 200
+    assert "running" in served.http.get("/").text
+    shown = {"system": "", "template": "", "verbose": False, "options": None, "name": ""}
+    assert served.http.post("/api/show", json={"model": BYTE, **shown}).status_code == 200

@@ -41,7 +41,8 @@ export function meter(label, value, of, shown) {
 }
 
 export function table(heads, rows) {
-  const head = element("tr", {}, ...heads.map((one) => element("th", { scope: "col" }, one)));
+  const head = element("tr", {}, ...heads.map((one) =>
+    one instanceof Node ? one : element("th", { scope: "col" }, one)));
   const body = rows.map((cells) => element("tr", {}, ...cells.map((one) =>
     one instanceof Node && one.nodeName === "TD" ? one : element("td", {}, one))));
   return element("table", {}, element("thead", {}, head), element("tbody", {}, ...body));

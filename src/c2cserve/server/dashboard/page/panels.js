@@ -8,8 +8,16 @@ function coloured(text) {
   return element("span", { className: COLOURS[text] ?? "" }, text);
 }
 
+function left(text) {
+  return element("th", { scope: "col", className: "left" }, text);
+}
+
 function row(name, ...value) {
   return [element("dt", {}, name), element("dd", {}, ...value)];
+}
+
+function named(name, models) {
+  return [element("dt", {}, name), element("dd", { className: "wide" }, ...tags(models))];
 }
 
 function slice(one) {
@@ -19,8 +27,8 @@ function slice(one) {
     ...row("tokens", `${one.output_tokens_per_s.toFixed(1)}/s`),
     ...row("switches", String(one.switches)),
   ];
-  const keeps = one.resident_models === null ? bytes(one.weights_kept_bytes) : one.resident_models.join(", ") || "nothing";
-  rows.push(...row("keeps", keeps));
+  if (one.resident_models?.length) rows.push(...named("keeps", one.resident_models));
+  else rows.push(...row("keeps", one.resident_models ? "nothing" : bytes(one.weights_kept_bytes)));
   if (one.weights_lent_bytes) rows.push(...row("keeps at neighbours", bytes(one.weights_lent_bytes)));
   if (one.kv_host_bytes) rows.push(...row("KV on the host", bytes(one.kv_host_bytes)));
   rows.push(...row("loads", one.loading_models.join(", ") || (one.loaded_bytes_per_s ? "" : "nothing"),
@@ -29,7 +37,7 @@ function slice(one) {
   rows.push(...row("streams", streams));
   if (one.peer_bytes_per_s) rows.push(...row("from neighbours", `${bytes(one.peer_bytes_per_s)}/s`));
   if (one.restarts) rows.push(...row("restarts", String(one.restarts)));
-  rows.push(element("dt", {}, "active"), element("dd", { className: "wide" }, ...tags(one.active_models)));
+  if (one.active_models.length) rows.push(...named("active", one.active_models));
   return element("article", { className: "card" },
     element("header", {}, element("h3", {}, `${one.id} (${one.kind})`), coloured(one.state)),
     one.trouble ? element("p", { className: "bad" }, one.trouble) : null,
@@ -84,18 +92,22 @@ function queue(one) {
 }
 
 export function show(part, state) {
-  part("slices").replaceChildren(...state.slices.map(slice));
+  const slices = state.slices.map(slice);
+  part("slices").replaceChildren(...(slices.length ? slices
+    : [element("p", { className: "note" }, "No slice has been up yet.")]));
   part("pool").textContent = `pool ${bytes(state.pool_used_bytes)} of ${bytes(state.pool_budget_bytes)}`;
   part("models").replaceChildren(table(
-    ["model", "state", "weights", "where", "active on", "running", "waiting",
+    ["model", left("state"), "weights", left("where"), left("active on"), "running", "waiting",
       "TTFT p50 / target", "p95", "TPOT p50 / target", "SLO met"], state.models.map(model)));
   const links = state.links.map(link);
   part("links").replaceChildren(...(links.length ? links
     : [element("p", { className: "note" }, "No links: every slice reads its weights in place.")]));
   const { parts, recent } = queue(state.queue);
   if (recent.length) {
-    parts.push(element("div", { className: "scroll" }, table(["ago", "model", "status", "why"],
-      recent.map((one) => [seconds(Math.max(0, state.now_s - one.at_s)), one.model, String(one.status),
+    parts.push(element("div", { className: "scroll" }, table(
+      ["ago", left("model"), "status", left("why")],
+      recent.map((one) => [seconds(Math.max(0, state.now_s - one.at_s)),
+        element("td", { className: "left" }, one.model), String(one.status),
         element("td", { className: "left" }, one.reason)]))));
   }
   part("queue").replaceChildren(...parts);

@@ -83,7 +83,8 @@ function detail(one, now) {
 }
 
 export function legend(place) {
-  place.replaceChildren(...PHASES.flatMap(([kind, , name]) => [element("span", { className: `key fill-${kind}` }), name]));
+  place.replaceChildren(...PHASES.map(([kind, , name]) =>
+    element("span", { className: "named" }, element("span", { className: `key fill-${kind}` }), name)));
 }
 
 export function showRequests(part, state) {

@@ -3,7 +3,7 @@
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from c2cserve.server.doors.translation import (
     Extensions,
@@ -81,6 +81,10 @@ class OllamaOptions(Strict):
         }  # fmt: skip
 
 
+NoImages = Annotated[None, BeforeValidator(lambda value: value or None)]
+"""Some clients send an empty list with each message."""
+
+
 class CalledTool(Strict):
     name: str
     arguments: dict[str, Any]
@@ -100,7 +104,7 @@ class OllamaMessage(Strict):
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: None = None
+    images: NoImages = None
 
     def plain(self) -> dict[str, Any]:
         """Return the message of a chat. Calls that have no ids get their numbers."""
@@ -163,13 +167,14 @@ class _Asked(Extensions):
 class OllamaChatBody(_Asked):
     """POST /api/chat"""
 
-    messages: Annotated[list[OllamaMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[OllamaMessage], Field(fail_fast=True)] | None = None
+    """If there are none, the model is loaded."""
     tools: list[dict[str, Any]] | None = None
 
     @field_validator("messages")
     @classmethod
-    def _asks(cls, value: list[OllamaMessage]) -> list[OllamaMessage]:
-        if value[-1].role == "assistant":
+    def _asks(cls, value: list[OllamaMessage] | None) -> list[OllamaMessage] | None:
+        if value and value[-1].role == "assistant":
             raise ValueError("the last one is the assistant's, and no answer is continued here")
         return value
 
@@ -177,14 +182,15 @@ class OllamaChatBody(_Asked):
 class OllamaGenerateBody(_Asked):
     """POST /api/generate"""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: str = ""
+    """If it is empty, the model is loaded."""
     system: str | None = None
     raw: bool | None = None
-    # Not supported: only null, which asks for nothing, is accepted.
+    # Not supported: only what asks for nothing is accepted. Ollama's command sends empty texts.
     context: None = None
-    images: None = None
-    suffix: None = None
-    template: None = None
+    images: NoImages = None
+    suffix: Literal[""] | None = None
+    template: Literal[""] | None = None
 
     @field_validator("raw")
     @classmethod
@@ -202,6 +208,10 @@ class ShowBody(Strict):
     name: str | None = None
     """The older name of `model`, which Ollama's command sends empty."""
     verbose: bool | None = None
+    # Ollama's command sends them empty.
+    system: Literal[""] | None = None
+    template: Literal[""] | None = None
+    options: None = None
 
     @field_validator("name")
     @classmethod
@@ -222,6 +232,8 @@ _PROMPT = Names({**_CHAT.fields, "messages": "prompt"}, _CHAT.inner)
 def read_chat(body: bytes) -> Translated:
     """Return the chat of a request to /api/chat. Raises ApiError."""
     asked = validated(OllamaChatBody, body)
+    if not asked.messages:
+        return _load(asked)
     messages = [message.plain() for message in asked.messages]
     fields = {**asked.common(), **asked.thinking(), "messages": messages, "tools": asked.tools}
     return Translated(translated(ChatBody, fields, _CHAT), _CHAT)
@@ -231,6 +243,8 @@ def read_generate(body: bytes) -> Translated:
     """Return the chat of a request to /api/generate, or the completion of a raw prompt. Raises
     ApiError."""
     asked = validated(OllamaGenerateBody, body)
+    if not asked.prompt:
+        return _load(asked)
     if asked.raw:
         fields = {**asked.common(), "prompt": asked.prompt}
         completion = translated(CompletionBody, fields, _PROMPT)
@@ -240,3 +254,9 @@ def read_generate(body: bytes) -> Translated:
         messages.insert(0, {"role": "system", "content": asked.system})
     fields = {**asked.common(), **asked.thinking(), "messages": messages}
     return Translated(translated(ChatBody, fields, _PROMPT), _PROMPT)
+
+
+def _load(asked: _Asked) -> Translated:
+    """Return a request for no output, which loads the model. Its prompt is not shown."""
+    fields = {"model": asked.model, "stream": asked.stream is not False, "prompt": "."}
+    return Translated(translated(CompletionBody, {**fields, "echo": True, "max_tokens": 0}, _CHAT))

@@ -110,6 +110,8 @@ class LineWriter:
 
     def _done(self) -> dict[str, Any]:
         """Return the fields of the last line. Durations are nanoseconds."""
+        if self._answer.asked.no_output:
+            return {"done": True, "done_reason": "load"}
         choice, timing = self._choice, self._choice.timing
         took_s = time.monotonic() - choice.job.request.arrival_s
         load_s = timing.wait_weights_s + timing.switch_s if timing else 0.0
