@@ -191,3 +191,39 @@ def test_a_killed_worker_changes_no_answer(tmp_path: Path) -> None:
         assert server.state()["counters"]["resumed_requests"] > 0, "the kill hit nothing in flight"
         assert [name for name in os.listdir(server.directory) if name.endswith(".tokens")]
     assert not server.leftovers()
+
+
+def grammar_pids(worker: int) -> list[int]:
+    found = Path(f"/proc/{worker}/task").glob("*/children")
+    pids = [int(pid) for one in found for pid in one.read_text().split()]
+    mark = b"c2cserve.grammars.process"
+    return [pid for pid in pids if mark in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+@pytest.mark.parametrize("harm", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_grammar_process_in_trouble_holds_up_its_own_requests_only(
+    tmp_path: Path, harm: signal.Signals
+) -> None:
+    """They go on where they were when it answers again, or with another one."""
+    body: dict[str, Any] = {
+        "model": "chat", "prompt": "x", "max_tokens": 240, "seed": 5,
+        "extra_body": {"structured_outputs": {"regex": "([a-f]{2}[0-9]{3}-){30}"}},
+    }  # fmt: skip
+    with (
+        ServerProcess(directory=tmp_path / "pool", slices=1) as server,
+        client_of(server) as client,
+    ):
+        whole = client.completions.create(**body).choices[0].text
+        chunks = client.completions.create(stream=True, **body)
+        parts = [next(chunks).choices[0].text for _ in range(20)]
+        (pid,) = grammar_pids(server.worker_pids()[0])
+        os.kill(pid, harm)
+        try:
+            for model in ("chat", "add"):
+                client.completions.create(model=model, prompt="y", max_tokens=30)
+        finally:
+            if harm == signal.SIGSTOP:
+                os.kill(pid, signal.SIGCONT)
+        parts += [chunk.choices[0].text for chunk in chunks]
+        assert "".join(parts) == whole
+        assert server.metric(r"c2cserve:slice_grammars_failed_total\{.*\}") == 0

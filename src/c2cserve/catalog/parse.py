@@ -5,7 +5,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+)
 
 from c2cserve.catalog.checkpoint import check_checkpoint
 from c2cserve.catalog.entry import CatalogEntry, CatalogError, DtypeChoice
@@ -13,12 +20,22 @@ from c2cserve.core.request import Slo
 from c2cserve.files.reading import one_line
 
 _NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:/@+-]*$"
-_HUB_PATTERN = r"^([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*$"
+_HUB_PART = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_HUB_PATTERN = rf"^({_HUB_PART}/)?{_HUB_PART}$"
 # It names files in the hub's cache, and must not lead out of it.
 _REVISION_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._+-]*(/[A-Za-z0-9_][A-Za-z0-9._+-]*)*$"
 
 Name = Annotated[str, StringConstraints(pattern=_NAME_PATTERN, max_length=200)]
-HubId = Annotated[str, StringConstraints(pattern=_HUB_PATTERN, max_length=200)]
+
+
+def _hub_id(value: str) -> str:
+    """Return a repository id that the hub's library takes, too. Raises ValueError."""
+    if "--" in value or ".." in value or value.endswith(".git"):
+        raise ValueError("no repository has such an id")
+    return value
+
+
+HubId = Annotated[str, StringConstraints(pattern=_HUB_PATTERN), AfterValidator(_hub_id)]
 Revision = Annotated[str, StringConstraints(pattern=_REVISION_PATTERN, max_length=200)]
 NonEmpty = Annotated[str, StringConstraints(min_length=1)]
 S = TypeVar("S", bound=BaseModel)
@@ -128,7 +145,7 @@ def _mistake(problem: Mapping[str, Any], names: Iterable[str]) -> KeyMistake:
         return KeyMistake(root, unknown_key(root, names))
     if problem["type"] == "missing":
         return KeyMistake(root, f"{key} is missing: every model needs one")
-    if problem["type"] == "string_pattern_mismatch":
+    if problem["type"] in ("string_pattern_mismatch", "value_error"):
         wanted = (
             "a repository id such as Qwen/Qwen3-8B"
             if root == "hub"

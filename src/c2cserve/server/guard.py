@@ -149,8 +149,11 @@ class Guard:
 def _is_ollamas(http: HttpRequest) -> bool:
     """Return whether a request is for Ollama's API, and no web page can have sent it. Browsers name
     a page's origin, and say how a request came about."""
-    paged = "origin" in http.headers or any(one.startswith(_FETCHED) for one in http.headers)
-    return http.url.path.startswith("/api/") and not paged
+    if not http.scope["path"].startswith("/api/"):
+        return False
+    return "origin" not in http.headers and not any(
+        name.startswith(_FETCHED) for name in http.headers
+    )
 
 
 def _check_media_type(headers: Headers, *, free: bool) -> None:

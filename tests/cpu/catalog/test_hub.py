@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 from fake_hub import FakeHub, Repo
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
-from c2cserve.catalog.entry import CatalogEntry
+from c2cserve.catalog.entry import CatalogEntry, CatalogError
 from c2cserve.catalog.hub import fetch
 from c2cserve.catalog.hub_http import HubClient, HubError, HubFile, HubRepository
+from c2cserve.catalog.parse import parse_entry
 from c2cserve.catalog.progress import ProgressLog
 
 ENTRY = CatalogEntry(id="m", hub="org/m")
@@ -342,3 +345,19 @@ def test_a_file_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(HubError, match="no such file"):
         fetch(ENTRY, tmp_path, lambda *_: None, client=half)
     assert half.ended.is_set()
+
+
+@pytest.mark.parametrize(
+    "wrong", ["0" * 97, "org/" + "a" * 97, "a--b", "org/a..b", "a-", "a.", "org/a.git", "a/b/c"]
+)
+def test_an_id_that_no_repository_has_is_a_mistake_of_the_entry(wrong: str, tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="a repository id such as"):
+        parse_entry({"id": "m", "hub": wrong}, tmp_path)
+    with pytest.raises(HFValidationError):
+        validate_repo_id(wrong)
+
+
+@pytest.mark.parametrize("right", ["0" * 96, "Qwen/Qwen3-8B", "org_/a_", "a", "a.b-c_d/e"])
+def test_other_ids_are_taken(right: str, tmp_path: Path) -> None:
+    assert parse_entry({"id": "m", "hub": right}, tmp_path).hub == right
+    validate_repo_id(right)

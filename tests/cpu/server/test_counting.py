@@ -25,8 +25,8 @@ def test_text_offsets(served: Served, byte: Tokenizer, echo: bool) -> None:
     assert logprobs.tokens is not None
     offsets = logprobs.text_offset
     assert offsets == sorted(offsets)
-    assert offsets[-1] < len(whole)
-    for offset, token in zip(offsets, logprobs.tokens, strict=True):
+    assert offsets[-2] < offsets[-1] == len(whole), "the end token adds no text"
+    for offset, token in zip(offsets[:-1], logprobs.tokens[:-1], strict=True):
         if "\N{REPLACEMENT CHARACTER}" not in token and token != "<|bos|>":
             assert whole[offset:].startswith(token)
 
