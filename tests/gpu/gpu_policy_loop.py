@@ -11,6 +11,8 @@ from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Job, Request, Sampling, Slo
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.gpu.setup import GpuParts
+from c2cserve.engine.guides import Guides
+from c2cserve.grammars.outputs import Grammars
 from c2cserve.policy.slice.policy import SlicePolicy
 
 GREEDY = Sampling(seed=0, temperature=0.0)
@@ -30,9 +32,11 @@ class Loop(EngineReports):
             host_kv_bytes=gpu.host_kv.size,
         )  # fmt: skip
         self.policy = SlicePolicy(slice_, max_in_flight)
+        self.grammars = Grammars(gpu.masks)
+        self.guides = Guides(grammars=self.grammars)
         self.executor = Executor(
             "s", gpu.ops, gpu.arena, self.report, time.monotonic, to_device=gpu.to_device,
-            host_kv=gpu.host_kv,
+            host_kv=gpu.host_kv, guides=self.guides,
         )  # fmt: skip
         self.executor.attach("m", model.decoder)
         self.events.append(
@@ -43,8 +47,10 @@ class Loop(EngineReports):
 
     def submit(self, name: str, prompt: list[int], new: int, sampling: Sampling = GREEDY) -> None:
         request = Request(name, "m", len(prompt), new, time.monotonic(), Slo(60.0, 60.0))
-        chained = self.executor.add(Job(request, tuple(prompt), sampling))
-        self.events.append(Submitted(request, chained))
+        self.add(Job(request, tuple(prompt), sampling))
+
+    def add(self, job: Job) -> None:
+        self.events.append(Submitted(job.request, self.executor.add(job)))
 
     def tick(self) -> None:
         self.executor.poll()

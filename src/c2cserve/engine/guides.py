@@ -1,8 +1,16 @@
 """Grammars of the requests on a slice, and the masks of a step's rows.
 
     tokens known        masks are made in a process of their own while the step's layers run
-    a token in flight   the layers are launched ahead, and read it from the GPU. Sampling is
-                        launched once it is known and the masks are made, while they still run
+    a token in flight   the layers are launched ahead, and read it from the GPU. Once the host
+                        knows it, masks are asked for and sampling is launched
+
+    GPU     | layers of step 2 ..................... | wait | sample | layers of step 3 ...
+    worker  | tokens of 1 | ask | sample 2 | plan and launch step 3 |
+    process                   | masks of 2 ...| ready
+
+The GPU waits for masks, and the worker goes on (`grammars.memory`). Masks are asked for before the
+wait is launched, so no work of the worker ever stands between a waiting GPU and its masks. Where
+the host samples a row with a mask, the step's masks are waited for before sampling is launched.
 
 So no step waits for a mask that takes no longer than its layers, and no row without a grammar has
 one. A grammar is built before its request is added, because that may take a second. If a mask is
@@ -22,8 +30,9 @@ from c2cserve.core.request import Job
 from c2cserve.engine.run import Run, emitting
 from c2cserve.engine.sequences import Sequence as Seq
 from c2cserve.grammars.matching import GrammarFailed
+from c2cserve.grammars.memory import HEAD_WORDS, PLACES, PLACES_AT, Region
 from c2cserve.grammars.outputs import Grammars, Held, PendingFill
-from c2cserve.kernels.ops import Ops, RowSampling, Sample, SampledTokens
+from c2cserve.kernels.ops import AwaitedMasks, Ops, RowSampling, Sample, SampledTokens
 
 
 @dataclass(slots=True)
@@ -33,6 +42,34 @@ class PendingMasks:
     seqs: list[Seq]
     """The sequences that have some, in the order of the masks."""
     fill: PendingFill
+
+
+class GuidedSample:
+    """The sample of a step whose masks its device waits for."""
+
+    def __init__(self, sample: Sample, pending: PendingMasks, rows: list[int]) -> None:
+        """`rows`: those with masks, in their order."""
+        self._sample = sample
+        self._pending = pending
+        self._rows = rows
+
+    @property
+    def done(self) -> bool:
+        return self._sample.done
+
+    @property
+    def chain(self) -> Tensor | None:
+        return self._sample.chain
+
+    def collect(self) -> SampledTokens:
+        """Collect the tokens, but for those whose masks the device did not have."""
+        tokens = self._sample.collect()
+        fill = self._pending.fill
+        fill.settle()
+        for row, held in zip(self._rows, fill.helds, strict=True):
+            if held.failure or held.late:
+                tokens.ids[row] = -1
+        return tokens
 
 
 class LateSample:
@@ -80,6 +117,8 @@ class Guides:
         self._building: dict[str, tuple[Job, Future[Held]]] = {}
         self.failed = 0
         """Requests whose grammars could not be built, or not go on."""
+        self.awaited = 0
+        """Steps whose masks their device waits for."""
         self.waited = 0
         """How often requests left the slice's steps, because their masks were late."""
 
@@ -164,6 +203,24 @@ class Guides:
             for row, seq in zip(rows, sampled, strict=True)
         ]
 
+    def sample(
+        self, ops: Ops, logits: Tensor, rows: list[RowSampling], sampled: Sequence[Seq],
+        pending: PendingMasks | None,
+    ) -> Sample:  # fmt: skip
+        """Launch the sampling of a step's rows with their masks."""
+        if pending is None:
+            return ops.sample(logits, rows)
+        region, fill = pending.fill.region, pending.fill
+        if region is None or len(rows) > PLACES or not _device_can_wait(region, pending):
+            return ops.sample(logits, self.masked(rows, sampled, pending))
+        numbers = {id(seq): i for i, seq in enumerate(pending.seqs)}
+        places = [numbers.get(id(seq), -1) for seq in sampled]
+        held = [row for row, place in enumerate(places) if place >= 0]
+        region.place(places)
+        self._grammars.memory.watch(region, fill.asked[0].process.alive)
+        self.awaited += 1
+        return GuidedSample(ops.sample(logits, rows, _awaited(region)), pending, held)
+
 
 class StepMasks:
     """The masks of one step, from the launch of its layers to that of its sampling."""
@@ -181,15 +238,26 @@ class StepMasks:
     ) -> Sample:
         """Launch sampling, at once or when all tokens before are known. `holds`: whether a sequence
         has not ended by then."""
-        rows = [seq.row_sampling() for seq in sampled]
+        guides, rows = self._guides, [seq.row_sampling() for seq in sampled]
         if not self._late:
-            return ops.sample(logits, self._guides.masked(rows, sampled, self._pending))
+            return guides.sample(ops, logits, rows, sampled, self._pending)
 
         def launch() -> Sample:
-            pending = self._guides.begin([seq for seq in sampled if holds(seq)], self._vocab)
-            return ops.sample(logits, self._guides.masked(rows, sampled, pending))
+            pending = guides.begin([seq for seq in sampled if holds(seq)], self._vocab)
+            return guides.sample(ops, logits, rows, sampled, pending)
 
         return LateSample(launch)
+
+
+def _device_can_wait(region: Region, pending: PendingMasks) -> bool:
+    """Return whether a device reads the region, and samples all rows that have a mask."""
+    return bool(region.address) and all(seq.chained for seq in pending.seqs)
+
+
+def _awaited(region: Region) -> AwaitedMasks:
+    count, width = region.masks.shape
+    words = torch.from_numpy(region.words)
+    return AwaitedMasks(words, region.address, PLACES_AT, HEAD_WORDS, count, width)
 
 
 def _with_mask(row: RowSampling, mask: NDArray[np.int32]) -> RowSampling:

@@ -19,7 +19,8 @@ from c2cserve.grammars.table import read_table
 
 Masks = NDArray[np.int32]
 """The masks of some rows [R, ceil(V / 32)]."""
-_MASK_THREADS = 4
+_THREADS = 8
+"""The most threads that make the masks of a step: each row takes about 0.1 ms of one."""
 
 
 class GrammarFailed(RuntimeError):
@@ -87,8 +88,8 @@ class Matchers:
         tokens: Any = _Tokens(known + [b""] * (size - len(known)), ends)
         # It cuts out "slices" of the vocabulary, by which masks of strings take half the time.
         self._tokenizer = LLTokenizer(tokens, n_vocab=size, eos_token=list(ends))
-        count = min(_MASK_THREADS, len(os.sched_getaffinity(0))) if threads is None else threads
-        self._executor = LLExecutor(count)
+        cores = len(os.sched_getaffinity(0)) - 1  # the worker's own thread launches steps meanwhile
+        self._executor = LLExecutor(max(1, min(_THREADS, cores)) if threads is None else threads)
 
     def matcher(self, grammar: str, output: Sequence[int]) -> Matcher:
         """Return the matcher of an output that has these tokens so far. Raises GrammarFailed."""
@@ -98,15 +99,27 @@ class Matchers:
         matcher.take(output)
         return matcher
 
-    def fill(self, matchers: Mapping[int, Matcher], masks: Masks) -> None:
-        """Write the mask of each matcher into its row of `masks`. It is empty after a failure."""
+    def take(self, outputs: Sequence[tuple[Matcher, Sequence[int]]]) -> None:
+        """Have each matcher go on by tokens that the masks allowed. If a matcher cannot, it has a
+        `failure`."""
+        single = [(one.state, tokens[0]) for one, tokens in outputs if len(tokens) == 1]
+        if single:
+            self._executor.consume_token_par(single)
+        for one, tokens in outputs:
+            if len(tokens) > 1:
+                one.state.consume_tokens(list(tokens))
+
+    def fill(self, matchers: Mapping[int, Matcher], masks: Masks) -> dict[int, str]:
+        """Write the mask of each matcher into its row of `masks`. A mask is empty if its matcher
+        cannot go on. Return why, by the rows."""
         rows = [(one.state, row) for row, one in matchers.items()]
         self._executor.unsafe_compute_mask_ptr(
             rows, masks.ctypes.data, masks.strides[0], masks.shape[0]
         )
-        for row, one in matchers.items():
-            if one.failure:
-                masks[row] = 0  # the library's mask lets the output end there
+        failures = {row: why for row, one in matchers.items() if (why := one.failure)}
+        for row in failures:
+            masks[row] = 0  # the library's mask lets the output end there
+        return failures
 
 
 def _reason(state: LLMatcher) -> str:

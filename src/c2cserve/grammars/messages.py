@@ -35,7 +35,9 @@ class Built(msgspec.Struct, frozen=True, array_like=True):
 
 class Fill(msgspec.Struct, frozen=True, array_like=True):
     offset: int
-    """Where the masks begin in the shared memory, in bytes."""
+    """Where the masks begin in the shared memory, in bytes,"""
+    ready: int
+    """and where 1 is written when they are complete."""
     outputs: tuple[Output, ...]
     drop: tuple[int, ...] = ()
 

@@ -4,23 +4,17 @@
     process      └─▶ goes on by new tokens, fills ─▶ shared memory
 
 A worker has a process for each vocabulary, from the first request on. So a vocabulary that is being
-read delays no mask of another. A worker keeps the tokens of its outputs: after the end of a process
-a new one gets them, and fills the same masks.
+read delays no mask of another. All of them write into one memory (`grammars.memory`). A worker
+keeps the tokens of its outputs: after the end of a process a new one gets them, and fills the same
+masks.
 
     a process stands still      its outputs are late, and built again on a thread, which waits
       for long                  it is ended, and another one takes over
       with one output, often    that output fails alone
 """
 
-import contextlib
 import itertools
 import logging
-import mmap
-import os
-import select
-import socket
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -31,7 +25,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from c2cserve.core.request import Grammar
+from c2cserve.grammars.child import GrammarProcess
 from c2cserve.grammars.matching import GrammarFailed, Masks, Vocabulary, mask_words
+from c2cserve.grammars.memory import MaskMemory, Region
 from c2cserve.grammars.messages import (
     Build,
     Fill,
@@ -44,16 +40,9 @@ from c2cserve.grammars.messages import (
 
 log = logging.getLogger(__name__)
 
-_MEMORY_BYTES = 256 << 20
-"""Room for masks that are not read yet. Only pages that have been written take memory."""
 _STEP_PATIENCE_S = 0.5
 """How long a step waits for masks, which take milliseconds. It goes on without those that are late,
 and asks a process that stands still for no more."""
-_PATIENCE_S = 30.0
-"""How long a build waits for a process. That is longer than any answer takes: the library bounds
-its work."""
-_FRAME_S = 1.0
-"""How long the rest of a frame takes that has begun to come."""
 _STALL, _LOSS, _STRIKES_MAX = 1, 2, 4
 """Weights of a late mask and of a process that ended, and with how many an output fails."""
 _IDLE_MAX = 4
@@ -76,7 +65,7 @@ class Held:
         """Its mask did not come in time, or its process has ended. `again` waits elsewhere."""
         self.strikes = strikes
         """How often in a row processes stood still with it, weighed (`_STALL`, `_LOSS`)."""
-        self.process: _Process | None = None
+        self.process: GrammarProcess | None = None
         """The process that has its matcher,"""
         self.known = 0
         """and the tokens that it knows of."""
@@ -89,7 +78,7 @@ class Held:
         """Begin to build it again after it was late, once a process answers."""
         return self._owner.build(self.grammar, self.tokens, self.strikes)
 
-    def news(self, process: "_Process") -> Output:
+    def news(self, process: GrammarProcess) -> Output:
         """Return what the process does not know, for a message to it."""
         begin = self.known if self.process is process else 0
         grammar = "" if self.process is process else self.grammar
@@ -104,65 +93,15 @@ class Held:
         return bool(self.failure)
 
 
-class _Process:
-    """One grammar process and its sockets. Its methods raise OSError where it has ended."""
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.fills, fills = socket.socketpair()
-        self.builds, builds = socket.socketpair()
-        memory = os.memfd_create("masks")
-        try:
-            os.ftruncate(memory, _MEMORY_BYTES)
-            self.masks = np.frombuffer(mmap.mmap(memory, _MEMORY_BYTES), np.int32)
-            given = (fills.fileno(), builds.fileno(), memory)
-            ends = map(str, vocabulary.ends)
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.grammars.process", *map(str, given),
-                 vocabulary.tokens, str(vocabulary.size), *ends],
-                stdin=subprocess.DEVNULL, pass_fds=given,
-            )  # fmt: skip
-        finally:
-            os.close(memory)
-            fills.close()
-            builds.close()
-        self.fills.settimeout(_FRAME_S)
-        self.builds.settimeout(_PATIENCE_S)
-        self.stalled = False
-        """A step waited in vain for its masks, and they have not come since."""
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def answers(self, within_s: float) -> bool:
-        """Wait for the answer to a fill. Return whether it comes within that time; also if the
-        process has ended."""
-        poll = select.poll()
-        poll.register(self.fills, select.POLLIN)
-        return bool(poll.poll(max(0.0, 1000 * within_s)))
-
-    def end(self) -> None:
-        """End it, if it has not. What waits for it on another thread is woken."""
-        self._popen.kill()
-        self._popen.wait()
-        for one in (self.fills, self.builds):
-            with contextlib.suppress(OSError):  # the other side has ended
-                one.shutdown(socket.SHUT_RDWR)
-
-    def __del__(self) -> None:
-        # Not in `end`: another thread may wait on a socket, and its number must not be reused.
-        for one in (self.fills, self.builds):
-            one.close()
-
-
 class _Asked:
     """A message for masks, on its way to a process or back."""
 
-    def __init__(self, helds: Sequence[Held], process: _Process) -> None:
+    def __init__(self, helds: Sequence[Held], process: GrammarProcess) -> None:
         self.helds = helds
         self.process = process
-        self.offset = 0
-        self.masks: Masks | None = None
+        self.region: Region | None = None
+        """Where its process writes the masks, once it is asked for them."""
+        self.answered = False
 
 
 class PendingFill:
@@ -181,21 +120,36 @@ class PendingFill:
             self._masks = self._owner.result(self)
         return self._masks
 
+    @property
+    def region(self) -> Region | None:
+        """Where all of the masks are written in their order; None if there is no such place."""
+        whole = len(self.asked) == 1 and len(self.asked[0].helds) == len(self.helds)
+        return self.asked[0].region if whole else None
+
+    def settle(self) -> None:
+        """Learn what a device learnt that has waited for the region: which outputs cannot go on,
+        and which are late."""
+        (asked,) = self.asked
+        assert asked.region is not None, "no device has waited for these masks"
+        until_s = time.monotonic() + (0.0 if asked.region.abandoned else _STEP_PATIENCE_S)
+        came = self._owner.answered(asked, until_s) and not asked.region.abandoned
+        for held in self.helds:
+            held.late, held.strikes = not came, 0 if came else held.strikes
+
 
 class Outputs:
     """The outputs of one vocabulary. One thread uses it, and `build` has another."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, memory: MaskMemory | None = None) -> None:
         self._vocabulary = vocabulary
+        self.memory = MaskMemory() if memory is None else memory
         self._words = mask_words(vocabulary.size)
         self._lock = threading.Lock()
-        self._process: _Process | None = None
+        self._process: GrammarProcess | None = None
         self._numbers = itertools.count()
         self._dropped: deque[int] = deque()
         self._sent: deque[_Asked] = deque()
         """What was sent and is not read; the process answers in this order."""
-        self._free = 0
-        """The first byte behind their masks."""
         self._builder = ThreadPoolExecutor(1, "grammars")
         self.live = 0
         self.lost = 0
@@ -242,13 +196,13 @@ class Outputs:
     def _drops(self) -> tuple[int, ...]:
         return tuple(self._dropped.popleft() for _ in range(len(self._dropped)))
 
-    def _running(self) -> _Process:
+    def _running(self) -> GrammarProcess:
         with self._lock:
             if self._process is None:
-                self._process = _Process(self._vocabulary)
+                self._process = GrammarProcess(self._vocabulary, self.memory)
             return self._process
 
-    def _lose(self, process: _Process) -> None:
+    def _lose(self, process: GrammarProcess) -> None:
         """Note that a process ended, or did not answer."""
         with self._lock:
             if self._process is not process:
@@ -281,18 +235,22 @@ class Outputs:
         masks = np.zeros((len(fill.helds), self._words), np.int32)
         rows = {id(held): row for row, held in enumerate(fill.helds)}
         for part in fill.asked:
-            while part.masks is None and part in self._sent and self._read(until_s):
-                pass
-            if part.masks is None:
+            if not self.answered(part, until_s) or part.region is None:
                 continue
-            for held, mask in zip(part.helds, part.masks, strict=True):
+            for held, mask in zip(part.helds, part.region.masks, strict=True):
                 masks[rows.pop(id(held))] = mask
                 held.strikes = 0
         for row in rows.values():
             fill.helds[row].late = True
         return masks
 
-    def _caught_up(self, process: _Process) -> bool:
+    def answered(self, asked: _Asked, until_s: float) -> bool:
+        """Wait for the answer to a message. Return whether it has come by then."""
+        while not asked.answered and asked in self._sent and self._read(until_s):
+            pass
+        return asked.answered
+
+    def _caught_up(self, process: GrammarProcess) -> bool:
         """Return whether the process can be asked: if it stood still, it has answered since."""
         while process.stalled and self._sent and self._read(0.0):
             pass
@@ -301,17 +259,17 @@ class Outputs:
     def _send(self, asked: _Asked) -> None:
         """Send a message for masks. It is not sent to a process that has ended, or if there is no
         room for its masks beside those that are not read."""
-        size = 4 * self._words * len(asked.helds)
-        asked.offset = self._free if self._sent else 0
-        while asked.offset + size > _MEMORY_BYTES and self._sent and self._read(0.0):
-            asked.offset = self._free if self._sent else 0
-        if asked.offset + size > _MEMORY_BYTES:
+        region = self.memory.take(len(asked.helds), self._words)
+        while region is None and self._sent and self._read(0.0):
+            region = self.memory.take(len(asked.helds), self._words)
+        if region is None:
             return
         outputs = tuple(held.news(asked.process) for held in asked.helds)
+        message = Fill(region.masks_at, region.ready_at, outputs, self._drops())
         self._sent.append(asked)
-        self._free = asked.offset + size
         try:
-            send(asked.process.fills, Fill(asked.offset, outputs, self._drops()))
+            send(asked.process.fills, message)
+            asked.region = region
         except OSError:
             self._gone(asked.process)
 
@@ -332,15 +290,13 @@ class Outputs:
             self._gone(process)
             return False
         self._sent.popleft()
-        count, begin = len(asked.helds), asked.offset // 4
-        there = process.masks[begin : begin + count * self._words]
-        asked.masks = there.reshape(count, self._words).copy()
+        asked.answered = True
         for row, why in failures.items():
             asked.helds[row].failure = why
         process.stalled = process.stalled and bool(self._sent)
         return True
 
-    def _gone(self, process: _Process) -> None:
+    def _gone(self, process: GrammarProcess) -> None:
         """Note that a process has ended, with what it was asked for."""
         if self._sent and self._sent[0].process is process:
             self._strike(self._sent[0], _LOSS)
@@ -361,7 +317,9 @@ class Outputs:
 class Grammars:
     """The outputs of one worker's slice, by their vocabularies. One thread uses it."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: MaskMemory | None = None) -> None:
+        """`memory`: of the masks; that of a GPU slice is read by its GPU."""
+        self.memory = MaskMemory() if memory is None else memory
         self._outputs: dict[Vocabulary, Outputs] = {}
         self._lost = 0
 
@@ -380,7 +338,7 @@ class Grammars:
         outputs = self._outputs.pop(vocabulary, None)
         if outputs is None:
             self._end_idle()
-            outputs = Outputs(vocabulary)
+            outputs = Outputs(vocabulary, self.memory)
         self._outputs[vocabulary] = outputs  # the one used last is last
         return outputs
 

@@ -81,27 +81,20 @@ class _Grammars:
         masks = self._masks[begin : begin + count * self._words].reshape(count, self._words)
         rows: dict[int, Matcher] = {}
         failures: dict[int, str] = {}
+        news: list[tuple[Matcher, tuple[int, ...]]] = []
         for row, output in enumerate(message.outputs):
-            matcher = self._gone_on(output)
+            matcher = self._held[output.number]
             if isinstance(matcher, str):
                 failures[row] = matcher
                 masks[row] = 0
-            else:
-                rows[row] = matcher
+                continue
+            rows[row] = matcher
+            news.append((matcher, output.tokens))
         if rows:
-            self._matchers.fill(rows, masks)
-        failures |= {row: why for row, one in rows.items() if (why := one.failure)}
+            self._matchers.take(news)
+            failures |= self._matchers.fill(rows, masks)
+        self._masks[message.ready // 4] = 1  # before the answer: then the worker may use the place
         return Filled(failures)
-
-    def _gone_on(self, output: Output) -> Matcher | str:
-        """Return an output's matcher after its new tokens, or why there is none."""
-        matcher = self._held[output.number]
-        if isinstance(matcher, Matcher):
-            try:
-                matcher.take(output.tokens)
-            except GrammarFailed as failed:
-                return str(failed)
-        return matcher
 
     def _drop(self, numbers: tuple[int, ...]) -> None:
         for number in numbers:

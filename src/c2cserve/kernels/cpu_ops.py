@@ -21,7 +21,7 @@ from c2cserve.kernels.layer_records import (
     step_record,
 )
 from c2cserve.kernels.native import DTYPE_CODES, chosen_isa, load_library
-from c2cserve.kernels.ops import RowSampling, SampledTokens
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
 from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
@@ -273,7 +273,10 @@ class CpuOps(Apart):
             raise refusal(fault, where.value, layer, rows, rope, arena)
         return out
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> SampledTokens:
+        assert awaited is None, "masks are waited for before rows are sampled on the host"
         count, vocab = logits.shape
         if len(rows) != count or not _dense(logits, torch.float32):
             raise misfit(f"sample for {len(rows)} rows", logits=logits)

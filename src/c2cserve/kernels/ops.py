@@ -41,6 +41,28 @@ class RowSampling:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedMasks:
+    """The masks of a sample's rows, in shared memory that another process writes meanwhile.
+
+        words   [ ready | places [P] | masks [M, W] ]     int32
+
+    Of `places` the first are the rows' own, as `RowMasks.places` of GPUs. A device reads the words
+    by their `address`, and waits for a `ready` of 1 before it reads any others.
+    """
+
+    words: Tensor
+    address: int
+    places_at: int
+    """The word with the first row's place,"""
+    masks_at: int
+    """and the first word of the masks."""
+    count: int
+    """M,"""
+    width: int
+    """W."""
+
+
+@dataclass(frozen=True, slots=True)
 class SampledTokens:
     """The tokens of a finished sample, one entry per row. `ids[i]` is -1 if row i holds a NaN or an
     infinity, or if no token is allowed in it. It is a `Sample` itself, for operators that finish at
@@ -170,8 +192,14 @@ class Ops(Protocol):
         is the input of its second half."""
         ...
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Sample:
-        """Sample a token for each row of logits [R, V]."""
+    def sample(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> Sample:
+        """Sample a token for each row of logits [R, V].
+
+        The device waits for masks that are `awaited`; the caller does not. Rows that have some
+        chain, and their own `mask` is None. Operators of the host get none.
+        """
         ...
 
     def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:

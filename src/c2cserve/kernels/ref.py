@@ -15,7 +15,7 @@ from c2cserve.kernels.layer import (
     LayerWeights,
     TokenRows,
 )
-from c2cserve.kernels.ops import RowSampling, SampledTokens
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 
 _TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -151,9 +151,12 @@ class RefOps(Apart):
     ) -> Tensor:
         return composed.run_attention(self, hidden, layer, rows, rope, arena)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> SampledTokens:
+    def sample(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> SampledTokens:
         """Return the likeliest tokens. Random sampling has no reference here: tests compare it with
         exact distributions."""
+        assert awaited is None, "masks are waited for before rows are sampled on the host"
         scores = logits.double().log_softmax(-1)
         ids = scores.argmax(-1)
         chosen = scores.gather(1, ids[:, None])[:, 0]

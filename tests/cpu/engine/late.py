@@ -1,15 +1,17 @@
 """Operators whose samples are done when the test says so. As on a GPU, the next step can read the
 tokens before the host knows them."""
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from c2cserve.engine.gpu.sampling import is_plain
 from c2cserve.kernels.cpu_ops import CpuOps
-from c2cserve.kernels.ops import RowSampling, SampledTokens
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 
 
 class LateSample:
@@ -28,6 +30,19 @@ class LateSample:
         return self._tokens
 
 
+def _masked(rows: Sequence[RowSampling], awaited: AwaitedMasks) -> list[RowSampling]:
+    """Wait for masks as a stream does: the thread that would see to it may be this one."""
+    while not int(awaited.words[0]):
+        time.sleep(0.001)
+    places = awaited.words[awaited.places_at :][: len(rows)].tolist()
+    masks = awaited.words[awaited.masks_at :][: awaited.count * awaited.width].clone()
+    whole = masks.view(awaited.count, awaited.width)
+    return [
+        replace(row, mask=whole[place]) if place >= 0 else row
+        for row, place in zip(rows, places, strict=True)
+    ]
+
+
 class LateOps(CpuOps):
     """Computes at once, on one thread. The rows that a GPU samples itself are chained."""
 
@@ -38,7 +53,11 @@ class LateOps(CpuOps):
         self.awaited = 0
         """Samples that were collected before they were done."""
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> LateSample:
+    def sample(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> LateSample:
+        if awaited is not None:
+            rows = _masked(rows, awaited)
         sample = LateSample(super().sample(logits, rows))
         self.samples.append(sample)
         return sample

@@ -21,13 +21,15 @@ from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.guides import Guides
 from c2cserve.engine.rotation import Copier, Copy, HostKv, copies_at_once
+from c2cserve.grammars.memory import MaskMemory
 from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.slice.policy import SlicePolicy
 
 MAX_NEW = 12
-GRAMMARS = Grammars()
+GRAMMARS = Grammars(MaskMemory(patience_s=60.0))
 """Of all loops: a grammar process takes a while to start."""
+GRAMMARS.memory.register(lambda data: data.ctypes.data)  # operators that chain wait for masks
 atexit.register(GRAMMARS.close)
 SHARED = [17, 23, 42, 5] * 8
 

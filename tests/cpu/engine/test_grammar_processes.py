@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from c2cserve.core.request import Grammar
+from c2cserve.grammars import child, write
 from c2cserve.grammars import outputs as module
-from c2cserve.grammars import write
 from c2cserve.grammars.matching import GrammarFailed, Masks, Matchers, Vocabulary, mask_words
 from c2cserve.grammars.messages import Fill
 from c2cserve.grammars.outputs import Grammars, Held, Outputs
@@ -133,7 +133,7 @@ def test_a_process_that_stands_still_for_long_is_ended(
     table: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_STEP_PATIENCE_S", 0.1)
-    monkeypatch.setattr(module, "_PATIENCE_S", 3.0)
+    monkeypatch.setattr(child, "_PATIENCE_S", 3.0)
     outputs = Outputs(Vocabulary(table, SIZE, ENDS))
     held = built(outputs, "g[a-z]*")
     stop(outputs)
@@ -150,7 +150,7 @@ def test_a_grammar_that_stops_processes_fails_alone(
 ) -> None:
     """Those that were asked for beside it are asked for one by one, and get their masks."""
     monkeypatch.setattr(module, "_STEP_PATIENCE_S", 0.1)
-    monkeypatch.setattr(module, "_PATIENCE_S", 2.0)
+    monkeypatch.setattr(child, "_PATIENCE_S", 2.0)
     bad_text, send = text_of("[a-f]{1,9}"), module.send
 
     def harming(end: socket.socket, message: object) -> None:

@@ -7,11 +7,13 @@ import torch
 from interpreted import DEVICE
 from triton_case import noise
 
+from c2cserve.grammars.memory import HEAD_WORDS, PLACES_AT, MaskMemory
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.ops import RowSampling
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling
+from c2cserve.memory.pinning import pin_array
 
 WAYS = [
     RowSampling(5, 0),
@@ -146,6 +148,26 @@ def test_only_what_a_mask_allows_is_sampled(vocab: int, dtype: torch.dtype) -> N
     ids, logprobs = greedy_of(greedy(logits.to(DEVICE), only).cpu())
     assert ids == want.ids
     assert logprobs == pytest.approx(want.logprobs, rel=1e-4, abs=1e-4)
+
+
+def test_masks_that_are_awaited_are_those_that_were_written() -> None:
+    masks = masks_of(9001, 7)
+    given = [mask for mask in masks if mask is not None]
+    on_gpu = DEVICE.type == "cuda"
+    memory = MaskMemory()
+    memory.register(lambda data: pin_array(data).device_address if on_gpu else data.ctypes.data)
+    region = memory.take(len(given), len(given[0]))
+    assert region is not None
+    region.masks[:] = torch.stack(given).numpy()
+    region.place([sum(one is not None for one in masks[:i]) if mask is not None else -1
+                  for i, mask in enumerate(masks)])  # fmt: skip
+    region.words[0] = 1
+    words = torch.from_numpy(region.words)
+    awaited = AwaitedMasks(words, region.address, PLACES_AT, HEAD_WORDS, *region.masks.shape)
+    only, want = RowMasks.when_ready(awaited, len(masks), DEVICE), RowMasks.of(masks, DEVICE)
+    assert want is not None
+    assert torch.equal(only.places, want.places)
+    assert torch.equal(only.masks, want.masks)
 
 
 def test_rows_without_a_mask_have_the_same_bits_beside_rows_with_one() -> None:

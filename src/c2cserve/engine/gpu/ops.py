@@ -20,7 +20,7 @@ from c2cserve.kernels.gpu.attention.paged import Arrivals, attend
 from c2cserve.kernels.gpu.gemm.experts import Routing, by_expert, choose, gather
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.kernels.layer import Layer, LayerShape, LayerWeights, TokenRows
-from c2cserve.kernels.ops import RowSampling, Sample
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling, Sample
 from c2cserve.memory.hbm_cache import HbmCache
 
 
@@ -193,8 +193,10 @@ class GpuOps:
                 chosen = choose(logits, per_token, renormalize=renormalize)
                 return self._experts(x, by_expert(*chosen, w13.experts), w13, w2)
 
-    def sample(self, logits: Tensor, rows: Sequence[RowSampling]) -> Sample:
-        return self._sampler(logits, rows)
+    def sample(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> Sample:
+        return self._sampler(logits, rows, awaited)
 
     def chained(self, ids: Tensor, sampled: Tensor) -> Tensor:
         return elementwise.chained(ids, sampled)

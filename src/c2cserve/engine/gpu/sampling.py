@@ -15,7 +15,7 @@ from torch import Tensor
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
-from c2cserve.kernels.ops import RowSampling, Sample, SampledTokens
+from c2cserve.kernels.ops import AwaitedMasks, RowSampling, Sample, SampledTokens
 
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Sample]
 """`Ops.sample` of the CPU: float32 logits on the host."""
@@ -41,14 +41,17 @@ _GREEDY = RowSampling(seed=0, position=0, temperature=0.0)
 class GpuSample:
     """The `kernels.ops.Sample` of a step that is on its way through the current stream."""
 
-    def __init__(self, host: HostSampler, logits: Tensor, rows: Sequence[RowSampling]) -> None:
-        """Launch the sampling of a token per row of logits [R, V]."""
+    def __init__(
+        self, host: HostSampler, logits: Tensor, rows: Sequence[RowSampling],
+        awaited: AwaitedMasks | None = None,
+    ) -> None:  # fmt: skip
+        """Launch the sampling of a token per row of logits [R, V]. See `Ops.sample`."""
         self._sampler = host
         self._rows = rows
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
         self._found: Tensor | None = None
         if len(self._others) < len(rows):
-            found = _decide(logits, rows, self._others)
+            found = _decide(logits, rows, self._others, awaited)
             self.chain: Tensor | None = found[0]
             self._found = _to_host(found)
         else:
@@ -95,19 +98,27 @@ class Sampler:
         self._host = host
         self._on_step_end = on_step_end
 
-    def __call__(self, logits: Tensor, rows: Sequence[RowSampling]) -> GpuSample:
+    def __call__(
+        self, logits: Tensor, rows: Sequence[RowSampling], awaited: AwaitedMasks | None = None
+    ) -> GpuSample:
         """Launch the sampling of a token per row of logits [R, V], which ends a step."""
-        sample = GpuSample(self._host, logits, rows)
+        sample = GpuSample(self._host, logits, rows, awaited)
         if self._on_step_end is not None and sample.end is not None:
             self._on_step_end(sample.end)
         return sample
 
 
-def _decide(logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int]) -> Tensor:
+def _decide(
+    logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int],
+    awaited: AwaitedMasks | None,
+) -> Tensor:  # fmt: skip
     """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning."""
     elsewhere = set(others)
-    masks = [None if i in elsewhere else row.mask for i, row in enumerate(rows)]
-    only = RowMasks.of(masks, logits.device)
+    if awaited is None:
+        masks = [None if i in elsewhere else row.mask for i, row in enumerate(rows)]
+        only = RowMasks.of(masks, logits.device)
+    else:
+        only = RowMasks.when_ready(awaited, len(rows), logits.device)
     if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
         return greedy(logits, only)
     asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])

@@ -30,6 +30,7 @@ from c2cserve.engine.gpu.step_timer import EventTimer
 from c2cserve.engine.gpu.weight_loads import WeightLoads
 from c2cserve.engine.models.config import ModelConfig
 from c2cserve.engine.rotation import HostKv, no_copies
+from c2cserve.grammars.memory import MaskMemory
 from c2cserve.kernels.gpu.aot.flash_modules import FlashKind
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.aot.warm import COMMON, Sizes, warm
@@ -86,6 +87,8 @@ class GpuParts:
     """The lane of steps whose weights stream. All that is above is the other lane's, or both's."""
     fence: LaneFence
     timer: EventTimer[torch.cuda.Event]
+    masks: MaskMemory
+    """The memory of grammars' masks, which the GPU reads."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -227,7 +230,7 @@ def open_gpu(
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
-        lane.timer,
+        lane.timer, _mask_memory(),
     )  # fmt: skip
     _warm_common(parts)
     return parts
@@ -287,6 +290,13 @@ def _host_kv(
     region = pin_array(memory.numpy())
     copies = KvCopies(engine, arena, memory, region, stream, notify)
     return HostKv(size, copies)
+
+
+def _mask_memory() -> MaskMemory:
+    """Allocate host memory for masks, and register what the GPU reads. Raises PinningError."""
+    memory = MaskMemory()
+    memory.register(lambda data: pin_array(data).device_address)
+    return memory
 
 
 def sizes_of(config: ModelConfig) -> Sizes:

@@ -23,6 +23,7 @@ from c2cserve.engine.models.decoder import Decoder
 from c2cserve.engine.rotation import HostKv, copies_at_once, no_copies
 from c2cserve.engine.step_costs import KINDS
 from c2cserve.engine.weights import Weights
+from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.memory.segment import Segment
 from c2cserve.runtime.slice_stats import SliceStats
@@ -45,6 +46,7 @@ class _Backend(Protocol):
     """The parts that differ between the kinds of slices."""
 
     executor: Executor
+    guides: Guides
     isa: str
 
     @property
@@ -96,7 +98,7 @@ class _CpuBackend:
     stats = SliceStats()
     waiting = False
 
-    def __init__(self, slice_: Slice, world: WorkerWorld, guides: Guides) -> None:
+    def __init__(self, slice_: Slice, world: WorkerWorld) -> None:
         ops = CpuOps(len(slice_.cpus), slice_.cpus)
         arena = make_arena(slice_.kv_bytes)
         self.isa = ops.isa
@@ -104,9 +106,10 @@ class _CpuBackend:
         if slice_.host_kv_bytes:
             copier = copies_at_once(arena, make_arena(slice_.host_kv_bytes))
             host_kv = HostKv(slice_.host_kv_bytes, copier)
+        self.guides = Guides(world.notify)
         self.executor = Executor(
             slice_.id, ops, arena, world.report, time.monotonic, host_kv=host_kv,
-            guides=guides,
+            guides=self.guides,
         )  # fmt: skip
 
     def warm(self, config: ModelConfig) -> None:
@@ -139,9 +142,8 @@ class _GpuBackend:
     policy, or cached there when used."""
 
     def __init__(
-        self, slice_: Slice, share: GpuShare, world: WorkerWorld, guides: Guides,
-        shared: "SharedGpu",
-    ) -> None:  # fmt: skip
+        self, slice_: Slice, share: GpuShare, world: WorkerWorld, shared: "SharedGpu"
+    ) -> None:
         """Open the slice's part of the GPU for the calling thread. Raises `NoEngine`."""
         sampler = CpuOps(min(_SAMPLER_THREADS, len(slice_.cpus)))
         self._gpu = gpu = shared.open(slice_, share, sampler, world.notify)
@@ -152,13 +154,14 @@ class _GpuBackend:
         """Model -> the name of its segment."""
         self.device = gpu.device
         self.isa = f"{torch.cuda.get_device_name(gpu.device)}, {gpu.context.sms} SMs"
+        self.guides = Guides(world.notify, Grammars(gpu.masks))
         self.executor = Executor(
             slice_.id, gpu.ops, gpu.arena, world.report, time.monotonic,
             to_device=gpu.to_device, fatal=gpu.fatal, renew=gpu.renew, host_kv=gpu.host_kv,
             timer=gpu.timer,
             streaming=None if gpu.streaming is None else gpu.streaming.parts,
             streamed_bytes=gpu.streamed_bytes,
-            guides=guides,
+            guides=self.guides,
         )  # fmt: skip
         gpu.fence.reading = self.executor.lanes_in_flight
 
@@ -282,14 +285,12 @@ class WorkerEngine:
         torch.set_num_threads(1)  # the kernels have threads of their own
         torch.set_grad_enabled(False)
         share = slice_.gpu
-        self._guides = Guides(world.notify)
         self._backend: _Backend
         if share is None:
-            self._backend = _CpuBackend(slice_, world, self._guides)
+            self._backend = _CpuBackend(slice_, world)
         else:
-            self._backend = _GpuBackend(
-                slice_, share, world, self._guides, shared or SharedGpu(share)
-            )
+            self._backend = _GpuBackend(slice_, share, world, shared or SharedGpu(share))
+        self._guides = self._backend.guides
         self._executor = self._backend.executor
         self._state = self._executor.poll()
         self._paths: dict[str, Path] = {}

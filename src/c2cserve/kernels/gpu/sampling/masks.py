@@ -7,6 +7,7 @@ places   [R]                 where a row's mask is; -1 for rows without, which r
 # Device code is Triton's language, with its own types and its constants in capitals.
 # pyright: basic, reportCallIssue=false
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -15,8 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from c2cserve.kernels.ops import AwaitedMasks
+
 _ALIGNED = 4
 """Kernels are compiled for pointers at multiples of so many int32."""
+_POLL_S = 0.0002
 
 
 @triton.jit
@@ -58,3 +62,23 @@ class RowMasks:
                 at += words
         moved = host.to(device, non_blocking=True) if pinned else host
         return cls(moved[begin:].view(len(given), words), moved[: len(masks)])
+
+    @classmethod
+    def when_ready(cls, awaited: AwaitedMasks, rows: int, device: torch.device) -> "RowMasks":
+        """Move masks to a device when they are ready, in the order of the current stream: the
+        stream waits for them, the caller does not. `rows`: of the sample."""
+        begin, words = awaited.places_at, awaited.words
+        if device.type == "cuda":
+            # The driver is not there where kernels are interpreted.
+            from c2cserve.kernels.gpu.driver import copy_async, wait_at_least
+
+            stream = torch.cuda.current_stream(device).cuda_stream
+            moved = torch.empty(len(words) - begin, dtype=torch.int32, device=device)
+            wait_at_least(stream, awaited.address, 1)
+            copy_async(moved.data_ptr(), awaited.address + 4 * begin, moved.nbytes, stream)
+        else:
+            while not int(words[0]):  # such a device has no streams
+                time.sleep(_POLL_S)
+            moved = words[begin:]
+        masks = moved[awaited.masks_at - begin :]
+        return cls(masks[: awaited.count * awaited.width].view(awaited.count, -1), moved[:rows])
