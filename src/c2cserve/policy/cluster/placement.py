@@ -104,8 +104,8 @@ def in_time(
 ) -> bool:
     """Whether a decode step of every model here stays within `share` of each TPOT, and first tokens
     within that of the time they have left. First tokens are the request's, and those that would be
-    in time without it. (SLINFER figure 15: cases 3, 1 and 2.) False if some time is not known yet. `late`: its own
-    first token may be late.
+    in time without it. (SLINFER figure 15: cases 3, 1 and 2.) False if some time is not known yet.
+    `late`: its own first token may be late.
 
     A slice computes prompts by due time. So before a prompt's first token come those due earlier,
     and on GPU slices a round of decodes for each `tpot_s` of them. Decodes of CPU slices, whose
