@@ -127,8 +127,8 @@ def summary(cells: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             served = [max(1, by[rival, s]["in_time"]) for s in seeds]
             ours = [by["c2cserve", s]["in_time"] for s in seeds]
             all_ = [by["c2cserve", s]["requests"] for s in seeds]
-            row[f"over {rival}"] = _spread([a / b for a, b in zip(ours, served, strict=True)])
-            row[f"most over {rival}"] = mean(a / b for a, b in zip(all_, served, strict=True))
+            row[f"ratio_{rival}"] = _spread([a / b for a, b in zip(ours, served, strict=True)])
+            row[f"most_{rival}"] = mean(a / b for a, b in zip(all_, served, strict=True))
         rows.append(row)
     return rows
 
@@ -143,8 +143,8 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for row in rows:
         shares = " | ".join(f"{row[system]['mean']:.1%}" for system in SYSTEMS)
-        ratios = " | ".join(_ratio(row[f"over {rival}"]) for rival in RIVALS)
-        most = f"{row['most over slinfer']:.2f} x"
+        ratios = " | ".join(_ratio(row[f"ratio_{rival}"]) for rival in RIVALS)
+        most = f"{row['most_slinfer']:.2f} x"
         print(f"| {row['load']} | {row['requests']:,} | {shares} | {ratios} | {most} |")
 
 

@@ -116,7 +116,8 @@ class Simulation:
         for fault in self.settings.faults:
             fault.schedule(self)
         self._next_request()
-        while self.requests.live or self._more:
+        # A request may be refused while its last step runs: slices end that step, too.
+        while self.requests.live or self._more or any(one.seqs for one in self.slices.values()):
             if not self.timeline.step():
                 raise Stuck(f"{len(self.requests.live)} requests are left")
             self.loops.run_due()
