@@ -104,8 +104,7 @@ def serve(
     )  # fmt: skip
     wishes = SliceWishes(
         slices, threads, kv_bytes, gpu_slices, gpu_kv_bytes, gpu_profile, gpu_peer_bytes,
-        host_kv_bytes, gpu_lanes, gpu_relays,
-    )  # fmt: skip
+        host_kv_bytes, gpu_lanes, gpu_relays)  # fmt: skip
     settings = LiveSettings(
         host, port, wishes, pool_bytes, pool_dir, record, log_level, log_format,
         FleetSettings(beat_timeout_s=hang_timeout, stall_timeout_s=stall_timeout),

@@ -65,7 +65,7 @@ class GuidedSample:
         """Collect the tokens, but for those whose masks the device did not have."""
         tokens = self._sample.collect()
         fill = self._pending.fill
-        fill.settle()
+        fill.conclude()
         for row, held in zip(self._rows, fill.helds, strict=True):
             if held.failure or held.late:
                 tokens.ids[row] = -1

@@ -35,7 +35,7 @@ HEAD_WORDS = PLACES_AT + PLACES
 _ALIGNED_WORDS = 16
 _PATIENCE_S = 1.0
 """How long a device waits for masks, which take milliseconds."""
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 Numbers = NDArray[np.int32]
 
@@ -158,13 +158,13 @@ class _Watch:
     def _run(self) -> None:
         while True:
             self._some.wait()
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             self._some.clear()
-            self._look()
+            self._poll()
             if self._pending:
                 self._some.set()
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         now = time.monotonic()
         for _ in range(len(self._pending)):
             pending = self._pending.popleft()

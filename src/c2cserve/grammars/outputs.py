@@ -126,7 +126,7 @@ class PendingFill:
         whole = len(self.asked) == 1 and len(self.asked[0].helds) == len(self.helds)
         return self.asked[0].region if whole else None
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         """Learn what a device learnt that has waited for the region: which outputs cannot go on,
         and which are late."""
         (asked,) = self.asked

@@ -81,7 +81,7 @@ LIBRARIES: dict[str, Library] = {
 
 def tile_model_flags() -> tuple[str, ...]:
     """Return the flags of the AMX kernels on a model of the tile instructions in plain C++, for
-    tests: with AVX-512 if this machine compiles for its own instructions and has it."""
+    tests. They take this machine's own instructions, AVX-512 if it has it."""
     return (_HIDDEN, "-O1", "-DC2C_TILE_MODEL", *(("-march=native",) if _X86 else ()))
 
 
