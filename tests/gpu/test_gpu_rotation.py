@@ -1,5 +1,7 @@
 """KV between HBM and host memory on a real GPU, under steps that overlap."""
 
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +20,7 @@ __all__ = ["folder", "segments"]
 pytestmark = pytest.mark.gpu
 
 HOST_BYTES = 256 << 20
+LARGE_BYTES = 1 << 30
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +56,56 @@ def test_what_comes_back_is_what_left(gpu: GpuParts) -> None:
         for name in names:
             gpu.host_kv.forget(name)
     assert gpu.host_kv.used_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def large() -> Iterator[GpuParts]:
+    before = torch.cuda.current_stream()
+    with torch.no_grad():
+        yield open_gpu(0, LARGE_BYTES, no_sampler, profile="assumed", host_kv_bytes=LARGE_BYTES)
+    torch.cuda.synchronize()
+    torch.cuda.set_stream(before)
+
+
+@pytest.mark.parametrize(
+    ("segment_bytes", "share"), [(2 << 20, 0.85), (64 << 10, 0.2)], ids=["2 MiB", "64 KiB"]
+)
+def test_both_ways_at_once_beside_two_large_copies(
+    large: GpuParts, segment_bytes: int, share: float
+) -> None:
+    """Segments that touch no other. `pytest -m gpu -s` prints the rates; the shares are bounds for
+    any machine. With 64 KiB the host's work for each segment counts, not the link."""
+    half = LARGE_BYTES // 2
+    host = torch.empty(LARGE_BYTES, dtype=torch.uint8, pin_memory=True)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    plain_s = moved_s = float("inf")
+    out, back = (
+        tuple(range(start, start + half, 2 * segment_bytes)) for start in (0, half)
+    )  # fmt: skip
+    size = len(out) * segment_bytes
+    large.host_kv.start(Move("in", "out", 0, back), segment_bytes)
+    wait(large, 1)
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begun_s = time.monotonic()
+        with torch.cuda.stream(streams[0]):
+            host[:size].copy_(large.arena[:size], non_blocking=True)
+        with torch.cuda.stream(streams[1]):
+            large.arena[half : half + size].copy_(host[half : half + size], non_blocking=True)
+        torch.cuda.synchronize()
+        plain_s = min(plain_s, time.monotonic() - begun_s)
+        begun_s = time.monotonic()
+        large.host_kv.start(Move("out", "copy", 0, out), segment_bytes)
+        large.host_kv.start(Move("in", "in", 0, back, kept=len(back)), segment_bytes)
+        wait(large, 2)
+        moved_s = min(moved_s, time.monotonic() - begun_s)
+    for name in ("in", "out"):
+        large.host_kv.forget(name)
+    sys.stdout.write(
+        f"\nboth ways, {segment_bytes >> 10} KiB: rotation {2 * size / moved_s / 1e9:.1f} GB/s,"
+        f" two large copies {2 * size / plain_s / 1e9:.1f}: {plain_s / moved_s:.2f}\n"
+    )
+    assert plain_s / moved_s >= share
 
 
 def wait(gpu: GpuParts, moves: int) -> None:

@@ -15,6 +15,7 @@ from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
+from c2cserve.transfer.gpus import engine_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +30,7 @@ PROMPT = torch.randint(3, VOCAB, (300,), generator=torch.Generator().manual_seed
 def gpu() -> Iterator[GpuParts]:
     before = torch.cuda.current_stream()
     with torch.no_grad():
-        peers = open_peers(0, [1], LENT_BYTES, Lending(LENT_BYTES))
+        peers = open_peers(engine_of((0, 1)), 0, [1], LENT_BYTES, Lending(LENT_BYTES))
         yield open_gpu(
             0, 256 << 20, no_sampler, profile="assumed", cache_policy=Residency(256 << 20),
             peers=peers,

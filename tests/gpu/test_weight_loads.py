@@ -23,6 +23,7 @@ from c2cserve.engine.gpu.tables import all_matrices
 from c2cserve.kernels.gpu.driver import copy_async
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.policy.weights.lending import Lending
+from c2cserve.transfer.gpus import engine_of
 
 pytestmark = pytest.mark.gpu
 
@@ -236,7 +237,7 @@ def test_a_cancelled_load_leaves_the_arena_to_kv_and_to_others(
     assert cache is not None
     for turn in range(8):
         slice_.engine.submit(Fetch("large", slice_.policy.arena.end_bytes))
-        time.sleep(0.002 * turn)
+        time.sleep(0.0015 * turn)  # the load takes longer
         if turn % 2:
             slice_.engine.poll()
         if turn < 4:
@@ -321,10 +322,12 @@ def test_a_load_out_of_a_neighbours_memory_is_faster(folder: Path) -> None:
     """Over NVLink: the same bytes, several times as fast."""
     before = torch.cuda.current_stream()
     with torch.no_grad():
-        peers = open_peers(0, [1], 1500 * MIB, Lending(1500 * MIB))
+        transfers = engine_of((0, 1))
+        peers = open_peers(transfers, 0, [1], 1500 * MIB, Lending(1500 * MIB))
         gpu = open_gpu(
-            0, 1500 * MIB, no_sampler, profile="assumed", swaps_weights=True, peers=peers
-        )
+            0, 1500 * MIB, no_sampler, profile="assumed", swaps_weights=True, peers=peers,
+            transfers=transfers,
+        )  # fmt: skip
     segments = PinnedSegments(peers=peers)
     checkpoint = make_seeded(folder / "l", 2, LARGE)
     model = LateModel(checkpoint, 1024, device=gpu.device, open_=segments.open).load_all()
@@ -338,6 +341,19 @@ def test_a_load_out_of_a_neighbours_memory_is_faster(folder: Path) -> None:
         time.sleep(0.05)
     time.sleep(1.0)
     gpu.peers.refresh()
+    rate = timed_load(gpu, model)
+    show(f"from a neighbour: {rate / 1e9:.0f} GB/s")
+    assert rate > 100e9
+    gpu.finish()
+    loads.release("l")
+    segments.close(model.path)
+    torch.cuda.set_stream(before)
+
+
+def timed_load(gpu: GpuParts, model: LateModel) -> float:
+    """Load a model, check its bytes, and return the bytes per second."""
+    loads = gpu.loads
+    assert loads is not None
 
     def locate() -> list[WeightHandle]:
         prepared = model.decoder.prepared(gpu.ops)
@@ -346,16 +362,38 @@ def test_a_load_out_of_a_neighbours_memory_is_faster(folder: Path) -> None:
 
     locate()
     gpu.finish()
+    copied = loads.counts.copied_bytes
     begun_s = time.monotonic()
     loads.fetch("l", locate, 0)
     while not (outcomes := loads.poll()):
         pass
     took_s = time.monotonic() - begun_s
-    show(f"from a neighbour: {loads.counts.copied_bytes / took_s / 1e9:.0f} GB/s")
     assert not outcomes[0].refused
-    assert loads.counts.copied_bytes / took_s > 100e9
     check_bytes(gpu)
+    return (loads.counts.copied_bytes - copied) / took_s
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour")
+def test_a_load_over_the_link_of_a_neighbour_too(folder: Path) -> None:
+    """A GPU without slices relays: the same bytes over two links."""
+    before = torch.cuda.current_stream()
+    transfers = engine_of((0, 1))
+    with torch.no_grad():
+        gpu = open_gpu(
+            0, 1500 * MIB, no_sampler, profile="assumed", swaps_weights=True, transfers=transfers
+        )
+    segments = PinnedSegments()
+    checkpoint = make_seeded(folder / "l", 2, LARGE)
+    model = LateModel(checkpoint, 1024, device=gpu.device, open_=segments.open).load_all()
+    loads = gpu.loads
+    assert loads is not None
+    relayed = transfers.counts()["in1"].relayed_bytes
+    rates: list[float] = []
+    for _ in range(3):
+        rates.append(timed_load(gpu, model))
+        loads.release("l")
+    show(f"over two links: {', '.join(f'{rate / 1e9:.0f}' for rate in rates)} GB/s")
+    assert transfers.counts()["in1"].relayed_bytes > relayed
     gpu.finish()
-    loads.release("l")
     segments.close(model.path)
     torch.cuda.set_stream(before)

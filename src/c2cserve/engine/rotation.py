@@ -21,10 +21,10 @@ Copy = tuple[int, int, int]
 class Copier(Protocol):
     """Carries copies out, in the background or at once. Returns a test of whether they are over."""
 
-    def __call__(self, copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]: ...
+    def __call__(self, copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]: ...
 
 
-def no_copies(copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]:
+def no_copies(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
     """The copier of a slice that has no host memory for KV."""
     return lambda: True
 
@@ -32,10 +32,10 @@ def no_copies(copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]:
 def copies_at_once(arena: Tensor, host: Tensor) -> Copier:
     """Return the copier of an arena that is in host memory too (both are uint8)."""
 
-    def copy(copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]:
+    def copy(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
         for place, there, size in copies:
             near, far = arena[place : place + size], host[there : there + size]
-            near.copy_(far) if inward else far.copy_(near)
+            near.copy_(far) if direction == "in" else far.copy_(near)
         return lambda: True
 
     return copy
@@ -95,7 +95,7 @@ class HostKv:
             for done, (start, stop) in _with_offsets(extents)
         ]
         self._count(move.direction, len(move.blocks) * block_bytes)
-        done = self.copier(copies, inward=move.direction == "in")
+        done = self.copier(copies, move.direction)
         self._moves.append(_RunningMove(move, done))
 
     def finished(self) -> list[Move]:

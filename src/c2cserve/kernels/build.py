@@ -18,7 +18,16 @@ SOURCES = tuple(HERE / "cpu" / name for name in ("api.cpp", "threads.cpp"))
 TRANSFER = "_transfer.so"
 TRANSFER_SOURCES = tuple(
     HERE.parent / "transfer" / "native" / name
-    for name in ("api.cpp", "cuda.cpp", "cuda_links.cpp", "engine.cpp", "schedule.cpp")
+    for name in (
+        "api.cpp",
+        "cuda.cpp",
+        "cuda_links.cpp",
+        "engine.cpp",
+        "relay_client.cpp",
+        "relay_kernel.cpp",
+        "relay_server.cpp",
+        "schedule.cpp",
+    )
 )
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")

@@ -43,6 +43,11 @@ class Neighbour(Protocol):
     @property
     def size(self) -> int: ...
 
+    @property
+    def gpu(self) -> int:
+        """The GPU's number."""
+        ...
+
     def copy(self, target: int, source: int, size: int) -> None:
         """Copy from host memory to this memory. The copy is over when this returns."""
         ...
@@ -139,6 +144,12 @@ class PeerPool:
         """Bytes that can be read on other GPUs now."""
         self._thread = threading.Thread(target=self._work, name="peers", daemon=True)
         self._thread.start()
+
+    def gpu_of(self, address: int) -> int:
+        """Return the GPU that lends the memory at an address."""
+        return next(
+            one.gpu for one in self._neighbours if one.address <= address < one.address + one.size
+        )
 
     def add(self, model: str, weights: Lendable) -> None:
         with self._changed:

@@ -171,6 +171,24 @@ class SliceStats:
     flash_missed_steps: int = _counter("steps", _ENGINE, "Those it has no module for.")
     kv_out_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied to host memory.")
     kv_in_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied back.")
+    transfer_in_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes from host memory over the GPU's own link, by its copy engine."
+    )
+    transfer_out_bytes: int = _counter("bytes", _ENGINE, "Bytes to host memory over that link.")
+    transfer_relayed_in_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes from host memory over links of neighbours that relay."
+    )
+    transfer_relayed_out_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes to host memory over links of neighbours that relay."
+    )
+    transfer_peer_bytes: int = _counter("bytes", _ENGINE, "Bytes from another GPU's memory.")
+    transfer_resent_tasks: int = _counter(
+        "tasks", _ENGINE, "Micro-tasks of relays that were sent again over another link."
+    )
+    transfer_relay_stalls: int = _counter(
+        "tasks", _ENGINE, "Relays that were recalled because they were late."
+    )
+    transfer_relay_errors: int = _counter("errors", _ENGINE, "Relays that ended with an error.")
     step_failures: int = _counter("steps", _LOOP, "Steps that ended with an exception.")
     step_retries: int = _counter("requests", _POLICY, "Requests of failed steps that ran again.")
     retries_failed: int = _counter("requests", _POLICY, "Those that failed again, alone.")

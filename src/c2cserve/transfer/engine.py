@@ -24,6 +24,8 @@ from typing import Literal, NoReturn, Protocol
 
 from c2cserve.transfer.library import CLOSED, COUNTS, INVALID, CountsView, Result, library
 from c2cserve.transfer.moves import Port, Segment, pack
+from c2cserve.transfer.relay_channel import SharedMemory
+from c2cserve.transfer.settings import Urgency
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +82,25 @@ class Ticket:
         weakref.finalize(self, library().c2c_transfers_free, handle).atexit = False
 
 
+class RelayServer:
+    """Relays for another process (`transfer/native/relay_server.h`)."""
+
+    def __init__(self, engine: int, server: int) -> None:
+        self._engine, self._server = engine, server
+
+    def set_streaming(self, streams: bool) -> None:
+        """Tell the other process whether steps read over this GPU's link."""
+        library().c2c_relays_streaming(self._server, streams)
+
+    @property
+    def launches(self) -> int:
+        return library().c2c_relays_launches(self._server)
+
+    def close(self) -> None:
+        """Relay no more, and wait for what was launched. Nothing is called afterwards."""
+        library().c2c_relays_close(self._engine, self._server)
+
+
 class TransferEngine:
     """Moves bytes over the links that it is given. Thread-safe, except for `close`."""
 
@@ -91,17 +112,19 @@ class TransferEngine:
         self._ports = tuple(ports)
         self._library = library()
         self._engine: int | None = self._checked(open_native())
+        self._channels: dict[Port, SharedMemory] = {}
+        """Of links of other processes; memory that was shared last stays."""
 
     def submit(
         self, segments: "Sequence[Segment] | array[int]", stream: Stream | None = None, *,
-        background: bool = False,
+        urgency: Urgency = Urgency.LOAD,
     ) -> Ticket:  # fmt: skip
         """Move segments after all that `stream` has now, and return at once.
 
         No two segments may write the same byte, and none may read what another writes. Without a
-        stream, the transfer begins at once. Transfers of the background take what others leave of
-        the links. Thousands of segments are faster as an array of `moves.pack`, which can be used
-        again.
+        stream, the transfer begins at once. Transfers of one class and port are carried in the
+        order in which they begin. Thousands of segments are faster as an array of `moves.pack`,
+        which can be used again.
 
         The memory has to stay until the ticket is over. Raises ValueError for a segment without a
         path and for host memory that is not pinned. Raises `LinkError`, and `TransferError` if the
@@ -112,7 +135,7 @@ class TransferEngine:
         handle, gpu = (0, -1) if stream is None else (stream.cuda_stream, stream.device.index)
         self._log_incidents()
         result = self._library.c2c_transfers_submit(
-            self._native(), start, words // _WORDS, handle, gpu, background
+            self._native(), start, words // _WORDS, handle, gpu, urgency
         )
         return Ticket(self._checked(result))
 
@@ -120,13 +143,14 @@ class TransferEngine:
         """Return whether the transfer is over: done or cancelled. Raises `TransferError`."""
         return self.state(ticket) != "moving"
 
-    def wait(self, ticket: Ticket, timeout_s: float | None = None) -> bool:
+    def wait(
+        self, ticket: Ticket, timeout_s: float | None = None, *, spins: bool = True
+    ) -> bool:  # fmt: skip
         """Block until the transfer is over, or for `timeout_s`. Return whether it is over.
 
-        Raises `TransferError`.
+        With `spins` the caller polls without pause at first. Raises `TransferError`.
         """
         until_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        spins = True
         while not self.poll(ticket):
             left_s = until_s - time.monotonic()
             if left_s <= 0:
@@ -146,7 +170,8 @@ class TransferEngine:
 
     def follow(self, ticket: Ticket, stream: Stream) -> None:
         """Let what `stream` is given from now on come after a transfer of which nothing is queued:
-        one that was cancelled, for example. Raises ValueError for any other, and `LinkError`."""
+        one that was cancelled, or a single copy. Raises ValueError for any other, and
+        `LinkError`."""
         number = self._library.c2c_transfers_follow(
             self._native(), ticket.handle, stream.cuda_stream, stream.device.index
         )
@@ -161,27 +186,75 @@ class TransferEngine:
             raise TransferError(self._library.c2c_transfers_fault(ticket.handle).decode())
         return state
 
+    def moved_bytes(self, ticket: Ticket) -> int:
+        """Return how many bytes of the transfer have arrived."""
+        return self._library.c2c_transfers_moved(ticket.handle)
+
     def counts(self) -> dict[str, LinkCounts]:
+        """Return what each link has carried, by the port's name."""
+        return {port.name: counts for port, counts in self.port_counts()}
+
+    def port_counts(self) -> list[tuple[Port, LinkCounts]]:
         """Return what each link has carried."""
         self._log_incidents()
-        found: dict[str, LinkCounts] = {}
+        found: list[tuple[Port, LinkCounts]] = []
         for link, port in enumerate(self._ports):
             view = CountsView()
             self._library.c2c_transfers_counts(self._native(), link, ctypes.byref(view))
-            found[port.name] = LinkCounts(*(getattr(view, name) for name in COUNTS))
+            found.append((port, LinkCounts(*(getattr(view, name) for name in COUNTS))))
         return found
 
+    # ---- links of other processes ---------------------------------------------------------------
+
+    def connect(self, port: Port, channel: SharedMemory) -> None:
+        """Let a link of another process relay. Raises ValueError while it has micro-tasks."""
+        number = self._library.c2c_transfers_connect(
+            self._native(), self._ports.index(port), channel.address
+        )
+        if number < 0:
+            self._raise(number)
+        self._channels[port] = channel
+
+    def disconnect(self, port: Port) -> None:
+        """Send again what such a link had: nothing of its process writes any more."""
+        self._library.c2c_transfers_disconnect(self._native(), self._ports.index(port))
+
+    def share(self, port: Port, near: int, far: int, size: int) -> None:
+        """Note that the link's process has memory of this one at the address `far`."""
+        link = self._ports.index(port)
+        self._library.c2c_transfers_share(self._native(), link, near, far, size)
+
+    def unshare(self, port: Port, near: int) -> None:
+        """Note that it has not any more. No transfer reads or writes that memory."""
+        self._library.c2c_transfers_unshare(self._native(), self._ports.index(port), near)
+
+    def open_server(self, open_native: Callable[[int], Result]) -> "RelayServer":
+        """Relay for another process, while this engine moves nothing itself. `open_native` is given
+        the engine. Raises `LinkError`."""
+        return RelayServer(self._native(), self._checked(open_native(self._native())))
+
+    # ---- its end --------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Cancel all transfers, and end the engine's thread. Other threads may still ask for
+        tickets, but nothing is submitted any more.
+
+        Raises `TransferError` if a copy does not end.
+        """
+        self._log_incidents()
+        if not self._library.c2c_transfers_stop(self._native(), _CLOSE_S):
+            raise TransferError(f"a copy has not ended for {_CLOSE_S:.0f} s")
+
     def close(self) -> None:
-        """Cancel all transfers, and end the thread. No ticket is used afterwards with the engine.
+        """Stop, and free the engine: no ticket is used afterwards with it.
 
         Raises `TransferError` if a copy does not end, and leaves its memory alone then.
         """
         if self._engine is None:
             return
-        self._log_incidents()
+        self.stop()
         engine, self._engine = self._engine, None
-        if not self._library.c2c_transfers_close(engine, _CLOSE_S):
-            raise TransferError(f"a copy has not ended for {_CLOSE_S:.0f} s")
+        self._library.c2c_transfers_delete(engine)
 
     def _native(self) -> int:
         if self._engine is None:

@@ -1,5 +1,6 @@
 """The transfer engine over the links of this process's GPUs (`transfer/native/cuda_links.h`)."""
 
+import atexit
 import contextlib
 import ctypes
 from collections.abc import Generator, Sequence
@@ -13,40 +14,63 @@ import torch
 from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError
 from c2cserve.kernels.gpu.aot.variants import RELAY
-from c2cserve.kernels.gpu.driver import checked, cu
-from c2cserve.transfer.engine import TransferEngine
+from c2cserve.kernels.gpu.driver import CudaError, checked, cu
+from c2cserve.transfer.engine import RelayServer, TransferEngine
 from c2cserve.transfer.library import Result, library, machine_of, relay_view_of, view_of
 from c2cserve.transfer.moves import Port, ports_of
+from c2cserve.transfer.relay_channel import GpuMemory
 from c2cserve.transfer.settings import RelayShape, Settings
 
 _DRIVER = "libcuda.so.1"
+_HANDLE_BYTES = 64
 _ENABLED_ALREADY = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED, which leaves nothing behind in the driver's API."""
 
 
+_SERVING = Settings(alone_bytes=16 << 20)
+"""A step's own small copies to the GPU may have to wait for one of these: 0.3 ms over PCIe 5."""
+
+
+@cache
+def engine_of(gpus: tuple[int, ...], neighbours: tuple[int, ...] = ()) -> TransferEngine:
+    """Return the process's engine for what runs on the first of these GPUs, by CUDA's numbers. The
+    others lend it their links, and it does not relay for them. `neighbours` are GPUs of other
+    processes, which may relay once they are connected.
+
+    The engine stops at the end of the process. Raises as `open_engine` does.
+    """
+    engine = open_engine(gpus, _SERVING, relayed=gpus[:1], neighbours=neighbours)
+    atexit.register(engine.stop)
+    return engine
+
+
 def open_engine(
-    gpus: Sequence[int], settings: Settings | None = None, *,
-    relay: RelayShape | None = None, folder: Path | None = None,
+    gpus: Sequence[int], settings: Settings | None = None, *, relayed: Sequence[int] | None = None,
+    neighbours: Sequence[int] = (), relay: RelayShape | None = None, folder: Path | None = None,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
-    GPUs without access to each other's memory do not relay for each other. Raises `CudaError`,
+    GPUs without access to each other's memory do not relay for each other. `relayed` are those that
+    others relay for, all by default. Raises `CudaError`,
     `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
     kernel is not built.
     """
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
-    ports, relays = ports_of(gpus, reaches)
-    contexts = [int(context_of(port.carrier)) for port in ports]
-    cubin = _relay_cubin(folder or default_folder()) if relays else None
+    ports, relays = ports_of(gpus, reaches, relayed, neighbours)
+    contexts = [
+        None if port.carrier in neighbours else int(context_of(port.carrier)) for port in ports
+    ]
+    cubin = _relay_cubin(folder or default_folder()) if reaches else None
     return open_on(ports, relays, contexts, cubin, settings or Settings(), relay)
 
 
 def open_on(
-    ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int],
+    ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int | None],
     cubin: bytes | None, settings: Settings, relay: RelayShape | None = None, *,
     driver: str = _DRIVER,
 ) -> TransferEngine:  # fmt: skip
-    """Return an engine over these ports, in contexts of the GPUs that carry them.
+    """Return an engine over these ports, in contexts of the GPUs that carry them. Ports without a
+    context are links of other processes.
 
     `driver` is CUDA's library, or a test's. Raises `LinkError`.
     """
@@ -59,6 +83,59 @@ def open_on(
         )  # fmt: skip
 
     return TransferEngine(ports, open_native)
+
+
+def serve_relays(
+    engine: TransferEngine, gpu: int, channel: int, relay: RelayShape | None = None, *,
+    folder: Path | None = None,
+) -> RelayServer:  # fmt: skip
+    """Relay over a GPU's link what another process submits to the memory at `channel`.
+
+    `engine` has this process's own transfers, which come first. Raises `LinkError`, `CudaError` and
+    `KernelMissingError`.
+    """
+    cubin = _relay_cubin(folder or default_folder())
+    return serve_on(engine, int(context_of(gpu)), cubin, channel, relay)
+
+
+def serve_on(
+    engine: TransferEngine, context: int, cubin: bytes, channel: int,
+    relay: RelayShape | None = None, *, driver: str = _DRIVER,
+) -> RelayServer:  # fmt: skip
+    """`serve_relays` in a context. Raises `LinkError`."""
+    shape = relay_view_of(relay or RelayShape(), RELAY.threads)
+    return engine.open_server(
+        lambda native: library().c2c_relays_open(
+            native, driver.encode(), context, cubin, shape, channel
+        )
+    )
+
+
+def export_memory(address: int, size: int) -> GpuMemory:
+    """Return what another process opens memory of this one's GPU with. Raises `CudaError` for
+    memory that cannot be shared so."""
+    base, _ = checked("cuMemGetAddressRange", cu.cuMemGetAddressRange(address))
+    handle = checked("cuIpcGetMemHandle", cu.cuIpcGetMemHandle(base))
+    raw = ctypes.string_at(handle.getPtr(), _HANDLE_BYTES)
+    return GpuMemory(raw, address - int(base), size)
+
+
+def import_memory(gpu: int, memory: GpuMemory) -> int:
+    """Open memory of another process's GPU for kernels on `gpu`. Return the address of the
+    allocation, for `forget_memory`. Raises `CudaError`."""
+    if len(memory.handle) != _HANDLE_BYTES:
+        raise CudaError(f"a handle of memory has {_HANDLE_BYTES} bytes")
+    handle = cu.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), memory.handle, _HANDLE_BYTES)
+    lazy = cu.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    with use(gpu):
+        return int(checked("cuIpcOpenMemHandle", cu.cuIpcOpenMemHandle(handle, int(lazy))))
+
+
+def forget_memory(gpu: int, address: int) -> None:
+    """Close what `import_memory` has returned. No kernel uses it. Raises `CudaError`."""
+    with use(gpu):
+        checked("cuIpcCloseMemHandle", cu.cuIpcCloseMemHandle(address))
 
 
 def _relay_cubin(folder: Path) -> bytes:

@@ -23,9 +23,10 @@ class SettingsView(ctypes.Structure):
 
     _fields_ = (
         ("task_bytes", c_int64), ("task_bytes_most", c_int64), ("alone_bytes", c_int64),
-        ("one_path_bytes", c_int64), ("depth", c_int32), ("longest_first", c_int32),
-        ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32), ("stall_s", c_double),
-        ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double), ("spin_s", c_double),
+        ("peer_bytes", c_int64), ("one_path_bytes", c_int64), ("depth", c_int32),
+        ("longest_first", c_int32), ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32),
+        ("stall_s", c_double), ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double),
+        ("spin_s", c_double),
     )  # fmt: skip
 
 
@@ -103,12 +104,19 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "open_called": (
         Result, (POINTER(Machine), POINTER(SettingsView), POINTER(LinkFunctions), c_int),
     ),
-    "close": (c_int, (c_void_p, c_double)),
+    "stop": (c_int, (c_void_p, c_double)),
+    "delete": (None, (c_void_p,)),
     "submit": (Result, (c_void_p, c_void_p, c_int64, c_void_p, c_int, c_int)),
     "wait": (c_int, (c_void_p, c_void_p, c_double, c_int)),
     "cancel": (None, (c_void_p, c_void_p)),
     "follow": (c_int, (c_void_p, c_void_p, c_void_p, c_int)),
     "state": (c_int, (c_void_p,)),
+    "moved": (c_int64, (c_void_p,)),
+    "channel_bytes": (c_int64, ()),
+    "connect": (c_int, (c_void_p, c_int, c_void_p)),
+    "disconnect": (None, (c_void_p, c_int)),
+    "share": (None, (c_void_p, c_int, c_uint64, c_uint64, c_uint64)),
+    "unshare": (None, (c_void_p, c_int, c_uint64)),
     "fault": (c_char_p, (c_void_p,)),
     "free": (None, (c_void_p,)),
     "counts": (None, (c_void_p, c_int, POINTER(CountsView))),
@@ -117,6 +125,16 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "due": (c_double, (c_void_p, c_double)),
     "outstanding": (c_int, (c_void_p, c_int, POINTER(TaskView), c_int)),
     "relay_stream": (c_void_p, (c_void_p, c_int, c_int)),
+}  # fmt: skip
+
+
+_RELAYS: dict[str, tuple[object, tuple[object, ...]]] = {
+    "open": (
+        Result, (c_void_p, c_char_p, c_void_p, c_char_p, POINTER(RelayView), c_void_p),
+    ),
+    "close": (None, (c_void_p, c_void_p)),
+    "streaming": (None, (c_void_p, c_int)),
+    "launches": (c_int64, (c_void_p,)),
 }  # fmt: skip
 
 
@@ -133,8 +151,10 @@ def library() -> ctypes.CDLL:
             " run: python -m c2cserve.kernels.build"
         )
     loaded = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, f"c2c_transfers_{name}")
+    named = {f"c2c_transfers_{name}": one for name, one in _SIGNATURES.items()}
+    named |= {f"c2c_relays_{name}": one for name, one in _RELAYS.items()}
+    for name, (result, arguments) in named.items():
+        function = getattr(loaded, name)
         function.restype = result
         function.argtypes = arguments
     return loaded
@@ -152,9 +172,9 @@ def machine_of(ports: Sequence[Port], relays: Sequence[tuple[int, int]]) -> Mach
 def view_of(settings: Settings) -> SettingsView:
     return SettingsView(
         settings.task_bytes, settings.task_bytes_most, settings.alone_bytes,
-        settings.one_path_bytes, settings.depth, settings.order == "longest", _PIECES_MOST,
-        _PIECES_MOST, settings.stall_s, settings.pause_s, settings.slow, settings.poll_s,
-        settings.spin_s,
+        settings.peer_bytes, settings.one_path_bytes, settings.depth,
+        settings.order == "longest", _PIECES_MOST, _PIECES_MOST, settings.stall_s,
+        settings.pause_s, settings.slow, settings.poll_s, settings.spin_s,
     )  # fmt: skip
 
 

@@ -54,11 +54,16 @@ def pack(segments: Iterable[Segment]) -> "array[int]":
 
 
 def ports_of(
-    gpus: Sequence[int], reaches: Iterable[tuple[int, int]]
+    gpus: Sequence[int],
+    reaches: Iterable[tuple[int, int]],
+    relayed: Sequence[int] | None = None,
+    neighbours: Sequence[int] = (),
 ) -> tuple[list[Port], list[tuple[int, int]]]:
     """Return all ports, and relays: (place of a link, place of a port that it can relay for).
 
-    `reaches` are (GPU, another one whose memory it has access to).
+    `reaches` are (GPU, another one whose memory it has access to), `relayed` the GPUs that others
+    relay for (None: all). `neighbours` are GPUs of other processes, which may bring bytes from host
+    memory to the first of `gpus`.
     """
     others: dict[int, list[int]] = {gpu: [] for gpu in gpus}
     for gpu, other in reaches:
@@ -67,10 +72,14 @@ def ports_of(
     for gpu in gpus:
         ports += [Port(gpu, "in"), Port(gpu, "out")]
         ports += [Port(other, "peer", gpu) for other in (gpu, *others[gpu])]
+    ports += [Port(gpu, "in") for gpu in neighbours]
     relays = [
         (at, ports.index(Port(other, port.direction)))
         for at, port in enumerate(ports)
         if port.direction != "peer"
-        for other in others[port.gpu]
+        for other in others.get(port.gpu, ())
+        if relayed is None or other in relayed
     ]
+    first = ports.index(Port(gpus[0], "in"))
+    relays += [(ports.index(Port(gpu, "in")), first) for gpu in neighbours]
     return ports, relays

@@ -1,6 +1,7 @@
 """How transfers are cut and scheduled."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Literal
 
 from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES
@@ -11,6 +12,22 @@ Order = Literal["direct", "longest"]
 - direct: its own queue first, then relays for the longest other one.
 - longest: the longest of all queues that it can carry, so that they end together.
 """
+
+
+class Urgency(IntEnum):
+    """The class of a transfer. A link takes the most urgent class first."""
+
+    TOKEN = 0
+    """A request waits for its next token until these bytes are there, or gone."""
+    STEP = 1
+    """Weights of a running step."""
+    LOAD = 2
+    """A whole model."""
+    KV = 3
+    """Copies of KV that are made before anything needs them."""
+    LENDING = 4
+    """Copies of weights in memory that neighbours lend: one micro-task at a time, of what others
+    leave of a link."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +41,8 @@ class Settings:
     """The largest micro-task of a queue that several links carry."""
     alone_bytes: int = 32 << 20
     """The size of micro-tasks of a queue that one link carries: no others wait for their end."""
+    peer_bytes: int = 64 << 20
+    """The same between two GPUs, whose link is several times as fast as the host's."""
     depth: int = 4
     """Micro-tasks outstanding on a link at a time."""
     one_path_bytes: int = 12 << 20
@@ -38,12 +57,12 @@ class Settings:
     pause_s: float = 1.0
     """How long a link does not relay after its first stall. The time doubles with each stall."""
     slow: float = 1.5
-    """A micro-task of the background is slow that takes so many times as long, for each byte, as
+    """A micro-task of the last class is slow that takes so many times as long, for each byte, as
     the link's fastest one. After it, the link takes no other for as long as the slow one took:
     other traffic is there."""
 
     def __post_init__(self) -> None:
-        if min(self.task_bytes, self.alone_bytes, self.depth) < 1:
+        if min(self.task_bytes, self.alone_bytes, self.peer_bytes, self.depth) < 1:
             raise ValueError("micro-tasks have 1 byte or more, and links a depth of 1 or more")
         if self.task_bytes_most < self.task_bytes:
             raise ValueError("the largest micro-task is no smaller than the smallest")

@@ -12,7 +12,7 @@ from late import LateOps
 from tiny import make_checkpoint
 from torch import Tensor
 
-from c2cserve.core.actions import RunStep
+from c2cserve.core.actions import Direction, RunStep
 from c2cserve.core.events import Activated, Submitted, Withdrawn
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
@@ -70,7 +70,7 @@ class PolicyLoop(EngineReports):
     def _copier(self, arena: Tensor, host_bytes: int) -> Copier:
         host = torch.empty(host_bytes, dtype=torch.uint8)
 
-        def copy(copies: Sequence[Copy], *, inward: bool) -> Callable[[], bool]:
+        def copy(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
             """What leaves is read, and what comes written, at the last moment."""
             ended_s = self._now + 0.015
             at_once = copies_at_once(arena, host)
@@ -78,7 +78,7 @@ class PolicyLoop(EngineReports):
 
             def done() -> bool:
                 if not over and self._now > ended_s:
-                    at_once(copies, inward=inward)
+                    at_once(copies, direction)
                     over.append(True)
                 return bool(over)
 

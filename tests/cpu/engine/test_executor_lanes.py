@@ -15,9 +15,10 @@ from tiny import make_checkpoint
 from c2cserve.core.events import StepDone, StepFailed
 from c2cserve.core.step import Lane as LaneName
 from c2cserve.engine.gpu import lanes as gpu_lanes
-from c2cserve.engine.gpu import load_stream
+from c2cserve.engine.gpu import load_transfers
 from c2cserve.engine.gpu.lanes import LaneFence, Mark
 from c2cserve.engine.lanes import LaneParts
+from c2cserve.transfer.settings import Urgency
 
 PROMPT = torch.randint(3, 160, (7,), generator=torch.Generator().manual_seed(3)).tolist()
 
@@ -211,31 +212,31 @@ def test_a_load_waits_for_the_resident_lane_and_both_lanes_for_its_copies(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A stream beside it is not waited for; the fence has the resident lane wait where it must."""
-    resident, streaming, loads = Stream("resident"), Stream("streaming"), Stream("loads")
-    watched: list[Any] = []
+    told: list[tuple[str, str]] = []
 
-    class Event:
-        def __init__(self, **_: bool) -> None:
-            self.stream = ""
+    class Engine:
+        def submit(self, _: object, stream: Stream, *, urgency: Urgency) -> str:
+            told.append((f"submit {urgency.name}", stream.name))
+            return "ticket"
 
-        def record(self, stream: Stream) -> None:
-            self.stream = stream.name
+        def follow(self, ticket: str, stream: Stream) -> None:
+            told.append((ticket, stream.name))
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(load_stream, "new_stream", lambda _: loads)
-    notifier = SimpleNamespace(watch=watched.append)
-    monkeypatch.setattr(load_stream, "CompletionNotifier", lambda *_: notifier)
-    lanes = cast(Any, [resident, streaming])
-    copies = load_stream.CopyEngineStream(torch.device("cuda", 0), lanes, lambda: None)
-    copies.wait_for_steps(copies.mark_steps())
-    copies.hold_steps(copies.record())
-    assert [event.stream for event in cast(Any, loads.waits)] == ["resident"]
-    assert [event.stream for event in cast(Any, resident.waits)] == ["loads"]
-    assert [event.stream for event in cast(Any, streaming.waits)] == ["loads"]
-    assert [event.stream for event in watched] == ["loads"]
+    notifier = SimpleNamespace(watch=lambda ticket: told.append((ticket, "notifier")))
+    monkeypatch.setattr(load_transfers, "TicketNotifier", lambda *_: notifier)
+    lanes = cast(Any, [Stream("resident"), Stream("streaming")])
+    device = torch.device("cuda", 0)
+    copies = load_transfers.LoadTransfers(
+        cast(Any, Engine()), device, lanes, lambda: None, lambda _: 1
+    )
+    copies.hold_steps(copies.submit([]))
+    assert told == [
+        ("submit LOAD", "resident"), ("ticket", "notifier"), ("ticket", "resident"),
+        ("ticket", "streaming"),
+    ]  # fmt: skip
 
 
-def test_a_mark_covers_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_covers_all_lanes_and_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def event(*, blocking: bool) -> Any:
@@ -246,9 +247,10 @@ def test_a_mark_covers_all_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
         )  # fmt: skip
 
     monkeypatch.setattr(torch.cuda, "Event", event)
-    mark = Mark.of(cast(Any, ["resident", "streaming"]))
+    load = SimpleNamespace(synchronize=lambda: told.append("wait for a load"))
+    mark = Mark.of(cast(Any, ["resident", "streaming"]), lambda: [load])
     mark.synchronize()
-    assert told == ["record resident", "record streaming", "wait", "wait"]
+    assert told == ["record resident", "record streaming", "wait", "wait", "wait for a load"]
 
 
 def test_contexts_of_a_whole_gpu_share_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def test_more_than_there_is_room_for_and_blocks_that_are_not_here_are_errors() -
 
 def test_a_move_under_way_is_not_over_until_it_is() -> None:
     over = False
-    host = HostKv(4 * BLOCK, lambda copies, *, inward: lambda: over)
+    host = HostKv(4 * BLOCK, lambda copies, direction: lambda: over)
     host.start(Move("a", "copy", 0, (0, BLOCK)), BLOCK)
     assert host.busy("a")
     assert host.finished() == []

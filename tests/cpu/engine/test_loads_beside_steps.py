@@ -4,25 +4,15 @@ import logging
 from dataclasses import replace
 
 import pytest
-from fake_load_stream import KV, ROW, FakeSlice
+from fake_load_copies import KV, ROW, TASK_BYTES, UNDER_WAY, FakeSlice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.core.step import Lane
-from c2cserve.engine.gpu import weight_loads
 from c2cserve.engine.gpu.weight_loads import LoadOutcome
 
 ARENA = 64 * ROW
 ROWS = {"a": [9, 2, 7], "b": [12, 12], "c": [1, 5, 1, 5], "d": [40]}
-
-
-@pytest.fixture(autouse=True)
-def small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of at most 3 rows, events after 4 rows or more, two batches under way."""
-    monkeypatch.setattr(weight_loads, "_COPY_BYTES", 3 * ROW)
-    homes = ("host", "peer", "hbm")
-    monkeypatch.setattr(weight_loads, "_BATCH_BYTES", dict.fromkeys(homes, 4 * ROW))
-    monkeypatch.setattr(weight_loads, "_BATCHES_MOST", 2)
 
 
 def size_of(model: str) -> int:
@@ -38,17 +28,16 @@ def test_a_model_is_shown_at_once_when_all_of_it_has_arrived() -> None:
         slice_.step("a", 4 * ROW)
         assert slice_.cache.bytes == 0
         assert slice_.cache.changes == changes
-        assert len(slice_.loads._batches) <= 2
-        slice_.stream.steps.run()
-        slice_.stream.loads.run(1)
+        slice_.copies.steps.run()
+        slice_.copies.run(1)
         slice_.poll()
     assert slice_.outcomes == [LoadOutcome("a", 2.0)]
     assert slice_.cache.changes == changes + 1
     assert slice_.cache.bytes == size_of("a")
     slice_.step("a", 4 * ROW)
-    slice_.stream.steps.run()
+    slice_.copies.steps.run()
     assert slice_.checked == len(ROWS["a"])
-    assert slice_.stream.held == 0, "no step waited"
+    assert slice_.copies.held == 0, "no step waited"
     counts = slice_.loads.counts
     assert (counts.fetches, counts.copied_bytes, counts.seconds) == (1, size_of("a"), 2.0)
     assert (counts.cancelled, counts.refused) == (0, 0)
@@ -62,9 +51,9 @@ def test_a_load_waits_for_steps_that_still_read_what_was_there() -> None:
     slice_.loads.release("d")
     assert slice_.cache.bytes == 0
     slice_.fetch("b", 0)
-    slice_.stream.loads.run()
+    slice_.copies.run()
     assert not slice_.poll(), "the step has not run"
-    slice_.stream.steps.run()
+    slice_.copies.steps.run()
     slice_.finish()
     assert slice_.whole("b")
     assert slice_.checked == 1
@@ -74,17 +63,47 @@ def test_a_load_waits_for_steps_that_still_read_what_was_there() -> None:
 def test_kv_that_grows_into_a_load_cancels_it_and_waits_for_its_last_copies() -> None:
     slice_ = FakeSlice(ARENA, ROWS)
     slice_.fetch("d", 0)
+    slice_.copies.steps.run()
+    slice_.copies.run(1)
     slice_.step("a", ARENA - 30 * ROW)
-    assert slice_.stream.held == 1
-    copies = slice_.stream.copies
+    slice_.step("a", ARENA - 30 * ROW)
+    assert slice_.copies.held == 1
     assert slice_.poll() == [LoadOutcome("d", refused=True)]
-    slice_.stream.steps.run()
+    slice_.copies.steps.run()
     assert slice_.arena.max() < KV, "the step waits"
     slice_.finish()
-    assert slice_.stream.copies == copies, "no more of it is copied"
+    copied = slice_.loads.counts.copied_bytes
+    assert copied == (1 + UNDER_WAY) * TASK_BYTES, "no more of it is copied"
     assert (slice_.arena[: ARENA - 30 * ROW] == KV).all()
     assert (slice_.loads.counts.cancelled, slice_.loads.counts.refused) == (1, 1)
     assert slice_.cache._gaps() == [(ARENA - 30 * ROW, ARENA)]
+
+
+def test_kv_does_not_wait_for_a_load_that_has_not_begun() -> None:
+    slice_ = FakeSlice(ARENA, ROWS)
+    slice_.step("c", 0)
+    slice_.fetch("d", 0)
+    slice_.step("a", ARENA)
+    assert slice_.copies.held == 0
+    slice_.copies.steps.run()
+    slice_.finish()
+    assert (slice_.arena == KV).all()
+    assert slice_.loads.counts.copied_bytes == 0
+
+
+def test_a_load_waits_for_the_last_copies_of_a_cancelled_one() -> None:
+    """They may come over another link, after its own."""
+    slice_ = FakeSlice(ARENA, ROWS)
+    slice_.fetch("d", 0)
+    slice_.copies.steps.run()
+    slice_.copies.run(1)
+    slice_.loads.release("d")
+    slice_.fetch("b", 0)
+    assert len(slice_.copies.tickets) == 1, "the second load is not submitted"
+    slice_.finish()
+    slice_.step("b", 0)
+    slice_.copies.steps.run()
+    assert slice_.checked == len(ROWS["b"])
 
 
 def test_a_model_that_loses_one_place_to_kv_loses_all() -> None:
@@ -108,7 +127,7 @@ def test_a_model_without_room_is_refused_and_logged_once(caplog: pytest.LogCaptu
             slice_.fetch("d", ARENA - 39 * ROW)
             assert slice_.poll() == [LoadOutcome("d", refused=True)]
     assert len(caplog.records) == 1
-    assert slice_.stream.copies == 0
+    assert slice_.copies.copies == 0
     assert slice_.loads.counts.refused == 2
     slice_.fetch("d", ARENA - 40 * ROW)
     slice_.finish()
@@ -121,8 +140,8 @@ def test_loads_follow_one_another_and_each_counts_its_own_time() -> None:
     slice_.fetch("b", 0)
     slice_.now = 3.0
     while not slice_.whole("a"):
-        slice_.stream.steps.run()
-        slice_.stream.loads.run()
+        slice_.copies.steps.run()
+        slice_.copies.run(1)
         slice_.poll()
     assert not slice_.whole("b")
     slice_.now = 5.0
@@ -153,7 +172,7 @@ def test_a_fault_of_one_model_refuses_it_and_a_fatal_one_is_raised() -> None:
     slice_ = FakeSlice(ARENA, ROWS)
     slice_.fetch("unknown", 0)
     assert slice_.poll() == [LoadOutcome("unknown", refused=True)]
-    slice_.stream.fault = OSError("CUDA error")
+    slice_.copies.fault = OSError("CUDA error")
     with pytest.raises(OSError, match="CUDA error"):
         slice_.fetch("a", 0)
 
@@ -163,7 +182,7 @@ def test_a_failed_step_ends_loads_and_leaves_models_that_are_there() -> None:
     slice_.fetch("a", 0)
     slice_.finish()
     slice_.fetch("b", 0)
-    slice_.stream.steps.run()
+    slice_.copies.steps.run()
     slice_.loads.synchronize()
     slice_.cache.clear()
     slice_.loads.drop()
@@ -190,7 +209,7 @@ def test_weights_are_copied_from_a_neighbour_that_has_them(monkeypatch: pytest.M
     monkeypatch.undo()
     slice_.host["b"] = there
     slice_.step("b", 0)
-    slice_.stream.steps.run()
+    slice_.copies.steps.run()
     assert slice_.checked == len(ROWS["b"])
 
 
@@ -198,11 +217,9 @@ def test_a_load_does_not_wait_for_a_stream_that_reads_none_of_its_places() -> No
     slice_ = FakeSlice(ARENA, ROWS, lanes=2)
     slice_.step("c", 0, "streaming")
     slice_.fetch("a", 0)
-    slice_.stream.steps.run()
-    slice_.stream.loads.run()
-    slice_.poll()
-    assert slice_.stream.copies > 0
-    slice_.stream.loads.run()
+    slice_.copies.steps.run()
+    slice_.copies.run()
+    assert slice_.copies.copies > 0
     assert slice_.poll() == [LoadOutcome("a", 0.0)]
     assert slice_.fence.waits == 0
 
@@ -216,11 +233,11 @@ def test_loads_and_kv_wait_for_a_stream_that_reads_what_was_dropped() -> None:
     slice_.loads.release("d")
     slice_.fetch("b", 0)
     slice_.step("a", 30 * ROW)
-    slice_.stream.steps.run()
-    slice_.stream.loads.run()
+    slice_.copies.steps.run()
+    slice_.copies.run()
     assert len(slice_.flying) == 2, "the resident lane waits"
     assert not slice_.whole("b")
-    slice_.stream.streaming.run()
+    slice_.copies.streaming.run()
     slice_.finish()
     assert not slice_.flying
     assert slice_.whole("b")
@@ -230,8 +247,10 @@ def test_loads_and_kv_wait_for_a_stream_that_reads_what_was_dropped() -> None:
 def test_a_stream_waits_for_copies_where_its_kv_grows() -> None:
     slice_ = FakeSlice(ARENA, ROWS, lanes=2)
     slice_.fetch("d", 0)
+    slice_.copies.steps.run()
+    slice_.copies.run(1)
     slice_.step("a", ARENA - 30 * ROW, "streaming")
-    slice_.stream.streaming.run()
+    slice_.copies.streaming.run()
     assert slice_.arena.max() < KV, "the stream waits"
     slice_.finish()
     assert not slice_.flying
@@ -289,11 +308,11 @@ def check_turns(slice_: FakeSlice, turns: list[tuple[str, str, int]]) -> None:
                 if all(one.lane == lane for one in slice_.flying if one.model == model):
                     slice_.step(model, kv_end_of(slice_, number), lane)
             case "steps run":
-                slice_.stream.steps.run(number)
+                slice_.copies.steps.run(number)
             case "streams run":
-                slice_.stream.streaming.run(number)
+                slice_.copies.streaming.run(number)
             case "copies run":
-                slice_.stream.loads.run(number)
+                slice_.copies.run(number)
             case "pool":
                 (slice_.pooled.add if number else slice_.pooled.discard)(model)
             case "drop":
@@ -312,7 +331,7 @@ def check_turns(slice_: FakeSlice, turns: list[tuple[str, str, int]]) -> None:
     assert slice_.cache.bytes == sum(size_of(m) for m in ROWS if slice_.whole(m))
     for model in ROWS:
         slice_.step(model, slice_.cache._kv_end)
-        slice_.stream.steps.run()
+        slice_.copies.steps.run()
         slice_.loads.release(model)
     assert not slice_.flying
     assert slice_.cache.bytes == 0

@@ -37,6 +37,7 @@ std::set<Stream*> streams;
 std::set<Event*> events;
 std::map<int, unsigned> shared_most;  // of a CTA, on each device
 std::map<char*, size_t> host;
+std::set<void*> registered;
 std::pair<uint64_t, uint64_t> unpinned;
 int64_t counts[4];  // copies, batches, launches, contexts that are current
 thread_local std::vector<void*> current;
@@ -99,7 +100,8 @@ void fake_unpin(uint64_t start, uint64_t stop) {
 
 int64_t fake_count(int which) {  // 0 to 3: as `counts`; 4: what is still there
   const Lock lock(mutex);
-  return which < 4 ? counts[which] : streams.size() + events.size() + host.size();
+  return which < 4 ? counts[which]
+                   : streams.size() + events.size() + host.size() + registered.size();
 }
 
 int cuGetErrorName(int, const char** name) {
@@ -144,6 +146,18 @@ int cuMemFreeHost(void* memory) {
   return host.erase(static_cast<char*>(memory)) ? 0 : kInvalidHandle;
 }
 
+int cuMemHostRegister_v2(void* memory, size_t size, unsigned flags) {
+  const Lock lock(mutex);
+  if (current.empty() || flags != 3 || size == 0) return kInvalidContext;
+  return registered.insert(memory).second ? 0 : kInvalidHandle;
+}
+
+int cuMemHostUnregister(void* memory) {
+  const Lock lock(mutex);
+  if (current.empty()) return kInvalidContext;
+  return registered.erase(memory) ? 0 : kInvalidHandle;
+}
+
 int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   const Lock lock(mutex);
   if (current.empty() || attribute != 2) return kInvalidContext;
@@ -166,7 +180,7 @@ int cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
 }
 
 int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  if (current.empty() || flags != 1 || priority != -5) return kInvalidContext;
+  if (current.empty() || flags != 1 || (priority != -5 && priority != 0)) return kInvalidContext;
   *stream = fake_stream(current.back());
   return 0;
 }
@@ -217,6 +231,15 @@ int cuEventQuery(void* event) {
   if (current.empty()) return kInvalidContext;
   if (!events.count(static_cast<Event*>(event))) return kInvalidHandle;
   return static_cast<Event*>(event)->pending ? kNotReady : 0;
+}
+
+int cuStreamWriteValue32_v2(void* stream, uint64_t word, uint32_t value, unsigned flags) {
+  const Lock lock(mutex);
+  if (current.empty() || flags != 0) return kInvalidContext;
+  return enqueue(stream, [=] {
+    __atomic_store_n(reinterpret_cast<uint32_t*>(word), value, __ATOMIC_SEQ_CST);
+    return true;
+  });
 }
 
 int cuStreamWaitEvent(void* stream, void* event, unsigned) {

@@ -11,7 +11,7 @@ from called_links import CalledEngine, LinkFault, Piece, Task
 
 from c2cserve.transfer.engine import Ticket, TransferError
 from c2cserve.transfer.moves import HOST, Port, Segment
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import Settings, Urgency
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Simulation:
         self._moving: list[Ticket] = []
         self._counter = count(1)
 
-    def submit(self, segments: Iterable[Segment], *, background: bool = False) -> Ticket:
+    def submit(self, segments: Iterable[Segment], *, urgency: Urgency = Urgency.LOAD) -> Ticket:
         segments = list(segments)
-        ticket = self.engine.submit(segments, background=background)
+        ticket = self.engine.submit(segments, urgency=urgency)
         for one in segments:
             for at in range(one.target, one.target + one.size):
                 self._owners[one.target_gpu, at] = ticket

@@ -16,7 +16,7 @@ from c2cserve.kernels.native import KernelsMissing
 from c2cserve.transfer import library
 from c2cserve.transfer.engine import TransferError
 from c2cserve.transfer.moves import HOST, Segment, pack
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import Settings, Urgency
 
 SIZE = 100_000
 SETTINGS = Settings(
@@ -115,11 +115,12 @@ def test_small_transfers_are_one_copy(case: Case) -> None:
     assert case.engine.state(ticket) == "done"
     case.check(600, 2000)
     assert all(one.tasks == 0 for one in case.engine.counts().values())
+    assert case.engine.counts()["in0"].direct_bytes == case.engine.moved_bytes(ticket) == 1900
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_nothing_is_moved_at_once(case: Case, background: bool) -> None:
-    assert case.engine.wait(case.engine.submit([], background=background), 20)
+@pytest.mark.parametrize("urgency", Urgency)
+def test_nothing_is_moved_at_once(case: Case, urgency: Urgency) -> None:
+    assert case.engine.wait(case.engine.submit([], urgency=urgency), 20)
 
 
 def test_transfers_without_a_path_are_refused(case: Case) -> None:

@@ -13,15 +13,16 @@ from simulated_links import Simulation, Stall
 
 from c2cserve.transfer.engine import LinkCounts, Ticket, TransferError
 from c2cserve.transfer.moves import HOST, Port, Segment, pack, ports_of
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import Settings, Urgency
 
 GPUS = 3
 TASK = 8
 EQUAL = Settings(
-    task_bytes=TASK, task_bytes_most=TASK, alone_bytes=TASK, depth=2, one_path_bytes=0, stall_s=1e9
-)
+    task_bytes=TASK, task_bytes_most=TASK, alone_bytes=TASK, peer_bytes=TASK, depth=2,
+    one_path_bytes=0, stall_s=1e9,
+)  # fmt: skip
 """Micro-tasks of one size."""
-FAST = replace(EQUAL, task_bytes_most=8 * TASK, alone_bytes=8 * TASK)
+FAST = replace(EQUAL, task_bytes_most=8 * TASK, alone_bytes=8 * TASK, peer_bytes=8 * TASK)
 
 
 def inward(size: int, gpu: int = 0, at: int = 0) -> Segment:
@@ -155,12 +156,43 @@ def test_peers_have_one_path() -> None:
     assert counts(simulation, Port(0, "peer", 1)).direct_bytes == 50 * TASK
 
 
+# ---- urgency ------------------------------------------------------------------------------------
+
+
+def test_the_most_urgent_class_goes_first() -> None:
+    simulation = Simulation(1, EQUAL)
+    tickets = [
+        simulation.submit([inward(10 * TASK, at=100 * at)], urgency=urgency)
+        for at, urgency in enumerate(reversed(Urgency))
+    ]
+    simulation.run()
+    ends = [ended_s(simulation, one) for one in tickets]
+    assert ends == sorted(ends, reverse=True)
+    assert ends[-1] <= (10 + EQUAL.depth) * TASK
+
+
+def test_a_link_carries_its_own_bytes_before_more_urgent_ones_of_others() -> None:
+    simulation = Simulation(2, EQUAL)
+    own = simulation.submit([inward(40 * TASK, 1)], urgency=Urgency.KV)
+    simulation.submit([inward(40 * TASK)], urgency=Urgency.TOKEN)
+    simulation.run()
+    assert ended_s(simulation, own) <= 40 * TASK + 1e-9
+
+
+def test_transfers_of_a_class_are_carried_in_order() -> None:
+    simulation = Simulation(1, EQUAL)
+    first, second = (simulation.submit([inward(10 * TASK, at=100 * at)]) for at in range(2))
+    simulation.run()
+    assert ended_s(simulation, first) <= 10 * TASK + 1e-9
+    assert simulation.engine.moved_bytes(second) == 10 * TASK
+
+
 # ---- background ---------------------------------------------------------------------------------
 
 
 def test_background_waits_for_all_else() -> None:
     simulation = Simulation(2, EQUAL)
-    behind = simulation.submit([inward(20 * TASK)], background=True)
+    behind = simulation.submit([inward(20 * TASK)], urgency=Urgency.LENDING)
     before = simulation.submit([inward(20 * TASK, at=2000)])
     simulation.run()
     assert ended_s(simulation, before) <= 10 * TASK + 3 * TASK
@@ -169,7 +201,7 @@ def test_background_waits_for_all_else() -> None:
 
 def test_background_takes_one_micro_task_at_a_time() -> None:
     simulation = Simulation(1, EQUAL)
-    simulation.submit([inward(20 * TASK)], background=True)
+    simulation.submit([inward(20 * TASK)], urgency=Urgency.LENDING)
     for _ in range(20):
         assert len(simulation.engine.outstanding(Port(0, "in"))) <= 1
         simulation.run(until_s=simulation.now + TASK / 2)
@@ -178,7 +210,7 @@ def test_background_takes_one_micro_task_at_a_time() -> None:
 def test_background_makes_way_for_traffic_that_is_not_ours() -> None:
     simulation = Simulation(1, EQUAL)
     port = Port(0, "in")
-    transfer = simulation.submit([inward(100 * TASK)], background=True)
+    transfer = simulation.submit([inward(100 * TASK)], urgency=Urgency.LENDING)
     simulation.run(until_s=TASK * 10.5)
     simulation.rates = {port: 0.25}
     simulation.run(until_s=TASK * 200)
@@ -269,13 +301,13 @@ def test_cancelled_transfers_leave_the_links() -> None:
 
 # ---- all of it together -------------------------------------------------------------------------
 
-Action = tuple[float, str, Segment, bool]
+Action = tuple[float, str, Segment, Urgency]
 SIZES = st.integers(0, 12 * TASK)
 
 
 @st.composite
 def actions(draw: st.DrawFn) -> list[Action]:
-    """(pause before, whether a transfer is cancelled some time later, segment, background)"""
+    """(pause before, whether a transfer is cancelled some time later, segment, urgency)"""
     found: list[Action] = []
     at = 0
     for _ in range(draw(st.integers(1, 8))):
@@ -287,7 +319,7 @@ def actions(draw: st.DrawFn) -> list[Action]:
         at += size
         pause_s = draw(st.floats(0, 4 * TASK))
         then = draw(st.sampled_from(["stays", "stays", "cancelled"]))
-        found.append((pause_s, then, segment, draw(st.booleans())))
+        found.append((pause_s, then, segment, draw(st.sampled_from(Urgency))))
     return found
 
 
@@ -320,9 +352,9 @@ def test_all_bytes_arrive_whatever_fails(
     }
     simulation = Simulation(GPUS, settings, speeds, faults)
     submitted: list[tuple[Ticket, Segment, str]] = []
-    for pause_s, then, segment, background in todo:
+    for pause_s, then, segment, urgency in todo:
         simulation.run(until_s=simulation.now + pause_s)
-        transfer = simulation.submit([segment], background=background)
+        transfer = simulation.submit([segment], urgency=urgency)
         submitted.append((transfer, segment, then))
         if then == "cancelled":
             simulation.run(until_s=simulation.now + pause_s / 2)

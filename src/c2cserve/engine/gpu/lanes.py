@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -155,25 +156,35 @@ class LaneFence:
                     self.waits += 1
 
 
+class End(Protocol):
+    """An event, or the end of a transfer."""
+
+    def synchronize(self) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Mark:
     """The end of all that was launched in all lanes, and of loads; `memory.peer_pool.Mark`."""
 
-    events: Sequence[torch.cuda.Event]
+    events: Sequence[End]
 
     @classmethod
-    def of(cls, streams: Sequence[torch.cuda.Stream]) -> "Mark":
-        """Record an event after all work of each stream. Lanes wait for the copy engines of their
-        steps, so the events cover their work too."""
+    def of(
+        cls, streams: Sequence[torch.cuda.Stream], loads: Callable[[], Sequence[End]] = tuple
+    ) -> "Mark":
+        """Record an event after all work of each stream, beside the ends of `loads`. Lanes wait
+        for the copy engines of their steps, so the events cover their work too."""
         events = [torch.cuda.Event(blocking=True) for _ in streams]
         for event, stream in zip(events, streams, strict=True):
             event.record(stream)
-        return cls(events)
+        return cls([*events, *loads()])
 
     def synchronize(self) -> None:
         for event in self.events:
             event.synchronize()
 
 
-def marker(streams: Sequence[torch.cuda.Stream]) -> Callable[[], Mark]:
-    return partial(Mark.of, streams)
+def marker(
+    streams: Sequence[torch.cuda.Stream], loads: Callable[[], Sequence[End]] = tuple
+) -> Callable[[], Mark]:
+    return partial(Mark.of, streams, loads)

@@ -10,8 +10,11 @@ from c2cserve.core.tensors import ITEM_BYTES
 from c2cserve.engine.gpu.arena import gpu_arena
 from c2cserve.engine.models.layout import EMBED, HEAD
 from c2cserve.kernels.gpu import driver
+from c2cserve.memory import segment as pool
 from c2cserve.memory.peer_pool import Lendable, Lender, PeerPool
-from c2cserve.memory.segment import Segment, State, TensorPlace
+from c2cserve.transfer.engine import TransferEngine
+from c2cserve.transfer.moves import HOST, Segment
+from c2cserve.transfer.settings import Urgency
 
 PIECE_BYTES = 256 << 20
 """Weights are copied and dropped in pieces of this size; a larger tensor is a piece of its own."""
@@ -22,7 +25,7 @@ class _Lent:
     """A `memory.peer_pool.Neighbour`. Copies use the neighbour's own link to the host."""
 
     memory: Tensor
-    stream: torch.cuda.Stream
+    engine: TransferEngine
 
     @property
     def address(self) -> int:
@@ -32,18 +35,21 @@ class _Lent:
     def size(self) -> int:
         return self.memory.numel()
 
+    @property
+    def gpu(self) -> int:
+        assert self.memory.device.index is not None
+        return self.memory.device.index
+
     def copy(self, target: int, source: int, size: int) -> None:
-        torch.cuda.set_device(self.memory.device)  # of the thread that copies
-        driver.copy_async(target, source, size, self.stream.cuda_stream)
-        done = torch.cuda.Event(blocking=True)
-        done.record(self.stream)
-        done.synchronize()
+        segment = Segment(target, source, size, self.gpu, HOST)
+        self.engine.wait(self.engine.submit([segment], urgency=Urgency.LENDING), spins=False)
 
 
 def open_peers(
-    device: int, lenders: Sequence[int], lent_bytes: int, lender: Lender
-) -> PeerPool:  # fmt: skip
-    """Allocate `lent_bytes` on each of the GPUs `lenders` for what runs on `device`.
+    engine: TransferEngine, device: int, lenders: Sequence[int], lent_bytes: int, lender: Lender
+) -> PeerPool:
+    """Allocate `lent_bytes` on each of the GPUs `lenders` for what runs on `device`. `engine` has
+    the links of all of them.
 
     Raises `CudaError` without peer access, `GpuMemoryError` without room.
     """
@@ -51,24 +57,24 @@ def open_peers(
     for other in lenders:
         driver.enable_peer(device, other)
         memory = gpu_arena(torch.device("cuda", other), lent_bytes, "--gpu-peer-bytes")
-        neighbours.append(_Lent(memory, driver.new_stream(other)))
+        neighbours.append(_Lent(memory, engine))
     torch.cuda.set_device(device)
     return PeerPool(neighbours, lender)
 
 
-def lendable(segment: Segment) -> Lendable:
+def lendable(segment: pool.Segment) -> Lendable:
     """Return all tensors that GEMMs read. An embedding table that is not the head is left out: a
     step reads only a few rows of it, from host memory."""
 
     def complete() -> bool:
-        return segment.state is State.READY
+        return segment.state is pool.State.READY
 
     skipped = EMBED if HEAD in segment.tensors else ""
     places = [place for name, place in segment.tensors.items() if name != skipped]
     return Lendable(segment.data.ctypes.data, tuple(_pieces(places)), complete)
 
 
-def _pieces(places: Sequence[TensorPlace]) -> list[tuple[int, int]]:
+def _pieces(places: Sequence[pool.TensorPlace]) -> list[tuple[int, int]]:
     """Group tensors that follow each other into runs of up to `PIECE_BYTES`."""
     pieces: list[tuple[int, int]] = []
     for place in sorted(places, key=lambda one: one.offset):
@@ -80,5 +86,5 @@ def _pieces(places: Sequence[TensorPlace]) -> list[tuple[int, int]]:
     return pieces
 
 
-def _bytes(place: TensorPlace) -> int:
+def _bytes(place: pool.TensorPlace) -> int:
     return ITEM_BYTES[place.dtype] * torch.Size(place.shape).numel()

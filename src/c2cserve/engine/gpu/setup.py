@@ -5,7 +5,7 @@ Everything that can fail or take long is done here, before the slice reports tha
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from c2cserve.engine.gpu.arena import GpuMemoryError, gpu_arena
 from c2cserve.engine.gpu.graphs import DecodeGraphs
 from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.gpu.lanes import GpuLane, LaneFence, lane_contexts, lane_streams, marker
-from c2cserve.engine.gpu.load_stream import CopyEngineStream
+from c2cserve.engine.gpu.load_transfers import LoadTransfers
 from c2cserve.engine.gpu.ops import GpuOps
 from c2cserve.engine.gpu.sampling import HostSampler
 from c2cserve.engine.gpu.staging import Staging
@@ -44,15 +44,23 @@ from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.kernels.gpu.gemm.experts import by_expert, choose
 from c2cserve.kernels.gpu.gemm.linear import Linear
 from c2cserve.kernels.gpu.launch_context import LaunchContext
+from c2cserve.kernels.native import KernelsMissing
 from c2cserve.memory.hbm_cache import CachePolicy, HbmCache
 from c2cserve.memory.peer_pool import Borrower, PeerPool
 from c2cserve.memory.pinning import PinningError, pin_array
+from c2cserve.transfer.engine import LinkError, Ticket, TransferEngine, TransferError
+from c2cserve.transfer.gpus import engine_of
 
 log = logging.getLogger(__name__)
 
-_FATAL = (torch.AcceleratorError, torch.OutOfMemoryError, CudaError)
+_FATAL = (
+    torch.AcceleratorError, torch.OutOfMemoryError, CudaError, LinkError, TransferError,
+)  # fmt: skip
 
-SETUP_ERRORS = (KernelMissingError, ProfileError, GpuMemoryError, PinningError, CudaError)
+SETUP_ERRORS = (
+    KernelMissingError, KernelsMissing, ProfileError, GpuMemoryError, PinningError, CudaError,
+    LinkError,
+)  # fmt: skip
 """The exceptions of `open_gpu` that a user can do something about."""
 
 
@@ -68,7 +76,7 @@ class GpuParts:
     arena: Tensor
     to_device: Staging
     cache: HbmCache | None
-    loads: WeightLoads[torch.cuda.Event] | None
+    loads: WeightLoads[Ticket] | None
     """The loads of whole models, on a slice that swaps weights."""
     peers: Borrower | None
     """The slice's view of weights copied to other GPUs."""
@@ -169,6 +177,7 @@ def open_gpu(
     cache_policy: CachePolicy | None = None,
     swaps_weights: bool = False,
     peers: PeerPool | None = None,
+    transfers: TransferEngine | None = None,
     host_kv_bytes: int = 0,
     lanes: int = 1,
 ) -> GpuParts:
@@ -180,12 +189,13 @@ def open_gpu(
     `notify` is called from another thread when a step or a load is over. With `swaps_weights` whole
     models are loaded into the part of the arena that KV leaves. Else `cache_policy` decides which
     weights stay there as they stream by; without one no weight does. `peers` knows which other
-    weights can be read on another GPU. `host_kv_bytes` is the size of the host memory, registered
-    here, that KV may rotate through. With two `lanes` steps whose weights stream have a lane of
-    their own (`engine.gpu.lanes`); partitions have one lane.
+    weights can be read on another GPU. `transfers` carries loads and KV; without it the process's
+    engine over the one link of `device` does. `host_kv_bytes` is the size of the host memory,
+    registered here, that KV may rotate through. With two `lanes` steps whose weights stream have a
+    lane of their own (`engine.gpu.lanes`); partitions have one lane.
 
     Raises `KernelMissingError`, `ProfileError` (both say which command helps), `GpuMemoryError`,
-    `PinningError` and `CudaError`.
+    `KernelsMissing`, `PinningError`, `LinkError` and `CudaError`.
     """
     torch.cuda.set_device(device)
     assert lanes == 1 or partition is None, "the lanes of a partition would need streams of it"
@@ -204,19 +214,19 @@ def open_gpu(
     else:
         contexts = [LaunchContext(device, repository, partition.sms)]
     wake = notify or _nothing
-    load_stream = CopyEngineStream(torch_device, streams, wake) if swaps_weights else None
-    borrower = None
-    if peers is not None:
-        chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
-        readers = streams if load_stream is None else [*streams, load_stream.stream]
-        borrower = Borrower(peers, marker(readers))
+    if transfers is None and (swaps_weights or host_kv_bytes):
+        transfers = engine_of((device,))
+    copies = None
+    if swaps_weights:
+        copies = _load_transfers(transfers, torch_device, streams, wake, peers)
+    borrower = _borrower(peers, chooser, streams, copies)
     fence = LaneFence(dict(zip(LANES, streams, strict=False)))
-    cache, loads = _weight_cache(arena, streams[0], load_stream, cache_policy, borrower, fence)
+    cache, loads = _weight_cache(arena, streams[0], copies, cache_policy, borrower, fence)
     lane, *beside = [
         GpuLane.open(stream, context, chooser, cache, host_sampler, notify, kernels)
         for stream, context in zip(streams, contexts, strict=True)
     ]
-    host_kv = _host_kv(arena, host_kv_bytes, lane.stream, wake)
+    host_kv = _host_kv(transfers, arena, host_kv_bytes, lane.stream, wake)
     parts = GpuParts(
         torch_device, lane.stream, lane.context, lane.linear, lane.ops, arena, lane.to_device,
         cache, loads, borrower, host_kv, lane.flashinfer, next(iter(beside), None), fence,
@@ -226,11 +236,21 @@ def open_gpu(
     return parts
 
 
+def _borrower(
+    peers: PeerPool | None, chooser: Chooser, streams: Sequence[torch.cuda.Stream],
+    copies: LoadTransfers | None,
+) -> Borrower | None:  # fmt: skip
+    if peers is None:
+        return None
+    chooser.link_bytes_per_s("peer")  # raises where the profile does not have it
+    return Borrower(peers, marker(streams) if copies is None else marker(streams, copies.marks))
+
+
 def _weight_cache(
-    arena: Tensor, stream: torch.cuda.Stream, load_stream: CopyEngineStream | None,
+    arena: Tensor, stream: torch.cuda.Stream, copies: LoadTransfers | None,
     policy: CachePolicy | None, borrower: Borrower | None, fence: LaneFence,
-) -> tuple[HbmCache | None, WeightLoads[torch.cuda.Event] | None]:  # fmt: skip
-    if load_stream is None:
+) -> tuple[HbmCache | None, WeightLoads[Ticket] | None]:  # fmt: skip
+    if copies is None:
         cache = None if policy is None else HbmCache(arena, policy, borrower, fence.dropped)
         return cache, None
     cache = HbmCache(arena, None, borrower, fence.dropped)
@@ -238,22 +258,37 @@ def _weight_cache(
     def fatal(fault: Exception) -> bool:
         return _fatal(fault, stream)
 
-    return cache, WeightLoads(cache, load_stream, time.monotonic, fatal)
+    return cache, WeightLoads(cache, copies, time.monotonic, fatal)
 
 
 def _nothing() -> None:
     pass
 
 
+def _load_transfers(
+    engine: TransferEngine | None, device: torch.device, streams: Sequence[torch.cuda.Stream],
+    notify: Callable[[], None], peers: PeerPool | None,
+) -> LoadTransfers:  # fmt: skip
+    assert engine is not None
+    gpu_of = _no_peers if peers is None else peers.gpu_of
+    return LoadTransfers(engine, device, streams, notify, gpu_of)
+
+
+def _no_peers(address: int) -> int:
+    raise AssertionError(f"no neighbour has the weights at {address:#x}")
+
+
 def _host_kv(
-    arena: Tensor, size: int, stream: torch.cuda.Stream, notify: Callable[[], None]
-) -> HostKv:
+    engine: TransferEngine | None, arena: Tensor, size: int, stream: torch.cuda.Stream,
+    notify: Callable[[], None],
+) -> HostKv:  # fmt: skip
     """Allocate and register host memory for KV. Raises PinningError."""
     if not size:
         return HostKv(0, no_copies)
+    assert engine is not None
     memory = make_arena(size)
     region = pin_array(memory.numpy())
-    copies = KvCopies(arena, memory, region, stream, notify)
+    copies = KvCopies(engine, arena, memory, region, stream, notify)
     return HostKv(size, copies)
 
 

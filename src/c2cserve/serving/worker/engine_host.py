@@ -253,6 +253,7 @@ class _GpuBackend:
             flash_steps=sum(one.steps for one in flashes),
             flash_missed_steps=sum(one.missed for one in flashes),
         )
+        steps = self._shared.with_transfers(steps, self._id)
         if cache is None:
             return steps
         counts, peers = cache.counts, self._gpu.peers

@@ -1,19 +1,28 @@
 """What all slices of a GPU share in the process that computes for them."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.policy.weights.hbm_residency import Residency
 from c2cserve.policy.weights.lending import Lending
+from c2cserve.runtime.slice_stats import SliceStats
+from c2cserve.serving.worker.transfer_stats import with_transfers
 
 if TYPE_CHECKING:
     from c2cserve.devices.partitions import Partition
     from c2cserve.engine.gpu.segments import PinnedSegments
     from c2cserve.engine.gpu.setup import GpuParts
     from c2cserve.memory.peer_pool import PeerPool
+    from c2cserve.transfer.engine import LinkCounts, TransferEngine
+    from c2cserve.transfer.moves import Port
+
+
+_COUNT_S = 0.1
+"""How old the counts of transfers in the table may be: it is made after every tick."""
 
 
 class NoEngine(Exception):
@@ -30,6 +39,11 @@ class SharedGpu:
         self._partitions: list[Partition] = []
         self._segments: PinnedSegments | None = None
         self._peers: PeerPool | None = None
+        self._transfers: TransferEngine | None = None
+        self._counting: str | None = None
+        """The slice whose table has the process's transfers: the first one."""
+        self._counted_s = 0.0
+        self._counts: list[tuple[Port, LinkCounts]] = []
         self.streaming: set[str] = set()
         """Slices that have steps in flight: they share the link."""
 
@@ -38,21 +52,34 @@ class SharedGpu:
         assert self._segments is not None, "no slice has opened the GPU"
         return self._segments
 
+    def with_transfers(self, stats: SliceStats, slice_id: str) -> SliceStats:
+        """Return a slice's table with what the process's transfer engine counts, if that is its."""
+        if self._transfers is None or self._device is None or slice_id != self._counting:
+            return stats
+        now = time.monotonic()
+        if now - self._counted_s > _COUNT_S:
+            self._counted_s, self._counts = now, self._transfers.port_counts()
+        return with_transfers(stats, self._device, self._counts)
+
     def open(
         self, slice_: Slice, share: GpuShare, sampler: CpuOps, notify: Callable[[], None]
     ) -> "GpuParts":
         """Open one slice's parts of the GPU for the calling thread. Raises `NoEngine`."""
         # Triton and the CUDA bindings come with the `gpu` extra: a CPU slice does without.
-        from c2cserve.devices.binding import BindingError, bind
+        from c2cserve.devices.binding import BindingError, bind, find_device
         from c2cserve.devices.partitions import PartitionError, split_sms
         from c2cserve.engine.gpu.segments import PinnedSegments
         from c2cserve.engine.gpu.setup import SETUP_ERRORS, open_gpu
+        from c2cserve.transfer.gpus import engine_of
 
         with self._lock:
             try:
                 if self._device is None:
+                    self._counting = slice_.id
                     self._device = bind(self._share)
-                    self._peers = self._borrow(self._device)
+                    lenders = [find_device(uuid) for uuid in self._share.lenders]
+                    self._transfers = engine_of((self._device, *lenders))
+                    self._peers = self._borrow(self._transfers, self._device, lenders)
                     self._segments = PinnedSegments(peers=self._peers)
                 if share.parts and not self._partitions:
                     self._partitions = split_sms(self._device, share.sms, share.parts)
@@ -62,19 +89,20 @@ class SharedGpu:
                     self._device, slice_.kv_bytes, sampler.sample, partition=partition,
                     profile=share.profile, notify=notify, swaps_weights=swaps,
                     cache_policy=None if swaps else Residency(slice_.kv_bytes),
-                    peers=self._peers, host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
+                    peers=self._peers, transfers=self._transfers,
+                    host_kv_bytes=slice_.host_kv_bytes, lanes=slice_.lanes,
                 )  # fmt: skip
             except (BindingError, PartitionError, *SETUP_ERRORS) as error:
                 raise NoEngine(str(error)) from error
 
-    def _borrow(self, device: int) -> "PeerPool | None":
+    def _borrow(
+        self, transfers: "TransferEngine", device: int, lenders: Sequence[int]
+    ) -> "PeerPool | None":
         """Open the memory that other GPUs lend; None if none does."""
-        from c2cserve.devices.binding import find_device
         from c2cserve.engine.gpu.peers import open_peers
 
-        share = self._share
-        if not share.lenders:
+        if not lenders:
             return None
-        lenders = [find_device(uuid) for uuid in share.lenders]
-        lending = Lending(share.lent_bytes * len(lenders))
-        return open_peers(device, lenders, share.lent_bytes, lending)
+        lent_bytes = self._share.lent_bytes
+        lending = Lending(lent_bytes * len(lenders))
+        return open_peers(transfers, device, lenders, lent_bytes, lending)

@@ -8,6 +8,8 @@
 #include "called_links.h"
 #include "cuda_links.h"
 #include "engine.h"
+#include "relay_client.h"
+#include "relay_server.h"
 
 using namespace c2c::transfer;
 
@@ -100,21 +102,22 @@ Result c2c_transfers_open_called(const Machine* machine, const Settings* setting
       as_result);
 }
 
-// Returns 0 if a copy does not end within the time: nothing is freed then.
-int c2c_transfers_close(void* engine, double timeout_s) {
-  if (!engine_of(engine).close(timeout_s)) return 0;
-  delete static_cast<Engine*>(engine);
-  return 1;
+// Cancels everything, and ends the engine's thread. Returns 0 if a copy does not end within the time.
+int c2c_transfers_stop(void* engine, double timeout_s) {
+  return engine_of(engine).close(timeout_s);
 }
+
+// Frees an engine that has been stopped, and that no other thread uses.
+void c2c_transfers_delete(void* engine) { delete static_cast<Engine*>(engine); }
 
 // `stream_gpu`: negative if there is no stream.
 Result c2c_transfers_submit(void* engine, const Move* moves, int64_t count, void* stream,
-                            int stream_gpu, int background) {
+                            int stream_gpu, int urgency) {
   return guarded(
       [=]() -> Result {
         const Stream after{stream, stream_gpu};
         return {new TicketPtr(engine_of(engine).submit(
-                    moves, count, stream_gpu < 0 ? nullptr : &after, background)),
+                    moves, count, stream_gpu < 0 ? nullptr : &after, urgency)),
                 0};
       },
       as_result);
@@ -142,6 +145,59 @@ int c2c_transfers_state(void* ticket) {
   const TicketPtr& one = ticket_of(ticket);
   return one->over.load(std::memory_order_acquire) ? int(one->transfer->state) : -1;
 }
+
+// ---- links of other processes -------------------------------------------------------------------
+
+int64_t c2c_transfers_channel_bytes() { return sizeof(Channel); }
+
+// `channel` is zeros, and shared with the server's process.
+int c2c_transfers_connect(void* engine, int link, void* channel) {
+  return guarded(
+      [=]() -> int {
+        engine_of(engine).connect(link, static_cast<Channel*>(channel));
+        return 0;
+      },
+      as_number);
+}
+
+void c2c_transfers_disconnect(void* engine, int link) { engine_of(engine).disconnect(link); }
+
+void c2c_transfers_share(void* engine, int link, uint64_t near, uint64_t far, uint64_t size) {
+  engine_of(engine).share(link, near, far, size);
+}
+
+void c2c_transfers_unshare(void* engine, int link, uint64_t near) {
+  engine_of(engine).unshare(link, near);
+}
+
+// Relays what another process submits to `channel`. `engine` is this process's: nothing is relayed
+// while it moves anything.
+Result c2c_relays_open(void* engine, const char* library, void* context, const void* cubin,
+                       const RelayShape* relay, void* channel) {
+  return guarded(
+      [=]() -> Result {
+        auto server = std::make_unique<RelayServer>(library, context, RelayCode{cubin, *relay},
+                                                    static_cast<Channel*>(channel));
+        engine_of(engine).watch(server->moving());
+        return {server.release(), 0};
+      },
+      as_result);
+}
+
+void c2c_relays_close(void* engine, void* server) {
+  RelayServer* one = static_cast<RelayServer*>(server);
+  engine_of(engine).unwatch(one->moving());
+  delete one;
+}
+
+void c2c_relays_streaming(void* server, int streams) {
+  static_cast<RelayServer*>(server)->set_streaming(streams);
+}
+
+int64_t c2c_relays_launches(void* server) { return static_cast<RelayServer*>(server)->launches(); }
+
+// Returns how many bytes have arrived.
+int64_t c2c_transfers_moved(void* ticket) { return ticket_of(ticket)->transfer->moved; }
 
 // The fault of a transfer that is over.
 const char* c2c_transfers_fault(void* ticket) { return ticket_of(ticket)->transfer->fault.c_str(); }

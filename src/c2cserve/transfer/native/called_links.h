@@ -38,6 +38,7 @@ class CalledLinks : public Links {
   bool is_passed(Mark mark) override { return checked(functions_.is_passed(mark)); }
   void drop(Mark) noexcept override {}
   void follow(const Stream&, const Task&) override {}
+  void follow(const Stream&, Mark) override {}
   Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) override {
     checked(functions_.copy(port, int64_t(pieces.size()), pieces.data()));
     return after == nullptr ? this : after->handle;

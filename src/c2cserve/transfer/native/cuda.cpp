@@ -42,6 +42,9 @@ Cuda::Cuda(const std::string& path) {
   find(library, "cuKernelSetAttribute", kernel_attribute);
   find(library, "cuLibraryUnload", library_unload);
   find(library, "cuLaunchKernel", launch);
+  find(library, "cuMemHostRegister_v2", host_register);
+  find(library, "cuMemHostUnregister", host_unregister);
+  find(library, "cuStreamWriteValue32_v2", stream_write);
 }
 
 void Cuda::check(const char* call, CudaResult result) const {

@@ -2,6 +2,7 @@
 // library is built where there is no CUDA.
 #pragma once
 #include <stddef.h>
+#include <stdint.h>
 
 #include <string>
 
@@ -13,7 +14,7 @@ using CudaPointer = unsigned long long;
 constexpr CudaResult kCudaOk = 0, kCudaNotReady = 600;
 constexpr unsigned kNonBlockingStream = 1;
 constexpr unsigned kTimelessEvent = 2;
-constexpr unsigned kPortableMappedMemory = 1 | 2;
+constexpr unsigned kPortableMappedMemory = 1 | 2;  // of allocations, and of registrations
 constexpr int kMostDynamicShared = 8;            // an attribute of kernels
 constexpr int kMemoryType = 2, kHostMemory = 1;  // an attribute of pointers, a value of it
 
@@ -58,8 +59,28 @@ struct Cuda {
                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
                        void* stream, void** parameters, void** extra);
 
+  CudaResult (*host_register)(void* memory, size_t size, unsigned flags);
+  CudaResult (*host_unregister)(void* memory);
+  CudaResult (*stream_write)(void* stream, CudaPointer word, uint32_t value, unsigned flags);
+
   // Throws `Fault` with the name of the error.
   void check(const char* call, CudaResult result) const;
+};
+
+// Makes a GPU's context the thread's current one meanwhile. Throws `Fault`.
+class Current {
+ public:
+  Current(const Cuda& cuda, void* context) : cuda_(cuda) {
+    cuda.check("cuCtxPushCurrent", cuda.push(context));
+  }
+  ~Current() {
+    void* popped;
+    cuda_.pop(&popped);
+  }
+  Current(const Current&) = delete;
+
+ private:
+  const Cuda& cuda_;
 };
 
 }  // namespace c2c::transfer

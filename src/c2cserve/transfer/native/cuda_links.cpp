@@ -6,23 +6,8 @@
 namespace c2c::transfer {
 namespace {
 
+constexpr uint64_t kBatchBytes = 1 << 20;  // longer copies are worth a call each
 constexpr size_t kFlagStride = 32;  // words: GPUs that write one flag transfer no other with it
-
-// Makes a GPU's context the thread's current one meanwhile.
-class Current {
- public:
-  Current(const Cuda& cuda, void* context) : cuda_(cuda) {
-    cuda.check("cuCtxPushCurrent", cuda.push(context));
-  }
-  ~Current() {
-    void* popped;
-    cuda_.pop(&popped);
-  }
-  Current(const Current&) = delete;
-
- private:
-  const Cuda& cuda_;
-};
 
 struct Point {  // what a `Mark` is
   void* event;
@@ -33,30 +18,39 @@ struct Point {  // what a `Mark` is
 
 CudaLinks::CudaLinks(const std::string& library, const std::vector<LinkPlace>& places,
                      RelayCode relay, int depth)
-    : cuda_(library), places_(places), relay_(relay), relays_launched_(places.size()) {
-  const Current current(cuda_, places[0].context);
+    : cuda_(library), places_(places), remotes_(places.size()), relays_launched_(places.size()) {
+  const Current current(cuda_, places_[0].context);
   const size_t bytes = 4 * kFlagStride * 2 * depth * places.size();
   void* flags = nullptr;
   cuda_.check("cuMemHostAlloc", cuda_.host_alloc(&flags, bytes, kPortableMappedMemory));
   flags_ = static_cast<uint32_t*>(flags);
   std::fill_n(flags_, bytes / 4, 0);
   cuda_.check("cuMemHostGetDevicePointer", cuda_.host_address(&flags_address_, flags, 0));
-  if (relay.cubin != nullptr) {
-    const auto loaded =
-        cuda_.library_load(&library_, relay.cubin, nullptr, nullptr, 0, nullptr, nullptr, 0);
-    cuda_.check("cuLibraryLoadData(relay)", loaded);
-    cuda_.check("cuLibraryGetKernel(relay)", cuda_.library_kernel(&kernel_, library_, "relay"));
-  }
+  kernel_ = std::make_unique<RelayKernel>(cuda_, relay);
   for (int link = 0; link < int(places.size()); ++link) make_link(link, depth);
 }
 
 void CudaLinks::make_link(int link, int depth) {
-  const Current current(cuda_, places_[link].context);
-  lanes_.push_back(new_stream());
-  small_lanes_.push_back(new_stream());
+  lanes_.push_back(nullptr);
+  small_lanes_.push_back(nullptr);
   relay_lanes_.emplace_back();
-  const bool relays = places_[link].relays && kernel_ != nullptr;
-  if (relays) allow_shared();
+  slots_.emplace_back();
+  if (is_remote(link)) {
+    if (depth > kChannelSlots) throw Fault("links of other processes have a lower depth");
+    remotes_[link] = std::make_unique<RelayClient>();
+    return;
+  }
+  const Current current(cuda_, places_[link].context);
+  lanes_.back() = new_stream();
+  small_lanes_.back() = new_stream();
+  const bool relays = places_[link].relays && kernel_->exists();
+  make_slots(link, depth, relays);
+  if (!relays) return;
+  for (int i = 0; i < kRelayLanes; ++i) relay_lanes_.back().push_back(new_stream());
+  kernel_->prepare(relay_lanes_.back(), slots_[link][depth].params);
+}
+
+void CudaLinks::make_slots(int link, int depth, bool relays) {
   std::vector<Slot> slots(relays ? 2 * depth : depth);
   for (int i = 0; i < int(slots.size()); ++i) {
     cuda_.check("cuEventCreate", cuda_.event_create(&slots[i].event, kTimelessEvent));
@@ -68,29 +62,9 @@ void CudaLinks::make_link(int link, int depth) {
     const auto address_of = [this](uint32_t* flag) { return flags_address_ + 4 * (flag - flags_); };
     slots[i].params.recalled = address_of(slots[i].recalled);
     slots[i].params.started = address_of(slots[i].started);
-    slots[i].params.stages = relay_.shape.stages;
-    slots[i].params.stage_bytes = relay_.shape.stage_bytes;
-    slots[i].params.recall_poll_bytes = relay_.shape.recall_poll_bytes;
   }
-  for (int i = 0; relays && i < kRelayLanes; ++i) {
-    void* stream = new_stream();
-    relay_lanes_.back().push_back(stream);
-    // CUDA may wait for all that a context has when it first loads a kernel: not in a transfer.
-    launch_relay(slots[depth], {}, stream);
-    cuda_.check("cuStreamSynchronize", cuda_.stream_synchronize(stream));
-  }
-  slots_.push_back(std::move(slots));
+  slots_[link] = std::move(slots);
 }
-
-// More than 48 KiB of shared memory have to be allowed, once on each GPU.
-void CudaLinks::allow_shared() {
-  int device = 0;
-  cuda_.check("cuCtxGetDevice", cuda_.device(&device));
-  cuda_.check("cuKernelSetAttribute",
-              cuda_.kernel_attribute(kMostDynamicShared, shared_bytes(), kernel_, device));
-}
-
-int CudaLinks::shared_bytes() const { return relay_.shape.stages * relay_.shape.stage_bytes; }
 
 void* CudaLinks::new_stream() {
   int lowest = 0, highest = 0;
@@ -108,10 +82,11 @@ CudaLinks::~CudaLinks() {
   std::vector<void*> streams(lanes_);
   streams.insert(streams.end(), small_lanes_.begin(), small_lanes_.end());
   for (const auto& lanes : relay_lanes_) streams.insert(streams.end(), lanes.begin(), lanes.end());
+  streams.erase(std::remove(streams.begin(), streams.end(), nullptr), streams.end());
   for (void* stream : streams) cuda_.stream_synchronize(stream);
   for (void* stream : streams) cuda_.stream_destroy(stream);
   for (void* event : events_) cuda_.event_destroy(event);
-  if (library_ != nullptr) cuda_.library_unload(library_);
+  kernel_.reset();
   if (flags_ != nullptr) cuda_.host_free(flags_);
   cuda_.pop(&popped);
 }
@@ -119,6 +94,7 @@ CudaLinks::~CudaLinks() {
 // ---- micro-tasks --------------------------------------------------------------------------------
 
 void CudaLinks::start(const Task& task) {
+  if (is_remote(task.link)) return remotes_[task.link]->start(task);
   const Current current(cuda_, places_[task.link].context);
   Slot& slot = slot_of(task);
   if (!task.relayed) {
@@ -142,19 +118,16 @@ void CudaLinks::launch_relay(Slot& slot, const std::vector<Piece>& pieces, void*
   // the slot is over, and 0 is no launch.
   __atomic_store_n(slot.recalled, 0, __ATOMIC_SEQ_CST);
   if (++params.number == 0) ++params.number;
-  params.pieces = uint32_t(pieces.size());
-  std::copy(pieces.begin(), pieces.end(), params.piece);
-  void* pointers[] = {&params};
-  cuda_.check("cuLaunchKernel(relay)",
-              cuda_.launch(kernel_, relay_.shape.ctas, 1, 1, relay_.shape.threads, 1, 1,
-                           shared_bytes(), stream, pointers, nullptr));
+  kernel_->launch(params, pieces.data(), pieces.size(), stream);
 }
 
 void CudaLinks::copy_pieces(const std::vector<Piece>& pieces, void* stream) {
   if (pieces.empty()) return;
-  if (pieces.size() == 1) {
-    const Piece& one = pieces[0];
-    cuda_.check("cuMemcpyAsync", cuda_.copy(one.target, one.source, one.size, stream));
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.size;
+  if (pieces.size() == 1 || bytes >= kBatchBytes * pieces.size()) {
+    for (const Piece& one : pieces)
+      cuda_.check("cuMemcpyAsync", cuda_.copy(one.target, one.source, one.size, stream));
     return;
   }
   std::vector<CudaPointer> targets, sources;
@@ -173,6 +146,7 @@ void CudaLinks::copy_pieces(const std::vector<Piece>& pieces, void* stream) {
 }
 
 bool CudaLinks::is_over(const Task& task) {
+  if (is_remote(task.link)) return remotes_[task.link]->is_over(task);
   const Current current(cuda_, places_[task.link].context);
   const CudaResult result = cuda_.event_query(slot_of(task).event);
   if (result == kCudaNotReady) return false;
@@ -182,6 +156,7 @@ bool CudaLinks::is_over(const Task& task) {
 }
 
 void CudaLinks::recall(const Task& task) {
+  if (is_remote(task.link)) return remotes_[task.link]->recall(task);
   Slot& slot = slot_of(task);
   __atomic_store_n(slot.recalled, slot.params.number, __ATOMIC_SEQ_CST);
   // The kernel marks its start before it looks for a recall; here the order is the opposite one.
@@ -189,6 +164,7 @@ void CudaLinks::recall(const Task& task) {
 }
 
 bool CudaLinks::is_harmless(const Task& task) {
+  if (is_remote(task.link)) return remotes_[task.link]->is_harmless(task);
   const Slot& slot = slot_of(task);
   return __atomic_load_n(slot.started, __ATOMIC_SEQ_CST) != slot.params.number;
 }
@@ -197,7 +173,7 @@ bool CudaLinks::is_harmless(const Task& task) {
 
 void* CudaLinks::context_of(int gpu) const {
   for (const LinkPlace& place : places_)
-    if (place.gpu == gpu) return place.context;
+    if (place.gpu == gpu && place.context != nullptr) return place.context;
   throw Fault("the engine has no link of GPU " + std::to_string(gpu));
 }
 
@@ -230,8 +206,18 @@ void CudaLinks::drop(Mark mark) noexcept {
 }
 
 void CudaLinks::follow(const Stream& stream, const Task& task) {
+  if (is_remote(task.link)) {  // it was recalled, and its kernel has begun: its end is near
+    while (!remotes_[task.link]->has_ended(task)) relax();
+    return;
+  }
   const Current current(cuda_, context_of(stream.gpu));
   cuda_.check("cuStreamWaitEvent", cuda_.stream_wait(stream.handle, slot_of(task).event, 0));
+}
+
+void CudaLinks::follow(const Stream& stream, Mark mark) {
+  const Current current(cuda_, context_of(stream.gpu));
+  cuda_.check("cuStreamWaitEvent",
+              cuda_.stream_wait(stream.handle, static_cast<Point*>(mark)->event, 0));
 }
 
 Mark CudaLinks::copy(int port, const std::vector<Piece>& pieces, const Stream* after) {
@@ -246,6 +232,12 @@ Mark CudaLinks::copy(int port, const std::vector<Piece>& pieces, const Stream* a
   const Current current(cuda_, places_[port].context);
   copy_pieces(pieces, stream);
   return mark({stream, places_[port].gpu});
+}
+
+bool CudaLinks::takes(int link) const { return !is_remote(link) || remotes_[link]->takes(); }
+
+bool CudaLinks::reaches(int link, const Piece& piece) const {
+  return !is_remote(link) || remotes_[link]->reaches(piece);
 }
 
 void* CudaLinks::relay_stream(int link, int lane) const {

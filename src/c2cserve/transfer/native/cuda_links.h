@@ -15,34 +15,16 @@
 #include <string>
 #include <vector>
 
-#include "cuda.h"
 #include "links.h"
+#include "relay_client.h"
+#include "relay_kernel.h"
 
 namespace c2c::transfer {
 
-constexpr int kRelayLanes = 2;
-constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters hold
-
-struct RelayParams {  // of relay.cu
-  CudaPointer recalled, started;
-  uint32_t number, pieces;
-  uint32_t stages, stage_bytes, recall_poll_bytes;
-  Piece piece[kRelayPieces];
-};
-
 struct LinkPlace {
   int gpu;        // whose streams carry what takes the link
-  void* context;  // of that GPU
+  void* context;  // of that GPU; null: another process has it, which may relay
   bool relays;
-};
-
-struct RelayShape {  // `transfer.settings.RelayShape`; no stages: warps load and store
-  int32_t ctas, threads, stages, stage_bytes, recall_poll_bytes;
-};
-
-struct RelayCode {
-  const void* cubin;  // null: nothing relays
-  RelayShape shape;
 };
 
 class CudaLinks : public Links {
@@ -60,7 +42,13 @@ class CudaLinks : public Links {
   bool is_passed(Mark mark) override;
   void drop(Mark mark) noexcept override;
   void follow(const Stream& stream, const Task& task) override;
+  void follow(const Stream& stream, Mark mark) override;
   Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) override;
+
+  bool is_remote(int link) const override { return places_[link].context == nullptr; }
+  bool takes(int link) const override;
+  bool reaches(int link, const Piece& piece) const override;
+  RelayClient& remote(int link) override { return *remotes_[link]; }
 
   void* relay_stream(int link, int lane) const;  // null: there is no such
 
@@ -73,8 +61,7 @@ class CudaLinks : public Links {
   };
 
   void make_link(int link, int depth);
-  void allow_shared();
-  int shared_bytes() const;  // of a CTA of a relay
+  void make_slots(int link, int depth, bool relays);
   void* new_stream();
   Slot& slot_of(const Task& task) { return slots_[task.link][task.slot]; }
   void copy_pieces(const std::vector<Piece>& pieces, void* stream);
@@ -83,9 +70,8 @@ class CudaLinks : public Links {
 
   Cuda cuda_;
   std::vector<LinkPlace> places_;
-  RelayCode relay_;
-  void* library_ = nullptr;
-  void* kernel_ = nullptr;
+  std::unique_ptr<RelayKernel> kernel_;
+  std::vector<std::unique_ptr<RelayClient>> remotes_;  // by link; null: a link of this process
   uint32_t* flags_ = nullptr;
   CudaPointer flags_address_ = 0;
   size_t flags_taken_ = 0;

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "relay_client.h"
+
 namespace c2c::transfer {
 namespace {
 
@@ -19,12 +21,6 @@ std::chrono::time_point<Clock, std::chrono::duration<double>> at(double seconds)
       std::chrono::duration<double>(seconds));
 }
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 }  // namespace
 
 Engine::Engine(std::unique_ptr<Links> links, std::vector<PortName> ports,
@@ -33,7 +29,9 @@ Engine::Engine(std::unique_ptr<Links> links, std::vector<PortName> ports,
     : links_(std::move(links)),
       ports_(std::move(ports)),
       settings_(settings),
-      schedule_(int(ports_.size()), relays, settings) {
+      schedule_(int(ports_.size()), relays, settings, *links_) {
+  for (int i = 0; i < int(ports_.size()); ++i)
+    if (ports_[i].direction == 2) schedule_.set_alone(i, settings.peer_bytes);
   if (threaded) thread_ = std::thread(&Engine::work, this);
 }
 
@@ -94,19 +92,21 @@ void Engine::check_host(const Move* moves, int64_t count) {
   links_->check_host(highest);
 }
 
-TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream, bool background) {
+TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream, int urgency) {
+  if (urgency < 0 || urgency >= kClasses) throw std::invalid_argument("no such class of urgency");
   const TicketPtr ticket = sorted(moves, count);
-  ticket->transfer->background = background;
+  ticket->transfer->urgency = urgency;
   uint64_t bytes = 0;
   for (int64_t i = 0; i < count; ++i) bytes += moves[i].size;
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) throw Closed("the transfer engine is closed");
   progress_s_ = ticket->since_s = clock();
   const bool small = int64_t(bytes) <= settings_.one_path_bytes;
-  if (small && ticket->by_port.size() == 1 && !background) {
+  if (small && ticket->by_port.size() == 1 && urgency != kBackground) {
     auto& [port, pieces] = ticket->by_port.front();
     ticket->copied = links_->copy(port, pieces, stream);
     copies_.push_back(ticket);
+    tell_watchers();
   } else {
     check_host(moves, count);
     if (stream != nullptr) ticket->before = links_->mark(*stream);
@@ -159,11 +159,26 @@ void Engine::follow(const TicketPtr& ticket, const Stream& stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (ticket->over) return;
   const bool gated = std::find(gated_.begin(), gated_.end(), ticket) != gated_.end();
-  if (gated || ticket->copied != nullptr || ticket->transfer->waiting > 0)
+  if (gated || ticket->transfer->waiting > 0)
     throw std::invalid_argument("a stream cannot follow what has not begun");
+  if (ticket->copied != nullptr) links_->follow(stream, ticket->copied);
+  std::vector<Task*> tasks;
   for (const Link& link : schedule_.links())
     for (const auto& task : link.outstanding)
-      if (task->transfer == ticket->transfer && !task->given_up) links_->follow(stream, *task);
+      if (task->transfer == ticket->transfer && !task->given_up) tasks.push_back(task.get());
+  for (Task* task : tasks) {
+    if (links_->is_remote(task->link)) {
+      if (ticket->transfer->state == State::kMoving)
+        throw std::invalid_argument("a stream follows another process's relay once it is cancelled");
+      if (!task->recalled) schedule_.recall(task);
+      links_->recall(*task);
+      if (links_->is_harmless(*task)) {
+        schedule_.give_up(task);
+        continue;
+      }
+    }
+    links_->follow(stream, *task);
+  }
 }
 
 bool Engine::close(double timeout_s) {
@@ -217,6 +232,7 @@ void Engine::take_turn(double now_s) {
   recall(now_s);
   feed(now_s);
   finish();
+  tell_watchers();
 }
 
 void Engine::admit() {
@@ -316,6 +332,12 @@ void Engine::finish() {
   for (const TicketPtr& ticket : std::vector<TicketPtr>(copies_)) {
     try {
       if (!links_->is_passed(ticket->copied)) continue;
+      for (const auto& [port, pieces] : ticket->by_port) {
+        uint64_t bytes = 0;
+        for (const Piece& piece : pieces) bytes += piece.size;
+        schedule_.count_direct(port, bytes);
+        ticket->transfer->moved += bytes;
+      }
       ticket->transfer->state = State::kDone;
     } catch (const Fault& fault) {
       ticket->transfer->state = State::kFailed;
@@ -361,6 +383,52 @@ void Engine::wake() {
   if (asleep_until_s_ <= clock() + settings_.poll_s && !closing_) return;
   woken_ = true;
   wake_.notify_one();
+}
+
+// ---- other processes ----------------------------------------------------------------------------
+
+void Engine::connect(int link, Channel* channel) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  RelayClient& remote = links_->remote(link);
+  if (!schedule_.links()[link].outstanding.empty())
+    throw std::invalid_argument("the link still has micro-tasks");
+  remote.connect(channel);
+  schedule_.connect(link, clock());
+  wake();
+}
+
+void Engine::disconnect(int link) {
+  links_->remote(link).lose();  // now: a caller that waits for its relays has the lock
+  std::lock_guard<std::mutex> lock(mutex_);
+  schedule_.disconnect(link);
+  wake();
+}
+
+void Engine::share(int link, uint64_t near, uint64_t far, uint64_t size) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  links_->remote(link).share(near, far, size);
+}
+
+void Engine::unshare(int link, uint64_t near) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  links_->remote(link).unshare(near);
+}
+
+void Engine::watch(uint32_t* moving) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watchers_.push_back(moving);
+  tell_watchers();
+}
+
+void Engine::unwatch(uint32_t* moving) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watchers_.erase(std::remove(watchers_.begin(), watchers_.end(), moving), watchers_.end());
+}
+
+void Engine::tell_watchers() {
+  const uint32_t moves = !moving_.empty() || !copies_.empty();
+  for (uint32_t* watcher : watchers_)
+    if (read(*watcher) != moves) write(*watcher, moves);
 }
 
 void Engine::work() {

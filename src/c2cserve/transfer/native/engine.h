@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "links.h"
+#include "relay_channel.h"
 #include "schedule.h"
 
 namespace c2c::transfer {
@@ -54,7 +55,7 @@ class Engine {
   ~Engine();
 
   // Throws `std::invalid_argument` for a move without a path, `Closed`, `Fault`.
-  TicketPtr submit(const Move* moves, int64_t count, const Stream* stream, bool background);
+  TicketPtr submit(const Move* moves, int64_t count, const Stream* stream, int urgency);
   // Blocks until a transfer is over, or for a time. With `spins`, it does turns for a while first.
   bool wait(const Ticket& ticket, double timeout_s, bool spins);
   void cancel(const TicketPtr& ticket);
@@ -63,6 +64,18 @@ class Engine {
   void follow(const TicketPtr& ticket, const Stream& stream);
   // Cancels everything, and waits for the thread. Returns false if a copy does not end in time.
   bool close(double timeout_s);
+
+  // A link of another process: its server has `channel`, and memory of this process at `far`.
+  // Throws `std::invalid_argument` for a link of this process, or one with micro-tasks.
+  void connect(int link, Channel* channel);
+  // Its process has ended: nothing of it writes any more. What it had is sent again.
+  void disconnect(int link);
+  void share(int link, uint64_t near, uint64_t far, uint64_t size);
+  void unshare(int link, uint64_t near);
+  // Writes 1 to a word while anything moves here, 0 else: those for whom this process relays wait
+  // for that. It stays until `unwatch`.
+  void watch(uint32_t* moving);
+  void unwatch(uint32_t* moving);
 
   void turn(double now_s);      // for tests, at times of their own
   std::string next_incident();  // what has gone wrong since, in words; empty: nothing
@@ -90,6 +103,7 @@ class Engine {
   void failed(Task* task, const std::string& fault);
   bool idle() const;
   void note(std::string incident);
+  void tell_watchers();
   double wakes_at(double now_s) const;
   void wake();
   void work();
@@ -104,6 +118,7 @@ class Engine {
   std::vector<TicketPtr> moving_;  // in queues or on links
   std::vector<TicketPtr> copies_;  // small transfers
   std::vector<std::string> incidents_;
+  std::vector<uint32_t*> watchers_;
   double progress_s_ = 0;  // when something was last seen to change
   double asleep_until_s_ = 0;
   bool woken_ = false, closing_ = false, ended_ = false;

@@ -18,10 +18,15 @@ struct Stream {  // of a caller
   int gpu;
 };
 
+class RelayClient;
+
 // All functions throw `Fault`. The engine calls one of them at a time, from any thread.
-class Links {
+class Links : public Remotes {
  public:
   virtual ~Links() = default;
+
+  // A link that `is_remote`. Throws `std::invalid_argument` for others.
+  virtual RelayClient& remote(int) { throw std::invalid_argument("the link is this process's"); }
 
   // Begins to copy the pieces of a micro-task over its link.
   virtual void start(const Task& task) = 0;
@@ -40,8 +45,11 @@ class Links {
   virtual Mark mark(const Stream& stream) = 0;
   virtual bool is_passed(Mark mark) = 0;
   virtual void drop(Mark mark) noexcept = 0;
-  // Lets what a stream is given later come after a micro-task that has been started.
+  // Lets what a stream is given later come after a micro-task that has been started. If another
+  // process relays it, the caller waits: it was recalled.
   virtual void follow(const Stream& stream, const Task& task) = 0;
+  // The same after a mark.
+  virtual void follow(const Stream& stream, Mark mark) = 0;
   // Copies on the direct path, as one, after a mark (null: at once). Returns the point at its end.
   virtual Mark copy(int port, const std::vector<Piece>& pieces, const Stream* after) = 0;
 };

@@ -13,10 +13,13 @@ constexpr int kOutstandingShare = 2;  // a link has half of its part of the queu
 }  // namespace
 
 Schedule::Schedule(int ports, const std::vector<std::pair<int, int>>& relays,
-                   const Settings& settings)
-    : settings_(settings), queues_(ports), links_(ports) {
+                   const Settings& settings, const Remotes& remotes)
+    : settings_(settings), remotes_(remotes), queues_(ports), links_(ports) {
   for (int i = 0; i < ports; ++i) {
     queues_[i].carriers.push_back(i);
+    queues_[i].alone_bytes = settings.alone_bytes;
+    links_[i].remote = remotes.is_remote(i);
+    links_[i].connected = !links_[i].remote;
     for (int slot = settings.depth - 1; slot >= 0; --slot) {
       links_[i].free_slots[0].push_back(slot);
       links_[i].free_slots[1].push_back(settings.depth + slot);
@@ -36,8 +39,8 @@ void Schedule::add(const TransferPtr& transfer,
     Job job{transfer, std::move(pieces)};
     for (const Piece& piece : job.pieces) job.bytes += piece.size;
     if (job.bytes == 0) continue;
-    queues_[port].bytes[transfer->background] += job.bytes;
-    queues_[port].jobs[transfer->background].push_back(std::move(job));
+    queues_[port].bytes[transfer->urgency] += job.bytes;
+    queues_[port].jobs[transfer->urgency].push_back(std::move(job));
     ++transfer->waiting;
   }
   end_if_over(transfer);
@@ -51,13 +54,13 @@ void Schedule::stop(const TransferPtr& transfer, State state) {
   transfer->state = state;
   if (transfer->waiting > 0) {
     for (Queue& queue : queues_) {
-      auto& jobs = queue.jobs[transfer->background];
+      auto& jobs = queue.jobs[transfer->urgency];
       for (auto job = jobs.begin(); job != jobs.end();) {
         if (job->transfer != transfer) {
           ++job;
           continue;
         }
-        queue.bytes[transfer->background] -= job->bytes;
+        queue.bytes[transfer->urgency] -= job->bytes;
         job = jobs.erase(job);
       }
     }
@@ -77,7 +80,8 @@ std::vector<TransferPtr> Schedule::take_over() { return std::exchange(over_, {})
 // ---- links --------------------------------------------------------------------------------------
 
 bool Schedule::has_own(int link) const {
-  return !queues_[link].jobs[0].empty() || !queues_[link].jobs[1].empty();
+  const auto& jobs = queues_[link].jobs;
+  return std::any_of(jobs, jobs + kClasses, [](const auto& one) { return !one.empty(); });
 }
 
 bool Schedule::waiting() const {
@@ -89,40 +93,49 @@ bool Schedule::waiting() const {
 Task* Schedule::pull(int number, double now_s) {
   Link& link = links_[number];
   if (link.carried() >= settings_.depth) return nullptr;
-  int background = 0;
-  const int port = choose(link, number, now_s, &background);
+  int urgency = 0;
+  const int port = choose(link, number, now_s, &urgency);
   if (port < 0) return nullptr;
   auto task = std::make_unique<Task>();
   task->link = number, task->port = port;
-  task->relayed = port != number, task->background = background;
+  task->relayed = port != number, task->urgency = urgency;
   auto& free_slots = link.free_slots[task->relayed];
   task->slot = free_slots.back();
   free_slots.pop_back();
   task->since_s = now_s, task->late_s = now_s + settings_.stall_s;
-  take(queues_[port], background, *task);
+  take(queues_[port], urgency, *task);
   ++outstanding_;
   link.outstanding.push_back(std::move(task));
   return link.outstanding.back().get();
 }
 
-uint64_t Schedule::task_bytes(const Queue& queue, int background) const {
-  const uint64_t carriers = queue.carriers.size();
-  if (carriers == 1) return settings_.alone_bytes;
-  uint64_t share = queue.bytes[background] / (kOutstandingShare * settings_.depth * carriers);
+// Returns how many links carry a queue, those that pause too.
+int Schedule::carriers(const Queue& queue) const {
+  const int own = queue.carriers.front();
+  return int(std::count_if(queue.carriers.begin(), queue.carriers.end(), [&](int at) {
+    return at == own || (links_[at].connected && links_[at].relays_from_s < kNever);
+  }));
+}
+
+uint64_t Schedule::task_bytes(const Queue& queue, int urgency) const {
+  const uint64_t carriers = this->carriers(queue);
+  if (carriers == 1) return queue.alone_bytes;
+  uint64_t share = queue.bytes[urgency] / (kOutstandingShare * settings_.depth * carriers);
   if (share > kPage) share -= share % kPage;
   return std::clamp<uint64_t>(share, settings_.task_bytes, settings_.task_bytes_most);
 }
 
 // Moves the first bytes of a queue into a micro-task: those of one transfer, at most.
-void Schedule::take(Queue& queue, int background, Task& task) {
-  Job& job = queue.jobs[background].front();
-  const uint64_t most = std::min(task_bytes(queue, background), job.bytes);
+void Schedule::take(Queue& queue, int urgency, Task& task) {
+  Job& job = queue.jobs[urgency].front();
+  const uint64_t most = std::min(task_bytes(queue, urgency), job.bytes);
   const size_t pieces_most =
       task.relayed ? settings_.relay_pieces_most : settings_.direct_pieces_most;
   task.transfer = job.transfer;
   task.size = 0;
   while (task.size < most && task.pieces.size() < pieces_most) {
     Piece& piece = job.pieces[job.at];
+    if (task.size > 0 && links_[task.link].remote && !remotes_.reaches(task.link, piece)) break;
     const uint64_t size = std::min(piece.size, most - task.size);
     if (size > 0) task.pieces.push_back({piece.target, piece.source, size});
     piece = {piece.target + size, piece.source + size, piece.size - size};
@@ -130,39 +143,47 @@ void Schedule::take(Queue& queue, int background, Task& task) {
     task.size += size;
   }
   job.bytes -= task.size;
-  queue.bytes[background] -= task.size;
+  queue.bytes[urgency] -= task.size;
   ++task.transfer->carried;
   if (job.bytes == 0) {
     --task.transfer->waiting;
-    queue.jobs[background].pop_front();
+    queue.jobs[urgency].pop_front();
   }
 }
 
 // Returns the queue that a link takes from, -1 for none.
-int Schedule::choose(const Link& link, int own, double now_s, int* background) const {
+int Schedule::choose(const Link& link, int own, double now_s, int* urgency) const {
   // While one of its relays is stuck, a link relays no more.
-  const bool relays = link.recalled == 0 && now_s >= link.relays_from_s;
-  *background = 0;
-  if (const int found = pick(link, own, relays, 0); found >= 0) return found;
-  *background = 1;  // one micro-task at a time
+  const bool relays = link.connected && link.recalled == 0 && now_s >= link.relays_from_s &&
+                      (!link.remote || remotes_.takes(own));
+  if (!settings_.longest_first) {  // what is its own comes before relays of any class
+    for (*urgency = 0; *urgency < kBackground; ++*urgency)
+      if (!queues_[own].jobs[*urgency].empty()) return own;
+  }
+  for (*urgency = 0; *urgency < kBackground; ++*urgency)
+    if (const int found = pick(link, own, relays, *urgency); found >= 0) return found;
   if (link.carried() > 0 || now_s < link.background_from_s) return -1;
-  return pick(link, own, relays, 1);
+  return pick(link, own, relays, kBackground);
 }
 
-int Schedule::pick(const Link& link, int own, bool relays, int background) const {
+int Schedule::pick(const Link& link, int own, bool relays, int urgency) const {
   int best = -1;
   uint64_t most = 0;
-  if (!queues_[own].jobs[background].empty()) {
+  if (!queues_[own].jobs[urgency].empty()) {
     if (!settings_.longest_first) return own;
-    best = own, most = queues_[own].bytes[background];
+    best = own, most = queues_[own].bytes[urgency];
   }
   if (!relays) return best;
-  for (const int port : link.foreign) {
-    if (queues_[port].bytes[background] > most) {
-      best = port, most = queues_[port].bytes[background];
-    }
-  }
+  for (const int port : link.foreign)
+    if (queues_[port].bytes[urgency] > most && reaches(own, port, urgency))
+      best = port, most = queues_[port].bytes[urgency];
   return best;
+}
+
+bool Schedule::reaches(int link, int port, int urgency) const {
+  if (!links_[link].remote) return true;
+  const Job& job = queues_[port].jobs[urgency].front();
+  return remotes_.reaches(link, job.pieces[job.at]);
 }
 
 void Schedule::arrived(Task* task, double now_s) {
@@ -180,13 +201,14 @@ void Schedule::arrived(Task* task, double now_s) {
   } else {
     link.counts.direct_bytes += task->size;
   }
-  if (task->background) {  // only those are alone on their link, as far as the engine knows
+  if (task->urgency == kBackground) {  // only those are alone on their link, as far as the engine knows
     const double took_s = now_s - task->since_s, s_per_byte = took_s / task->size;
     if (s_per_byte > settings_.slow * link.fastest_s_per_byte)
       link.background_from_s = now_s + took_s;
     link.fastest_s_per_byte = std::min(link.fastest_s_per_byte, s_per_byte);
   }
   const TransferPtr transfer = task->transfer;
+  transfer->moved += task->size;
   release(task);
   --transfer->carried;
   end_if_over(transfer);
@@ -206,7 +228,7 @@ double Schedule::due(double now_s) const {
   for (const Link& link : links_)
     for (const auto& task : link.outstanding)
       if (task->relayed && !task->recalled) at_s = std::min(at_s, task->late_s);
-  const auto has_background = [](const Queue& queue) { return !queue.jobs[1].empty(); };
+  const auto has_background = [](const Queue& queue) { return !queue.jobs[kBackground].empty(); };
   if (std::none_of(queues_.begin(), queues_.end(), has_background)) return at_s;
   for (const Link& link : links_)
     if (now_s < link.background_from_s) at_s = std::min(at_s, link.background_from_s);
@@ -236,8 +258,7 @@ std::vector<Task*> Schedule::stalled(double now_s) {
   for (Link& link : links_) {
     for (auto& task : link.outstanding) {
       if (!task->relayed || task->recalled || now_s < task->late_s) continue;
-      task->recalled = true;
-      ++link.recalled;
+      recall(task.get());
       found.push_back(task.get());
       ++link.counts.stalls;
       if (now_s < link.relays_from_s) continue;  // the first of those that stall together counts
@@ -248,6 +269,19 @@ std::vector<Task*> Schedule::stalled(double now_s) {
   return found;
 }
 
+void Schedule::recall(Task* task) {
+  task->recalled = true;
+  ++links_[task->link].recalled;
+}
+
+void Schedule::connect(int link, double now_s) {
+  links_[link].connected = true;
+  links_[link].relays_from_s = now_s;
+  links_[link].stalls_in_row = 0;
+}
+
+void Schedule::disconnect(int link) { links_[link].connected = false; }
+
 void Schedule::give_up(Task* task) {
   if (task->given_up) return;
   task->given_up = true;
@@ -257,8 +291,8 @@ void Schedule::give_up(Task* task) {
     end_if_over(transfer);
     return;
   }
-  queues_[task->port].bytes[task->background] += task->size;
-  queues_[task->port].jobs[task->background].push_front({transfer, task->pieces, 0, task->size});
+  queues_[task->port].bytes[task->urgency] += task->size;
+  queues_[task->port].jobs[task->urgency].push_front({transfer, task->pieces, 0, task->size});
   ++transfer->waiting;
   ++links_[task->link].counts.resent;
 }

@@ -16,6 +16,7 @@
 #pragma once
 #include <stdint.h>
 
+#include <atomic>
 #include <deque>
 #include <limits>
 #include <memory>
@@ -27,12 +28,16 @@ namespace c2c::transfer {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// Classes of urgency (`transfer.settings.Urgency`). A link takes the most urgent that it may carry.
+// The last class is the background: it takes what others leave of a link, a micro-task at a time.
+constexpr int kClasses = 5, kBackground = kClasses - 1;
+
 struct Piece {  // contiguous bytes to copy; addresses are those that GPUs use
   uint64_t target, source, size;
 };
 
 struct Settings {  // `transfer.settings.Settings`; times are in seconds
-  int64_t task_bytes, task_bytes_most, alone_bytes, one_path_bytes;
+  int64_t task_bytes, task_bytes_most, alone_bytes, peer_bytes, one_path_bytes;
   int32_t depth, longest_first;
   int32_t direct_pieces_most, relay_pieces_most;
   double stall_s, pause_s, slow, poll_s, spin_s;
@@ -41,11 +46,12 @@ struct Settings {  // `transfer.settings.Settings`; times are in seconds
 enum class State : int32_t { kMoving, kDone, kCancelled, kFailed };
 
 struct Transfer {
-  bool background = false;
+  int urgency = 0;
   State state = State::kMoving;
   std::string fault;
   int waiting = 0;  // jobs in queues
   int carried = 0;  // micro-tasks outstanding, without those that write nothing more
+  std::atomic<int64_t> moved{0};  // bytes that have arrived
 
   bool over() const { return waiting == 0 && carried == 0; }
 };
@@ -60,7 +66,8 @@ struct Job {  // what is left in a queue of one transfer
 
 struct Task {  // a micro-task on a link; it keeps one of the link's slots until it is released
   int link, port, slot;  // slots below the depth are for direct paths, the others for relays
-  bool relayed, background;
+  int urgency;
+  bool relayed;
   std::vector<Piece> pieces;
   uint64_t size;
   double since_s, late_s;
@@ -75,8 +82,9 @@ struct LinkCounts {
 
 struct Queue {
   std::vector<int> carriers;
-  std::deque<Job> jobs[2];  // of the foreground, and of the background
-  uint64_t bytes[2] = {0, 0};
+  std::deque<Job> jobs[kClasses];
+  uint64_t bytes[kClasses] = {};
+  uint64_t alone_bytes = 0;  // of a micro-task, if no other link carries the queue
 };
 
 struct Link {
@@ -84,6 +92,7 @@ struct Link {
   std::vector<int> free_slots[2];  // for direct paths, for relays: a stuck relay takes no other
   std::vector<std::unique_ptr<Task>> outstanding;
   int recalled = 0;  // of them; those are not counted as what the link carries
+  bool remote = false, connected = true;
   double relays_from_s = -kNever;  // it does not relay before; infinity: never again
   double background_from_s = -kNever;
   double fastest_s_per_byte = kNever;
@@ -93,10 +102,27 @@ struct Link {
   int carried() const { return int(outstanding.size()) - recalled; }
 };
 
+// Links that other processes have: they come and go, and reach a part of the memory only.
+class Remotes {
+ public:
+  virtual ~Remotes() = default;
+  virtual bool is_remote(int) const { return false; }
+  virtual bool takes(int) const { return true; }  // its process has nothing better for it
+  virtual bool reaches(int, const Piece&) const { return true; }
+};
+
 class Schedule {
  public:
-  // `relays` are (link, port that it can relay for).
-  Schedule(int ports, const std::vector<std::pair<int, int>>& relays, const Settings& settings);
+  // `relays` are (link, port that it can relay for). Remote links carry nothing until `connect`.
+  Schedule(int ports, const std::vector<std::pair<int, int>>& relays, const Settings& settings,
+           const Remotes& remotes);
+
+  // The link may relay from now on, whatever was before.
+  void connect(int link, double now_s);
+  void disconnect(int link);
+
+  // Sets the size of the port's micro-tasks while no other link carries its queue.
+  void set_alone(int port, uint64_t bytes) { queues_[port].alone_bytes = bytes; }
 
   void add(const TransferPtr& transfer, std::vector<std::pair<int, std::vector<Piece>>> by_port);
   // Drops what is queued. The transfer is over when what is outstanding is over.
@@ -108,11 +134,15 @@ class Schedule {
   bool has_own(int link) const;
   bool waiting() const;
   void arrived(Task* task, double now_s);
+  // Counts bytes that a link has carried outside of its queue.
+  void count_direct(int link, uint64_t bytes) { links_[link].counts.direct_bytes += bytes; }
   void failed(Task* task, const std::string& fault);
   // Sends again what a relay carried, first of its queue. Its slot stays taken until `release`.
   void give_up(Task* task);
   // Returns the relays to recall now. Their links relay no more for a while.
   std::vector<Task*> stalled(double now_s);
+  // Notes that a relay is recalled.
+  void recall(Task* task);
   // When a relay is late, or a link that pauses may carry what waits in the background; infinity if
   // there is no such time.
   double due(double now_s) const;
@@ -122,15 +152,18 @@ class Schedule {
   std::vector<TransferPtr> take_over();  // transfers that have ended since
 
  private:
-  int choose(const Link& link, int own, double now_s, int* background) const;
-  int pick(const Link& link, int own, bool relays, int background) const;
-  void take(Queue& queue, int background, Task& task);
-  uint64_t task_bytes(const Queue& queue, int background) const;
+  int choose(const Link& link, int own, double now_s, int* urgency) const;
+  int pick(const Link& link, int own, bool relays, int urgency) const;
+  bool reaches(int link, int port, int urgency) const;  // the first bytes of a queue
+  int carriers(const Queue& queue) const;
+  void take(Queue& queue, int urgency, Task& task);
+  uint64_t task_bytes(const Queue& queue, int urgency) const;
   void release(Task* task);
   void stop(const TransferPtr& transfer, State state);
   void end_if_over(const TransferPtr& transfer);
 
   Settings settings_;
+  const Remotes& remotes_;
   std::vector<Queue> queues_;
   std::vector<Link> links_;
   std::vector<TransferPtr> over_;

@@ -1,11 +1,11 @@
-"""A slice's streams without a GPU: what is enqueued happens when the test says so.
+"""A slice's streams and copies without a GPU: what is enqueued happens when the test says so.
 
 A step writes KV and reads weights; a copy moves real bytes. So a wrong order shows as wrong bytes.
 """
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -13,16 +13,19 @@ import torch
 
 from c2cserve.core.step import LANES, Lane
 from c2cserve.engine.gpu.lanes import LaneFence
-from c2cserve.engine.gpu.weight_loads import LoadOutcome, WeightLoads
+from c2cserve.engine.gpu.weight_loads import LoadCopy, LoadOutcome, WeightLoads
 from c2cserve.kernels.gpu.gemm.weight import WeightHandle
 from c2cserve.memory.hbm_cache import HbmCache
 
 KV = 255
 """What KV looks like in the arena."""
 _ROUNDS = 60
-"""More than all models take batches."""
+"""More than all models take turns."""
 ROW = 512
 """Bytes of a row of a weight."""
+TASK_BYTES = 3 * ROW
+UNDER_WAY = 2
+"""Micro-tasks that are under way at a time: a cancelled ticket runs as many."""
 
 
 @dataclass(eq=False)
@@ -64,48 +67,87 @@ class FakeQueue:
     record_event, wait_event = record, wait
 
 
+@dataclass(eq=False)
+class FakeTicket:
+    """A transfer: its micro-tasks run in order, after an event."""
+
+    after: FakeEvent
+    tasks: deque[tuple[int, int, int]]
+    """(target, source, bytes) of those that have not run."""
+    over: FakeEvent = field(default_factory=FakeEvent)
+    cancelled: bool = False
+    moved_bytes: int = 0
+
+    def run(self) -> bool:
+        """Run a micro-task, or note the end. Return whether there was anything to do."""
+        if self.over.over or not (self.after.over or self.cancelled):
+            return False
+        if self.tasks:
+            target, source, size = self.tasks.popleft()
+            ctypes.memmove(target, source, size)
+            self.moved_bytes += size
+        self.over.over = not self.tasks
+        return True
+
+
 @dataclass
-class FakeLoadStream:
-    """An `engine.gpu.load_stream.CopyEngineStream`."""
+class FakeCopies:
+    """An `engine.gpu.load_transfers.LoadTransfers`, and the lanes that it waits for. The last
+    micro-tasks of a cancelled ticket run after all others, as on another link that is slow."""
 
     steps: FakeQueue = field(default_factory=FakeQueue)
     """The resident lane,"""
     streaming: FakeQueue = field(default_factory=FakeQueue)
     """and the other one."""
-    loads: FakeQueue = field(default_factory=FakeQueue)
+    tickets: list[FakeTicket] = field(default_factory=list[FakeTicket])
+    """Those that are not over."""
     copies: int = 0
+    """Micro-tasks that were submitted."""
     held: int = 0
     """How often steps were held."""
     fault: Exception | None = None
 
-    def mark_steps(self) -> FakeEvent:
-        return self.steps.record()
-
-    def wait_for_steps(self, event: FakeEvent) -> None:
-        self.loads.wait(event)
-
-    def copy(self, target: int, source: int, size: int) -> None:
+    def submit(self, copies: Sequence[LoadCopy]) -> FakeTicket:
         if self.fault is not None:
             raise self.fault
+        tasks = deque(
+            (one.target + at, one.source + at, min(TASK_BYTES, one.size - at))
+            for one in copies
+            for at in range(0, one.size, TASK_BYTES)
+        )
+        self.copies += len(tasks)
+        self.tickets.append(FakeTicket(self.steps.record(), tasks))
+        return self.tickets[-1]
 
-        def copy() -> bool:
-            ctypes.memmove(target, source, size)
-            return True
+    def is_over(self, ticket: FakeTicket) -> bool:
+        return ticket.over.over
 
-        self.copies += 1
-        self.loads.work.append(copy)
+    def moved_bytes(self, ticket: FakeTicket) -> int:
+        return ticket.moved_bytes
 
-    def record(self) -> FakeEvent:
-        return self.loads.record()
+    def cancel(self, ticket: FakeTicket) -> None:
+        begun = UNDER_WAY if ticket.after.over else 0
+        while len(ticket.tasks) > begun:
+            ticket.tasks.pop()
+        ticket.cancelled = True
+        ticket.over.over = not ticket.tasks
 
-    def hold_steps(self, event: FakeEvent) -> None:
+    def hold_steps(self, ticket: FakeTicket) -> None:
+        assert ticket.cancelled, "a stream cannot follow what is queued"
         self.held += 1
         for lane in (self.steps, self.streaming):
-            lane.wait(event)
+            lane.wait(ticket.over)
+
+    def run(self, tasks: int = 1 << 30) -> None:
+        for _ in range(tasks):
+            self.tickets.sort(key=lambda one: one.cancelled)
+            if not any(one.run() for one in self.tickets):
+                break
+            self.tickets = [one for one in self.tickets if not one.over.over]
 
     def synchronize(self) -> None:
-        self.loads.run()
-        assert not self.loads.work, "copies wait for steps that do not run"
+        self.run()
+        assert not self.tickets, "copies wait for steps that do not run"
 
 
 @dataclass
@@ -135,14 +177,14 @@ class FakeSlice:
                 handle = WeightHandle(memory.data_ptr(), shape, "bfloat16", "host", memory)
                 self.host[model].append(memory)
                 self.weights[model].append(handle)
-        self.stream = FakeLoadStream()
-        queues = (self.stream.steps, self.stream.streaming)
+        self.copies = FakeCopies()
+        queues = (self.copies.steps, self.copies.streaming)
         self.lanes = dict(zip(LANES[:lanes], queues, strict=False))
         self.fence = LaneFence(cast(Any, self.lanes))
         self.fence.reading = lambda model: {one.lane for one in self.flying if one.model == model}
         self.cache = HbmCache(self.arena, None, None, self.fence.dropped)
         self.now = 0.0
-        self.loads = WeightLoads(self.cache, self.stream, lambda: self.now, self.fatal)
+        self.loads = WeightLoads(self.cache, self.copies, lambda: self.now, self.fatal)
         self.pooled = set(rows)
         """Models that are in the pool as a whole."""
         self.kv_ends: dict[Lane, int] = dict.fromkeys(self.lanes, 0)
@@ -220,5 +262,5 @@ class FakeSlice:
         for _ in range(_ROUNDS):
             for lane in self.lanes.values():
                 lane.run()
-            self.stream.loads.run()
+            self.copies.run()
             self.poll()
