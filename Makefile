@@ -17,7 +17,7 @@ check: $(VENV)/.installed
 install: $(VENV)/.installed
 
 # Rebuilt when the dependencies or the native code change.
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/c2cserve/kernels/cpu/* src/c2cserve/transfer/native/*)
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/c2cserve/kernels/cpu/* src/c2cserve/kernels/cpu/*/* src/c2cserve/transfer/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	scripts/install $(BIN)/python
 	touch $@

@@ -1,41 +1,56 @@
-"""The CPU kernels against the machine's own ceilings and torch, in one run: JSON on stdout.
+"""The CPU kernels of each level against torch's (oneDNN) and this machine's memory, in one run.
 
-python benchmarks/cpu_kernels.py [--threads N] [--quick] [--out FILE]
+python benchmarks/cpu_kernels.py [--threads N] [--levels amx,avx512_bf16] [--models 0.5B,8B]
+                                 [--seconds S] [--out FILE]
 
-For every shape, the kernel, a loop that only reads the same bytes, a loop that only multiplies and
-torch's linear take turns until their time is up, and the best of each counts: on a shared machine
-medians tell more about the neighbours (`load_before` is what else ran). For the same reason one
-thread is timed by the processor time it got, several by the clock on the wall.
+All that is compared takes turns until its time is up, and the best turn of each counts. On a shared
+machine, medians tell more about the neighbours (`load_before` is what else ran). For the same
+reason one thread is timed by the processor time it got, several by the clock on the wall.
+
+    gemm       a layer's matrices, 32 to 512 rows. `times_torch`: torch's time over ours. torch's
+               linear takes the weights as they are; `times_prepacked` is torch with weights that
+               oneDNN has laid out for itself beforehand, a second copy.
+    decode     all matrices of as many layers as exceed every cache, for 1 to 8 rows: bytes of
+               weights per second, and as a share of a loop that only reads them.
+    attention  a prompt's attention over its own blocks, and a decode step's over scattered blocks.
 """
 
 import argparse
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from report import report
+from torch import Tensor
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.native import ISAS, best_isa, usable_flags
 from c2cserve.kernels.ops import RowSampling
 
-SHAPES = ((2048, 2048), (8192, 2048), (2048, 8192), (128256, 2048))
-ROWS = (1, 2, 4, 8, 16, 64, 512)
-WIDE = 10_000  # outputs from which on large batches are left out: only logits are that wide
-ATTENTION = (
-    (32, 8, 64, 2048, 1),
-    (32, 8, 64, 2048, 8),
-    (32, 8, 128, 8192, 1),
-    (32, 32, 128, 2048, 1),
-)
-ROUNDS = 200_000
+Calls = dict[str, Callable[[], object]]
+Record = dict[str, float | int | str]
+
+# [outputs, inputs] of qkv, o, gate and up, down: Qwen2.5-0.5B and -1.5B, Llama-3.1-8B.
+MODELS: dict[str, dict[str, tuple[int, int]]] = {
+    "0.5B": {"qkv": (1152, 896), "o": (896, 896), "up": (9728, 896), "down": (896, 4864)},
+    "1.5B": {"qkv": (2048, 1536), "o": (1536, 1536), "up": (17920, 1536), "down": (1536, 8960)},
+    "8B": {"qkv": (6144, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)},
+}
+GEMM_ROWS = (32, 128, 512)
+DECODE_ROWS = (1, 2, 4, 8)
+DECODE_BYTES = 1 << 29  # of weights: more than the caches of a server's socket
+# heads, kv heads, head size, context, sequences
+DECODE_ATTENTION = ((14, 2, 64, 2048, 8), (32, 8, 128, 2048, 8), (32, 8, 128, 8192, 1))
+PROMPT_ATTENTION = ((14, 2, 64, 512), (14, 2, 64, 2048), (32, 8, 128, 2048))  # the same, one prompt
 
 
-def best_s(ops: CpuOps, least_s: float, **calls: Callable[[], object]) -> dict[str, float]:
-    """Best time of each, taking turns; at least three turns."""
-    clock = time.thread_time if ops.threads == 1 else time.perf_counter
+def best_s(threads: int, least_s: float, calls: Calls) -> dict[str, float]:
+    """Return the best time of each, taking turns; at least three turns."""
+    clock = time.thread_time if threads == 1 else time.perf_counter
     best = dict.fromkeys(calls, float("inf"))
     end, turns = time.perf_counter() + least_s, 0
     while turns < 3 or time.perf_counter() < end:
@@ -47,94 +62,168 @@ def best_s(ops: CpuOps, least_s: float, **calls: Callable[[], object]) -> dict[s
     return best
 
 
-def linear(ops: CpuOps, m: int, n: int, k: int, least_s: float) -> dict[str, float | int]:
-    x, w = torch.randn(m, k), torch.randn(n, k, dtype=torch.bfloat16)
-    narrow, wide, bits = x.bfloat16(), w.float() if n < WIDE else None, w.view(torch.float32)
-    calls: dict[str, Callable[[], object]] = {
-        "ours": lambda: ops.linear(x, w),
-        "read": lambda: ops.read(bits),
-        "multiply": lambda: ops.multiply(ROUNDS),
-        "torch_bf16": lambda: torch.nn.functional.linear(narrow, w),
-    }
-    if wide is not None:
-        calls["torch_f32"] = lambda: torch.nn.functional.linear(x, wide)
-    taken = best_s(ops, least_s, **calls)
-    flop, peak = 2 * m * n * k, ops.multiply(ROUNDS) / taken["multiply"]
-    return {
-        "m": m, "n": n, "k": k, "ms": taken["ours"] * 1e3,
-        "weights_gb_per_s": w.nbytes / taken["ours"] / 1e9,
-        "read_gb_per_s": w.nbytes / taken["read"] / 1e9,
-        "share_of_read": taken["read"] / taken["ours"],
-        "gflop_per_s": flop / taken["ours"] / 1e9,
-        "peak_gflop_per_s": peak / 1e9,
-        "share_of_peak": flop / taken["ours"] / peak,
-        **{f"times_{k}": t / taken["ours"] for k, t in taken.items() if k.startswith("torch")},
-    }  # fmt: skip
+def torch_calls(x: Tensor, w: Tensor) -> Calls:
+    narrow = x.bfloat16()
+    calls: Calls = {"torch": lambda: torch.nn.functional.linear(narrow, w)}
+    if torch.backends.mkldnn.is_available():
+        packed = torch.ops.mkldnn._reorder_linear_weight(w, x.shape[0])
+        calls["prepacked"] = lambda: torch.ops.mkldnn._linear_pointwise(
+            narrow, packed, None, "none", [], ""
+        )
+    return calls
+
+
+def gemm(levels: Sequence[CpuOps], m: int, n: int, k: int, least_s: float) -> list[Record]:
+    x, w, out = torch.randn(m, k), torch.randn(n, k).bfloat16(), torch.empty(m, n)
+
+    def ours(ops: CpuOps) -> Callable[[], object]:
+        return lambda: ops.linear(x, w, None, out)
+
+    theirs = torch_calls(x, w)
+    taken = best_s(levels[0].threads, least_s, {**{ops.isa: ours(ops) for ops in levels}, **theirs})
+    return [
+        {
+            "level": ops.isa, "m": m, "n": n, "k": k, "ms": taken[ops.isa] * 1e3,
+            "gflop_per_s": 2 * m * n * k / taken[ops.isa] / 1e9,
+            **{f"times_{name}": taken[name] / taken[ops.isa] for name in theirs},
+        }
+        for ops in levels
+    ]  # fmt: skip
+
+
+def decode(levels: Sequence[CpuOps], model: str, m: int, least_s: float) -> list[Record]:
+    shapes = MODELS[model].values()
+    layer_bytes = sum(n * k * 2 for n, k in shapes)
+    layers = math.ceil(DECODE_BYTES / layer_bytes)
+    some = torch.randn(1 << 20).bfloat16()
+    flat = some.repeat(math.ceil(layers * layer_bytes / some.nbytes))[: layers * layer_bytes // 2]
+    data, matrices, at = flat.view(torch.float32), [], 0
+    for n, k in [*shapes] * layers:
+        matrices.append(flat[at : at + n * k].view(n, k))
+        at += n * k
+    inputs = {k: torch.randn(m, k) for _, k in shapes}
+    narrow = {k: x.bfloat16() for k, x in inputs.items()}
+    outputs = {n: torch.empty(m, n) for n, _ in shapes}
+
+    def ours(ops: CpuOps) -> Callable[[], object]:
+        return lambda: [ops.linear(inputs[w.shape[1]], w, None, outputs[len(w)]) for w in matrices]
+
+    calls: Calls = {ops.isa: ours(ops) for ops in levels}
+    calls["read"] = lambda: levels[0].read(data)
+    calls["torch"] = lambda: [torch.nn.functional.linear(narrow[w.shape[1]], w) for w in matrices]
+    taken = best_s(levels[0].threads, least_s, calls)
+    return [
+        {
+            "level": ops.isa, "model": model, "m": m, "layers": layers,
+            "weights_gb_per_s": data.nbytes / taken[ops.isa] / 1e9,
+            "read_gb_per_s": data.nbytes / taken["read"] / 1e9,
+            "share_of_read": taken["read"] / taken[ops.isa],
+            "times_torch": taken["torch"] / taken[ops.isa],
+        }
+        for ops in levels
+    ]  # fmt: skip
 
 
 def attention(
-    ops: CpuOps, heads: int, kv_heads: int, dim: int, context: int, seqs: int, least_s: float
-) -> dict[str, float | int]:
-    """One decode step of `seqs` sequences over scattered blocks."""
+    levels: Sequence[CpuOps], shape: tuple[int, int, int], context: int, seqs: int, new: int,
+    least_s: float,
+) -> list[Record]:  # fmt: skip
+    """The last `new` tokens of each of `seqs` sequences, over scattered blocks."""
+    heads, kv_heads, dim = shape
     kv = KvLayout(1, kv_heads, dim, "bfloat16")
     blocks = context // 16 * seqs
     arena = torch.randn(blocks * kv.block_bytes // 2).bfloat16().view(torch.uint8)
     table = (torch.randperm(blocks) * kv.block_bytes).view(seqs, -1)
-    qkv = torch.randn(seqs, (heads + 2 * kv_heads) * dim)
-    starts = torch.arange(seqs + 1, dtype=torch.int32)
+    qkv = torch.randn(seqs * new, (heads + 2 * kv_heads) * dim)
+    starts = torch.arange(0, seqs * new + 1, new, dtype=torch.int32)
     lengths = torch.full((seqs,), context, dtype=torch.int32)
+
+    def ours(ops: CpuOps) -> Callable[[], object]:
+        return lambda: ops.attention(qkv, arena, kv, 0, starts, lengths, table, dim**-0.5, 0)
+
     bits = arena.view(torch.float32)
-    taken = best_s(
-        ops,
-        least_s,
-        ours=lambda: ops.attention(qkv, arena, kv, 0, starts, lengths, table, 0.1, 0),
-        read=lambda: ops.read(bits),
-    )
-    return {
-        "heads": heads, "kv_heads": kv_heads, "head_dim": dim, "context": context, "seqs": seqs,
-        "us": taken["ours"] * 1e6, "kv_gb_per_s": arena.nbytes / taken["ours"] / 1e9,
-        "share_of_read": taken["read"] / taken["ours"],
-    }  # fmt: skip
+    calls: Calls = {ops.isa: ours(ops) for ops in levels}
+    taken = best_s(levels[0].threads, least_s, {**calls, "read": lambda: levels[0].read(bits)})
+    pairs = seqs * (new * (context - new) + new * (new + 1) / 2)  # of a query and a key it sees
+    return [
+        {
+            "level": ops.isa, "heads": heads, "kv_heads": kv_heads, "head_dim": dim,
+            "context": context, "seqs": seqs, "new": new, "us": taken[ops.isa] * 1e6,
+            "gflop_per_s": 4 * pairs * heads * dim / taken[ops.isa] / 1e9,
+            "kv_gb_per_s": arena.nbytes / taken[ops.isa] / 1e9,
+            "share_of_read": taken["read"] / taken[ops.isa],
+        }
+        for ops in levels
+    ]  # fmt: skip
 
 
 def small(ops: CpuOps, least_s: float) -> dict[str, float]:
-    """Microseconds a call costs where there is next to nothing to do, and of sampling."""
+    """Microseconds that a call costs where there is little to do, and those of sampling."""
     x, w, weight = torch.randn(1, 64), torch.randn(64, 64).bfloat16(), torch.ones(64)
     logits = torch.randn(1, 128256) * 3
 
     def sample(**how: float) -> Callable[[], object]:
         return lambda: ops.sample(logits, [RowSampling(1, 1, **how)])
 
-    taken = best_s(
-        ops,
-        least_s,
-        linear_1x64x64=lambda: ops.linear(x, w),
-        rms_norm_1x64=lambda: ops.rms_norm(x, weight, 1e-5),
-        sample_128256_greedy=sample(temperature=0.0),
-        sample_128256=sample(),
-        sample_128256_top_k_50_top_p_90=sample(top_k=50, top_p=0.9),
-    )
+    calls: Calls = {
+        "linear_1x64x64": lambda: ops.linear(x, w),
+        "rms_norm_1x64": lambda: ops.rms_norm(x, weight, 1e-5),
+        "sample_128256_greedy": sample(temperature=0.0),
+        "sample_128256": sample(),
+        "sample_128256_top_k_50_top_p_90": sample(top_k=50, top_p=0.9),
+    }
+    taken = best_s(ops.threads, least_s, calls)
     return {f"{name}_us": t * 1e6 for name, t in taken.items()}
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    runnable = [isa for isa in ISAS if best_isa(usable_flags(), isa) == isa]
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--quick", action="store_true", help="a tenth of the time per row")
+    parser.add_argument("--levels", type=lambda text: text.split(","), default=runnable[:3])
+    parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
+    parser.add_argument("--rows", type=lambda t: [int(m) for m in t.split(",")], default=GEMM_ROWS)
+    parser.add_argument("--seconds", type=float, default=0.5, help="at least, per measurement")
     parser.add_argument("--out", type=Path, help="JSON")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     torch.set_num_threads(given.threads)
-    ops = CpuOps(given.threads)
-    least_s = 0.2 if given.quick else 2.0
+    cpus = sorted(os.sched_getaffinity(0))[: given.threads]
+    levels = [CpuOps(given.threads, cpus if given.threads > 1 else None, isa)
+              for isa in given.levels]  # fmt: skip
+    least_s = given.seconds
     results = {
-        "isa": ops.isa, "torch": torch.__version__,
-        "linear_bf16": [
-            linear(ops, m, n, k, least_s) for n, k in SHAPES for m in ROWS if n < WIDE or m <= 16
+        "torch": torch.__version__,
+        "onednn": torch.backends.mkldnn.is_available(),
+        "gemm": [
+            {"model": model, "matrix": name, **record}
+            for model in given.models
+            for name, (n, k) in MODELS[model].items()
+            for m in given.rows
+            for record in gemm(levels, m, n, k, least_s)
         ],
-        "attention_decode_bf16": [attention(ops, *shape, least_s) for shape in ATTENTION],
-        "small": small(ops, least_s),
-    }  # fmt: skip
-    report(results, given.out, threads=given.threads, quick=given.quick)
+        "decode": [
+            record
+            for model in given.models
+            for m in DECODE_ROWS
+            for record in decode(levels, model, m, least_s)
+        ],
+        "prompt_attention": [
+            record
+            for *shape, context in PROMPT_ATTENTION
+            for record in attention(levels, tuple(shape), context, 1, context, least_s)
+        ],
+        "decode_attention": [
+            record
+            for *shape, context, seqs in DECODE_ATTENTION
+            for record in attention(levels, tuple(shape), context, seqs, 1, least_s)
+        ],
+        "small": small(levels[0], least_s),
+    }
+    report(results, given.out, threads=given.threads, seconds=least_s)
 
 
 if __name__ == "__main__":

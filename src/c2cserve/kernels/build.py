@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,10 +32,15 @@ TRANSFER_SOURCES = tuple(
 )
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
-_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX512 = (
+    *_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512",
+)  # fmt: skip
+_AVX512_BF16 = (*_AVX512, "-mavx512bf16")
 _X86: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
-    "avx512": (*_AVX512, "-mprefer-vector-width=512"),
+    "avx512": _AVX512,
+    "avx512_bf16": _AVX512_BF16,
+    "amx": (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
 FLAGS: dict[str, tuple[str, ...]] = {
     "generic": (),
@@ -52,6 +58,7 @@ COMMON = (
     "-Wall",
     "-Wextra",
 )
+_HIDDEN = "-fvisibility=hidden"
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g", "-O1")
 
 
@@ -63,15 +70,26 @@ def library_name(isa: str) -> str:
     return f"_cpu_{isa}.so"
 
 
-LIBRARIES: dict[str, tuple[tuple[Path, ...], tuple[str, ...]]] = {
-    **{library_name(isa): (SOURCES, flags) for isa, flags in FLAGS.items()},
+Library = tuple[tuple[Path, ...], tuple[str, ...]]
+"""Sources, and flags of its own."""
+
+LIBRARIES: dict[str, Library] = {
+    **{library_name(isa): (SOURCES, (*flags, _HIDDEN)) for isa, flags in FLAGS.items()},
     TRANSFER: (TRANSFER_SOURCES, ("-ldl",)),
 }
-"""Each with its sources, and flags of its own."""
 
 
-def build(target: Path, *, sanitize: bool = False) -> list[Path]:
-    """Compile every library into `target`. Raises `BuildError`."""
+def tile_model_flags() -> tuple[str, ...]:
+    """Return the flags of the AMX kernels on a model of the tile instructions in plain C++, for
+    tests: with AVX-512 if this machine compiles for its own instructions and has it."""
+    return (_HIDDEN, "-O1", "-DC2C_TILE_MODEL", *(("-march=native",) if _X86 else ()))
+
+
+def build(
+    target: Path, *, sanitize: bool = False, libraries: Mapping[str, Library] | None = None
+) -> list[Path]:
+    """Compile every library, or only `libraries`, into `target`. Raises `BuildError`."""
+    libraries = LIBRARIES if libraries is None else libraries
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise BuildError("no C++ compiler: install g++ or clang++ (or set CXX) and try again")
@@ -80,7 +98,7 @@ def build(target: Path, *, sanitize: bool = False) -> list[Path]:
     def compile_library(name: str) -> Path:
         library = target / name
         partial = library.with_suffix(f".{os.getpid()}.tmp")
-        sources, own_flags = LIBRARIES[name]
+        sources, own_flags = libraries[name]
         flags = [*COMMON, *(SANITIZE if sanitize else ())]
         done = subprocess.run(
             [compiler, *flags, *map(str, sources), *own_flags, "-o", str(partial)],
@@ -91,8 +109,8 @@ def build(target: Path, *, sanitize: bool = False) -> list[Path]:
         partial.rename(library)  # never a half-written library under the final name
         return library
 
-    with ThreadPoolExecutor(len(LIBRARIES)) as executor:
-        return list(executor.map(compile_library, LIBRARIES))
+    with ThreadPoolExecutor(len(libraries)) as executor:
+        return list(executor.map(compile_library, libraries))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ experts) are checked in the kernels. Both raise `ValueError` before anything is 
 """
 
 import ctypes
-import os
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +20,7 @@ from c2cserve.kernels.layer_records import (
     refusal,
     step_record,
 )
-from c2cserve.kernels.native import DTYPE_CODES, best_isa, cpu_flags, load_library
+from c2cserve.kernels.native import DTYPE_CODES, chosen_isa, load_library
 from c2cserve.kernels.ops import AwaitedMasks, RowSampling, SampledTokens
 from c2cserve.kernels.refusals import misfit, misplaced_sequence, misplaced_token
 from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
@@ -45,7 +44,7 @@ class CpuOps(Apart):
     ) -> None:
         if not 1 <= threads <= _THREADS_MAX:
             raise ValueError(f"threads must be 1 to {_THREADS_MAX}, not {threads}")
-        self.isa = isa or best_isa(cpu_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
+        self.isa = isa or chosen_isa()
         self.threads = threads
         self._lib = load_library(self.isa)
         cpus = cpus or ()

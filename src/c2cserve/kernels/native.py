@@ -5,24 +5,36 @@ This module does not import torch: the pool's loader, which does without it, con
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 import struct
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int64, c_long, c_void_p
 from pathlib import Path
 
 from c2cserve.core.tensors import Dtype
 
+log = logging.getLogger(__name__)
+
 DTYPE_CODES: dict[Dtype, int] = {"float32": 0, "float16": 1, "bfloat16": 2}
 
+_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"})
+_TILES = frozenset({"amx_tile", "amx_bf16"})
 _NEEDS: dict[str, frozenset[str]] = {
-    "avx512": frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma", "f16c"}),
+    "amx": _AVX512 | _TILES | {"avx512_bf16"},
+    "avx512_bf16": _AVX512 | {"avx512_bf16"},
+    "avx512": _AVX512,
     "avx2": frozenset({"avx2", "fma", "f16c"}),
     "generic": frozenset(),
 }
 ISAS = tuple(_NEEDS)
 """Best first."""
 
+ROUNDING_ISAS = frozenset({"amx", "avx512_bf16"})
+"""Those that round activations to bfloat16 where they meet weights in bfloat16."""
+
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
+"""System call, ARCH_REQ_XCOMP_PERM and the number of the tiles' state (Linux 5.16)."""
 
 SAMPLE_ROW = struct.Struct("=7Q4q2Q2q6f")
 """`SampleRow` of sample.h.
@@ -75,6 +87,29 @@ def cpu_flags(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
     return frozenset()
 
 
+def request_tiles() -> int:
+    """Ask the system for the tile registers of AMX, for this process. Return 0, or an errno: an
+    older kernel, a sandbox, or a signal stack that is too small for them may refuse."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.syscall(c_long(_ARCH_PRCTL), c_long(_REQUEST_STATE), c_long(_TILE_DATA))
+    return ctypes.get_errno() if refused else 0
+
+
+@functools.cache
+def tiles_granted() -> bool:
+    """Return whether this process may use tiles; it asks once."""
+    error = request_tiles()
+    if error:
+        log.warning("the system refuses AMX tiles (%s): AVX-512 is used", os.strerror(error))
+    return not error
+
+
+def usable_flags() -> frozenset[str]:
+    """Return `cpu_flags`, without those of AMX where the system refuses its registers."""
+    flags = cpu_flags()
+    return flags if not flags >= _TILES or tiles_granted() else flags - _TILES
+
+
 def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
     """Return the best variant that these flags allow, no better than `cap` (C2CSERVE_CPU_ISA)."""
     if platform.machine() not in ("x86_64", "AMD64"):
@@ -87,7 +122,10 @@ def best_isa(flags: frozenset[str], cap: str | None = None) -> str:
 
 @functools.cache
 def load_library(isa: str) -> ctypes.CDLL:
-    """Load one variant. Raises `KernelsMissing` with the command that builds it."""
+    """Load one variant. Raises `KernelsMissing` with the command that builds it, and OSError where
+    the system refuses the registers that it uses."""
+    if isa == "amx" and not tiles_granted():
+        raise OSError("the system refuses AMX tiles")
     path = LIBRARY_FOLDER / f"_cpu_{isa}.so"
     if not path.exists():
         raise KernelsMissing(
@@ -103,7 +141,7 @@ def load_library(isa: str) -> ctypes.CDLL:
 
 
 def chosen_isa() -> str:
-    return best_isa(cpu_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
+    return best_isa(usable_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
 
 
 def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, n: int) -> None:

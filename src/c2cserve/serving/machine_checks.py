@@ -29,8 +29,14 @@ _FILES_MIN = 4096
 _MAPS_MIN = 65530
 _KERNEL_MIN = (5, 14)
 _SHM_MIN_BYTES = 256 << 20
-_UNUSED_UNITS = {"avx512_bf16": "AVX-512's bf16 instructions", "amx_tile": "AMX tiles"}
-"""Flags of units that multiply bf16 numbers and that no kernel uses (docs/cpu_kernels.md)."""
+_UNITS = {
+    "amx": "AMX tiles",
+    "avx512_bf16": "AVX-512's bf16 instructions",
+    "avx512": "AVX-512, widened to float32",
+    "avx2": "AVX2, widened to float32",
+    "generic": "portable vectors, widened to float32",
+}
+"""What multiplies weights in bf16, by the kernels' level (docs/cpu_kernels.md)."""
 _SHM_SHARE_MIN = 0.25
 
 
@@ -123,11 +129,10 @@ def check_kernels() -> Iterator[Finding]:
         return
     asked = bool(os.environ.get("C2CSERVE_CPU_ISA"))
     best = f"the best of {', '.join(native.ISAS)} that this CPU has"
-    text = f"{isa}, {'as asked for' if asked else best}"
-    flags = native.cpu_flags()
-    unused = [name for flag, name in _UNUSED_UNITS.items() if flag in flags]
-    if unused:
-        text += f"; {' and '.join(unused)} are not used: prompts could be faster"
+    best = f"the best of {', '.join(native.ISAS)} that this CPU has"
+    text = f"{isa}, {'as asked for' if asked else best}; bf16 weights meet {_UNITS[isa]}"
+    if not asked and native.usable_flags() != native.cpu_flags():
+        text += "; AMX tiles are not used: the system refuses them to this process"
     yield Finding(Level.OK, "kernels", text)
 
 

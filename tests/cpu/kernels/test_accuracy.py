@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from levels import EVERY_LEVEL, RUNNABLE, as_seen
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.native import best_isa, cpu_flags
 from c2cserve.kernels.ref import RefOps
 
-ISAS = sorted({best_isa(cpu_flags()), "generic"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 REF = RefOps()
 
@@ -30,7 +29,7 @@ def off(got: torch.Tensor, want: torch.Tensor) -> float:
     k=st.sampled_from([1, 7, 15, 16, 17, 33, 500, 1024, 1100, 2049]),
     dtype=st.sampled_from(DTYPES),
     bias=st.sampled_from([None, *DTYPES]),
-    isa=st.sampled_from(ISAS),
+    isa=st.sampled_from(RUNNABLE),
     gap=st.integers(0, 5),
 )
 def test_linear_over_all_shapes(
@@ -41,11 +40,11 @@ def test_linear_over_all_shapes(
     b = None if bias is None else noise(n, seed=k).to(bias)
     wide = torch.full((m, n + 3), torch.nan)
     CpuOps(2, isa=isa).linear(x, w, b, wide[:, :n])
-    assert off(wide[:, :n], REF.linear(x, w, b)) < 4e-6
+    assert off(wide[:, :n], REF.linear(as_seen(isa, x, w), w, b)) < 4e-6
     assert wide[:, n:].isnan().all()
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
 @pytest.mark.parametrize("window", [0, 1500])
 def test_attention_over_splits(isa: str, window: int) -> None:
     kv = KvLayout(1, 2, 40, "float32")
@@ -59,7 +58,7 @@ def test_attention_over_splits(isa: str, window: int) -> None:
     assert off(got, want) < 3e-6
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
 def test_attention_with_scores_far_apart(isa: str) -> None:
     """Growing scores make the running peak move in every block."""
     kv = KvLayout(1, 1, 8, "float32")
@@ -79,7 +78,7 @@ def test_attention_with_scores_far_apart(isa: str) -> None:
         assert off(got, REF.attention(qkv, arena, kv, 0, *where)) < 1e-6
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
 def test_what_is_not_a_number_stays_one(isa: str) -> None:
     """A NaN must reach the logits, where it is reported; it must not be clamped away."""
     ops = CpuOps(1, isa=isa)
@@ -100,7 +99,7 @@ def test_what_is_not_a_number_stays_one(isa: str) -> None:
 
 
 def test_instruction_sets_agree() -> None:
-    x, w = noise(9, 700), noise(50, 700, seed=1).bfloat16()
-    outputs = [CpuOps(1, isa=isa).linear(x, w) for isa in ISAS]
+    x, w = noise(9, 700).bfloat16().float(), noise(50, 700, seed=1).bfloat16()
+    outputs = [CpuOps(1, isa=isa).linear(x, w) for isa in RUNNABLE]
     for other in outputs[1:]:
         assert off(outputs[0], other) < 3e-6

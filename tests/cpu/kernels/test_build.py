@@ -1,5 +1,6 @@
 """Building and choosing the native libraries."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -32,6 +33,12 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_the_best_instruction_set_is_chosen_and_can_be_capped() -> None:
     avx2 = frozenset({"avx2", "fma", "f16c"})
     avx512 = avx2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+    bf16 = avx512 | {"avx512_bf16"}
+    tiles = bf16 | {"amx_tile", "amx_bf16", "amx_int8"}
+    assert native.best_isa(tiles) == "amx"
+    assert native.best_isa(tiles, "avx512") == "avx512"
+    assert native.best_isa(bf16) == "avx512_bf16"
+    assert native.best_isa(tiles - {"avx512_bf16"}) == "avx512"
     assert native.best_isa(avx512) == "avx512"
     assert native.best_isa(avx512, "avx2") == "avx2"
     assert native.best_isa(avx2) == "avx2"
@@ -39,6 +46,25 @@ def test_the_best_instruction_set_is_chosen_and_can_be_capped() -> None:
     assert native.best_isa(frozenset()) == "generic"
     with pytest.raises(ValueError, match="C2CSERVE_CPU_ISA is 'sse'"):
         native.best_isa(avx2, "sse")
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_tiles_are_used_only_if_the_system_grants_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, granted: bool
+) -> None:
+    flags = frozenset({"avx2", "amx_tile", "amx_bf16"})
+    monkeypatch.setattr(native, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(native, "request_tiles", lambda: 0 if granted else errno.EPERM)
+    native.tiles_granted.cache_clear()
+    try:
+        for _ in range(2):
+            assert ("amx_tile" in native.usable_flags()) is granted
+        assert caplog.text.count("refuses AMX tiles") == (0 if granted else 1)
+        if not granted:
+            with pytest.raises(OSError, match="refuses AMX tiles"):
+                native.load_library.__wrapped__("amx")
+    finally:
+        native.tiles_granted.cache_clear()
 
 
 def test_a_missing_library_says_how_to_build_it(

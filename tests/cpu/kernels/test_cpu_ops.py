@@ -7,19 +7,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from levels import EVERY_LEVEL, as_seen, rounds
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.native import best_isa, cpu_flags
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
 
-BEST = best_isa(cpu_flags())
 REF = RefOps()
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=sorted({BEST, "generic"}), scope="module")
+@pytest.fixture(params=EVERY_LEVEL, scope="module")
 def ops(request: pytest.FixtureRequest) -> CpuOps:
     return CpuOps(2, isa=request.param)
 
@@ -43,12 +42,13 @@ def test_linear(ops: CpuOps, dtype: torch.dtype, m: int, n: int, k: int) -> None
     x, w, bias = noise(m, k), noise(n, k, seed=1).to(dtype), noise(n, seed=2)
     for b in (None, bias):
         out = torch.full((m, n), torch.nan)
-        close(ops.linear(x, w, b, out), REF.linear(x, w, b))
+        close(ops.linear(x, w, b, out), REF.linear(as_seen(ops.isa, x, w), w, b))
 
 
 def test_linear_takes_rows_of_a_wider_matrix(ops: CpuOps) -> None:
     wide, w = noise(9, 100), noise(40, 80, seed=1).bfloat16()
-    close(ops.linear(wide[:, :64], w[:, :64]), REF.linear(wide[:, :64], w[:, :64]))
+    x, part = wide[:, :64], w[:, :64]
+    close(ops.linear(x, part), REF.linear(as_seen(ops.isa, x, part), part))
 
 
 def test_linear_refuses_shapes_that_do_not_fit(ops: CpuOps) -> None:
@@ -142,7 +142,7 @@ def test_gated(ops: CpuOps, *, biased: bool) -> None:
     bias = noise(2 * 28, seed=2) if biased else None
     got = ops.gated(x, w, bias)
     assert torch.equal(got, ops.silu_mul(ops.linear(x, w, bias)))
-    close(got, REF.gated(x, w, bias))
+    close(got, REF.gated(as_seen(ops.isa, x, w), w, bias))
 
 
 def test_chained(ops: CpuOps) -> None:
@@ -166,7 +166,10 @@ def test_attention(
     whole = {s: (0, n) for s, n in enumerate(lengths)}
     got, want = mine.step(ops, whole, window), truth.step(REF, whole, window)
     # The cache holds rounded keys: one rounding step apart, where float32 and float64 disagree.
+    # Where a cache in bfloat16 meets bf16 units, queries and weights are rounded, too.
     tolerance = 3e-6 if dtype == "float32" else 2e-3
+    if dtype == "bfloat16" and rounds(ops.isa, torch.bfloat16):
+        tolerance = 2.0**-7
     for s in whole:
         close(got[s], want[s], tolerance)
 
@@ -202,7 +205,10 @@ def test_moe(ops: CpuOps, renormalize: bool) -> None:
     assert torch.equal(ids, true_ids)
     close(weights, true_weights)
     whole = ops.moe_experts(x, ids, weights, w13, w2)
-    close(whole, REF.moe_experts(x, ids, weights, w13, w2))
+    # Between its two matrices, an expert rounds what the reference does not.
+    tolerance = 2.0**-8 if rounds(ops.isa, w13.dtype) else 2e-6
+    seen = as_seen(ops.isa, x, w13)
+    close(whole, REF.moe_experts(seen, ids, weights, w13, w2), tolerance)
     for t in range(9):
         one = CpuOps(1, isa=ops.isa).moe_experts(
             x[t : t + 1], ids[t : t + 1], weights[t : t + 1], w13, w2

@@ -4,17 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from levels import EVERY_LEVEL, RUNNABLE
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.layer import KvLayout
-from c2cserve.kernels.native import best_isa, cpu_flags
 from c2cserve.kernels.ops import RowSampling
 
-ISAS = sorted({best_isa(cpu_flags()), "generic"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=ISAS, scope="module")
+@pytest.fixture(params=EVERY_LEVEL, scope="module")
 def pair(request: pytest.FixtureRequest) -> tuple[CpuOps, CpuOps]:
     """The same kernels on one thread and on three."""
     return CpuOps(1, isa=request.param), CpuOps(3, isa=request.param)
@@ -30,13 +29,14 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     n=st.integers(1, 60),
     k=st.sampled_from([1, 31, 32, 1023, 1024, 1056, 2600]),
     dtype=st.sampled_from(DTYPES),
+    isa=st.sampled_from(RUNNABLE),
     data=st.data(),
 )
 def test_linear_blocks_of_any_size_agree(
-    m: int, n: int, k: int, dtype: torch.dtype, data: st.DataObject
+    m: int, n: int, k: int, dtype: torch.dtype, isa: str, data: st.DataObject
 ) -> None:
     x, w, bias = noise(m, k, seed=m), noise(n, k, seed=n).to(dtype), noise(n, seed=k).to(dtype)
-    one, three = CpuOps(1), CpuOps(3)
+    one, three = CpuOps(1, isa=isa), CpuOps(3, isa=isa)
     whole = three.linear(x, w, bias)
     begin = data.draw(st.integers(0, m - 1))
     end = data.draw(st.integers(begin + 1, m))

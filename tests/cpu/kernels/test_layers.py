@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from levels import EVERY_LEVEL
 
 from c2cserve.kernels import composed
 from c2cserve.kernels.cpu_ops import CpuOps
@@ -18,11 +19,9 @@ from c2cserve.kernels.layer import (
     Mlp,
     TokenRows,
 )
-from c2cserve.kernels.native import best_isa, cpu_flags
 from c2cserve.kernels.ops import Ops
 from c2cserve.kernels.ref import RefOps
 
-ISAS = sorted({best_isa(cpu_flags()), "generic"})
 HIDDEN, HEADS, KV_HEADS, DIM, INNER, LAYERS = 40, 6, 2, 8, 28, 2
 KINDS = ("dense", "biases", "experts", "mixed")
 LENGTHS = (37, 1, 20)
@@ -124,7 +123,7 @@ class OneByOne(CpuOps):
         return composed.run_attention(self, hidden, layer, rows, rope, arena)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_is_its_operators_one_by_one(kind: str, dtype: str, isa: str) -> None:

@@ -1,6 +1,7 @@
 // The C interface: one shared library per instruction set, the same functions in each. (In a common
 // library, the linker would merge the standard library's templates across instruction sets. Then
-// AVX-512 code could run on a machine without it.)
+// AVX-512 code could run on a machine without it. All else is hidden: the loader merges what threads
+// keep of inline functions, too, if several libraries are in one process.)
 //
 // Functions that take indices return -1, or the place of the first index that is out of bounds. In
 // that case they have written nothing.
@@ -27,6 +28,7 @@ KvArgs kv_of(void* arena, int64_t bytes, Dtype dtype, int64_t layers, int64_t kv
 
 }  // namespace
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void* c2c_pool_new(int threads, const int* cpus, int cpu_count) {
@@ -137,3 +139,4 @@ float c2c_read(void* pool, const float* data, int64_t n) {
 }
 double c2c_multiply(void* pool, int64_t rounds) { return multiply_all(pool_of(pool), rounds); }
 }
+#pragma GCC visibility pop

@@ -9,43 +9,16 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <type_traits>
 #include <vector>
 
-#include "kv.h"
+#include "attention_args.h"
+#include "chunks.h"
 
 namespace c2c {
 
-constexpr int kHeadMax = 512;
-constexpr int kTileRows = 16;   // rows (query x head of the group) one task carries
 constexpr int64_t kSplit = 64;  // blocks: 1024 tokens
 constexpr int kTogether = 4;    // of them, rows that share the loads of a block
-
-struct AttentionArgs {
-  KvArgs kv;
-  const float* q;  // [T, heads * head_dim], row stride q_stride
-  int64_t q_stride;
-  float* out;                  // [T, heads * head_dim], dense
-  const int32_t* q_start;      // [S + 1]
-  const int32_t* context_len;  // [S], tokens in the cache, those of this step included
-  const int64_t* block_table;  // [S, table_stride], byte offsets into the arena
-  int64_t table_stride, seqs, tokens, heads;
-  float scale;
-  int64_t window;  // tokens a query sees, 0 for all
-};
-
-struct RowState {
-  const float* q;
-  int64_t position;
-  int64_t first;  // first key it sees
-  float peak, total;
-  float acc[kHeadMax];
-
-  void clear(int64_t dim) {
-    peak = -std::numeric_limits<float>::infinity();
-    total = 0.0f;
-    std::memset(acc, 0, size_t(dim) * sizeof(float));
-  }
-};
 
 // The part of a block a row sees, and its keys' weights.
 struct Share {
@@ -190,12 +163,6 @@ inline void merge(RowState& into, const RowState& from, int64_t dim) {
   for (int64_t d = 0; d < dim; ++d) into.acc[d] = into.acc[d] * old_share + from.acc[d] * new_share;
 }
 
-// Queries [query, query + count) of a sequence, some heads of one kv head's group, some splits.
-struct Task {
-  int64_t seq, query, count, head, group_from, group_to, split_from, split_to;
-  int rows() const { return int(count * (group_to - group_from)); }
-};
-
 inline void begin_rows(const AttentionArgs& a, const Task& task, RowState* rows) {
   const int64_t dim = a.kv.head_dim, group = a.heads / a.kv.kv_heads;
   for (int64_t i = 0; i < task.count; ++i)
@@ -228,8 +195,11 @@ void attend_split(const AttentionArgs& a, const Task& task, RowState* rows, int6
   }
   const int64_t begin = std::max(first / kBlock, split * kSplit);
   const int64_t end = std::min(last / kBlock + 1, (split + 1) * kSplit);
+#if defined(C2C_CHUNKS)
+  if constexpr (std::is_same_v<T, bf16>) return chunks::attend(a, task, rows, begin, end);
+#endif
   for (int64_t b = begin; b < end; ++b) {
-    Share shares[kTileRows];
+    Share shares[kTaskRows];
     int count = 0;
     for (int r = 0; r < task.rows(); ++r) {
       const int64_t from = rows[r].first - b * kBlock, to = rows[r].position + 1 - b * kBlock;
@@ -246,7 +216,7 @@ template <typename T>
 void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
   begin_rows(a, task, rows);
   if (task.split_to - task.split_from == 1) return attend_split<T>(a, task, rows, task.split_from);
-  RowState part[kTileRows];
+  RowState part[kTaskRows];
   for (int64_t split = task.split_from; split < task.split_to; ++split) {
     begin_rows(a, task, part);
     attend_split<T>(a, task, part, split);
@@ -256,8 +226,8 @@ void attend(const AttentionArgs& a, const Task& task, RowState* rows) {
 
 inline std::vector<Task> attention_tasks(const AttentionArgs& a) {
   const int64_t group = a.heads / a.kv.kv_heads;
-  const int64_t queries = std::max<int64_t>(1, kTileRows / group);
-  const int64_t heads = std::min<int64_t>(group, kTileRows);
+  const int64_t queries = std::max<int64_t>(1, kTaskRows / group);
+  const int64_t heads = std::min<int64_t>(group, kTaskRows);
   std::vector<Task> tasks;
   for (int64_t s = 0; s < a.seqs; ++s)
     for (int64_t q = a.q_start[s]; q < a.q_start[s + 1]; q += queries) {
@@ -281,15 +251,15 @@ void attention_by_splits(ThreadPool& pool, const AttentionArgs& a, const std::ve
       parts.back().split_from = split;
       parts.back().split_to = split + 1;
     }
-  std::unique_ptr<RowState[]> states(new RowState[parts.size() * kTileRows]);  // not cleared
+  std::unique_ptr<RowState[]> states(new RowState[parts.size() * kTaskRows]);  // not cleared
   pool.each(int64_t(parts.size()), [&](int64_t i) {
-    attend<T>(a, parts[size_t(i)], states.get() + i * kTileRows);
+    attend<T>(a, parts[size_t(i)], states.get() + i * kTaskRows);
   });
   const RowState* part = states.get();
   for (const Task& task : tasks) {
-    RowState rows[kTileRows];
+    RowState rows[kTaskRows];
     begin_rows(a, task, rows);
-    for (int64_t split = 0; split < task.split_to; ++split, part += kTileRows)
+    for (int64_t split = 0; split < task.split_to; ++split, part += kTaskRows)
       for (int r = 0; r < task.rows(); ++r) merge(rows[r], part[r], a.kv.head_dim);
     end_rows(a, task, rows);
   }
@@ -319,7 +289,7 @@ void attention_typed(ThreadPool& pool, const AttentionArgs& a) {
   if (pool.size() > 1 && splits > 1 && int64_t(tasks.size()) < 2 * pool.size())
     return attention_by_splits<T>(pool, a, tasks);
   auto body = [&](const Task& task) {
-    RowState rows[kTileRows];
+    RowState rows[kTaskRows];
     attend<T>(a, task, rows);
     end_rows(a, task, rows);
   };

@@ -13,36 +13,19 @@
 #include <algorithm>
 #include <vector>
 
-#include "simd.h"
+#include "dot.h"
+#include "linear_args.h"
 #include "threads.h"
+#include "tiles/linear.h"
 
 namespace c2c {
 
-struct LinearArgs {
-  float* out;
-  int64_t out_stride;
-  const float* x;
-  int64_t x_stride;
-  const void* w;
-  int64_t w_stride;
-  const void* bias;  // [N] or null
-  Dtype bias_type;
-  int64_t m, n, k;
-};
-
-#if defined(__AVX512F__)
-constexpr int kMr = 8, kNr = 3;  // 24 of 32 registers accumulate
-#else
-constexpr int kMr = 6, kNr = 2;  // 12 of 16
-#endif
-constexpr int kPair = 2 * kLanes;      // columns of one step
 constexpr int kLoneNr = 6;             // rows of w together when there is one row of x
 constexpr int64_t kRows = 64;          // rows of x that meet a row of w before it leaves the cache
 constexpr int64_t kPanel = 24;         // rows of w per visit: whole strips
 constexpr int64_t kDepth = 1024;       // columns per visit, or more for tiles of few rows:
-constexpr int64_t kTileFloats = 6144;  // a tile of x stays in the first-level cache
+constexpr int64_t kTileBytes = 24576;  // a tile of x stays in the first-level cache
 constexpr int64_t kAheadBytes = 1024;  // how far a lone row's reads are announced
-static_assert(kPanel % kNr == 0, "panels are made of whole tiles");
 
 // One step of one visit: columns [begin, end) of K, the sums continued from and left in `parked`.
 struct Visit {
@@ -53,40 +36,41 @@ struct Visit {
   int64_t ahead, pace;
 };
 
-inline float bias_at(const LinearArgs& a, int64_t n) {
-  switch (a.bias_type) {
-    case Dtype::f32: return static_cast<const float*>(a.bias)[n];
-    case Dtype::f16: return to_float(static_cast<const f16*>(a.bias)[n]);
-    case Dtype::bf16: return to_float(static_cast<const bf16*>(a.bias)[n]);
-  }
-  return 0.0f;
-}
-
 inline void finish(const LinearArgs& a, int64_t m, int64_t n, vec acc) {
   float value = sum(acc);
   a.out[m * a.out_stride + n] = a.bias ? value + bias_at(a, n) : value;
 }
 
-template <int Half, typename T, int MR, int NR>
-inline void half_step(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k) {
-  vec wv[NR];
-  for (int j = 0; j < NR; ++j) wv[j] = held(load_half<Half>(w[j] + k));
+// A whole tile: the sums of many accumulators together cost less than one by one.
+template <int MR, int NR>
+inline void finish_tile(const LinearArgs& a, int64_t m, int64_t n, const vec (&acc)[MR][NR]) {
+  float sums[MR * NR], bias[NR];
+  sum_all<MR * NR>(sums, &acc[0][0]);
+  for (int j = 0; j < NR; ++j) bias[j] = a.bias ? bias_at(a, n + j) : 0.0f;
   for (int i = 0; i < MR; ++i) {
-    vec xv = held(load(x + (Half * MR + i) * kLanes));
-    for (int j = 0; j < NR; ++j) acc[i][j] = fma(xv, wv[j], acc[i][j]);
+    float* out = a.out + (m + i) * a.out_stride + n;
+    if (a.bias)
+      for (int j = 0; j < NR; ++j) out[j] = sums[i * NR + j] + bias[j];
+    else
+      std::memcpy(out, sums + i * NR, sizeof(float) * NR);
   }
 }
+
 template <typename T, int MR, int NR>
-inline void step(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k) {
-  half_step<0, T, MR, NR>(acc, x, w, k);
-  half_step<1, T, MR, NR>(acc, x, w, k);
+inline void step(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k) {
+  if constexpr (Dot<T>::kHalves == 2) {
+    Dot<T>::template add<0, MR, NR>(acc, x, w, k);
+    Dot<T>::template add<1, MR, NR>(acc, x + MR * kLanes, w, k);
+  } else {
+    Dot<T>::template add<0, MR, NR>(acc, x, w, k);
+  }
 }
 
 // MR x NR accumulators over columns [k, end), whole pairs only, over MR packed rows. Every two
 // pairs the next line of `ahead` is announced, `pace` bytes further each time.
 template <typename T, int MR, int NR>
-inline int64_t walk(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k, int64_t end,
-                    const char* const* ahead, int64_t pace) {
+inline int64_t walk(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k,
+                    int64_t end, const char* const* ahead, int64_t pace) {
   for (int64_t at = 0; k + 2 * kPair <= end; at += pace) {
     for (int j = 0; j < NR; ++j) prefetch(ahead[j] + at);
     step<T, MR, NR>(acc, x, w, k);
@@ -103,7 +87,8 @@ inline int64_t walk(vec (&acc)[MR][NR], const float* x, const T* const* w, int64
 
 // What is left of K: fewer columns than a pair. The packed rows end in zeros.
 template <typename T, int MR, int NR>
-inline void walk_tail(vec (&acc)[MR][NR], const float* x, const T* const* w, int64_t k, int rest) {
+inline void walk_tail(vec (&acc)[MR][NR], const Factor<T>* x, const T* const* w, int64_t k,
+                      int rest) {
   T lanes[NR][kPair] = {};
   const T* padded[NR];
   for (int j = 0; j < NR; ++j) {
@@ -115,7 +100,7 @@ inline void walk_tail(vec (&acc)[MR][NR], const float* x, const T* const* w, int
 
 // `x`: MR packed rows.
 template <typename T, int MR, int NR>
-void tile(const LinearArgs& a, const Visit& v, const float* x, int64_t m, int64_t n,
+void tile(const LinearArgs& a, const Visit& v, const Factor<T>* x, int64_t m, int64_t n,
           float* parked) {
   vec acc[MR][NR];
   const T* w[NR];
@@ -130,19 +115,15 @@ void tile(const LinearArgs& a, const Visit& v, const float* x, int64_t m, int64_
   x += v.begin * MR;
   int64_t k = walk<T, MR, NR>(acc, x, w, v.begin, v.end, ahead, v.pace);
   if (k < v.end) walk_tail<T, MR, NR>(acc, x + (k - v.begin) * MR, w, k, int(v.end - k));
+  if (v.last) return finish_tile<MR, NR>(a, m, n, acc);
   for (int i = 0; i < MR; ++i)
-    for (int j = 0; j < NR; ++j) {
-      if (v.last)
-        finish(a, m + i, n + j, acc[i][j]);
-      else
-        store(parked + (i * NR + j) * kLanes, acc[i][j]);
-    }
+    for (int j = 0; j < NR; ++j) store(parked + (i * NR + j) * kLanes, acc[i][j]);
 }
 
 // One row of x: NR streams of w that lie `gap` rows apart, so that each reads memory in sequence.
 // Each is announced a fixed distance ahead, over the row's end into its next row.
 template <typename T, int NR>
-void lone_tile(const LinearArgs& a, const float* x, int64_t n, int64_t gap) {
+void lone_tile(const LinearArgs& a, const Factor<T>* x, int64_t n, int64_t gap) {
   vec acc[1][NR];
   const T* w[NR];
   const char *here[NR], *next[NR];
@@ -162,49 +143,51 @@ void lone_tile(const LinearArgs& a, const float* x, int64_t n, int64_t gap) {
 }
 
 template <typename T, int NR, int MR>
-inline void tile_of(int64_t rows, const LinearArgs& a, const Visit& v, const float* x, int64_t m,
-                    int64_t n, float* parked) {
+inline void tile_of(int64_t rows, const LinearArgs& a, const Visit& v, const Factor<T>* x,
+                    int64_t m, int64_t n, float* parked) {
   if (rows == MR) return tile<T, MR, NR>(a, v, x, m, n, parked);
   if constexpr (MR > 1) tile_of<T, NR, MR - 1>(rows, a, v, x, m, n, parked);
 }
 
-// How a block of rows of x is cut into tiles: as evenly as can be (8 rows are 4 + 4, not 6 + 2).
+// How a block of rows of x is cut into tiles of at most `most`: as evenly as can be (8 rows are
+// 4 + 4, not 6 + 2).
 struct Tiling {
   int64_t begin, rows, count;
-  Tiling(int64_t m0, int64_t m1) : begin(m0), rows(m1 - m0), count((rows + kMr - 1) / kMr) {}
+  Tiling(int64_t m0, int64_t m1, int most)
+      : begin(m0), rows(m1 - m0), count((rows + most - 1) / most) {}
   int64_t at(int64_t tile) const { return begin + rows * tile / count; }
 };
 
 // Rows of x in the order in which tiles read them: for each tile, a vector of each of its rows in
-// turn. Elements are in the order in which `load_half` gives w, with zeros at the end.
+// turn. Elements are in the order in which `Dot` reads w, with zeros at the end.
+template <typename T>
 struct Packed {
-  const float* data;
+  const Factor<T>* data;
   int64_t width;  // K, rounded up to whole pairs
-  const float* row(int64_t m) const { return data + m * width; }
+  const Factor<T>* row(int64_t m) const { return data + m * width; }
 };
 
 template <typename T>
-inline void pack_tile(float* out, const LinearArgs& a, int64_t m0, int64_t m1) {
+inline void pack_tile(Factor<T>* out, const LinearArgs& a, int64_t m0, int64_t m1) {
   const int64_t rows = m1 - m0;
   for (int64_t k = 0; k < a.k; k += kPair, out += rows * kPair)
     for (int64_t i = 0; i < rows; ++i) {
       const float* in = a.x + (m0 + i) * a.x_stride + k;
-      float lanes[kPair] = {}, *first = out + i * kLanes, *second = first + rows * kLanes;
+      float lanes[kPair] = {};
       if (k + kPair > a.k) {
         std::memcpy(lanes, in, size_t(a.k - k) * sizeof(float));
         in = lanes;
       }
-      for (int l = 0; l < kLanes; ++l) {
-        first[l] = in[kSplitsPairs<T> ? 2 * l : l];
-        second[l] = in[kSplitsPairs<T> ? 2 * l + 1 : kLanes + l];
-      }
+      Dot<T>::pack(out, in, i, rows);
     }
 }
 
 // A tile of x, in the first-level cache by now, with a panel of w, strip by strip.
 template <typename T>
-void tile_with_panel(const LinearArgs& a, Visit v, const Packed& x, const Tiling& t,
+void tile_with_panel(const LinearArgs& a, Visit v, const Packed<T>& x, const Tiling& t,
                      int64_t i, float* parked) {
+  constexpr int kMr = Dot<T>::kMr, kNr = Dot<T>::kNr;
+  static_assert(kPanel % kNr == 0, "panels are made of whole tiles");
   const int64_t m = t.at(i), rows = t.at(i + 1) - m;
   if (!v.first || !v.last) parked += (m - t.begin) * kPanel * kLanes;
   // With one tile the next strip is needed next; with more, this strip's next visit is far enough
@@ -222,12 +205,13 @@ void tile_with_panel(const LinearArgs& a, Visit v, const Packed& x, const Tiling
 
 // Columns [n0, n1) of the output.
 template <typename T>
-void linear_columns(const LinearArgs& a, const Packed& x, int64_t n0, int64_t n1) {
-  const int64_t block = std::min(a.m, kRows), tile_rows = std::min<int64_t>(a.m, kMr);
-  const int64_t depth = std::max(kDepth, kTileFloats / tile_rows / kDepth * kDepth);
+void linear_columns(const LinearArgs& a, const Packed<T>& x, int64_t n0, int64_t n1) {
+  const int64_t block = std::min(a.m, kRows), tile_rows = std::min<int64_t>(a.m, Dot<T>::kMr);
+  const int64_t fits = kTileBytes / int64_t(sizeof(Factor<T>)) / tile_rows;
+  const int64_t depth = std::max(kDepth, fits / kDepth * kDepth);
   std::vector<float> parked(depth < a.k ? size_t(block * kPanel * kLanes) : 0);
   for (int64_t m = 0; m < a.m; m += block) {
-    const Tiling tiles(m, std::min(m + block, a.m));
+    const Tiling tiles(m, std::min(m + block, a.m), Dot<T>::kMr);
     for (int64_t n = n0; n < n1; n += kPanel)
       for (int64_t k = 0; k < a.k; k += depth) {
         const Visit v{n, std::min(n + kPanel, n1), k, std::min(k + depth, a.k), k == 0,
@@ -239,20 +223,21 @@ void linear_columns(const LinearArgs& a, const Packed& x, int64_t n0, int64_t n1
 }
 
 template <typename T>
-void lone_columns(const LinearArgs& a, const float* x, int64_t n0, int64_t n1) {
+void lone_columns(const LinearArgs& a, const Factor<T>* x, int64_t n0, int64_t n1) {
   const int64_t gap = (n1 - n0) / kLoneNr;
   for (int64_t n = n0; n < n0 + gap; ++n) lone_tile<T, kLoneNr>(a, x, n, gap);
   for (int64_t n = n0 + gap * kLoneNr; n < n1; ++n) lone_tile<T, 1>(a, x, n, 1);
 }
 
 template <typename T>
-Packed pack(ThreadPool& pool, const LinearArgs& a) {
+Packed<T> pack(ThreadPool& pool, const LinearArgs& a) {
   const int64_t width = (a.k + kPair - 1) / kPair * kPair;
-  float* data = pool.scratch(a.m * width);
+  constexpr int64_t kSize = sizeof(Factor<T>), kFloat = sizeof(float);
+  auto* data = reinterpret_cast<Factor<T>*>(pool.scratch((a.m * width * kSize + 3) / kFloat));
   const int64_t blocks = (a.m + kRows - 1) / kRows;
   pool.run(a.m * a.k < 100'000 ? 1 : pool.size(), [&](int part, int all) {
     for (int64_t b = blocks * part / all; b < blocks * (part + 1) / all; ++b) {
-      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m));
+      Tiling t(b * kRows, std::min((b + 1) * kRows, a.m), Dot<T>::kMr);
       for (int64_t i = 0; i < t.count; ++i)
         pack_tile<T>(data + t.at(i) * width, a, t.at(i), t.at(i + 1));
     }
@@ -268,7 +253,7 @@ void linear_typed(ThreadPool& pool, const LinearArgs& a) {
   const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
   const int64_t most = std::min<int64_t>(a.n, ThreadPool::kPartsMax);
   const int64_t parts = work < 100'000 ? 1 : std::min(threads * fine, most);
-  const Packed x = pack<T>(pool, a);
+  const Packed<T> x = pack<T>(pool, a);
   pool.run(int(parts), [&](int part, int all) {
     int64_t per = ((a.n + all - 1) / all + 15) / 16 * 16;  // whole cache lines of the output
     int64_t n0 = per * part, n1 = std::min(n0 + per, a.n);
@@ -284,7 +269,12 @@ inline void linear(ThreadPool& pool, const LinearArgs& a, Dtype dtype) {
   switch (dtype) {
     case Dtype::f32: return linear_typed<float>(pool, a);
     case Dtype::f16: return linear_typed<f16>(pool, a);
-    case Dtype::bf16: return linear_typed<bf16>(pool, a);
+    case Dtype::bf16:
+#if defined(C2C_TILES)
+      return linear_tiles(pool, a);
+#else
+      return linear_typed<bf16>(pool, a);
+#endif
   }
 }
 

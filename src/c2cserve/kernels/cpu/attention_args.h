@@ -1,0 +1,52 @@
+// What attention works on, whichever units multiply.
+#pragma once
+#include <limits>
+
+#include "kv.h"
+#include "tiles/registers.h"
+
+namespace c2c {
+
+constexpr int kHeadMax = 512;
+// Rows (query x head of the group) that one task carries. Tiles lay keys and values out anew, which
+// more rows share.
+#if defined(C2C_TILES)
+constexpr int kTaskRows = 64;
+#else
+constexpr int kTaskRows = 16;
+#endif
+
+struct AttentionArgs {
+  KvArgs kv;
+  const float* q;  // [T, heads * head_dim], row stride q_stride
+  int64_t q_stride;
+  float* out;                  // [T, heads * head_dim], dense
+  const int32_t* q_start;      // [S + 1]
+  const int32_t* context_len;  // [S], tokens in the cache, those of this step included
+  const int64_t* block_table;  // [S, table_stride], byte offsets into the arena
+  int64_t table_stride, seqs, tokens, heads;
+  float scale;
+  int64_t window;  // tokens a query sees, 0 for all
+};
+
+struct RowState {
+  const float* q;
+  int64_t position;
+  int64_t first;  // first key it sees
+  float peak, total;
+  float acc[kHeadMax];
+
+  void clear(int64_t dim) {
+    peak = -std::numeric_limits<float>::infinity();
+    total = 0.0f;
+    std::memset(acc, 0, size_t((dim + kLanes - 1) / kLanes * kLanes) * sizeof(float));
+  }
+};
+
+// Queries [query, query + count) of a sequence, some heads of one kv head's group, some splits.
+struct Task {
+  int64_t seq, query, count, head, group_from, group_to, split_from, split_to;
+  int rows() const { return int(count * (group_to - group_from)); }
+};
+
+}  // namespace c2c

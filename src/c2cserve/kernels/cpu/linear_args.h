@@ -1,0 +1,28 @@
+// What `linear` multiplies, whichever units do it.
+#pragma once
+#include "simd.h"
+
+namespace c2c {
+
+struct LinearArgs {
+  float* out;
+  int64_t out_stride;
+  const float* x;
+  int64_t x_stride;
+  const void* w;
+  int64_t w_stride;
+  const void* bias;  // [N] or null
+  Dtype bias_type;
+  int64_t m, n, k;
+};
+
+inline float bias_at(const LinearArgs& a, int64_t n) {
+  switch (a.bias_type) {
+    case Dtype::f32: return static_cast<const float*>(a.bias)[n];
+    case Dtype::f16: return to_float(static_cast<const f16*>(a.bias)[n]);
+    case Dtype::bf16: return to_float(static_cast<const bf16*>(a.bias)[n]);
+  }
+  return 0.0f;
+}
+
+}  // namespace c2c

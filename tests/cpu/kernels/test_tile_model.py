@@ -1,0 +1,138 @@
+"""The kernels for AMX, on a model of its instructions: the same source runs on any CPU."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from levels import RUNNABLE, TILE_MODEL, as_seen
+
+from c2cserve.kernels import build, native
+from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.layer import KvLayout
+from c2cserve.kernels.ref import RefOps, block_views
+
+REF = RefOps()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("tile-model")
+    name = build.library_name(TILE_MODEL)
+    build.build(folder, libraries={name: (build.SOURCES, build.tile_model_flags())})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "LIBRARY_FOLDER", folder)
+        native.load_library(TILE_MODEL)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def off(got: torch.Tensor, want: torch.Tensor) -> float:
+    return float((got - want).abs().max() / want.abs().max().clamp(min=1e-6))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    m=st.one_of(st.integers(1, 70), st.just(540)),
+    n=st.integers(1, 100),
+    k=st.sampled_from([1, 31, 32, 64, 130, 544, 1088]),
+    biased=st.booleans(),
+    data=st.data(),
+)
+def test_linear(m: int, n: int, k: int, data: st.DataObject, *, biased: bool) -> None:
+    """Near float64, nothing written beside the output, and a row's bits are its own."""
+    x, w = noise(m, k, seed=m), noise(n, k + 3, seed=n).bfloat16()[:, :k]
+    bias = noise(n, seed=k) if biased else None
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    wide = torch.full((m, n + 3), torch.nan)
+    whole = three.linear(x, w, bias, wide[:, :n])
+    assert off(whole, REF.linear(as_seen(TILE_MODEL, x, w), w, bias)) < 4e-6
+    assert wide[:, n:].isnan().all()
+    begin = data.draw(st.integers(0, m - 1))
+    end = data.draw(st.integers(begin + 1, min(m, begin + 40)))
+    assert torch.equal(one.linear(x[begin:end], w, bias), whole[begin:end])
+    column = data.draw(st.integers(0, n - 1))
+    alone = one.linear(x[begin : begin + 1], w[column : column + 1])
+    assert bias is not None or torch.equal(alone[0, 0], whole[begin, column])
+
+
+def test_panels_of_many_strips() -> None:
+    x, w = noise(70, 1100), noise(600, 1100, seed=1).bfloat16()
+    whole = CpuOps(3, isa=TILE_MODEL).linear(x, w)
+    assert off(whole, REF.linear(as_seen(TILE_MODEL, x, w), w)) < 4e-6
+    assert torch.equal(CpuOps(1, isa=TILE_MODEL).linear(x[9:10], w)[0], whole[9])
+
+
+def step(
+    kv: KvLayout, lengths: list[int], new: int, heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return rows of the last `new` tokens of each sequence, a cache whose unused slots hold NaN,
+    its block table, and the lengths."""
+    blocks = [-(-length // 16) for length in lengths]
+    arena = torch.full((sum(blocks) * kv.block_bytes,), 0xFF, dtype=torch.uint8)
+    order = (torch.randperm(sum(blocks)) * kv.block_bytes).split(blocks)
+    table = torch.full((len(lengths), max(blocks)), -1, dtype=torch.int64)
+    for s, (part, length) in enumerate(zip(order, lengths, strict=True)):
+        table[s, : len(part)] = part
+        for t in range(length):
+            k, v = block_views(arena, kv, 0, int(table[s, t // 16]))
+            k[:, t % 16], v[:, t % 16] = noise(2, kv.kv_heads, kv.head_dim, seed=97 * s + t)
+    width = (heads + 2 * kv.kv_heads) * kv.head_dim
+    queries = noise(len(lengths) * new, width, seed=5).bfloat16().float()
+    return queries, arena, table, torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [0, 45])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(7, 1, 64), (4, 2, 24), (20, 1, 80)])
+def test_attention(heads: int, kv_heads: int, dim: int, window: int) -> None:
+    """Near float64, and a row's bits are its own, with any rows beside it."""
+    kv, new = KvLayout(1, kv_heads, dim, "bfloat16"), 6
+    queries, arena, table, lengths = step(kv, [6, 65, 130, 1100], new, heads)
+    starts = torch.arange(0, 4 * new + 1, new, dtype=torch.int32)
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    where = (arena, kv, 0, starts, lengths, table, dim**-0.5, window)
+    whole = three.attention(queries, *where)
+    assert off(whole, REF.attention(queries, *where)) < 2.0**-8
+    for s in range(4):
+        for i in (0, 3, new - 1):
+            alone = one.attention(
+                queries[s * new + i][None], arena, kv, 0, torch.tensor([0, 1], dtype=torch.int32),
+                lengths[s : s + 1] - new + i + 1, table[s : s + 1], dim**-0.5, window,
+            )  # fmt: skip
+            assert torch.equal(alone[0], whole[s * new + i])
+
+
+def test_experts() -> None:
+    one, three = CpuOps(1, isa=TILE_MODEL), CpuOps(3, isa=TILE_MODEL)
+    x, router = noise(60, 64), noise(60, 5, seed=1)
+    w13, w2 = noise(5, 96, 64, seed=2).bfloat16(), noise(5, 64, 48, seed=3).bfloat16()
+    ids, weights = three.moe_route(router, 2, True)
+    whole = three.moe_experts(x, ids, weights, w13, w2)
+    want = REF.moe_experts(as_seen(TILE_MODEL, x, w13), ids, weights, w13, w2)
+    assert off(whole, want) < 2.0**-8
+    for t in (0, 59):
+        row = slice(t, t + 1)
+        alone = one.moe_experts(x[row], ids[row], weights[row], w13, w2)
+        assert torch.equal(alone[0], whole[t])
+
+
+def test_what_is_not_a_number_stays_one() -> None:
+    x = torch.ones(20, 64)
+    x[3, 7] = torch.nan
+    w = torch.ones(5, 64, dtype=torch.bfloat16)
+    poisoned = CpuOps(1, isa=TILE_MODEL).linear(x, w).isnan().all(1)
+    assert poisoned.nonzero().flatten().tolist() == [3]
+
+
+@pytest.mark.skipif("amx" not in RUNNABLE, reason="this machine has no AMX")
+@pytest.mark.parametrize("rows", [1, 20, 100])
+def test_the_model_is_the_processor(rows: int) -> None:
+    x, w = noise(rows, 1100), noise(130, 1100, seed=1).bfloat16()
+    real, model = CpuOps(2, isa="amx"), CpuOps(2, isa=TILE_MODEL)
+    assert torch.equal(real.linear(x, w), model.linear(x, w))
+    kv = KvLayout(1, 2, 64, "bfloat16")
+    queries, arena, table, lengths = step(kv, [rows + 50], rows, 14)
+    starts = torch.tensor([0, rows], dtype=torch.int32)
+    where = (arena, kv, 0, starts, lengths, table, 0.125, 0)
+    assert torch.equal(real.attention(queries, *where), model.attention(queries, *where))
