@@ -5,6 +5,7 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 from catalogue_client import (
@@ -215,16 +216,24 @@ class Phases:
 
     def _between_models(self) -> None:
         """How far apart two models of one shape are on the same prompt: what the tolerance must
-        tell apart."""
-        groups: dict[tuple[int, ...], list[Answer]] = {}
-        for (_, prompt), answer in self._alone.items():
-            groups.setdefault(prompt, []).append(answer)
-        pairs = [(a, b) for group in groups.values() for i, a in enumerate(group)
-                 for b in group[:i]]  # fmt: skip
-        least = min((rms(a.logprobs, b.logprobs) for a, b in pairs), default=None)
-        alike = sum(a.text == b.text and rms(a.logprobs, b.logprobs) <= TOLERANCE for a, b in pairs)
+        tell apart. A model that answers in another's place is seen if one prompt tells them apart.
+        """
+        groups: dict[tuple[int, ...], dict[str, Answer]] = {}
+        for (model, prompt), answer in self._alone.items():
+            groups.setdefault(prompt, {})[model] = answer
+        apart: dict[tuple[str, str], list[bool]] = {}
+        least: float | None = None
+        for answers in groups.values():
+            for one, other in combinations(sorted(answers), 2):
+                a, b = answers[one], answers[other]
+                distance = rms(a.logprobs, b.logprobs)
+                least = distance if least is None else min(least, distance)
+                told = a.text != b.text or distance > TOLERANCE
+                apart.setdefault((one, other), []).append(told)
+        alike = sum(not any(prompts) for prompts in apart.values())
         self._results["between_models_rms"] = {
-            "least": least, "pairs": len(pairs), "alike": alike
+            "least": least, "pairs": len(apart), "alike": alike,
+            "alike_on_a_prompt": sum(not all(prompts) for prompts in apart.values()),
         }  # fmt: skip
         if least is not None:
             print(f"two models of one shape are {least:.3f} nats apart at least", flush=True)
