@@ -18,8 +18,9 @@ from c2cserve.core.model import version_id
 from c2cserve.core.request import Job
 from c2cserve.runtime.gateway import ModelFiles, Refused, Superseded
 from c2cserve.server.settings import RequestLimits, ServerSettings, TextSettings
-from c2cserve.server.text import pool as text_pool
+from c2cserve.server.text.claims import Claim
 from c2cserve.server.text.messages import FromText, OpenModel, Target, TextRequest, ToText
+from c2cserve.server.text.pipeline import TextProcess
 from c2cserve.server.text.pool import TextPool
 
 numbers = itertools.count(2)
@@ -171,14 +172,14 @@ def test_metrics_and_answers_name_the_model_not_its_version(served: Served) -> N
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[OpenModel]:
     """What processes are told to open from now on."""
     messages: list[OpenModel] = []
-    ask: Callable[..., Any] = text_pool._Process.ask
+    ask: Callable[..., Any] = TextProcess.ask
 
-    async def noted(self: Any, message: ToText, timeout_s: float) -> FromText:
+    async def noted(self: Any, message: ToText, claim: Claim, limit_s: float) -> FromText:
         if isinstance(message, OpenModel):
             messages.append(message)
-        return await ask(self, message, timeout_s)
+        return await ask(self, message, claim, limit_s)
 
-    monkeypatch.setattr(text_pool._Process, "ask", noted)
+    monkeypatch.setattr(TextProcess, "ask", noted)
     return messages
 
 

@@ -1,0 +1,239 @@
+"""One text process, from the server's side: questions go ahead of their answers.
+
+The event loop may be late by many milliseconds when a server is overloaded. A process that waits
+for its next question meanwhile does nothing. So it is sent some questions ahead:
+
+    process   | answers 1 | answers 2 | answers 3 | ...
+    loop      sends 1, 2, 3 ............ reads 1, 2; sends 4, 5 ............
+
+They are answered in order. A question's time counts from when the one before it was answered. What
+is behind a question that takes long is *displaced*: its asker sends it to another process, and its
+answer here is not used.
+"""
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+from c2cserve.core.model import name_of
+from c2cserve.runtime.environment import child_environment
+from c2cserve.runtime.gateway import ModelFiles, Refused
+from c2cserve.server.settings import TextSettings
+from c2cserve.server.text.claims import PATIENCE_S, Claim
+from c2cserve.server.text.messages import (
+    FRAME_HEAD_BYTES,
+    FromText,
+    ModelOpened,
+    OpenModel,
+    ToText,
+    decode_from_text,
+    frame,
+)
+
+# A tokenizer's own threads would fight the slices for their cores.
+_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
+
+
+class Broken(Exception):
+    """The process ended, or must not get another request."""
+
+
+class Displaced(Exception):
+    """A question before this one takes long, or the process has ended with it."""
+
+
+class _Question:
+    def __init__(self, claim: Claim, limit_s: float) -> None:
+        self.claim = claim
+        self.limit_s = limit_s
+        self.answer: asyncio.Future[FromText] = asyncio.get_running_loop().create_future()
+        self.answer.add_done_callback(_retrieved)
+        self.over = asyncio.Event()
+        """The process has answered, whether or not that was still wanted, or it is gone."""
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+
+
+def _retrieved(answer: asyncio.Future[FromText]) -> None:
+    """Mark a failure as seen: its asker may have left."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+class TextProcess(asyncio.Protocol):
+    """One text process and this end of its socket. Used on the event loop."""
+
+    def __init__(self, settings: TextSettings) -> None:
+        self._opened: OrderedDict[str, None] = OrderedDict()
+        """Versions of models whose tokenizers are loaded, the least recently used first."""
+        self._dropped: set[str] = set()
+        """Versions whose tokenizers are of no use; the next `OpenModel` drops them."""
+        self._capacity = settings.tokenizers
+        self._end, its = socket.socketpair()
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "c2cserve.server.text.process", str(settings.memory_bytes)],
+                stdin=its.fileno(),
+                env=child_environment(**_ENVIRONMENT),
+                process_group=0,  # a terminal's ctrl-C is for the server
+            )
+        self._transport: asyncio.WriteTransport | None = None
+        self._connecting = asyncio.Lock()
+        self._read = bytearray()
+        self._asked: deque[_Question] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+        self._stuck = False
+        """It works for long for an asker that has gone to another process."""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def lost(self) -> str | None:
+        """Why the process must be replaced, if it must although no asker was told so."""
+        if self._stuck:
+            return "timeout"
+        closing = self._transport is not None and self._transport.is_closing()
+        return "broken" if closing or self._process.poll() is not None else None
+
+    # ---- questions ------------------------------------------------------------------------------
+
+    async def ask(self, message: ToText, claim: Claim, limit_s: float) -> FromText:
+        """Return the answer to a message. `claim.since` becomes the time when work on it begins.
+        Raises TimeoutError, `Broken` and `Displaced`. After the first two the process must be
+        replaced; after the last it may be `lost`."""
+        transport = await self._connected()
+        question = _Question(claim, limit_s)
+        self._asked.append(question)
+        if len(self._asked) == 1:
+            self._begin()
+        transport.write(frame(message))
+        return await asyncio.shield(question.answer)
+
+    async def settled(self, claim: Claim, limit_s: float) -> bool:
+        """Wait until no question of a claim is under way. Return whether that took no longer than
+        the limit."""
+        questions = [one for one in self._asked if one.claim is claim]
+        try:
+            async with asyncio.timeout(limit_s):
+                for question in questions:
+                    await question.over.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _connected(self) -> asyncio.WriteTransport:
+        async with self._connecting:
+            if self._transport is None:
+                loop = asyncio.get_running_loop()
+                try:
+                    made, _ = await loop.create_unix_connection(lambda: self, sock=self._end)
+                except OSError as error:
+                    raise Broken from error
+                self._transport = made
+        if self._transport.is_closing():
+            raise Displaced
+        return self._transport
+
+    def _begin(self) -> None:
+        """Begin the time of the first question."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._asked:
+            first = self._asked[0]
+            first.claim.since = time.monotonic()
+            patience_s = min(PATIENCE_S, first.limit_s)
+            self._call_later(patience_s, lambda: self._be_patient(first, patience_s))
+
+    def _call_later(self, delay_s: float, then: Callable[[], None]) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, then)
+
+    def _be_patient(self, first: _Question, patience_s: float) -> None:
+        self._displace()
+        if first.answer.done():
+            self._stuck = True
+            return
+        self._call_later(first.limit_s - patience_s, lambda: first.fail(TimeoutError()))
+
+    def _displace(self) -> None:
+        for question in list(self._asked)[1:]:
+            question.fail(Displaced())
+
+    # ---- the connection -------------------------------------------------------------------------
+
+    def data_received(self, data: bytes) -> None:
+        self._read += data
+        while len(self._read) >= FRAME_HEAD_BYTES and self._asked:
+            end = FRAME_HEAD_BYTES + int.from_bytes(self._read[:FRAME_HEAD_BYTES], "little")
+            if len(self._read) < end:
+                return
+            answer = bytes(self._read[FRAME_HEAD_BYTES:end])
+            del self._read[:end]
+            question = self._asked.popleft()
+            if not question.answer.done():
+                question.answer.set_result(decode_from_text(answer))
+            question.over.set()
+            self._begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._displace()
+        if self._asked:
+            self._asked[0].fail(Broken())
+        for question in self._asked:
+            question.over.set()
+        self._asked.clear()
+        self._begin()
+
+    async def end(self) -> None:
+        """Kill the process and reap it."""
+        if self._transport is not None:
+            self._transport.abort()
+        else:
+            self._end.close()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+
+    # ---- tokenizers -----------------------------------------------------------------------------
+
+    def has(self, version: str) -> bool:
+        return version in self._opened
+
+    def use(self, version: str) -> None:
+        self._opened.move_to_end(version)
+
+    async def open(
+        self, files: ModelFiles, claim: Claim, *, facts: bool, limit_s: float
+    ) -> FromText:
+        """Load a tokenizer, after a check that its files are unchanged, and drop those of no use.
+        Raises as `ask` does, and `Refused`."""
+        await asyncio.to_thread(files.check_tokenizer)
+        if not self.has(files.key) and len(self._opened) >= self._capacity:
+            self._drop(next(iter(self._opened)))
+        message = OpenModel(files.key, files.path, facts, list(self._dropped))
+        self._dropped.clear()
+        answer = await self.ask(message, claim, limit_s)
+        if isinstance(answer, ModelOpened):
+            self._opened[files.key] = None
+            try:
+                await asyncio.to_thread(files.check_tokenizer)
+            except Refused:
+                self._drop(files.key)
+                raise
+        return answer
+
+    def _drop(self, version: str) -> None:
+        del self._opened[version]
+        self._dropped.add(version)
+
+    def forget(self, model: str) -> None:
+        """Drop the tokenizers of all versions of a model."""
+        for version in [one for one in self._opened if name_of(one) == model]:
+            self._drop(version)

@@ -1,0 +1,137 @@
+"""Text processes are sent requests ahead of their answers, and no request waits for a slow one."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+from fake_gateway import model_files
+from small_tokenizers import sentencepiece_like
+
+from c2cserve.runtime.gateway import ModelFiles
+from c2cserve.server.errors import ApiError
+from c2cserve.server.settings import RequestLimits, TextSettings
+from c2cserve.server.text.messages import Target, TextRequest, TextResult
+from c2cserve.server.text.pool import TextPool
+
+ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+async def pool() -> AsyncGenerator[TextPool]:
+    made = TextPool(TextSettings(timeout_s=1.0), 8)
+    made.start()
+    yield made
+    await made.close()
+
+
+def files_of(folder: Path, name: str) -> ModelFiles:
+    return model_files(name, folder, vocab=340)
+
+
+async def tokenized(pool: TextPool, files: ModelFiles, prompt: str) -> tuple[int, ...]:
+    body = json.dumps({"model": "m", "prompt": prompt}).encode()
+    work = TextRequest("completions", body, Target.of(files), RequestLimits())
+    answer, _ = await pool.work(work, files, "prompt")
+    assert isinstance(answer, TextResult)
+    return tuple(answer.prompts[0].tokens)
+
+
+async def chat(pool: TextPool, files: ModelFiles) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"a"}]}'
+    work = TextRequest("chat", body, Target.of(files), RequestLimits())
+    await pool.work(work, files, "messages")
+
+
+async def test_a_late_loop_does_not_hold_up_a_process(pool: TextPool, byte_dir: Path) -> None:
+    """Every turn of the loop takes 10 ms: there are fewer turns than requests."""
+    files = files_of(byte_dir, "m")
+    await tokenized(pool, files, "a")
+    turns = 0
+
+    async def be_late() -> None:
+        nonlocal turns
+        while True:
+            time.sleep(0.01)
+            turns += 1
+            await asyncio.sleep(0)
+
+    late = asyncio.create_task(be_late())
+    prompts = [str(number) * (number + 1) for number in range(64)]
+    found = await asyncio.gather(*(tokenized(pool, files, prompt) for prompt in prompts))
+    late.cancel()
+    assert turns < 64
+    alone = [await tokenized(pool, files, prompt) for prompt in prompts]
+    assert found == alone, "each has its own answer"
+    assert not pool.killed.total()
+
+
+async def test_what_is_sent_behind_a_slow_request_goes_elsewhere(
+    pool: TextPool, byte_dir: Path, tmp_path: Path
+) -> None:
+    folder = sentencepiece_like(tmp_path)
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    slow, quick = files_of(folder, "slow"), files_of(byte_dir, "quick")
+    await asyncio.gather(*(tokenized(pool, files, "a") for files in (slow, quick, slow, quick)))
+    began_s = time.monotonic()
+    endless = asyncio.create_task(chat(pool, slow))
+    await asyncio.sleep(0)
+    others = [asyncio.create_task(tokenized(pool, quick, str(number))) for number in range(20)]
+    await asyncio.gather(*others)
+    assert time.monotonic() - began_s < 0.9, "before the slow one's limit"
+    with pytest.raises(ApiError, match="took longer than 1 s"):
+        await endless
+    assert pool.killed == {"timeout": 1, "broken": 0, "cancelled": 0}
+    assert await tokenized(pool, slow, "a")
+
+
+async def test_a_process_that_ends_takes_one_request_with_it(
+    pool: TextPool, byte_dir: Path
+) -> None:
+    files = files_of(byte_dir, "m")
+    await tokenized(pool, files, "a")
+    asked = [asyncio.create_task(tokenized(pool, files, "word " * 30)) for _ in range(12)]
+    await asyncio.sleep(0)
+    for pid in pool.pids:
+        os.kill(pid, signal.SIGKILL)
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [one for one in found if isinstance(one, BaseException)]
+    assert [one.status for one in failed if isinstance(one, ApiError)] == [500] * len(failed), failed
+    assert len(failed) <= 2, "one of each process at most"
+    assert await tokenized(pool, files, "a")
+
+
+async def test_clients_that_leave_cost_no_process(pool: TextPool, byte_dir: Path) -> None:
+    files = files_of(byte_dir, "m")
+    await tokenized(pool, files, "a")
+    pids = pool.pids
+    asked = [asyncio.create_task(tokenized(pool, files, "word")) for _ in range(40)]
+    await asyncio.sleep(0.001)
+    for one in asked[::2]:
+        one.cancel()
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, tuple) for one in found[1::2])
+    await asyncio.sleep(0.3)
+    assert pool.pids == pids
+    assert await tokenized(pool, files, "a")
+
+
+async def test_an_endless_request_whose_client_left_is_ended(
+    pool: TextPool, byte_dir: Path, tmp_path: Path
+) -> None:
+    folder = sentencepiece_like(tmp_path)
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    slow, quick = files_of(folder, "slow"), files_of(byte_dir, "quick")
+    await tokenized(pool, slow, "a")
+    endless = asyncio.create_task(chat(pool, slow))
+    await asyncio.sleep(0.05)
+    endless.cancel()
+    deadline_s = time.monotonic() + 10
+    while not pool.killed["cancelled"]:
+        assert time.monotonic() < deadline_s
+        await asyncio.sleep(0.01)
+    assert await tokenized(pool, quick, "a")
