@@ -27,7 +27,6 @@ from c2cserve.transfer.settings import RelayShape
 _MIB = 1 << 20
 _ALONE_BYTES = 256 * _MIB
 _FORMS_MIB = {"whole": 256, "8 MiB": 8, "2 MiB": 2}
-_LOAD_CTAS = (2, 4, 8, 16)
 _RING_CTAS = (1, 2, 4, 8)
 _RINGS_KIB = ((4, 16), (8, 16), (12, 16), (8, 8), (16, 8), (6, 32), (16, 4))
 _LOOKS_KIB = (16, 64, 1 << 20)
@@ -44,11 +43,8 @@ Rows = list[dict[str, Any]]
 
 def shapes() -> Iterator[RelayShape]:
     """What needs the least of the hardware comes first."""
-    for ctas in _LOAD_CTAS:
-        yield RelayShape(ctas, stages=0)
     for kib in _LOOKS_KIB:
         yield RelayShape(recall_poll_bytes=kib << 10)
-        yield RelayShape(stages=0, recall_poll_bytes=kib << 10)
     for (stages, kib), ctas in itertools.product(_RINGS_KIB, _RING_CTAS):
         yield RelayShape(ctas, stages, kib << 10)
 
@@ -68,9 +64,8 @@ class Tuning:
         chosen = list(dict.fromkeys(
             replace(RelayShape(**row["shape"]), recall_poll_bytes=LOOK_BYTES) for row in fastest
         ))  # fmt: skip
-        for extra in (RelayShape(), RelayShape(stages=0)):
-            if extra not in chosen:
-                chosen.append(extra)
+        if RelayShape() not in chosen:
+            chosen.append(RelayShape())
         memory = [self._allocated(shape) for shape in chosen]
         engine: Rows = []
         left_out = 0
@@ -177,7 +172,7 @@ def _in_tasks(row: dict[str, Any]) -> float:
 
 def _show(table: str, row: dict[str, Any]) -> None:
     shape = row["shape"]
-    ring = f"{shape['stages']} x {shape['stage_bytes'] >> 10} KiB" if shape["stages"] else "loads"
+    ring = f"{shape['stages']} x {shape['stage_bytes'] >> 10} KiB"
     cells = [f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}"
              for k, v in row.items() if k != "shape"]  # fmt: skip
     look = f"look {shape['recall_poll_bytes'] >> 10} KiB"

@@ -30,7 +30,6 @@ SHAPES = [
     pytest.param(RelayShape(), id="ring"),
     pytest.param(RelayShape(stages=3, stage_bytes=1024), id="small ring"),
     pytest.param(RelayShape(ctas=1, stages=16, stage_bytes=4096), id="one CTA"),
-    pytest.param(RelayShape(stages=0), id="loads"),
 ]
 _SLEEP_CYCLES = 100_000_000
 """About 50 ms."""

@@ -34,10 +34,10 @@ class Urgency(IntEnum):
 class Settings:
     """How transfers are cut and scheduled. Times are in seconds."""
 
-    task_bytes: int = 2 << 20
+    task_bytes: int = 4 << 20
     """The smallest micro-task, at the end of a queue that several links carry. All that a link has
     outstanding is half of its share of the queue, within these bounds."""
-    task_bytes_most: int = 8 << 20
+    task_bytes_most: int = 16 << 20
     """The largest micro-task of a queue that several links carry."""
     alone_bytes: int = 32 << 20
     """The size of micro-tasks of a queue that one link carries: no others wait for their end."""
@@ -81,9 +81,8 @@ class RelayShape:
     memory to it."""
 
     ctas: int = 4
-    stages: int = 8
-    """Tiles of a CTA that are loaded or stored at a time, by the bulk copy engine. 0: warps copy
-    by loads and stores instead, and need no shared memory."""
+    stages: int = 12
+    """Tiles of a CTA that are loaded or stored at a time, by the bulk copy engine."""
     stage_bytes: int = 16 << 10
     recall_poll_bytes: int = 256 << 10
     """What a CTA copies between two looks for a recall."""
@@ -91,8 +90,8 @@ class RelayShape:
     def __post_init__(self) -> None:
         if self.ctas < 1:
             raise ValueError("a relay has 1 CTA or more")
-        if self.stages and not STAGES_LEAST <= self.stages <= STAGES_MOST:
-            raise ValueError(f"a relay has {STAGES_LEAST} to {STAGES_MOST} stages, or none")
+        if not STAGES_LEAST <= self.stages <= STAGES_MOST:
+            raise ValueError(f"a relay has {STAGES_LEAST} to {STAGES_MOST} stages")
         if self.stage_bytes < 128 or self.stage_bytes % 128:
             raise ValueError("a stage has a multiple of 128 bytes")
         if self.recall_poll_bytes < 1:

@@ -22,12 +22,9 @@ PIECES, THREADS, NUMBER = 16, 96, 7
 SIZE = 1 << 17
 SHAPES = [
     RelayShape(1, 3, 128, 512), RelayShape(2, 4, 1024, 1), RelayShape(3, 16, 512, 3000),
-    RelayShape(2, 0, recall_poll_bytes=1),
 ]  # fmt: skip
 # Every assembler statement of the source, in its order, and what it does.
 STATEMENTS = (
-    "v = *source;\n",
-    "*target = v;\n",
     "number = look(p.number);\n",
     "*p.started = p.number;\n",
     ";\n",

@@ -8,8 +8,7 @@
 // One thread of a CTA moves tiles through a ring of stages with the bulk copy engine. What is in
 // flight is then what the ring holds, and no warp waits for bytes. CTAs take tiles in turn, over
 // all pieces. Other warps copy what the engine cannot: bytes before and after multiples of 16, and
-// pieces whose two addresses differ modulo 16. Without a ring (0 stages) warps copy everything, by
-// loads and stores of 16 bytes.
+// pieces whose two addresses differ modulo 16.
 //
 // The host can recall a launch. It then knows that no byte is written any more as soon as the launch
 // is over, or was not marked as started: each CTA marks the start before it looks for a recall. A
@@ -20,9 +19,8 @@
 
 #include "ptx.cuh"
 
-constexpr int kVectors = 8;  // 16-byte loads in flight in each thread
 constexpr int kWarp = 32;
-constexpr uint32_t kTileBytes = kVectors * kWarp * 16;  // of a warp; one of the ring is a stage
+constexpr uint32_t kTileBytes = 4096;  // of a warp; one of the ring is a stage
 constexpr int kWarps = THREADS / kWarp;
 constexpr int kStagesMost = 16;
 constexpr int kReading = 2;  // stores that may still read their stage when it is loaded next
@@ -35,28 +33,12 @@ struct RelayParams {
   const uint32_t* recalled;  // host memory: the launch of this number writes nothing more
   uint32_t* started;         // host memory: the last launch of which a CTA has begun
   uint32_t number, pieces;
-  uint32_t stages, stage_bytes;  // stages are 0, or kReading + 1 to kStagesMost
-  uint32_t recall_poll_bytes;           // of a CTA, between two looks for a recall
+  uint32_t stages, stage_bytes;  // stages are kReading + 1 to kStagesMost
+  uint32_t recall_poll_bytes;    // of a CTA, between two looks for a recall
   Piece piece[PIECES];
 };
 
 namespace {
-
-// Nothing is read twice, so L1 is left to those who need it.
-__device__ __forceinline__ uint4 load(const uint4* source) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(source)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ void store(uint4* target, uint4 v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
-               : "memory");
-}
 
 // Returns the number of the launch that was recalled last.
 __device__ __forceinline__ uint32_t last_recalled(const RelayParams& p) {
@@ -92,8 +74,8 @@ class Looks {
 struct Body {
   uint64_t begin, size;
 
-  __device__ Body(const Piece& piece, bool ring) : begin(0), size(0) {
-    if (!ring || (piece.target ^ piece.source) % 16 != 0) return;
+  __device__ explicit Body(const Piece& piece) : begin(0), size(0) {
+    if ((piece.target ^ piece.source) % 16 != 0) return;
     begin = min((16 - piece.target % 16) % 16, piece.size);
     size = (piece.size - begin) / 16 * 16;
   }
@@ -124,17 +106,7 @@ __device__ __noinline__ void copy_any(uint64_t target, uint64_t source, uint64_t
 __device__ __forceinline__ void copy_tile(uint64_t target, uint64_t source, uint64_t bytes,
                                           uint32_t lane) {
   const uint64_t apart = target ^ source;
-  if (bytes == kTileBytes && (target | source) % 16 == 0) {
-    uint4 v[kVectors];
-    const uint4* from = reinterpret_cast<const uint4*>(source) + lane;
-    uint4* to = reinterpret_cast<uint4*>(target) + lane;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) v[i] = load(from + i * kWarp);
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) store(to + i * kWarp, v[i]);
-  } else if (apart % 16 == 0) {
-    copy_any<uint4>(target, source, bytes, lane);
-  } else if (apart % 8 == 0) {
+  if (apart % 8 == 0) {
     copy_any<uint2>(target, source, bytes, lane);
   } else if (apart % 4 == 0) {
     copy_any<uint32_t>(target, source, bytes, lane);
@@ -219,7 +191,7 @@ __device__ __forceinline__ void copy_bodies(const RelayParams& p, Ring& ring) {
   uint64_t tile = blockIdx.x;  // of the current piece: the CTA's next one
   for (uint32_t i = 0; i < p.pieces; ++i) {
     const Piece piece = p.piece[i];
-    const Body body(piece, true);
+    const Body body(piece);
     const uint64_t tiles = (body.size + p.stage_bytes - 1) / p.stage_bytes;
     for (; tile < tiles; tile += gridDim.x) {
       if (looks.recalled(p.stage_bytes)) return ring.drain(false);
@@ -241,7 +213,7 @@ __device__ __forceinline__ void copy_rest(const RelayParams& p, Shared& shared, 
   uint64_t tile = worker;  // of the current piece: the warp's next one
   for (uint32_t i = 0; i < p.pieces; ++i) {
     const Piece piece = p.piece[i];
-    const Body body(piece, p.stages > 0);
+    const Body body(piece);
     if (body.size > 0) {
       if (i % workers != worker) continue;
       const uint64_t end = body.begin + body.size;
@@ -281,12 +253,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (__syncthreads_or(stop)) return;
 
   const uint32_t warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t ring_warps = p.stages > 0 ? 1 : 0;
-  if (warp < ring_warps) {
+  if (warp == 0) {
     if (lane != 0) return;
     Ring ring(shared.ring, stages, p.stages, p.stage_bytes);
     copy_bodies(p, ring);
     return;
   }
-  copy_rest(p, shared, warp - ring_warps, kWarps - ring_warps, lane);
+  copy_rest(p, shared, warp - 1, kWarps - 1, lane);
 }
