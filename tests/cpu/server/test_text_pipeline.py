@@ -100,7 +100,9 @@ async def test_a_process_that_ends_takes_one_request_with_it(
         os.kill(pid, signal.SIGKILL)
     found = await asyncio.gather(*asked, return_exceptions=True)
     failed = [one for one in found if isinstance(one, BaseException)]
-    assert [one.status for one in failed if isinstance(one, ApiError)] == [500] * len(failed), failed
+    assert [one.status for one in failed if isinstance(one, ApiError)] == [500] * len(failed), (
+        failed
+    )
     assert len(failed) <= 2, "one of each process at most"
     assert await tokenized(pool, files, "a")
 
