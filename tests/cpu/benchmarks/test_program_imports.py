@@ -19,10 +19,13 @@ SHARED = tuple(
     )
 )
 """What `tests/conftest.py`, and GPU tests themselves, put on the path."""
+CLIENTS = ROOT / "scripts" / "clients" / "programs"
+"""They run in environments of their own, with the packages that they are about."""
 PROGRAMS = sorted(
     path
     for folder in ("benchmarks", "scripts", "examples", "tests/gpu", "tests/soak")
     for path in (ROOT / folder).rglob("*.py")
+    if path.parent != CLIENTS
 )
 SHELL = sorted(
     path

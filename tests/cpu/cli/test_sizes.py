@@ -32,7 +32,7 @@ def test_nothing_may_be_a_size() -> None:
 def test_serve_takes_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[LiveSettings] = []
     module = importlib.import_module("c2cserve.cli.serve")
-    monkeypatch.setattr(module, "_serve", lambda _, settings, __: taken.append(settings))
+    monkeypatch.setattr(module, "_serve", lambda _, settings, *__: taken.append(settings))
     sizes = ["--kv-bytes", "64MiB", "--pool-bytes", "1.5GB", "--host-kv-bytes", "0"]
     with pytest.raises(SystemExit) as end:
         main.app(["serve", "--catalog", "c.toml", *sizes])

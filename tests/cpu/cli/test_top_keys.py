@@ -46,7 +46,7 @@ def test_plan_writes_lines_where_there_is_no_terminal(
 ) -> None:
     monkeypatch.setattr(plan, "_LINE_EVERY_S", 0.0)
     with plan._progress() as progress:
-        progress("gh200:mig7, 8 models", 0.0)
-        progress("gh200:mig7, 8 models", 0.5)
+        progress("gh200:mig7, 8 models", 1, 3)
+        progress("gh200:mig7, 8 models", 2, 2)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "simulation 1: gh200:mig7, 8 models, 50%"
+    assert lines[-1] == "2 of 4 simulations, about 0 s left: gh200:mig7, 8 models"
