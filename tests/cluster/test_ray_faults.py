@@ -51,10 +51,10 @@ def lost(front: Front) -> float:
 def test_a_killed_node_loses_no_token(
     machines: Machines, front: Front, undisturbed: list[str]
 ) -> None:
+    """A fast machine may be done with its streams before the node dies: then none is resumed."""
     before = lost(front)
     assert disturbed(front, lambda: kill_group(front.busiest(machines).pid)) == undisturbed
-    assert lost(front) == before + 1
-    assert front.state()["counters"]["resumed_requests"] >= 1
+    wait_until(lambda: lost(front) == before + 1, 30, "the front notices")
     front.wait_nodes(3)
 
 

@@ -159,3 +159,24 @@ async def test_a_request_that_needs_a_process_to_itself_gets_one_in_its_turn(
     for one in floods:
         one.cancel()
     await asyncio.gather(*floods, return_exceptions=True)
+
+
+async def test_nothing_waits_behind_a_request_whose_asker_has_gone(
+    pool: TextPool, byte_dir: Path
+) -> None:
+    """A process is stopped; what was sent to it goes to the other one, and so does what comes
+    later, until the process is replaced."""
+    files = [files_of(byte_dir, name) for name in ("a", "b", "c")]
+    await asyncio.gather(*(tokenized(pool, one, "a") for one in files))
+    await asyncio.gather(*(tokenized(pool, one, "a") for one in files * 8))
+    stopped = pool.pids[0]
+    os.kill(stopped, signal.SIGSTOP)
+    asked = [asyncio.create_task(tokenized(pool, one, "b")) for one in files * 8]
+    await asyncio.sleep(0.3)
+    asked += [asyncio.create_task(tokenized(pool, one, "c")) for one in files * 8]
+    async with asyncio.timeout(20):
+        found = await asyncio.gather(*asked, return_exceptions=True)
+    failed = [one for one in found if isinstance(one, BaseException)]
+    assert len(failed) <= 1, "the one that it worked for took too long"
+    assert await tokenized(pool, files[0], "a")
+    assert stopped not in pool.pids

@@ -110,6 +110,8 @@ class TextProcess(asyncio.Protocol):
         Raises TimeoutError, `Broken` and `Displaced`. After the first two the process must be
         replaced; after the last it may be `lost`."""
         transport = await self._connected()
+        if self._stuck:
+            raise Displaced
         question = _Question(claim, limit_s)
         self._asked.append(question)
         if len(self._asked) == 1:
@@ -159,7 +161,7 @@ class TextProcess(asyncio.Protocol):
     def _be_patient(self, first: _Question, patience_s: float) -> None:
         self._displace()
         if first.answer.done():
-            self._stuck = True
+            self._stuck = True  # nothing is sent behind it any more
             return
         self._call_later(first.limit_s - patience_s, lambda: first.fail(TimeoutError()))
 
