@@ -64,7 +64,7 @@ def plan(
     mapping: options.Mapping = "shuffle",
     where: options.Where = None,
     kv_share: options.KvShare = 0.5,
-    max_active: options.MaxActive = 8,
+    max_active: options.MaxActive = None,
     noise: options.Noise = 0.05,
     patience: options.Patience = 20,
     seeds: Seeds = 5,

@@ -38,7 +38,9 @@ Where = Annotated[
     list[str] | None, typer.Option(help="COLUMN=VALUE: only these lines of the trace.")
 ]
 KvShare = Annotated[float, typer.Option(min=0.05, max=1, help="Of a slice's memory, for KV.")]
-MaxActive = Annotated[int, typer.Option(min=1, help="Models with KV on a slice at a time.")]
+MaxActive = Annotated[
+    int | None, typer.Option(min=1, help="Models active on a slice at a time [default: a server's]")
+]
 Noise = Annotated[float, typer.Option(min=0, help="Spread of step times.")]
 Patience = Annotated[float, typer.Option(min=0, help="Refuse after so many TTFT targets; 0: never")]
 Faults = Annotated[
@@ -76,7 +78,7 @@ def simulate(
     mapping: Mapping = "order",
     where: Where = None,
     kv_share: KvShare = 0.5,
-    max_active: MaxActive = 8,
+    max_active: MaxActive = None,
     lanes: Annotated[
         int, typer.Option(min=1, max=2, help="Lanes of a whole GPU; 2: streams beside the rest.")
     ] = 1,

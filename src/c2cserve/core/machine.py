@@ -9,6 +9,16 @@ SliceKind = Literal["cpu", "gpu", "green", "mig"]
 ProfileChoice = Literal["measured", "assumed"]
 """What dataflows are picked by: this machine's profile, or known rates of the nearest GPU."""
 
+_ACTIVE = 8
+_ACTIVE_WITH_LINK = 256
+
+
+def most_active(kind: SliceKind) -> int:
+    """Return how many models a server has active on a slice. To deactivate one gives up its weights
+    in the slice's memory. So on GPUs memory is the limit, and this is only a bound for the work of
+    policies. CPU slices read weights where they are: what counts is the round of their steps."""
+    return _ACTIVE if kind == "cpu" else _ACTIVE_WITH_LINK
+
 
 @dataclass(frozen=True, slots=True)
 class GpuShare:
@@ -46,7 +56,8 @@ class Slice:
     max_step_tokens: int = 512
     """Prefill tokens in one step (the largest chunk)."""
     max_active: int = 8
-    """Models that may hold KV here at the same time."""
+    """Models that may be active here: with requests, or with weights and prefixes kept for the next
+    ones. `most_active` is what a server has."""
     gpu: GpuShare | None = None
     """None: a CPU slice."""
     hbm_bytes: int = 0

@@ -10,7 +10,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from c2cserve.core.machine import Gpu, GpuShare, Machine, ProfileChoice, Slice, SliceKind
+from c2cserve.core.machine import (
+    Gpu,
+    GpuShare,
+    Machine,
+    ProfileChoice,
+    Slice,
+    SliceKind,
+    most_active,
+)
 from c2cserve.devices.slices import SlicePlanError
 
 SLAB_BYTES = 16 << 20
@@ -197,6 +205,7 @@ def _slice(
     max_batch, max_step_tokens = _WHOLE if kind == "gpu" else _PART
     return Slice(
         id=name, kind=kind, cpus=machine.cpus, kv_bytes=arena, slab_bytes=SLAB_BYTES,
-        max_batch=max_batch, max_step_tokens=max_step_tokens, gpu=share, hbm_bytes=arena,
+        max_batch=max_batch, max_step_tokens=max_step_tokens, max_active=most_active(kind),
+        gpu=share, hbm_bytes=arena,
         link=f"gpu{gpu.id}.h2d",
     )  # fmt: skip

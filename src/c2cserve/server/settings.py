@@ -52,7 +52,8 @@ class TextSettings:
     memory_bytes: int = 4 << 30
     """Limit of the data segment of one process."""
     tokenizers: int = 16
-    """Tokenizers that one process keeps; the least recently used ones make way."""
+    """Tokenizers that one process keeps; the least recently used ones make way. Models with equal
+    files have one together."""
 
 
 @dataclass(frozen=True, slots=True)

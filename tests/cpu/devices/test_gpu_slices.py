@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from c2cserve.core.machine import Gpu, GpuShare, Machine, NumaNode, Slice
+from c2cserve.core.machine import Gpu, GpuShare, Machine, NumaNode, Slice, most_active
 from c2cserve.devices.gpu_slices import SLAB_BYTES, plan_gpu_slices, visible_gpus
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError
@@ -36,6 +36,7 @@ def test_one_slice_per_gpu_with_what_is_free_but_a_reserve() -> None:
     assert (first.link, second.link) == ("gpu0.h2d", "gpu1.h2d")
     assert first.cpus == tuple(range(8))
     assert first.max_step_tokens > 4096
+    assert first.max_active == most_active("gpu")
 
 
 def test_memory_others_have_taken_is_not_planned_with() -> None:

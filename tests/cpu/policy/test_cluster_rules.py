@@ -32,6 +32,7 @@ from c2cserve.core.events import (
     SliceUp,
     StepTimes,
 )
+from c2cserve.core.machine import GpuShare, most_active
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.admission import AdmissionSettings
 
@@ -416,3 +417,20 @@ def test_a_cancelled_request_leaves_from_wherever_it_is() -> None:
     assert actions == [Withdraw("r1", "s0"), Dispatch("r3", "s0")]
     assert hand.tell(Arrived(request("r4")), Cancelled("r4")) == []
     assert hand.tell(Cancelled("nobody")) == []
+
+
+def test_models_stay_on_a_gpu_until_memory_is_needed() -> None:
+    """To deactivate a model gives up its weights in the slice's memory, so a large catalogue would
+    be loaded again at each switch. The slice decides which weights make room."""
+    gpu = replace(
+        slice_("g"), kind="gpu", gpu=GpuShare("g", 1), kv_bytes=1 << 20, slab_bytes=1,
+        hbm_bytes=1 << 20, link_bytes_per_s=1000.0, max_active=most_active("gpu"),
+    )  # fmt: skip
+    hand, names = Hand(gpu, models="", budget=600), [f"m{number}" for number in range(60)]
+    hand.ready(*(spec(name) for name in names))
+    for turn in range(2):
+        for name in names:
+            actions = hand.arrive(f"r{turn}{name}", model=name)
+            assert not any(isinstance(action, Deactivate) for action in actions)
+            assert any(isinstance(action, Activate) for action in actions) == (turn == 0)
+            hand.tell(Finished(f"r{turn}{name}", 1))

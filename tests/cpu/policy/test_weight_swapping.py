@@ -1,6 +1,7 @@
 """Never more weights and KV than fit, and nobody leaves who would be missed."""
 
 from random import Random
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,11 +32,11 @@ class World:
         self.there: dict[str, int] = {}
         self.coming: dict[str, int] = {}
 
-    def activate(self, name: str, size: int) -> ActiveModel:
+    def activate(self, name: str, size: int, **spec: Any) -> ActiveModel:
         model = ActiveModel(name, name, 1, StepTime(), BY_HEADROOM)
         self.models[name] = model
         self.arena.add_model(name, 1)
-        self.swapping.activated(model, ModelSpec(name, size, 1, 1, 4096))
+        self.swapping.activated(model, ModelSpec(name, size, 1, 1, 4096, **spec))
         return model
 
     def ask(self, model: ActiveModel, name: str, now: float, ttft_s: float = 2.0) -> None:
@@ -140,6 +141,28 @@ def test_who_would_be_missed_stays_and_who_has_no_requests_goes_first() -> None:
     new.seqs["n"].due_s = 14.0
     world.ask(idle, "again", 13.0)
     assert world.plan(13.0) == [], "nobody could be away for so long"
+
+
+def test_of_models_without_requests_the_catalogue_says_who_stays() -> None:
+    """As on slices without weights of their own (`PoolModel.value`)."""
+    world = World(250)
+    kept = {"pinned": {"pinned": True}, "prior": {"priority": 1}, "warm": {"keep_warm_s": 60.0}}
+    names = [*kept, "plain"]
+    for at, name in enumerate(names):
+        model = world.activate(name, 60, **kept.get(name, {}))
+        world.ask(model, name, float(at))
+        world.plan(float(at))
+        world.arrive(name, 0.1)
+        model.seqs.clear()
+    left: list[str] = []
+    for number in range(4):
+        new = world.activate(f"new{number}", 60, pinned=True, priority=2)
+        world.ask(new, new.name, 10.0)
+        release, _ = world.plan(10.0)
+        assert isinstance(release, Release)
+        left.append(release.model)
+        world.arrive(new.name, 0.1)
+    assert left == ["plain", "warm", "prior", "pinned"]
 
 
 def leave_cached(world: World, model: ActiveModel, count: int) -> None:

@@ -1,6 +1,7 @@
 """A model's versions: each with its tokenizer, and requests for one that was replaced."""
 
 import itertools
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from c2cserve.server.text.claims import Claim
 from c2cserve.server.text.messages import FromText, OpenModel, Target, TextRequest, ToText
 from c2cserve.server.text.pipeline import TextProcess
 from c2cserve.server.text.pool import TextPool
+from c2cserve.server.text.vocabulary import Vocabulary
 
 numbers = itertools.count(2)
 """Numbers for versions, so that no server has seen one in an earlier test."""
@@ -183,35 +185,84 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[OpenModel]:
     return messages
 
 
-async def _work(pool: TextPool, files: ModelFiles) -> None:
+async def _work(pool: TextPool, files: ModelFiles) -> Vocabulary | None:
     work = TextRequest(
         "completions", b'{"model":"m","prompt":"a"}', Target.of(files), RequestLimits()
     )
-    await pool.work(work, files, "prompt")
+    _, vocabulary = await pool.work(work, files, "prompt")
+    return vocabulary
+
+
+def _like(directory: Path, folder: Path) -> Path:
+    """A checkpoint with the same tokenizer in a file of its own."""
+    shutil.copytree(directory, folder)
+    with (folder / "tokenizer.json").open("a") as file:
+        file.write(" " * (1 + len(folder.name)))
+    return folder
 
 
 async def test_tokenizers_of_versions_that_are_gone_are_dropped(
-    byte_dir: Path, opened: list[OpenModel]
+    byte_dir: Path, tmp_path: Path, opened: list[OpenModel]
 ) -> None:
     pool = TextPool(TextSettings(processes=1, tokenizers=2), 64)
     pool.start()
-    one, two, other = (
-        replace(model_files(name, byte_dir, vocab=400), version=version)
-        for name, version in (("m", "m"), ("m", "m#2"), ("n", "n"))
-    )
+    places = byte_dir, _like(byte_dir, tmp_path / "a"), _like(byte_dir, tmp_path / "bc")
+    one, two, other, last = (
+        replace(model_files(name, place, vocab=400), version=version)
+        for name, version, place in (
+            ("m", "m", places[0]), ("m", "m#2", places[0]), ("n", "n", places[1]),
+            ("o", "o", places[2]),
+        )
+    )  # fmt: skip
     try:
         await _work(pool, one)
         await _work(pool, one)
         pool.forget("m")
-        await _work(pool, two)
-        await _work(pool, other)
-        await _work(pool, two)
-        await _work(pool, one)
+        for files in (two, other, two, last, other):
+            await _work(pool, files)
     finally:
         await pool.close()
     assert [(message.version, message.drop) for message in opened] == [
-        ("m", []), ("m#2", ["m"]), ("n", []), ("m", ["n"]),
-    ]  # fmt: skip
+        ("m", []), ("m#2", ["m"]), ("n", []), ("o", []), ("n", ["n"]),
+    ], "n was the least recently used of three"  # fmt: skip
+
+
+async def test_models_with_equal_files_have_one_tokenizer(
+    byte_dir: Path, tmp_path: Path, opened: list[OpenModel]
+) -> None:
+    """Many more models than a process keeps tokenizers, all of one family: each is opened once in
+    each process, without another load, and the server keeps one vocabulary."""
+    pool = TextPool(TextSettings(processes=2, tokenizers=1), 64)
+    pool.start()
+    family = [model_files(f"m{number}", byte_dir, vocab=400) for number in range(8)]
+    vocabularies = set[int]()
+    try:
+        for files in (*family, *family, *family):
+            vocabularies.add(id(await _work(pool, files)))
+    finally:
+        await pool.close()
+    assert len(vocabularies) == 1
+    assert len(opened) <= 2 * len(family)
+    assert not any(message.drop for message in opened)
+
+
+async def test_a_process_with_few_tokenizers_takes_the_next_one(
+    byte_dir: Path, tmp_path: Path, opened: list[OpenModel]
+) -> None:
+    """Requests that follow one another do not all make the same process load: what fits all
+    processes together is loaded once."""
+    pool = TextPool(TextSettings(processes=2, tokenizers=2), 64)
+    pool.start()
+    family = [
+        model_files(f"m{n}", _like(byte_dir, tmp_path / ("a" * (n + 1))), vocab=400)
+        for n in range(4)
+    ]
+    try:
+        for files in (*family, *family, *family):
+            await _work(pool, files)
+    finally:
+        await pool.close()
+    assert [message.version for message in opened] == [files.key for files in family]
 
 
 def test_one_model_s_versions_together_never_take_the_last_process(

@@ -11,6 +11,10 @@ from c2cserve.policy.slice.batching import ActiveModel
 class ModelWeights:
     model: ActiveModel
     size: int
+    rank: tuple[bool, int]
+    """Pinned, and the priority: among models without requests, higher ones stay."""
+    keep_warm_s: float
+    """How long after a request it stays before others of its rank."""
     tokens_beside: float
     """The longest request's whose KV fits beside the weights; infinite if all do."""
     state: Literal["absent", "loading", "resident", "refused"] = "absent"
@@ -41,6 +45,11 @@ class ModelWeights:
         return not isinf(self.tokens_beside) and any(
             seq.length > self.tokens_beside for seq in self.model.seqs.values()
         )
+
+    def value(self, now: float) -> tuple[bool, int, bool, float]:
+        """Return what is lost if it leaves without requests; of lesser ones, the one that is
+        expected last goes first."""
+        return *self.rank, now < self.asked_s + self.keep_warm_s, -self.needed_s(now)
 
     def needed_s(self, now: float) -> float:
         """When a client will wait for it, if it is absent: its next token is due, or its next

@@ -120,7 +120,10 @@ class WeightSwapping(WeightMemory):
     def activated(self, model: ActiveModel, spec: ModelSpec) -> None:
         beside = self._arena.capacity(model.key, self._room.slabs(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
-        self._weights[model.name] = ModelWeights(model, spec.weight_bytes, tokens)
+        rank = spec.pinned, spec.priority
+        self._weights[model.name] = ModelWeights(
+            model, spec.weight_bytes, rank, spec.keep_warm_s, tokens
+        )
         self._bound_cache()
 
     def deactivated(self, name: str) -> None:
@@ -358,7 +361,7 @@ class WeightSwapping(WeightMemory):
             and not self._frees_kv(one)
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
-        unused.sort(key=lambda one: (-one.needed_s(now), one.model.name))
+        unused.sort(key=lambda one: (one.value(now), one.model.name))
         busy = [one for one in able if one.model.seqs]
         busy.sort(key=lambda one: (-one.needed_s(now), one.model.name))
         return unused + busy

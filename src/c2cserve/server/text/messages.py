@@ -24,8 +24,8 @@ class OpenModel(msgspec.Struct, tag=True):
 
     version: str
     path: str
-    facts: bool
-    """Whether the answer contains the vocabulary."""
+    known: list[str]
+    """Digests of tokenizers' files. The answer contains the vocabulary of any other file."""
     drop: list[str]
     """Versions whose tokenizers are dropped before loading this one."""
 
@@ -63,6 +63,8 @@ class TextRequest(msgspec.Struct, tag=True):
 
 
 class ModelOpened(msgspec.Struct, tag=True):
+    digest: str
+    """Of the tokenizer's file."""
     facts: VocabularyFacts | None
 
 

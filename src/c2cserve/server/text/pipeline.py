@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.environment import child_environment
@@ -70,8 +70,9 @@ class TextProcess(asyncio.Protocol):
     """One text process and this end of its socket. Used on the event loop."""
 
     def __init__(self, settings: TextSettings) -> None:
-        self._opened: OrderedDict[str, None] = OrderedDict()
-        """Versions of models whose tokenizers are loaded, the least recently used first."""
+        self._opened: OrderedDict[str, str] = OrderedDict()
+        """Versions of models whose tokenizers are loaded -> digests of their files, the least
+        recently used first."""
         self._dropped: set[str] = set()
         """Versions whose tokenizers are of no use; the next `OpenModel` drops them."""
         self._capacity = settings.tokenizers
@@ -211,25 +212,39 @@ class TextProcess(asyncio.Protocol):
     def use(self, version: str) -> None:
         self._opened.move_to_end(version)
 
+    @property
+    def loaded(self) -> int:
+        """How many tokenizers it has loaded; models with equal files have one together."""
+        return len(set(self._opened.values()))
+
     async def open(
-        self, files: ModelFiles, claim: Claim, *, facts: bool, limit_s: float
+        self, files: ModelFiles, claim: Claim, known: Collection[str], limit_s: float
     ) -> FromText:
         """Load a tokenizer, after a check that its files are unchanged, and drop those of no use.
-        Raises as `ask` does, and `Refused`."""
+        `known`: digests of files whose vocabularies need not be sent. Raises as `ask` does, and
+        `Refused`."""
         await asyncio.to_thread(files.check_tokenizer)
-        if not self.has(files.key) and len(self._opened) >= self._capacity:
-            self._drop(next(iter(self._opened)))
-        message = OpenModel(files.key, files.path, facts, list(self._dropped))
+        message = OpenModel(files.key, files.path, list(known), list(self._dropped))
         self._dropped.clear()
         answer = await self.ask(message, claim, limit_s)
         if isinstance(answer, ModelOpened):
-            self._opened[files.key] = None
+            self._opened[files.key] = answer.digest
+            self._opened.move_to_end(files.key)
+            self._bound()
             try:
                 await asyncio.to_thread(files.check_tokenizer)
             except Refused:
                 self._drop(files.key)
                 raise
         return answer
+
+    def _bound(self) -> None:
+        """Drop the least recently used tokenizers beyond the most there may be. The process does it
+        when it loads the next one."""
+        recent = list(dict.fromkeys(reversed(self._opened.values())))
+        gone = set(recent[self._capacity :])
+        for version in [one for one, digest in self._opened.items() if digest in gone]:
+            self._drop(version)
 
     def _drop(self, version: str) -> None:
         del self._opened[version]

@@ -42,7 +42,8 @@ class TextPool:
     `close`."""
 
     def __init__(self, settings: TextSettings, vocabularies: int) -> None:
-        """`vocabularies`: the most to keep; the least recently used ones make way."""
+        """`vocabularies`: the most to keep; the least recently used ones make way. Models with
+        equal files have one together."""
         self._settings = settings
         self._claims: dict[TextProcess, list[Claim]] = {}
         """Process -> the requests that have it, the one that it works for first."""
@@ -129,22 +130,24 @@ class TextPool:
             process.use(version)
             return vocabulary
         limit_s = self._settings.load_timeout_s
+        known = {one.digest: one for one in self._vocabularies.values()}
         try:
-            answer = await process.open(files, claim, facts=vocabulary is None, limit_s=limit_s)
+            answer = await process.open(files, claim, known, limit_s)
         except TimeoutError as error:
             raise unservable(version, "its tokenizer takes too long to load") from error
         if isinstance(answer, TextFailure):
             raise _api_error(answer)
         assert isinstance(answer, ModelOpened)
+        vocabulary = known.get(answer.digest)
         if answer.facts is not None:
             try:
-                vocabulary = Vocabulary(answer.facts)
+                vocabulary = Vocabulary(answer.facts, answer.digest)
             except TokenizerError as error:
                 raise unservable(version, str(error)) from error
         assert vocabulary is not None
         self._vocabularies[version] = vocabulary
         self._vocabularies.move_to_end(version)
-        while len(self._vocabularies) > self._vocabularies_max:
+        while len({one.digest for one in self._vocabularies.values()}) > self._vocabularies_max:
             self._vocabularies.popitem(last=False)
         return vocabulary
 
@@ -239,12 +242,14 @@ class TextPool:
             waiter.set_result(process)
 
     def _start(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
-        """Return an idle process for a request, one with its tokenizer if there is one."""
+        """Return an idle process for a request: one with its tokenizer, or the one with the
+        fewest."""
         idle = [one for one, claims in self._claims.items() if not claims and one not in kept]
         running = [claims[0] for claims in self._claims.values() if claims]
         if not idle or not self._sharing.may_start(claim, running, now):
             return None
-        return next((one for one in idle if one.has(claim.version)), idle[0])
+        ready = next((one for one in idle if one.has(claim.version)), None)
+        return ready or min(idle, key=lambda one: one.loaded)
 
     def _follow(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
         """Return a process to which a request may be sent behind others."""

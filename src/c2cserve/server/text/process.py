@@ -59,12 +59,14 @@ class _Texts:
     def _open(self, message: OpenModel) -> ModelOpened:
         for version in message.drop:
             self._tokenizers.pop(version, None)
+        loaded = {one.digest: one for one in self._tokenizers.values()}
         try:
-            tokenizer = Tokenizer(Path(message.path), message.version)
+            tokenizer = Tokenizer.load(Path(message.path), message.version, loaded)
         except TokenizerError as error:
             raise unservable(message.version, str(error)) from error
         self._tokenizers[message.version] = tokenizer
-        return ModelOpened(tokenizer.facts() if message.facts else None)
+        known = tokenizer.digest in message.known
+        return ModelOpened(tokenizer.digest, None if known else tokenizer.facts())
 
     def _work(self, message: TextRequest) -> FromText:
         target = message.target

@@ -1,8 +1,10 @@
 """A model's tokenizer and chat template, without the model's framework."""
 
+import copy
 import hashlib
 import json
 from array import array
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,9 @@ class Tokenizer(Vocabulary):
     def __init__(self, directory: Path, model: str = "") -> None:
         """Load the tokenizer of a checkpoint. `model` salts the prefix hashes. Raises
         TokenizerError."""
-        self.directory = directory
+        text = _file_of(directory)
+        self._belong_to(directory, model)
         path = directory / "tokenizer.json"
-        try:
-            text = read_text(path, TOKENIZER_BYTES_MAX)
-            self._template = ChatTemplate(directory)
-        except FileProblem as problem:
-            raise TokenizerError(str(problem)) from problem
-        if text is None:
-            raise TokenizerError(
-                f"{path}: no such file; save the tokenizer in the fast format "
-                "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
-            )
         try:
             self._fast: Any = FastTokenizer.from_str(text)
             # A prompt is never truncated or padded in silence, whatever the file asks for.
@@ -44,11 +37,31 @@ class Tokenizer(Vocabulary):
             self._fast.no_padding()
         except BaseException as error:
             raise refusal(error, str(path)) from error
-        self._salt = hashlib.blake2b(model.encode(), digest_size=16).digest()
-        super().__init__(self.facts())
+        super().__init__(self.facts(), _digest(text))
         self._decoder = self._fast
         self.token_bytes_max = self._token_bytes_max()
         self._table: list[bytes] = []
+
+    @classmethod
+    def load(cls, directory: Path, model: str, loaded: Mapping[str, "Tokenizer"]) -> "Tokenizer":
+        """Return the tokenizer of a checkpoint. A file that is `loaded` (digest -> tokenizer) is
+        not loaded again: models of one family have it in common, and it takes up to a second and
+        100 MB. Raises TokenizerError."""
+        same = loaded.get(_digest(_file_of(directory)))
+        if same is None:
+            return cls(directory, model)
+        tokenizer = copy.copy(same)
+        tokenizer._belong_to(directory, model)
+        return tokenizer
+
+    def _belong_to(self, directory: Path, model: str) -> None:
+        """Set what differs between models with equal files."""
+        self.directory = directory
+        self._salt = hashlib.blake2b(model.encode(), digest_size=16).digest()
+        try:
+            self._template = ChatTemplate(directory)
+        except FileProblem as problem:
+            raise TokenizerError(str(problem)) from problem
 
     def facts(self) -> VocabularyFacts:
         """Return what the server needs to show tokens."""
@@ -157,6 +170,24 @@ class Tokenizer(Vocabulary):
             digest = hashlib.blake2b(digest + data[start : start + size], digest_size=16).digest()
             hashes.append(int.from_bytes(digest[:8], "little"))
         return tuple(hashes)
+
+
+def _file_of(directory: Path) -> str:
+    path = directory / "tokenizer.json"
+    try:
+        text = read_text(path, TOKENIZER_BYTES_MAX)
+    except FileProblem as problem:
+        raise TokenizerError(str(problem)) from problem
+    if text is None:
+        raise TokenizerError(
+            f"{path}: no such file; save the tokenizer in the fast format "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(...))"
+        )
+    return text
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _state(part: Any) -> dict[str, Any]:

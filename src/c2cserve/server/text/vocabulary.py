@@ -32,8 +32,10 @@ class VocabularyFacts(msgspec.Struct):
 class Vocabulary:
     """Turns tokens into text. Thread-safe."""
 
-    def __init__(self, facts: VocabularyFacts) -> None:
-        """Raises TokenizerError if the decoder cannot be loaded."""
+    def __init__(self, facts: VocabularyFacts, digest: str = "") -> None:
+        """`digest`: of the tokenizer's file. Raises TokenizerError if the decoder cannot be
+        loaded."""
+        self.digest = digest
         self.kind, self.strips = facts.kind, facts.strips
         self._pieces = facts.pieces
         self._specials = frozenset(facts.specials)

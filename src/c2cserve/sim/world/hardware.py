@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from c2cserve.core.machine import GpuShare, Slice, SliceKind
+from c2cserve.core.machine import GpuShare, Slice, SliceKind, most_active
 from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.sim.world.tables import Tables, read_tables
 
@@ -191,7 +191,8 @@ class SliceSettings:
     """KV's share of a slice's memory; the rest caches weights."""
     max_batch: int = 64
     max_step_tokens: int = 2048
-    max_active: int = 8
+    max_active: int | None = None
+    """None: as many as a server has active on a slice of the kind."""
     host_kv_bytes: int = 0
     """Host memory for paused KV of each slice that has memory of its own."""
     lanes: int = 1
@@ -264,7 +265,7 @@ def _slices_of(
             slab_bytes=_SLAB_BYTES,
             max_batch=settings.max_batch,
             max_step_tokens=settings.max_step_tokens,
-            max_active=settings.max_active,
+            max_active=settings.max_active or most_active(layout.kind),
             gpu=None if layout.kind == "cpu" else GpuShare(node, layout.sms),
             hbm_bytes=hbm_bytes,
             link=routes["h2d"][0] if streams else "",
