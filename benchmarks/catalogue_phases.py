@@ -24,6 +24,8 @@ from catalogue_server import Server
 from gpu_models import config_of
 
 _LONG_TOKENS, _SWITCH_TOKENS, _KILL_TOKENS = 4, 2, 64
+_SAME = 4
+"""Prompts that all models of a shape are asked."""
 _KILL_AT = 10
 _BACK_S = 120.0
 _SWITCH_P50_S, _SWITCH_P99_S = 5e-3, 20e-3
@@ -128,14 +130,15 @@ class Phases:
         ]  # fmt: skip
 
     async def _ask_alone(self) -> list[Answer]:
-        """All questions to a model in a row, and one that all models of its shape are asked."""
-        lists = self._questions()
+        """All questions to a model in a row, and some that all models of its shape are asked."""
+        lists, given = self._questions(), self._given
         asked: list[Question] = []
         for i, entry in enumerate(self._made.entries):
             asked += [one[i] for one in lists]
-            drawn = question(entry.shape, entry.shape, self._vocab[entry.shape], self._given.short,
-                             self._given.tokens, "same")  # fmt: skip
-            asked.append(Question(entry.id, entry.shape, drawn.prompt, drawn.tokens))
+            for number in range(_SAME):
+                drawn = question(entry.shape, entry.shape, self._vocab[entry.shape],
+                                 given.short, given.tokens, f"same {number}")  # fmt: skip
+                asked.append(Question(entry.id, entry.shape, drawn.prompt, drawn.tokens))
         answers = await self._ask(asked)
         for answer in answers:
             self._alone[answer.question.model, answer.question.prompt] = answer
@@ -215,9 +218,9 @@ class Phases:
         self._keep()
 
     def _between_models(self) -> None:
-        """How far apart two models of one shape are on the same prompt: what the tolerance must
-        tell apart. A model that answers in another's place is seen if one prompt tells them apart.
-        """
+        """How far apart two models of one shape are on the same prompts: what the tolerance must
+        tell apart. Random models are alike on a prompt now and then. One that answers in another's
+        place is seen if any of its prompts tells them apart."""
         groups: dict[tuple[int, ...], dict[str, Answer]] = {}
         for (model, prompt), answer in self._alone.items():
             groups.setdefault(prompt, {})[model] = answer
@@ -236,7 +239,10 @@ class Phases:
             "alike_on_a_prompt": sum(not all(prompts) for prompts in apart.values()),
         }  # fmt: skip
         if least is not None:
-            print(f"two models of one shape are {least:.3f} nats apart at least", flush=True)
+            told = sum(map(sum, apart.values())) / sum(map(len, apart.values()))
+            self._results["between_models_rms"]["told_apart"] = told
+            print(f"a prompt tells two models of one shape apart in {told:.1%} of cases; they are"
+                  f" {least:.3f} nats apart at least", flush=True)  # fmt: skip
         if alike:
             self._fail("between models", f"{alike} pairs would pass for one another")
 
