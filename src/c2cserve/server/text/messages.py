@@ -64,7 +64,7 @@ class TextRequest(msgspec.Struct, tag=True):
 
 class ModelOpened(msgspec.Struct, tag=True):
     digest: str
-    """Of the tokenizer's file."""
+    """The digest of the tokenizer's file."""
     facts: VocabularyFacts | None
 
 

@@ -45,8 +45,8 @@ class Tokenizer(Vocabulary):
     @classmethod
     def load(cls, directory: Path, model: str, loaded: Mapping[str, "Tokenizer"]) -> "Tokenizer":
         """Return the tokenizer of a checkpoint. A file that is `loaded` (digest -> tokenizer) is
-        not loaded again: models of one family have it in common, and it takes up to a second and
-        100 MB. Raises TokenizerError."""
+        not loaded again. It takes up to a second and 100 MB, and models of one family have it in
+        common. Raises TokenizerError."""
         same = loaded.get(_digest(_file_of(directory)))
         if same is None:
             return cls(directory, model)
