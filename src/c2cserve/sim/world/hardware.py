@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from c2cserve.core.machine import GpuShare, Slice, SliceKind
-from c2cserve.policy.simulated.presets import C2CSERVE, Preset
+from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.sim.world.tables import Tables, read_tables
 
 _SLAB_BYTES = 64 << 20

@@ -16,8 +16,8 @@ from c2cserve.core.actions import (
     Truncate,
 )
 from c2cserve.core.step import LANES, Lane
-from c2cserve.policy.simulated.build import SimulatedSlicePolicy
 from c2cserve.runtime.ports import Recorder
+from c2cserve.sim.policies.build import SimulatedSlicePolicy
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.compute import Compute
 from c2cserve.sim.world.context import SimulationContext, SliceUse
