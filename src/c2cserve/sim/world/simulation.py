@@ -11,6 +11,7 @@ from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.sim.policies.build import cluster_policy, slice_policy
+from c2cserve.sim.policies.profiled import profiled
 from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
@@ -18,7 +19,6 @@ from c2cserve.sim.world.faults import Fault
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.loop import LoopScheduler, PolicyLoop
-from c2cserve.sim.world.profiled import profiled
 from c2cserve.sim.world.requests import Ending, RequestBook, SimRequest, SloRule, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.slice_simulation import SliceSimulation
