@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -10,7 +11,7 @@ from typing import Self
 from catalogue_files import Pick
 from catalogue_server import Server, ServerFailed
 from mix_load import Answer, Mix, warm_up
-from mix_times import Times, measure_times
+from mix_times import Times, host_times, measure_times
 
 from c2cserve.bench.loadgen import Load, generate
 from c2cserve.bench.loadgen_reply import Record
@@ -58,7 +59,9 @@ class LiveArena:
     def times(self, source: str) -> Times:
         """Measure step times. Raises ServerFailed, ValueError."""
         models = {entry.shape: entry.id for entry in reversed(self._made.entries)}
-        return measure_times(self._mix, models, self._send_alone, source)
+        before = self._server.metrics()
+        found = measure_times(self._mix, models, self._send_alone, source)
+        return replace(found, host=host_times(_risen(before, self._server.metrics())))
 
     def run(self, asked: Sequence[Shape], answer_s: float) -> tuple[list[Answer], dict[str, float]]:
         """Send requests when they are due. Each may take `answer_s`, so the run ends so long after
@@ -70,12 +73,7 @@ class LiveArena:
         records = self._send(asked, None, answer_s)
         after = self._server.metrics()
         self._rest()
-        risen = {
-            name.removeprefix(_COUNTER): value - before.get(name, 0.0)
-            for name, value in after.items()
-            if name.startswith(_COUNTER) and name.endswith("_total")
-        }
-        return [_answer(record) for record in records], risen
+        return [_answer(record) for record in records], _risen(before, after)
 
     def last_words(self) -> str:
         return self._server.last_words()
@@ -118,6 +116,15 @@ class LiveArena:
                 return
             time.sleep(_POLL_S)
         raise ServerFailed(f"requests go on {_IDLE_S:.0f} s after their clients left")
+
+
+def _risen(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Return by how much the slice's counters rose."""
+    return {
+        name.removeprefix(_COUNTER): value - before.get(name, 0.0)
+        for name, value in after.items()
+        if name.startswith(_COUNTER) and name.endswith("_total")
+    }
 
 
 def _answer(record: Record) -> Answer:

@@ -25,7 +25,7 @@ from mix_machine import (
     this_machine,
 )
 from mix_simulated import simulate, simulated_models
-from mix_times import Times, read_times
+from mix_times import Times, host_times, read_times
 from report import report
 
 from c2cserve.core.machine import Slice
@@ -204,11 +204,11 @@ class Run:
             if cell.text in self.results["not_run"]:
                 continue
             answers: list[Answer] = []
-            fetches = 0
+            fetches, times = 0, self._times_for(cell)
             for seed, count in self._counts():
                 asked = requests(given.mix, self._names, cell.rate, count, seed)
                 found = simulate(
-                    host, slice_, arena, self._models, self._times, asked, warm, seed,
+                    host, slice_, arena, self._models, times, asked, warm, seed,
                     given.answer_s,
                 )  # fmt: skip
                 answers += found.answers
@@ -216,6 +216,16 @@ class Run:
             row = self._row(cell, slice_.kv_bytes)
             row["simulated"] = figures(answers) | {"fetches": fetches}
             self._said(cell, "simulated")
+
+    def _times_for(self, cell: Cell) -> Times | None:
+        """Return the step times to simulate a cell by. Where none were measured of the host's
+        thread, they are those that the server counted in the cell itself."""
+        times = self._times
+        if times is None or times.host is not None:
+            return times
+        lives = (row.get("live") for row in self.results["rows"] if row["cell"] == cell.text)
+        live = next(lives, None)
+        return times if live is None else replace(times, host=host_times(live["counters"]))
 
     def _cells(self, arena: Arena) -> list[Cell]:
         return [cell for cell in self._given.cells if cell.arena == arena]

@@ -106,6 +106,7 @@ def simulated_machine(
         slice=slice_, node=slice_.id, flops=speeds.flops, hbm_bytes_per_s=speeds.hbm_bytes_per_s,
         load_bytes_per_s=links.get(_H2D, 0.0), step_s=speeds.step_s, table=DEVICE,
         h2d=(_H2D, *shared) if links else (), d2h=(_D2H, *shared) if links else (),
+        host=None if times is None or slice_.gpu is None else times.host,
     )  # fmt: skip
     hardware = Hardware(
         name="weights_mix", source=speeds.source,

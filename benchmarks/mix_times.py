@@ -27,6 +27,7 @@ from mix_load import Mix
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
+from c2cserve.sim.world.host_thread import HostTimes
 from c2cserve.sim.world.tables import Tables, read_tables
 
 DEVICE = "measured"
@@ -38,6 +39,8 @@ _BESIDE = 4
 _STREAMED = 160
 """Tokens of a stream, at least."""
 _TRIES = 4
+_KINDS = ("prefill", "decode", "switched")
+"""Kinds of steps, as a server counts them."""
 
 Send = Callable[[Sequence[Shape], int | None], Sequence[Record]]
 """Sends requests, so many at a time, and returns their records. None: each when it is due. One
@@ -54,6 +57,8 @@ class Times:
     """Shape -> (prompt tokens, seconds)."""
     decode: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
     """Shape -> mean length, as a text -> (batch, seconds)."""
+    host: HostTimes | None = None
+    """What the slice's thread did for a step meanwhile; None: not counted, by an earlier server."""
 
     def tables(self) -> Tables:
         return read_tables(
@@ -82,6 +87,30 @@ def read_times(results: Mapping[str, Any]) -> Times | None:
     ValueError."""
     found = results.get("times")
     return None if found is None else msgspec.convert(found, Times)
+
+
+def host_times(risen: Mapping[str, float]) -> HostTimes | None:
+    """Return what a slice's thread did for a step, by how much the slice's counters rose. None: too
+    few are counted to say."""
+    if "submit_seconds_total" not in risen:
+        return None
+
+    def seconds(name: str) -> float:
+        return risen.get(f"{name}_seconds_total", 0.0)
+
+    steps = risen["steps_total"]
+    prefills, switched = risen["prefill_steps_total"], risen["switched_steps_total"]
+    decodes = steps - prefills - switched
+    if min(prefills, decodes) < 1:
+        return None
+    spent = {kind: seconds(f"{kind}_batch") + seconds(f"{kind}_launch") for kind in _KINDS}
+    whole_s = sum(seconds(name) for name in ("policy", "submit", "action", "poll"))
+    others_s = whole_s - seconds("step_wait") - sum(spent.values())
+    decode_s = spent["decode"] / decodes
+    return HostTimes(
+        seconds("prefill_batch") / prefills, seconds("prefill_launch") / prefills, decode_s,
+        spent["switched"] / switched if switched else decode_s, max(0.0, others_s) / steps,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

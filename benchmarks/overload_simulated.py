@@ -17,7 +17,7 @@ from typing import Any
 
 from report import report
 
-from c2cserve.policy.simulated.presets import C2CSERVE
+from c2cserve.policy.baselines.presets import C2CSERVE
 from c2cserve.sim.world.front_end import FrontEnd, FrontEndSimulation, Users
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest

@@ -24,8 +24,8 @@ from typing import Any
 
 from report import report
 
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import PRESETS
 from c2cserve.sim.studies.slinfer import HARDWARE, met, target
 from c2cserve.sim.workload.build import WorkloadSettings, workload
 from c2cserve.sim.world.hardware import SliceSettings, build

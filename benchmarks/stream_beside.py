@@ -16,6 +16,10 @@ means by request. Of `beside` only those count
 in which both models were decoding. Alone, the far model may find more of itself in the slice's
 memory than beside the other. So its times are also given per gigabyte that it read over the link.
 
+`slow_by_phase` has the near model's times of `beside` that are over 1.5 times its median alone: how
+many began in each twentieth of the far model's step, of how many times in all. Layers follow one
+another evenly there; its head is in the last of them, and what the host does for it in the first.
+
 An answer that takes longer than --limit-s is cut, and counts as far as it came: 2,000 tokens of
 --tokens that stream from the host take ten minutes. The exit status is 1 if the server fails, or a
 request does.
@@ -29,6 +33,7 @@ import shlex
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
@@ -49,6 +54,7 @@ _NEAR_BAR, _FAR_BAR = 1.5, 1.15
 """Times beside over times alone, at most: the near model's at p99, the far model's mean."""
 _FAR_ALONE = 5
 """The far model's request alone has the tokens of the one beside over this."""
+_PHASES = 20
 _REQUESTS = 8
 """Of the near model at a time, for each user."""
 _WARM_TOKENS = 16
@@ -150,6 +156,8 @@ def measure(server: Server, near: str, far: str, given: argparse.Namespace) -> F
         "far_alone": _figures(_gaps([far_alone])) | _streamed(far_alone, far_bytes),
         "far_beside": _figures(_gaps([far_beside], *both)) | _streamed(far_beside, beside_bytes),
     }  # fmt: skip
+    slow_s = _NEAR_BAR * results["near_alone"]["p50_ms"] / 1e3
+    results["near_beside"]["slow_by_phase"] = slow_by_phase(beside, far_beside, slow_s)
     return results | {"ratios": _ratios(results)}
 
 
@@ -234,6 +242,23 @@ def _gaps(records: Sequence[Record], since_s: float = -inf, until_s: float = inf
             if since_s <= begin_s and end_s <= until_s:
                 found.append(gap_s)
     return sorted(found)
+
+
+def slow_by_phase(near: Sequence[Record], far: Record, slow_s: float) -> list[tuple[int, int]]:
+    """Return (times over `slow_s`, all times) between tokens of `near`, by the twentieth of a step
+    of `far` in which they began."""
+    steps = list(accumulate(far.gaps_s, initial=far.first_s))
+    found = [[0, 0] for _ in range(_PHASES)]
+    for record in near:
+        begins = accumulate(record.gaps_s, initial=record.first_s)
+        for gap_s, begin_s in zip(record.gaps_s, begins, strict=False):
+            step = bisect_right(steps, begin_s) - 1
+            if 0 <= step < len(steps) - 1:
+                took_s = max(1e-9, steps[step + 1] - steps[step])
+                phase = min(_PHASES - 1, int(_PHASES * (begin_s - steps[step]) / took_s))
+                found[phase][0] += gap_s > slow_s
+                found[phase][1] += 1
+    return [(slow, every) for slow, every in found]
 
 
 def _tpot(records: Sequence[Record], since_s: float = -inf, until_s: float = inf) -> Figures:

@@ -14,7 +14,7 @@ from documents.figures import FigureError, Mark, marks, numbers
 from documents.names import missing_files, missing_in_drawings, missing_tests, named_results
 from documents.pages import Page, pages
 
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.studies.registry import STUDIES
 from c2cserve.sim.workload.catalogue import TRACES
 from c2cserve.sim.world import hardware

@@ -22,6 +22,7 @@ from c2cserve.kernels.gpu.graph_inputs import GraphInputs
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
+from c2cserve.kernels.gpu.small_copies import copy_small
 from c2cserve.kernels.layer import TokenRows
 from c2cserve.kernels.ops import RowSampling
 from c2cserve.kernels.ref import RefOps
@@ -122,6 +123,17 @@ def graph_inputs() -> None:
     assert fixed.rows.slots.tolist() == [21, 70, 21]
 
 
+def small_copies() -> None:
+    values = torch.arange(3000, dtype=torch.int32)
+    for count in (1, 3000, 1 << 17):  # the last is moved by a copy engine
+        given = values.repeat(-(-count // 3000))[:count]
+        pinned = given.pin_memory() if DEVICE.type == "cuda" else given
+        out = torch.full((count + 4,), -1, dtype=torch.int32, device=DEVICE)
+        copy_small(pinned, out[:count])
+        assert torch.equal(out[:count].cpu(), given)
+        assert out[count:].tolist() == [-1] * 4
+
+
 CASES: dict[Callable[[], None], set[str]] = {
     norms: {"_norm_kernel"},
     activation: {"_silu_mul_kernel"},
@@ -133,6 +145,7 @@ CASES: dict[Callable[[], None], set[str]] = {
     drawn_ids: {"_sample_kernel"},
     masked_ids: {"_part_kernel", "_whole_kernel", "_sample_kernel"},
     graph_inputs: {"_copy_in_kernel"},
+    small_copies: {"_copy_kernel"},
 }
 """What runs which kernels."""
 

@@ -1,6 +1,7 @@
 """A simulation's record: the streams of a server's, for the dashboard.
 
-Its policies are the preset's, so `runtime.replay` cannot build them from the file."""
+Where slices are as a server's, so are all policies, and `runtime.replay` builds them from the file.
+Else they are the preset's, which it cannot build."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from c2cserve.core.machine import Slice
+from c2cserve.policy.cluster.admission import AdmissionSettings
+from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import Record, no_record
 from c2cserve.runtime.replay import SIMULATED
@@ -23,21 +26,26 @@ def no_recorders(_: Slice | None) -> Recorder[Any, Any]:
 class RecordFile:
     """The record of one simulation, in one file. An older file of this name is replaced."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises OSError."""
+    def __init__(self, path: Path, server: AdmissionSettings | None = None) -> None:
+        """`server`: the settings of a server's policies, where the simulation has these. Raises
+        OSError."""
         path.unlink(missing_ok=True)
         self._path = path
+        self._server = server
         self._lives: Counter[str] = Counter()
         self._open: list[Record] = []
 
     def __call__(self, slice_: Slice | None) -> Recorder[Any, Any]:
         """Begin a stream. Raises OSError."""
+        made = "" if self._server is not None else f"{SIMULATED} "
         if slice_ is None:
-            record = Record(self._path, "controller", f"{SIMULATED} cluster", {})
+            arguments = {} if self._server is None else {"settings": self._server}
+            record = Record(self._path, "controller", f"{made}cluster", arguments)
         else:
             self._lives[slice_.id] += 1
             stream = f"{slice_.id}/{self._lives[slice_.id]}"
-            record = Record(self._path, stream, f"{SIMULATED} slice", {"slice": slice_})
+            arguments = {"slice": slice_, "max_in_flight": live_steps_in_flight(slice_)}
+            record = Record(self._path, stream, f"{made}slice", arguments)
         self._open.append(record)
         return record
 

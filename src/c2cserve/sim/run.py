@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from c2cserve.core.request import Slo
+from c2cserve.policy.baselines.presets import C2CSERVE, PRESETS
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import PRESETS
 from c2cserve.sim.recording import Recorders, RecordFile, no_recorders
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.workload.build import WorkloadSettings, workload
@@ -79,7 +79,7 @@ def prepare(
         requests = workload(scenario.workload, models)
     settings = Settings(
         preset=preset,
-        admission=AdmissionSettings(max_waiting=1_000_000, patience=scenario.patience),
+        admission=_admission(scenario),
         seed=scenario.seed,
         noise=scenario.noise,
         cold_pool=scenario.cold_pool,
@@ -94,6 +94,10 @@ def prepare(
         _check_fit(machine, models, scenario)
     slo = None if scenario.slo == "catalog" else slo_rule(scenario.slo)
     return Simulation(machine, models, requests, slo, settings, recorders)
+
+
+def _admission(scenario: Scenario) -> AdmissionSettings:
+    return AdmissionSettings(max_waiting=1_000_000, patience=scenario.patience)
 
 
 def _check_fit(machine: SimMachine, models: Sequence[SimModel], scenario: Scenario) -> None:
@@ -112,7 +116,10 @@ def simulate(
     """Run a scenario. `models` replace those that it names. `record`: the file to record it in.
 
     Raises ValueError (and its kinds), OSError, and AssertionError if an invariant breaks."""
-    file = None if record is None else RecordFile(record)
+    as_server = scenario.as_live and PRESETS[scenario.policy] == C2CSERVE and not scenario.hybrid
+    file = (
+        None if record is None else RecordFile(record, _admission(scenario) if as_server else None)
+    )
     simulation = prepare(scenario, models, recorders=file or no_recorders)
     try:
         simulation.run()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import mix_times
 import pytest
 from mix_load import TINY
-from mix_times import measure_times, read_times
+from mix_times import Times, host_times, measure_times, read_times
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
@@ -127,3 +127,37 @@ def test_tokens_in_few_pieces_are_spread_evenly() -> None:
     assert mix_times._late_tpot_s(record) == pytest.approx(0.01)
     with pytest.raises(ValueError, match="in one piece"):
         mix_times._late_tpot_s(Record(0, "m", 0.0, output_tokens=8))
+
+
+COUNTERS = {
+    "steps_total": 100.0, "prefill_steps_total": 10.0, "switched_steps_total": 20.0,
+    "prefill_batch_seconds_total": 0.01, "prefill_launch_seconds_total": 0.1,
+    "decode_batch_seconds_total": 0.035, "decode_launch_seconds_total": 0.07,
+    "switched_batch_seconds_total": 0.01, "switched_launch_seconds_total": 0.03,
+    "policy_seconds_total": 0.02, "submit_seconds_total": 0.3, "action_seconds_total": 0.005,
+    "poll_seconds_total": 0.05, "step_wait_seconds_total": 0.02, "sleep_seconds_total": 9.0,
+}  # fmt: skip
+
+
+def test_what_the_host_does_for_a_step_is_what_the_server_counts() -> None:
+    found = host_times(COUNTERS)
+    assert found is not None
+    assert found.prefill_batch_s == pytest.approx(0.001)
+    assert found.prefill_launch_s == pytest.approx(0.01)
+    assert found.decode_s == pytest.approx(0.0015)
+    assert found.switched_s == pytest.approx(0.002)
+    # All of the thread's 0.375 s but sleep, less the waits and what is above.
+    assert found.others_s == pytest.approx((0.375 - 0.02 - 0.255) / 100)
+
+
+def test_a_server_that_does_not_count_says_nothing_of_its_host() -> None:
+    assert host_times({"steps_total": 5.0}) is None
+    assert host_times(COUNTERS | {"prefill_steps_total": 0.0}) is None
+    none_switched = host_times(COUNTERS | {"switched_steps_total": 0.0})
+    assert none_switched is not None
+    assert none_switched.switched_s == none_switched.decode_s
+
+
+def test_times_of_the_host_are_kept_in_the_results() -> None:
+    found = Times("here", 0.0, {}, {}, host_times(COUNTERS))
+    assert read_times({"times": json.loads(json.dumps(found.as_json()))}) == found

@@ -35,6 +35,16 @@ def test_only_times_within_the_window_count() -> None:
     assert stream_beside._gaps([record], 1.2, 3.9) == [1.0]
 
 
+def test_slow_times_are_counted_by_the_phase_of_a_step_beside() -> None:
+    far = Record(0, "far", 0.0, first_s=10.0, last_s=14.0, gaps_s=[2.0, 2.0])
+    near = Record(0, "near", 0.0, first_s=9.5, last_s=14.5, gaps_s=[0.75, 0.125, 3.0, 0.9, 0.3])
+    found = stream_beside.slow_by_phase([near], far, 0.5)
+    # They begin at 9.5 (before the first step), 10.25, 10.375, 13.375 and 14.275 (after the last).
+    assert {phase: one for phase, one in enumerate(found) if one[1]} == {
+        2: (0, 1), 3: (1, 1), 13: (1, 1),
+    }  # fmt: skip
+
+
 def test_time_per_token_is_the_mean_of_a_request() -> None:
     records = [
         Record(0, "m", 0.0, first_s=1.0, last_s=4.0, gaps_s=[0.5, 2.5]),

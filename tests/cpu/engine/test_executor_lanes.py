@@ -259,9 +259,9 @@ def test_contexts_of_a_whole_gpu_share_its_sms(monkeypatch: pytest.MonkeyPatch) 
     def context(_device: int, _repository: Any, **fields: Any) -> None:
         made.append(fields)
 
-    for sms, readers, spared in (
-        (132, {"host": 4, "peer": 32}, 4),
-        (16, {"host": 4, "peer": 4}, 4),
+    for sms, readers, left in (
+        (132, {"host": 4, "peer": 32}, 128),
+        (16, {"host": 4, "peer": 4}, 12),
     ):
         made.clear()
         properties = SimpleNamespace(multi_processor_count=sms)
@@ -269,4 +269,6 @@ def test_contexts_of_a_whole_gpu_share_its_sms(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(gpu_lanes, "LaunchContext", context)
         chooser = SimpleNamespace(readers=lambda: {"host": 4, "peer": 32})
         gpu_lanes.lane_contexts(0, cast(Any, None), cast(Any, chooser), 2)
-        assert made == [{"spared_sms": spared}, {"readers": readers}]
+        assert made == [
+            {"spared_sms": 4, "picked_for": left}, {"readers": readers, "picked_for": left},
+        ]  # fmt: skip

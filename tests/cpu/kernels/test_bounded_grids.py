@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from c2cserve.core.tensors import Home
+from c2cserve.engine.gpu.lanes import lane_contexts
 from c2cserve.kernels.gpu import driver, launch_context
 from c2cserve.kernels.gpu.aot.repository import Repository
 from c2cserve.kernels.gpu.aot.variants import Variant
@@ -62,8 +63,19 @@ def test_readers_of_a_small_slice_are_no_more_than_fit() -> None:
 def test_grids_leave_sms_to_the_readers_beside() -> None:
     context = LaunchContext(0, REPOSITORY, spared_sms=4)
     assert context.clusters(ALONE) == 128
-    assert context.clusters(THREES) == 39, "these leave more already"
+    assert context.clusters(THREES) == 35, "each reader may lie where a cluster of three would"
+    assert context.clusters(EIGHTS) == 10
     assert LaunchContext(0, REPOSITORY, 2, spared_sms=4).clusters(ALONE) == 1
+
+
+def test_lanes_pick_dataflows_for_the_same_sms() -> None:
+    """A model changes lanes between two steps, and its answers must not change with them."""
+    repository, chooser = REPOSITORY, Chooser(assumed_h200())
+    lanes = lane_contexts(0, repository, chooser, 2)
+    assert [lane.picked_for for lane in lanes] == [128, 128]
+    assert [lane.clusters(ALONE) for lane in lanes] == [128, SMS], "grids differ"
+    [alone] = lane_contexts(0, repository, chooser, 1)
+    assert alone.picked_for == SMS
 
 
 def test_a_cluster_that_does_not_fit_is_an_error() -> None:

@@ -7,6 +7,7 @@ from triton_case import DTYPES, close, noise
 
 from c2cserve.kernels.gpu import elementwise
 from c2cserve.kernels.gpu.gemm import experts
+from c2cserve.kernels.gpu.small_copies import copy_small
 from c2cserve.kernels.ref import RefOps
 
 REF = RefOps()
@@ -64,6 +65,16 @@ def test_chained_ids() -> None:
     assert torch.equal(elementwise.chained(ids, drawn).cpu(), want)
     assert torch.equal(REF.chained(ids.cpu(), drawn.cpu()), want)
     assert elementwise.chained(ids[:0], drawn).shape == (0,)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1024, 1025, 1 << 17])
+def test_small_copies(count: int) -> None:
+    """The last one is larger than what a kernel copies."""
+    given = torch.arange(count, dtype=torch.int32) * 7 + 1
+    out = torch.full((count + 3,), -1, dtype=torch.int32, device=DEVICE)
+    copy_small(given.pin_memory() if DEVICE.type == "cuda" else given, out[:count])
+    assert torch.equal(out[:count].cpu(), given)
+    assert out[count:].tolist() == [-1] * 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -11,11 +11,11 @@ from c2cserve.core.actions import Activate, ResizeKv
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
+from c2cserve.policy.baselines.presets import SLINFER
 from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint, resumed
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks
 from c2cserve.policy.cluster.quantify import StepTable
 from c2cserve.policy.cluster.slice_load import PlacedRequest, SliceLoad
-from c2cserve.policy.simulated.presets import SLINFER
 
 NO_CONSOLIDATION = replace(SLINFER, consolidate=False)
 SPECS = {f"m{i}": ModelSpec(f"m{i}", 10_000 << i, 2, 16, 4096) for i in range(4)}

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.presets import Limit
 from c2cserve.policy.baselines.serverlessllm import limit, place_by_limits, scatter
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
-from c2cserve.policy.simulated.presets import Limit
 
 LIMITS = (Limit(10, 1, 3), Limit(20, 0, 2))
 SMALL, LARGE, HUGE = (ModelSpec(f"m{size}", size, 2, 16, 4096) for size in (10, 20, 90))

@@ -13,10 +13,10 @@ from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.baselines.presets import PRESETS, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
 from c2cserve.policy.cluster.policy import ClusterPolicy
-from c2cserve.policy.simulated.build import cluster_policy
-from c2cserve.policy.simulated.presets import PRESETS, Preset
+from c2cserve.sim.policies.build import cluster_policy
 
 PREFILL = ((1, 0.001), (1000, 0.1))
 DECODE = ((512, 1, 0.01), (512, 64, 0.05), (4096, 1, 0.02), (4096, 64, 0.1))

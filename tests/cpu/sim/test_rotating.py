@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from c2cserve.core.request import Slo
+from c2cserve.policy.baselines.presets import C2CSERVE, FCFS, SUPERINFER, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import C2CSERVE, FCFS, SUPERINFER, Preset
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import report
 from c2cserve.sim.world.faults import Fault, parse_fault

@@ -6,8 +6,8 @@ import pytest
 from worlds import check_end, requests
 
 from c2cserve.core.request import Slo
+from c2cserve.policy.baselines.presets import FCFS
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import FCFS
 from c2cserve.sim.report import report
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest

@@ -1,4 +1,4 @@
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.studies.slinfer import run
 
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from worlds import check_end, world
 
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.report import report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.build import WorkloadSettings, workload

@@ -3,7 +3,7 @@
 from random import Random
 
 from c2cserve.core.request import Slo
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.world.faults import Fault, LinkFault, SliceFault
 from c2cserve.sim.world.hardware import SliceSettings, build
 from c2cserve.sim.world.requests import SimRequest

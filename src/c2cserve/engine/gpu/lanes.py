@@ -120,9 +120,10 @@ def lane_contexts(
     readers: dict[Home, int] = {
         home: min(most, ctas) for home, ctas in chooser.readers().items()
     }  # fmt: skip
+    left = max(1, sms - _SPARED_SMS)
     return [
-        LaunchContext(device, repository, spared_sms=_SPARED_SMS),
-        LaunchContext(device, repository, readers=readers),
+        LaunchContext(device, repository, spared_sms=_SPARED_SMS, picked_for=left),
+        LaunchContext(device, repository, readers=readers, picked_for=left),
     ]
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from c2cserve.kernels.gpu.sampling.greedy import greedy, greedy_of
 from c2cserve.kernels.gpu.sampling.masks import RowMasks
 from c2cserve.kernels.gpu.sampling.sample import asked_of, sample
+from c2cserve.kernels.gpu.small_copies import copy_small
 from c2cserve.kernels.ops import AwaitedMasks, RowSampling, Sample, SampledTokens
 
 HostSampler = Callable[[Tensor, Sequence[RowSampling]], Sample]
@@ -50,8 +51,10 @@ class GpuSample:
         self._rows = rows
         self._others = [i for i, row in enumerate(rows) if not is_plain(row)]
         self._found: Tensor | None = None
+        self._read: Tensor | None = None
+        """Pinned memory that the step reads: kept until it is over."""
         if len(self._others) < len(rows):
-            found = _decide(logits, rows, self._others, awaited)
+            found, self._read = _decide(logits, rows, self._others, awaited)
             self.chain: Tensor | None = found[0]
             self._found = _to_host(found)
         else:
@@ -111,8 +114,9 @@ class Sampler:
 def _decide(
     logits: Tensor, rows: Sequence[RowSampling], others: Sequence[int],
     awaited: AwaitedMasks | None,
-) -> Tensor:  # fmt: skip
-    """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning."""
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return ids and log-probabilities as `greedy` does. Those of `others` have no meaning. Return
+    beside them what must be kept until they are there."""
     elsewhere = set(others)
     if awaited is None:
         masks = [None if i in elsewhere else row.mask for i, row in enumerate(rows)]
@@ -120,11 +124,12 @@ def _decide(
     else:
         only = RowMasks.when_ready(awaited, len(rows), logits.device)
     if all(row.temperature <= 0.0 for row in rows if is_plain(row)):
-        return greedy(logits, only)
+        return greedy(logits, only), None
     asked = asked_of([_GREEDY if i in elsewhere else row for i, row in enumerate(rows)])
-    if logits.device.type == "cuda":
-        asked = asked.pin_memory().to(logits.device, non_blocking=True)
-    return sample(logits, asked, only)
+    pinned = asked.pin_memory() if logits.device.type == "cuda" else asked
+    moved = torch.empty_like(pinned, device=logits.device)
+    copy_small(pinned.view(-1).view(torch.int32), moved.view(-1).view(torch.int32))
+    return sample(logits, moved, only), pinned
 
 
 def _to_host(tensor: Tensor) -> Tensor:

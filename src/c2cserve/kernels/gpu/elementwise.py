@@ -78,7 +78,7 @@ def _chained_kernel(
 
 @triton.jit(do_not_specialize=["vocab"])
 def _embed_kernel(
-    table, ids, out, vocab, hidden, BLOCK: tl.constexpr,
+    ids, table, out, vocab, hidden, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     after_others(PDL)
@@ -159,11 +159,17 @@ _launch_silu_mul = Launcher(_silu_mul_kernel, _silu_mul_constants)
 def chained(ids: Tensor, sampled: Tensor) -> Tensor:
     """`Ops.chained`: contiguous `ids` int32 [T] and `sampled` int32 [R] -> int32 [T]."""
     out = torch.empty_like(ids)
-    if len(ids):
-        _chained_kernel[(-(-len(ids) // _COLUMNS),)](
-            ids, sampled, out, len(ids), BLOCK=_COLUMNS, num_warps=4, **PDL_OPTIONS
-        )
+    count = len(ids)
+    if count:
+        _launch_chained((-(-count // _COLUMNS), 1, 1), (ids, sampled, out), (count,), ())
     return out
+
+
+def _of_columns(*_key: object) -> dict[str, Any]:
+    return {"BLOCK": _COLUMNS, "num_warps": 4}
+
+
+_launch_chained = Launcher(_chained_kernel, _of_columns)
 
 
 def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
@@ -175,17 +181,12 @@ def embed(table: Tensor, ids: Tensor, device: torch.device) -> Tensor:
     vocab, hidden = table.shape
     out = torch.empty((len(ids), hidden), dtype=table.dtype, device=device)
     if len(ids):
-        _embed_kernel[(len(ids), -(-hidden // _COLUMNS))](
-            table,
-            ids,
-            out,
-            vocab,
-            hidden,
-            BLOCK=_COLUMNS,
-            num_warps=4,
-            **PDL_OPTIONS,
-        )
+        grid = len(ids), -(-hidden // _COLUMNS), 1
+        _launch_embed(grid, (ids, table, out), (vocab, hidden), (table.dtype, hidden))
     return out
+
+
+_launch_embed = Launcher(_embed_kernel, _of_columns)
 
 
 def combine(y: Tensor, places: Tensor, weights: Tensor) -> Tensor:

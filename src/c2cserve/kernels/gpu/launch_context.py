@@ -44,13 +44,17 @@ class LaunchContext:
     def __init__(
         self, device: int, repository: Repository, sms: int | None = None, *,
         readers: Mapping[Home, int] | None = None, spared_sms: int = 0,
+        picked_for: int | None = None,
     ) -> None:  # fmt: skip
         """Other kernels run beside this context's in two cases.
 
         `readers`: at most so many CTAs read W from a home, or one cluster if that is larger. No
         kernel begins before they have ended: it would take SMs that it has no use for yet. The
         kernels beside have all other SMs. `spared_sms`: grids leave so many SMs to the readers
-        beside. Neither changes a result.
+        beside, wherever those lie. Neither changes a result.
+
+        `picked_for`: dataflows are picked for so many SMs (None: for all). That may change the last
+        bits of a result, so it is the same in all lanes of a slice.
         """
         self.device = device
         self.readers: Mapping[Home, int] = readers or {}
@@ -61,6 +65,7 @@ class LaunchContext:
         self.repository = repository
         whole = torch.cuda.get_device_properties(device).multi_processor_count
         self.sms = min(sms or whole, whole)
+        self.picked_for = picked_for or self.sms
         self.copies = driver.new_stream(device)
         """The stream of the copy engines, which work while kernels run. It is not one of torch's 32
         pooled streams, as kernels might be launched on the same one."""
@@ -144,7 +149,9 @@ class LaunchContext:
             room = self.sms // variant.cluster
             fits = min(room, _resident_clusters(self.repository, variant)) if room else 0
             if fits:
-                fits = min(fits, max(1, (self.sms - self._spared_sms) // variant.cluster))
+                # A cluster lies in one group of SMs, so each SM of a reader may take the place of
+                # one. A cluster that finds no place would wait for the end of all others.
+                fits = max(1, fits - self._spared_sms)
             if fits < 1:
                 raise driver.CudaError(
                     f"{variant.name} needs clusters of {variant.cluster} SMs;"

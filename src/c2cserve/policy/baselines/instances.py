@@ -14,12 +14,12 @@ from c2cserve.core.actions import (
 )
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.baselines.presets import Preset
 from c2cserve.policy.baselines.slinfer.consolidation import Placer, footprint
 from c2cserve.policy.baselines.slinfer.memory import MemoryBooks, lowered
 from c2cserve.policy.cluster.link_and_memory import stream_step_s
 from c2cserve.policy.cluster.slice_load import Instance, Placement, SliceLoad
 from c2cserve.policy.cluster.strategies import InstanceRules
-from c2cserve.policy.simulated.presets import Preset
 
 Actions = Sequence[ClusterAction | SimulatedClusterAction]
 

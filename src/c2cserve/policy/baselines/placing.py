@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.presets import Preset
 from c2cserve.policy.baselines.serverlessllm import place_by_limits, scatter
 from c2cserve.policy.baselines.slinfer.consolidation import Placer
 from c2cserve.policy.cluster.placement import Value
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
-from c2cserve.policy.simulated.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from zlib import crc32
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.presets import Limit
 from c2cserve.policy.cluster.slice_load import Placement, SliceLoad
-from c2cserve.policy.simulated.presets import Limit
 
 
 def limit(limits: Sequence[Limit], spec: ModelSpec, load: SliceLoad) -> int:

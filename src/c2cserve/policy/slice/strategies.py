@@ -5,7 +5,7 @@
                     or weights are read in place
     prefill_budget  `batching.headroom_budget`      `baselines.c2cserve.chunk_budgets`
     rank            least headroom first            order of arrival
-    lookahead       none: one step per decision     `simulated.lookahead`
+    lookahead       none: one step per decision     `sim.policies.lookahead`
     gemm_control    none                            `baselines.c2cserve.alpha`
 
 `ExtraT` is the type of the actions that these parts add to `actions.SliceAction`. A live slice adds

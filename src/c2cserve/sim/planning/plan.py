@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from math import ceil, log2
 from typing import Any
 
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import could_bind
 from c2cserve.sim.planning.trials import Trial, Trials, gpus, load_of
 from c2cserve.sim.run import Scenario

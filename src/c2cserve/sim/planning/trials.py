@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from statistics import mean, stdev
 
-from c2cserve.policy.simulated.presets import PRESETS
+from c2cserve.policy.baselines.presets import PRESETS
 from c2cserve.sim.planning.bottleneck import RESOURCES
 from c2cserve.sim.report import Report, in_time, on_pace, report
 from c2cserve.sim.run import Scenario, prepare

@@ -14,8 +14,8 @@ cached in HBM. The other is ours, which caches weights in the HBM that KV leaves
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from c2cserve.policy.baselines.presets import C2CSERVE, SERVERLESSLLM, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import C2CSERVE, SERVERLESSLLM, Preset
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule
 from c2cserve.sim.studies import interference

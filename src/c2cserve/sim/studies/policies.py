@@ -7,8 +7,8 @@ the other studies say. Prompts of 300 and answers of 150 tokens on average unles
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from c2cserve.policy.baselines.presets import C2CSERVE, FCFS, SLINFER, SUPERINFER, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import C2CSERVE, FCFS, SLINFER, SUPERINFER, Preset
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule
 from c2cserve.sim.studies.figure import Figure

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from c2cserve.core.request import Slo
+from c2cserve.policy.baselines.presets import GPU_ONLY, PRESETS, SLINFER, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import GPU_ONLY, PRESETS, SLINFER, Preset
 from c2cserve.sim.report import report
 from c2cserve.sim.run import slo_rule
 from c2cserve.sim.studies.figure import Figure

@@ -13,8 +13,8 @@ B_xfer is the bytes that may rotate per iteration. Link speeds come from the har
 
 from dataclasses import dataclass, replace
 
+from c2cserve.policy.baselines.presets import FCFS, SUPERINFER, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.presets import FCFS, SUPERINFER, Preset
 from c2cserve.policy.slice.rotation import RotationSettings
 from c2cserve.sim.report import Report, report
 from c2cserve.sim.run import slo_rule

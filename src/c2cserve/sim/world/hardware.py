@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from c2cserve.core.machine import GpuShare, Slice, SliceKind, most_active
-from c2cserve.policy.simulated.presets import C2CSERVE, Preset
+from c2cserve.policy.baselines.presets import C2CSERVE, Preset
+from c2cserve.sim.world.host_thread import HostTimes
 from c2cserve.sim.world.tables import Tables, read_tables
 
 _SLAB_BYTES = 64 << 20
@@ -91,6 +92,8 @@ class SimulatedSlice:
     d2h: tuple[str, ...] = ()
     compute: str = ""
     """The "link" of capacity 1 by which parts of a node share its time; empty: it is not shared."""
+    host: HostTimes | None = None
+    """What the host does for its steps; None: nothing, as `step_s` stands for it."""
 
 
 @dataclass(frozen=True, slots=True)

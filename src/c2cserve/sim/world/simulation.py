@@ -7,10 +7,11 @@ from random import Random
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.policy.cluster.admission import AdmissionSettings
-from c2cserve.policy.simulated.build import cluster_policy, slice_policy
-from c2cserve.policy.simulated.presets import C2CSERVE, Preset
 from c2cserve.policy.slice.strategies import live_steps_in_flight
+from c2cserve.sim.policies.build import cluster_policy, slice_policy
+from c2cserve.sim.policies.profiled import profiled
 from c2cserve.sim.recording import Recorders, no_recorders
 from c2cserve.sim.world.context import SimulationContext
 from c2cserve.sim.world.costs import Costs
@@ -18,7 +19,6 @@ from c2cserve.sim.world.faults import Fault
 from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice
 from c2cserve.sim.world.links import Network
 from c2cserve.sim.world.loop import LoopScheduler, PolicyLoop
-from c2cserve.sim.world.profiled import profiled
 from c2cserve.sim.world.requests import Ending, RequestBook, SimRequest, SloRule, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.slice_simulation import SliceSimulation
@@ -46,7 +46,7 @@ class Settings:
     before."""
     faults: tuple[Fault, ...] = ()
     lookahead: int = 64
-    """Decode steps that slices may decide at once (`policy.simulated.lookahead`); 1: none, as
+    """Decode steps that slices may decide at once (`sim.policies.lookahead`); 1: none, as
     live."""
     as_live: bool = False
     """Slices are as a server's. GPU slices have two steps in flight, and each step is a decision of
@@ -281,7 +281,8 @@ class Simulation:
         preset, live = self.settings.preset, self.settings.as_live
         lookahead = 1 if live else self.settings.lookahead
         in_flight = live_steps_in_flight(simulated.slice) if live else 1
-        policy = slice_policy(simulated.slice, preset, lookahead, in_flight)
+        hybrid = self.settings.hybrid
+        policy = slice_policy(simulated.slice, preset, lookahead, in_flight, hybrid=hybrid)
         self.slices[simulated.slice.id] = SliceSimulation(
             simulated, self._context, policy, self._recorders(simulated.slice),
             chained=in_flight > 1, reports=live,

@@ -1,5 +1,6 @@
 """A simulated slice: the executor of `policy.slice`, with costs in place of kernels."""
 
+from dataclasses import replace
 from functools import partial
 
 from c2cserve.core import events as ev
@@ -16,13 +17,14 @@ from c2cserve.core.actions import (
     Truncate,
 )
 from c2cserve.core.step import LANES, Lane
-from c2cserve.policy.simulated.build import SimulatedSlicePolicy
 from c2cserve.runtime.ports import Recorder
+from c2cserve.sim.policies.build import SimulatedSlicePolicy
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.compute import Compute
 from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
 from c2cserve.sim.world.hardware import SimulatedSlice
+from c2cserve.sim.world.host_thread import HostThread
 from c2cserve.sim.world.links import Flow
 from c2cserve.sim.world.loop import PolicyLoop
 from c2cserve.sim.world.requests import TrackedRequest
@@ -66,11 +68,12 @@ class SliceSimulation:
         self._cache: WeightCache | None = None
         if simulated.h2d:
             self._cache = WeightCache(max(0, simulated.slice.hbm_bytes - simulated.slice.kv_bytes))
+        self._host = None if simulated.host is None else HostThread(simulated.host)
         self.use = SliceUse()
         """Counters of all lanes together."""
         self._lanes: dict[Lane, Compute] = {
             lane: Compute(
-                simulated, context, self.seqs, self.book, self._cache, self._notify,
+                simulated, context, self.seqs, self.book, self._cache, self._step_over,
                 self._finished, self.use, partial(self._slowdown, lane),
             )
             for lane in LANES[: simulated.slice.lanes]
@@ -249,7 +252,7 @@ class SliceSimulation:
     def _release(self, name: str) -> None:
         if not self._blocked(name):
             for step in self._waiting.pop(name, ()):
-                self._lanes[step.step.lane].submit(step)
+                self._launch(step)
 
     # ---- steps ----------------------------------------------------------------------------------
 
@@ -292,14 +295,32 @@ class SliceSimulation:
         If one of several steps has to wait, each of them runs once."""
         steps = (run.step, *run.then)
         if not any(self._blocked(step.model) for step in steps):
-            self._lanes[run.step.lane].submit(run)
+            self._launch(run)
             return
         for step in steps:
             if self._blocked(step.model):
                 self._waiting.setdefault(step.model, []).append(RunStep(step))
                 self._notify(ev.StepParked(step.id))
             else:
-                self._lanes[step.lane].submit(RunStep(step))
+                self._launch(RunStep(step))
+
+    def _launch(self, run: RunStep) -> None:
+        if self._host is None:
+            self._launched(run)
+        else:
+            timeline = self._context.timeline
+            timeline.at(self._host.launch(run.step, timeline.now), self._launched, run)
+
+    def _launched(self, run: RunStep) -> None:
+        if not self._dead:
+            self._lanes[run.step.lane].submit(run)
+
+    def _step_over(self, event: ev.SliceEvent) -> None:
+        """Notify the policy of a step's end, with the time that a live slice would give it."""
+        if self._host is not None and isinstance(event, ev.StepDone):
+            took_s = self._host.ended(event.step_id, self._context.timeline.now)
+            event = replace(event, compute_s=took_s)
+        self._notify(event)
 
     def _move(self, move: Move) -> None:
         """Move KV over the links of weights; it leaves in the other direction."""

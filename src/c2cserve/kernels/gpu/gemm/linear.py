@@ -131,7 +131,8 @@ class Linear:
         return out
 
     def _question(self, rows: int, w: WeightHandle, top_k: int) -> Question:
-        return Question(rows, w.n, w.k, w.dtype, w.home, self.context.sms, w.experts, top_k)
+        sms = self.context.picked_for
+        return Question(rows, w.n, w.k, w.dtype, w.home, sms, w.experts, top_k)
 
     def _launch(
         self, dataflow: DataflowName, tiles: Tiles, x: Tensor, w: WeightHandle,

@@ -4,12 +4,15 @@
 # pyright: basic, reportCallIssue=false
 # ruff: noqa: N803
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from c2cserve.kernels.gpu.programmatic_launch import PDL_OPTIONS, after_others
+from c2cserve.kernels.gpu.launcher import Launcher
+from c2cserve.kernels.gpu.programmatic_launch import after_others
 from c2cserve.kernels.gpu.sampling.masks import RowMasks, allowed
 
 _COLUMNS = 4096
@@ -104,26 +107,25 @@ def greedy(logits: Tensor, only: RowMasks | None = None) -> Tensor:
             masks, places, words = only.masks, only.places, only.masks.shape[1]
             free = torch.empty_like(tops)
         masked = only is not None
-        _part_kernel[(rows, parts)](
-            logits.contiguous(),
-            tops,
-            totals,
-            bests,
-            free,
-            masks,
-            places,
-            vocab,
-            words,
-            MASKED=masked,
-            BLOCK=_COLUMNS,
-            num_warps=8,
-            **PDL_OPTIONS,
-        )
-        _whole_kernel[(rows,)](
-            tops, totals, bests, free, found, rows, parts, MASKED=masked, MERGED=_MERGED,
-            num_warps=2, **PDL_OPTIONS,
+        partial = (tops, totals, bests, free)
+        _launch_part(
+            (rows, parts, 1), (logits.contiguous(), *partial, masks, places), (vocab, words),
+            (logits.dtype, vocab, masked),
         )  # fmt: skip
+        _launch_whole((rows, 1, 1), (*partial, found), (rows, parts), (masked,))
     return found
+
+
+def _part_constants(_dtype: torch.dtype, _vocab: int, masked: bool) -> dict[str, Any]:
+    return {"MASKED": masked, "BLOCK": _COLUMNS, "num_warps": 8}
+
+
+def _whole_constants(masked: bool) -> dict[str, Any]:
+    return {"MASKED": masked, "MERGED": _MERGED, "num_warps": 2}
+
+
+_launch_part = Launcher(_part_kernel, _part_constants)
+_launch_whole = Launcher(_whole_kernel, _whole_constants)
 
 
 def greedy_of(found: Tensor) -> tuple[list[int], list[float]]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.baselines.presets import Preset
 from c2cserve.policy.baselines.slinfer.memory import raised, required_bytes
 from c2cserve.policy.baselines.slinfer.shadow import Prompt, Shadow, in_time, round_fits
 from c2cserve.policy.cluster.slice_load import (
@@ -21,7 +22,6 @@ from c2cserve.policy.cluster.slice_load import (
     SliceLoad,
     kv_token_bytes,
 )
-from c2cserve.policy.simulated.presets import Preset
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Which strategies make up a scheduler: ours, and the papers' as baselines in the same code.
 
-A preset is data, from which `policy.simulated.build` makes policies. A simulated world reads what
+A preset is data, from which `sim.policies.build` makes policies. A simulated world reads what
 the mechanism underneath can do."""
 
 from dataclasses import dataclass
@@ -65,7 +65,8 @@ class Preset:
     """Largest virtual lag time first, KV rotated to the host where a slice has memory there
     (SuperInfer section 4.2)."""
     alpha: bool = True
-    """The split of hybrid GEMMs follows contention on the link (C2CServe section 7)."""
+    """Where GEMMs are hybrid, their split follows contention on the link (C2CServe section 7). A
+    server has none."""
 
     streams: bool = True
     """Weights are read from host memory as steps need them, and cached; else an instance starts

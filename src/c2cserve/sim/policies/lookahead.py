@@ -7,6 +7,7 @@ anything else happens."""
 
 from collections.abc import Iterator, Sequence
 from heapq import heapreplace
+from typing import Any
 
 from c2cserve.core.actions import RunStep
 from c2cserve.core.request import blocks_of
@@ -14,26 +15,25 @@ from c2cserve.core.step import Step
 from c2cserve.policy.headroom import next_turn
 from c2cserve.policy.slice.batching import ActiveModel, Seq, StepInFlight
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.slice.strategies import DecidedSteps
+from c2cserve.policy.slice.strategies import DecidedSteps, SliceStrategies
 from c2cserve.policy.weights.weight_swapping import EASE_S, WeightSwapping
 
 _STEPS_SCARCE = 8
 """Steps decided at once while a model waits for memory."""
 
 
-class SwappingLookahead:
-    """`policy.slice.strategies.Lookahead` beside weight swapping."""
+class Lookahead:
+    """`policy.slice.strategies.Lookahead` of a slice with one lane, whose KV does not rotate."""
 
     def __init__(
-        self, steps: int, max_batch: int, arena: KvArena, swapping: WeightSwapping,
-        *, by_headroom: bool,
-    ) -> None:  # fmt: skip
+        self, steps: int, max_batch: int, strategies: SliceStrategies[Any], *, by_headroom: bool
+    ) -> None:
         """`steps`: that may be decided at once. `by_headroom`: a request's rank is when its next
         token is late, and grows with its tokens; else it stays as it is."""
         self._steps = steps
         self._max_batch = max_batch
-        self._arena = arena
-        self._swapping = swapping
+        self._arena, memory = strategies.arena, strategies.memory
+        self._swapping = memory if isinstance(memory, WeightSwapping) else None
         self._by_headroom = by_headroom
 
     def decide(
@@ -49,8 +49,10 @@ class SwappingLookahead:
     def plan(self, models: Sequence[ActiveModel], now: float, late_ran: bool) -> list[int]:
         """Return which model runs next, then next, and so on: indices into `models`, which are all
         that have requests here."""
-        steps = min(self._steps, _STEPS_SCARCE) if self._swapping.scarce else self._steps
-        favourite = self._swapping.favourite([model.name for model in models], now)
+        steps, favourite = self._steps, None
+        if self._swapping is not None:
+            steps = min(steps, _STEPS_SCARCE) if self._swapping.scarce else steps
+            favourite = self._swapping.favourite([model.name for model in models], now)
         left = steps
         for model in models:
             left = min(left, _decodes_left(model))

@@ -1,0 +1,65 @@
+"""What the thread of a live slice does for its steps, one thing at a time.
+
+    thread  | others, launch 1 | others, launch 2 |          | others, launch 3 |
+    GPU                        [ step 1 ......... ][ step 2 ................... ][ step 3 ....
+
+A slice has one such thread for both of its lanes. It decides, builds batches and launches them, and
+hands tokens on. With two steps in flight that is hidden as long as it takes less than the GPU does.
+A decode step is launched as a whole. Of a step with prompts the GPU begins with the first kernel,
+while the thread launches the others.
+"""
+
+from dataclasses import dataclass
+
+from c2cserve.core.step import LANES, Lane, Step
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Mean seconds of the thread for a step, by the kinds of steps that a server counts."""
+
+    prefill_batch_s: float
+    """Building the batch of a step in which some sequence has several tokens,"""
+    prefill_launch_s: float
+    """and launching its kernels."""
+    decode_s: float
+    """Both, of any other step after one of the same model,"""
+    switched_s: float
+    """and after one of another model."""
+    others_s: float
+    """All else: decisions, outcomes, messages."""
+
+
+class HostThread:
+    def __init__(self, times: HostTimes) -> None:
+        self._times = times
+        self._free_s = 0.0
+        """When it has done all that it was given."""
+        self._last_models: dict[Lane, str] = {}
+        self._launched: dict[int, tuple[Lane, float]] = {}
+        """Steps that have not ended -> lane, and when their launch began."""
+        self._ended_s: dict[Lane, float] = dict.fromkeys(LANES, 0.0)
+        """When the last step of each lane ended."""
+
+    def launch(self, step: Step, now: float) -> float:
+        """Launch a step that was decided now. Return when the GPU can begin with it."""
+        times = self._times
+        began_s = max(now, self._free_s) + times.others_s
+        switched = self._last_models.get(step.lane, step.model) != step.model
+        self._last_models[step.lane] = step.model
+        self._launched[step.id] = step.lane, began_s
+        if any(part.tokens > 1 for part in step.seqs):
+            begins_s = began_s + times.prefill_batch_s
+            self._free_s = begins_s + times.prefill_launch_s
+        else:
+            begins_s = began_s + (times.switched_s if switched else times.decode_s)
+            self._free_s = begins_s
+        return begins_s
+
+    def ended(self, step_id: int, now: float) -> float:
+        """Note the end of a step. Return its time as a live slice learns it: from its launch on, or
+        from the end of the step before."""
+        lane, launched_s = self._launched.pop(step_id)
+        took_s = now - max(launched_s, self._ended_s[lane])
+        self._ended_s[lane] = now
+        return took_s
