@@ -59,8 +59,8 @@ class KvCopies:
 
 
 def joined(runs: Sequence[CopyRun]) -> tuple[list[int], list[int], list[int]]:
-    """Return offsets in the arena, offsets in host memory, and sizes. Blocks that follow one another
-    in both are one copy.
+    """Return offsets in the arena, offsets in host memory, and sizes. Neighbours in both are one
+    copy.
 
     Moves may have thousands of blocks, so no step here is a call for each."""
     places: list[int] = []
