@@ -1,7 +1,7 @@
-"""A model that comes from host memory, and long prefixes that do, over one link and over two: JSON.
+"""Models and long prefixes that come from host memory, over one link and over two: JSON.
 
-python benchmarks/cold_start.py [--shape llama-8b] [--parts cold,prefix] [--tokens 16384,32768,65536]
-    [--out FILE]
+python benchmarks/cold_start.py [--shape llama-8b] [--parts cold,prefix]
+    [--tokens 16384,32768,65536] [--out FILE]
 
 cold     all matrices of a model from host memory into HBM, then its first token for a prompt of
          512; over its bytes by the sum of the paths
@@ -9,7 +9,8 @@ prefix   the KV of so many tokens from host memory, scattered blocks, over compu
          one path (MMA's figure 15)
 
 The sum of the paths is what CUDA's copies into all of the GPUs bring at once, in the same run.
-Weights are random; what arrives is compared with what left. The exit status is 1 if a bar is missed.
+Weights are random; what arrives is compared with what left. The exit status is 1 if a bar is
+missed.
 """
 
 import argparse
