@@ -243,6 +243,29 @@ class Engine:
         self._until_done(len(batches))
         return times
 
+    def prefill(self, name: str, step_tokens: int) -> float:
+        """Seconds of a prompt in steps of so many tokens, to its first token."""
+        self._begin()
+        talk, prompt = self._talks[name], self._talks[name].known
+        begin_s = time.perf_counter()
+        for done, start in enumerate(range(0, prompt, step_tokens), 1):
+            talk.known = min(prompt, start + step_tokens)
+            had = len(talk.blocks)
+            self._take_blocks(talk)
+            part = SeqStep(
+                name, start, talk.known - start, tuple(talk.blocks[had:]), start == 0,
+                emits=talk.known == prompt,
+            )  # fmt: skip
+            self._steps += 1
+            self.executor.submit(RunStep(Step(self._steps, talk.model, (part,))))
+            self._until_done(done)
+        talk.known, talk.started = prompt + 1, True
+        return time.perf_counter() - begin_s
+
+    def blocks(self, name: str) -> tuple[int, ...]:
+        """Where a request's blocks are in the arena."""
+        return tuple(self._talks[name].blocks)
+
     def launch(self, names: Sequence[str]) -> None:
         """Submit one step; `finish` waits for it."""
         self._begin()
@@ -284,15 +307,18 @@ class Engine:
     def _part(self, name: str) -> SeqStep:
         talk = self._talks[name]
         had = len(talk.blocks)
+        self._take_blocks(talk)
+        start = talk.known - 1 if talk.started else 0
+        fresh, talk.started = not talk.started, True
+        new = tuple(talk.blocks[had:])
+        return SeqStep(name, start, talk.known - start, new, fresh, emits=True)
+
+    def _take_blocks(self, talk: _Talk) -> None:
         while len(talk.blocks) * BLOCK_TOKENS < talk.known:
             talk.blocks.append(self._next_block)
             self._next_block += self._kv[talk.model].block_bytes
         if self._next_block > self.arena.numel():
             raise ValueError(f"{self.arena.numel()} bytes of KV are too few")
-        start = talk.known - 1 if talk.started else 0
-        fresh, talk.started = not talk.started, True
-        new = tuple(talk.blocks[had:])
-        return SeqStep(name, start, talk.known - start, new, fresh, emits=True)
 
     def end(self) -> None:
         """All requests are over; their KV memory is free."""

@@ -46,25 +46,30 @@ SETUP_ERRORS = (*OPENING_ERRORS, NoGpu)
 
 
 class Gpu:
-    """`gpu_engine_run.Machine`: a slice of the whole first GPU, as a worker opens one, with the
-    second GPU's memory as `peer`. The calling thread's work goes to the slice's stream."""
+    """`gpu_engine_run.Machine`: a slice of a whole GPU, as a worker opens one, with another GPU's
+    memory as `peer`. The calling thread's work goes to the slice's stream."""
 
-    def __init__(self, kv_bytes: int, rates: ProfileChoice | None = None) -> None:
-        """`rates`: by what GEMM kernels are picked; None: a profile of this GPU if there is one."""
+    def __init__(
+        self, kv_bytes: int, rates: ProfileChoice | None = None, *, device: int = DEVICE
+    ) -> None:
+        """`rates`: by what GEMM kernels are picked; None: a profile of this GPU if there is one.
+        `device`: the first GPU or the second; the other one is the peer."""
         if not torch.cuda.is_available():
             raise NoGpu(f"torch {torch.__version__} sees no GPU")
-        self.name = torch.cuda.get_device_name(DEVICE)
+        self._device, self._peer = device, PEER if device == DEVICE else DEVICE
+        self.name = torch.cuda.get_device_name(self._device)
         profile, self.choice, self.picked_by = _profile(self.name, rates)
         self._chooser = Chooser(profile)
         self.host_sampler = CpuOps(1).sample
-        self._parts = open_gpu(DEVICE, kv_bytes, self.host_sampler, profile=self.choice)
+        self._parts = open_gpu(self._device, kv_bytes, self.host_sampler, profile=self.choice)
         self.device, self.arena = self._parts.device, self._parts.arena
         self.staging, self.warm = self._parts.to_device, self._parts.warm
         self.context = self._parts.context
         self.flash: Flash | None = self._parts.flashinfer.flash
         self.homes: list[Home] = ["host"]
-        if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(DEVICE, PEER):
-            enable_peer(DEVICE, PEER)
+        own, peer = self._device, self._peer
+        if torch.cuda.device_count() > 1 and torch.cuda.can_device_access_peer(own, peer):
+            enable_peer(own, peer)
             self.homes.insert(0, "peer")
         self._buffers: dict[Home, Tensor] = {}
         self._pinned: PinnedRegion | None = None
@@ -92,7 +97,7 @@ class Gpu:
 
     def _allocate(self, home: Home, size: int) -> Tensor:
         if home != "host":
-            device = DEVICE if home == "hbm" else PEER
+            device = self._device if home == "hbm" else self._peer
             return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
         grow_memory(size)
         # As the pool does it, and not by torch, which rounds up to a power of two.
@@ -104,7 +109,7 @@ class Gpu:
     def free_bytes(self) -> int:
         """Of HBM; what this process kept for later counts as free."""
         torch.cuda.empty_cache()
-        return torch.cuda.mem_get_info(DEVICE)[0]
+        return torch.cuda.mem_get_info(self._device)[0]
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """On the current stream, as a user would do it."""
@@ -126,7 +131,7 @@ class Gpu:
     # ---- time -----------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(DEVICE)
+        torch.cuda.synchronize(self._device)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)

@@ -14,6 +14,7 @@ contention  two engines
 fault       a relay that stalls
 tasks       sizes of micro-tasks, depths (only if it is named)
 tune        shapes of relay kernels, alone and in the engine (only if it is named)
+out         what bounds the way out of a GPU over two links (only if it is named)
 """
 
 import argparse
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from report import report
 from transfer_faults import stalling
+from transfers_out import OutTuning
 from transfers_run import Buffers, make_buffers, moved, native, opened, timed, two_hops
 from transfers_tune import BARS, Tuning
 
@@ -57,6 +59,7 @@ class Bench:
             "in": inward[:1], "out": [b.outward()], "both": [inward[0], b.outward()],
         }  # fmt: skip
         for n in range(2, self.gpus + 1):
+            cases[f"out, {n} GPUs"] = b.shares(n)[n:]
             cases |= {f"in, {n} GPUs": inward[:n], f"both, {n} GPUs": b.shares(n)}
         rows: Rows = []
         for name, segments in cases.items():
@@ -138,6 +141,10 @@ class Bench:
         if not self._one_link:
             self.native()
         return Tuning(self.buffers, self._one_link).run()
+
+    def out(self) -> dict[str, Any]:
+        """Copies, kernels beside copies, and the engine, from a GPU to the host."""
+        return OutTuning(self.buffers).run()
 
     def _with(self, **settings: Any) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -238,6 +245,10 @@ def bars(results: dict[str, Any], gpus: int) -> Rows:
         if native and (2, what) in paths:
             hold(f"{what}: two links to one copy", paths[2, what]["gb_per_s"] / native[what], two)
     if native and (2, "both") in paths:
+        for what in ("in", "out"):
+            if (2, what) in paths:
+                ratio = paths[2, what]["gb_per_s"] / native[f"{what}, 2 GPUs"]
+                rows.append({"bar": f"{what}: two links to copies of two GPUs", "value": ratio})
         both = paths[2, "both"]["gb_per_s"] / native["both, 2 GPUs"]
         hold("both ways: two links to copies of two GPUs", both, BARS["both"])
     for what, mib in results.get("sizes", {}).get("break_even_mib", {}).items():
@@ -278,7 +289,7 @@ def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
 
 _ONE_GPU = ("native", "paths", "segments", "tasks")
 _PARTS = ("native", "paths", "hops", "sizes", "segments", "contention", "fault")
-_MORE_PARTS = ("tasks", "tune")
+_MORE_PARTS = ("tasks", "tune", "out")
 
 
 def main() -> None:

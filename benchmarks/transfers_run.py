@@ -69,6 +69,11 @@ class Buffers:
             one[: size or self.size].zero_()
         _synchronize(len(self.gpu))
 
+    def fill(self, memory: Tensor) -> None:
+        """Fill memory with words that are all different."""
+        _fill(memory, 2)
+        _synchronize(len(self.gpu))
+
     def check_inward(self, gpu: int = 0, size: int | None = None) -> None:
         _check(self.gpu[gpu][: size or self.size], 0)
 
@@ -90,13 +95,21 @@ def make_buffers(gpus: int, size: int) -> Buffers:
     pinned = [PinnedRegion(one.data_ptr(), one.numel()) for one in host]
     there = [torch.zeros(size, dtype=torch.uint8, device=f"cuda:{gpu}") for gpu in range(gpus)]
     source = torch.empty_like(there[0])
-    for start, words in _words(source, 0):
-        source.view(torch.int64)[start : start + words.numel()] = words
-    host[0].copy_(source)
-    for start, words in _words(source, 1):
-        source.view(torch.int64)[start : start + words.numel()] = words
+    fill_sources(host[0], source)
     _synchronize(gpus)
     return Buffers(size, host[0], host[1], there, source, pinned)
+
+
+def fill_sources(host: Tensor, source: Tensor) -> None:
+    """Fill the host's source and a GPU's, of the same size, with words of two seeds."""
+    _fill(source, 0)
+    host.copy_(source)
+    _fill(source, 1)
+
+
+def _fill(memory: Tensor, seed: int) -> None:
+    for start, words in _words(memory, seed):
+        memory.view(torch.int64)[start : start + words.numel()] = words
 
 
 def _words(like: Tensor, seed: int) -> Generator[tuple[int, Tensor]]:
@@ -115,6 +128,8 @@ def _check(data: Tensor, seed: int) -> None:
 
 
 def _synchronize(gpus: int) -> None:
+    if not torch.cuda.is_available():
+        return  # a test's memory
     for gpu in range(gpus):
         torch.cuda.synchronize(gpu)
 

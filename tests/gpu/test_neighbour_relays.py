@@ -2,25 +2,15 @@
 
 `pytest -m gpu -s tests/gpu/test_neighbour_relays.py` prints the rates."""
 
-import os
 import random
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
-
-from c2cserve.memory.pinning import pin_array
-from c2cserve.transfer.engine import LinkCounts, Ticket, TransferEngine
-from c2cserve.transfer.gpus import export_memory, open_engine
-from c2cserve.transfer.moves import HOST, Port, Segment
-from c2cserve.transfer.relay_neighbours import RelayNeighbours
+from neighbour_case import SIZE, Case, opened_case
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,91 +18,11 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour"),
 ]
 
-SIZE = 1 << 30
-REMOTE = Port(1, "in")
-WORKER = Path(__file__).with_name("relay_worker.py")
-
-
-@dataclass
-class Case:
-    engine: TransferEngine
-    neighbours: RelayNeighbours
-    name: str
-    host: Tensor
-    gpu: Tensor
-    workers: "list[subprocess.Popen[str]]" = field(default_factory=list)
-
-    def start(self, *options: str) -> "subprocess.Popen[str]":
-        worker = subprocess.Popen(
-            [sys.executable, str(WORKER), self.name, *options], text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        self.workers.append(worker)
-        assert worker.stdout is not None
-        assert worker.stdout.readline() == "up\n"
-        return worker
-
-    def submit(self, start: int = 0, stop: int = SIZE) -> Ticket:
-        segment = Segment(
-            self.gpu.data_ptr() + start, self.host.data_ptr() + start, stop - start, 0, HOST
-        )
-        return self.engine.submit([segment])
-
-    def move(self) -> float:
-        """Move all bytes, and return how many a second. They are checked on the GPU."""
-        self.gpu.zero_()
-        torch.cuda.synchronize(0)
-        begun_s = time.monotonic()
-        assert self.engine.wait(self.submit(), 60)
-        took_s = time.monotonic() - begun_s
-        self.check()
-        return SIZE / took_s
-
-    def check(self) -> None:
-        step = 1 << 28
-        for at in range(0, SIZE, step):
-            there = self.host[at : at + step].to("cuda:0")
-            assert torch.equal(self.gpu[at : at + step], there)
-
-    @property
-    def relayed(self) -> LinkCounts:
-        return self.engine.counts()[REMOTE.name]
-
-    def move_until_relayed(self) -> None:
-        before = self.relayed.relayed_bytes
-        eventually(lambda: self.move() > 0 and self.relayed.relayed_bytes > before)
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(1e-2)
-
 
 @pytest.fixture
 def case() -> Iterator[Case]:
-    path = Path(f"/dev/shm/c2cserve-test.{os.getpid()}.{random.random()}")
-    engine = open_engine([0], neighbours=[1])
-    path.write_bytes(b"")
-    os.truncate(path, SIZE)
-    host = torch.from_file(str(path), shared=True, size=SIZE, dtype=torch.uint8)
-    host.random_(0, 256)
-    region = pin_array(host.numpy())
-    gpu = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
-    name = f"c2cserve-test.{os.getpid()}.{random.random()}"
-    neighbours = RelayNeighbours(engine, {REMOTE: f"{name}.1"})
-    made = Case(engine, neighbours, name, host, gpu)
-    neighbours.opened(str(path), host.data_ptr(), SIZE)
-    neighbours.add_gpu(gpu.data_ptr(), export_memory(gpu.data_ptr(), SIZE))
-    yield made
-    neighbours.stop()
-    engine.close()
-    for worker in made.workers:
-        worker.kill()
-        worker.communicate()
-    region.close()
-    path.unlink()
+    with opened_case() as made:
+        yield made
 
 
 def show(line: str) -> None:

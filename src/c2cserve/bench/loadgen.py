@@ -42,6 +42,7 @@ class Load(msgspec.Struct):
     timeout_s: float = 600.0
     start_s: float = 0.0
     """`time.monotonic` of the common zero."""
+    keep_text: bool = False
 
 
 class Outcome(msgspec.Struct):
@@ -68,7 +69,7 @@ async def generate(load: Load, progress: Progress) -> Outcome:
     async def run(planned: Planned, due_s: float) -> None:
         record = Record(index=planned.index, model=planned.model, due_s=due_s)
         records.append(record)
-        await client.post(load.path, planned.body, record)
+        await client.post(load.path, planned.body, record, keep_text=load.keep_text)
         progress(len(records))
 
     try:

@@ -1,8 +1,7 @@
 """KV of requests between a slice's arena and host memory (SuperInfer section 4.3).
 
 The policy decides which blocks of which request move, and when (`core.actions.Move`). This module
-knows where KV lies on the host. A block is contiguous in the arena and in a few pieces on the host,
-so a move is a few large copies per block.
+knows where KV lies on the host. A block is contiguous in the arena and in a few pieces on the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +11,17 @@ from typing import Protocol
 from torch import Tensor
 
 from c2cserve.core.actions import Direction, Move
-from c2cserve.memory.extents import Extent, Extents
-
-Copy = tuple[int, int, int]
-"""(offset in the arena, offset in host memory, bytes)."""
+from c2cserve.memory.extents import Extents
+from c2cserve.memory.host_blocks import CopyRun, HostBlocks
 
 
 class Copier(Protocol):
     """Carries copies out, in the background or at once. Returns a test of whether they are over."""
 
-    def __call__(self, copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]: ...
+    def __call__(self, copies: Sequence[CopyRun], direction: Direction) -> Callable[[], bool]: ...
 
 
-def no_copies(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
+def no_copies(copies: Sequence[CopyRun], direction: Direction) -> Callable[[], bool]:
     """The copier of a slice that has no host memory for KV."""
     return lambda: True
 
@@ -32,10 +29,12 @@ def no_copies(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool
 def copies_at_once(arena: Tensor, host: Tensor) -> Copier:
     """Return the copier of an arena that is in host memory too (both are uint8)."""
 
-    def copy(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
-        for place, there, size in copies:
-            near, far = arena[place : place + size], host[there : there + size]
-            near.copy_(far) if direction == "in" else far.copy_(near)
+    def copy(copies: Sequence[CopyRun], direction: Direction) -> Callable[[], bool]:
+        for run in copies:
+            for number, place in enumerate(run.places):
+                there = run.there + number * run.size
+                near, far = arena[place : place + run.size], host[there : there + run.size]
+                near.copy_(far) if direction == "in" else far.copy_(near)
         return lambda: True
 
     return copy
@@ -63,7 +62,7 @@ class HostKv:
     """Bytes of host memory."""
     copier: Copier
     counts: RotationCounts = field(default_factory=RotationCounts)
-    _blocks: dict[str, list[list[Extent]]] = field(default_factory=dict[str, list[list[Extent]]])
+    _blocks: dict[str, HostBlocks] = field(default_factory=dict[str, HostBlocks])
     """The places of each request's first blocks."""
     _moves: list[_RunningMove] = field(default_factory=list[_RunningMove])
     _extents: Extents = field(init=False)
@@ -77,23 +76,18 @@ class HostKv:
 
     def start(self, move: Move, block_bytes: int) -> None:
         """Begin a move. Raises RuntimeError if the policy asks for more than there is."""
-        blocks = self._blocks.setdefault(move.request_id, [])
+        name = move.request_id
+        blocks = self._blocks.get(name)
+        if blocks is None:
+            blocks = self._blocks[name] = HostBlocks(self._extents, block_bytes)
         if move.direction != "in":
             # The copy of a block that has grown since is replaced, with all that follow.
-            self._give(blocks, move.first)
-            for _ in move.blocks:
-                extents = self._extents.take(block_bytes)
-                if extents is None or len(blocks) < move.first:
-                    raise RuntimeError(f"{move.request_id}: no room, or no blocks before {move}")
-                blocks.append(extents)
-        places = blocks[move.first : move.first + len(move.blocks)]
-        if len(places) < len(move.blocks):
-            raise RuntimeError(f"{move.request_id}: not all of {move} is here")
-        copies = [
-            (offset + done, start, stop - start)
-            for offset, extents in zip(move.blocks, places, strict=True)
-            for done, (start, stop) in _with_offsets(extents)
-        ]
+            blocks.keep(move.first)
+            if blocks.count < move.first or not blocks.add(len(move.blocks)):
+                raise RuntimeError(f"{name}: no room, or no blocks before {move}")
+        if blocks.count < move.first + len(move.blocks):
+            raise RuntimeError(f"{name}: not all of {move} is here")
+        copies = blocks.copies(move.first, move.blocks)
         self._count(move.direction, len(move.blocks) * block_bytes)
         done = self.copier(copies, move.direction)
         self._moves.append(_RunningMove(move, done))
@@ -105,33 +99,19 @@ class HostKv:
             self._moves = [one for one in self._moves if one.move not in over]
         for move in over:
             if move.direction == "in":
-                self._give(self._blocks[move.request_id], move.kept)
+                self._blocks[move.request_id].keep(move.kept)
         return over
 
     def forget(self, request_id: str) -> None:
         """Free a request's copies. No move of it is under way."""
-        self._give(self._blocks.pop(request_id, []), 0)
+        if (blocks := self._blocks.pop(request_id, None)) is not None:
+            blocks.keep(0)
 
     def busy(self, request_id: str) -> bool:
         return any(one.move.request_id == request_id for one in self._moves)
-
-    def _give(self, blocks: list[list[Extent]], first: int) -> None:
-        for extents in blocks[first:]:
-            self._extents.give(extents)
-        del blocks[first:]
 
     def _count(self, direction: Direction, size: int) -> None:
         if direction == "in":
             self.counts.in_bytes += size
         else:
             self.counts.out_bytes += size
-
-
-def _with_offsets(extents: list[Extent]) -> list[tuple[int, Extent]]:
-    """Return each extent with its offset in the block: the bytes of the extents before it."""
-    found: list[tuple[int, Extent]] = []
-    done = 0
-    for start, stop in extents:
-        found.append((done, (start, stop)))
-        done += stop - start
-    return found

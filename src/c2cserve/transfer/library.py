@@ -26,7 +26,7 @@ class SettingsView(ctypes.Structure):
         ("peer_bytes", c_int64), ("one_path_bytes", c_int64), ("depth", c_int32),
         ("longest_first", c_int32), ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32),
         ("stall_s", c_double), ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double),
-        ("spin_s", c_double),
+        ("spin_s", c_double), ("rest_s", c_double),
     )  # fmt: skip
 
 
@@ -175,6 +175,7 @@ def view_of(settings: Settings) -> SettingsView:
         settings.peer_bytes, settings.one_path_bytes, settings.depth,
         settings.order == "longest", _PIECES_MOST, _PIECES_MOST, settings.stall_s,
         settings.pause_s, settings.slow, settings.poll_s, settings.spin_s,
+        settings.rest_s,
     )  # fmt: skip
 
 

@@ -48,6 +48,26 @@ class Segment(NamedTuple):
     source_gpu: int
 
 
+class SegmentColumns(NamedTuple):
+    """Many segments between the same two memories, by column."""
+
+    targets: Sequence[int]
+    sources: Sequence[int]
+    sizes: Sequence[int]
+    target_gpu: int
+    source_gpu: int
+
+    def packed(self) -> "array[int]":
+        """Return what `pack` returns, without an object for each segment."""
+        count = len(self.sizes)
+        memories = [array("q", (gpu,)) * count for gpu in (self.target_gpu, self.source_gpu)]
+        columns = [array("q", one) for one in (self.targets, self.sources, self.sizes)] + memories
+        packed = array("q", bytes(8 * len(columns) * count))
+        for place, column in enumerate(columns):
+            packed[place :: len(columns)] = column
+        return packed
+
+
 def pack(segments: Iterable[Segment]) -> "array[int]":
     """Return segments as the engine reads them: five 64-bit numbers each."""
     return array("q", chain.from_iterable(segments))

@@ -9,7 +9,8 @@ from c2cserve.kernels.gpu.aot.variants import SHARED_BYTES
 Order = Literal["direct", "longest"]
 """What a link takes next.
 
-- direct: its own queue first, then relays for the longest other one.
+- direct: its own queue first, then relays for the longest other one. Relays that are under way when
+  something of its own comes are recalled, and sent again.
 - longest: the longest of all queues that it can carry, so that they end together.
 """
 
@@ -19,13 +20,11 @@ class Urgency(IntEnum):
 
     TOKEN = 0
     """A request waits for its next token until these bytes are there, or gone."""
-    STEP = 1
-    """Weights of a running step."""
-    LOAD = 2
+    LOAD = 1
     """A whole model."""
-    KV = 3
+    KV = 2
     """Copies of KV that are made before anything needs them."""
-    LENDING = 4
+    LENDING = 3
     """Copies of weights in memory that neighbours lend: one micro-task at a time, of what others
     leave of a link."""
 
@@ -56,6 +55,8 @@ class Settings:
     """A relay that takes longer is recalled, and its link relays no more for a while."""
     pause_s: float = 1.0
     """How long a link does not relay after its first stall. The time doubles with each stall."""
+    rest_s: float = 1e-3
+    """How long a link does not relay after bytes of its own: more of them may follow."""
     slow: float = 1.5
     """A micro-task of the last class is slow that takes so many times as long, for each byte, as
     the link's fastest one. After it, the link takes no other for as long as the slow one took:

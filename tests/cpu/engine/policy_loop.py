@@ -20,10 +20,11 @@ from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Sampling
 from c2cserve.engine.cpu.arena import make_arena
 from c2cserve.engine.executor import Executor
 from c2cserve.engine.guides import Guides
-from c2cserve.engine.rotation import Copier, Copy, HostKv, copies_at_once
+from c2cserve.engine.rotation import Copier, HostKv, copies_at_once
 from c2cserve.grammars.memory import MaskMemory
 from c2cserve.grammars.outputs import Grammars
 from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.memory.host_blocks import CopyRun
 from c2cserve.policy.slice.policy import SlicePolicy
 
 MAX_NEW = 12
@@ -71,7 +72,7 @@ class PolicyLoop(EngineReports):
     def _copier(self, arena: Tensor, host_bytes: int) -> Copier:
         host = torch.empty(host_bytes, dtype=torch.uint8)
 
-        def copy(copies: Sequence[Copy], direction: Direction) -> Callable[[], bool]:
+        def copy(copies: Sequence[CopyRun], direction: Direction) -> Callable[[], bool]:
             """What leaves is read, and what comes written, at the last moment."""
             ended_s = self._now + 0.015
             at_once = copies_at_once(arena, host)

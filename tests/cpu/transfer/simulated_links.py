@@ -161,6 +161,8 @@ class Simulation:
         carried.recalled = True
         if self.begun_for_ever:
             return
+        # Its link is free for others that were not recalled.
+        self._free_at[task.link] = self.now
         if carried.begins_s > self.now:
             carried.harmless = True  # it has not begun, and never writes
         else:

@@ -216,3 +216,35 @@ def test_a_missing_library_says_how_to_build_it(
     monkeypatch.setattr(library, "LIBRARY_FOLDER", tmp_path)
     with pytest.raises(KernelsMissing, match=r"python -m c2cserve\.kernels\.build"):
         library.library.__wrapped__()
+
+
+class SlowLook(ThreadLinks):
+    """The second micro-task is slow, and the look that finds its end is slower."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts_s: list[float] = []
+
+    def start(self, task: Task) -> None:
+        self.starts_s.append(time.monotonic())
+        super().start(task)
+
+    def is_over(self, task: Task) -> bool:
+        if len(self.starts_s) == 2:
+            if time.monotonic() < self.starts_s[-1] + 0.02:
+                return False
+            time.sleep(0.2)
+        return super().is_over(task)
+
+
+def test_a_pause_that_ends_during_a_turn_is_not_slept_through() -> None:
+    """After a slow background micro-task its link pauses. Nothing else is under way then."""
+    links = SlowLook()
+    engine = CalledEngine(1, SETTINGS, links, threaded=True)
+    source, target = (np.full(4000, fill, dtype=np.uint8) for fill in (7, 0))
+    segment = Segment(target.ctypes.data, source.ctypes.data, 4000, 0, HOST)
+    ticket = engine.submit([segment], urgency=Urgency.LENDING)
+    assert engine.wait(ticket, 20, spins=False)
+    assert np.array_equal(source, target)
+    engine.close()
+    links.close()

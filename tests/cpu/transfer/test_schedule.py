@@ -179,6 +179,31 @@ def test_a_link_carries_its_own_bytes_before_more_urgent_ones_of_others() -> Non
     assert ended_s(simulation, own) <= 40 * TASK + 1e-9
 
 
+def test_relays_make_way_for_what_is_a_links_own() -> None:
+    """They are recalled, and sent again. The link rests before it relays again."""
+    settings = replace(EQUAL, rest_s=20.0)
+    simulation = Simulation(2, settings)
+    size = 100 * TASK
+    relayed = simulation.submit([inward(size)])
+    simulation.run(until_s=4.5 * TASK)
+    port = Port(1, "in")
+    assert [one.relayed for one in simulation.engine.outstanding(port)] == [True] * 2
+    own = simulation.submit([inward(10 * TASK, 1)])
+    simulation.run(until_s=5 * TASK)
+    taken = simulation.engine.outstanding(port)
+    assert not any(one.relayed and not one.recalled for one in taken)
+    before = counts(simulation, port).relayed_bytes
+    simulation.run(until_s=14.5 * TASK + 19.0)
+    assert ended_s(simulation, own) <= 14.5 * TASK + 1e-9, "as fast as on an idle link"
+    assert counts(simulation, port).relayed_bytes == before
+    simulation.run()
+    assert counts(simulation, port).relayed_bytes > before
+    assert counts(simulation, port).resent == 2
+    assert counts(simulation, port).stalls == 0
+    assert simulation.state(relayed) == "done"
+    assert set(simulation.written[0][:size]) == {1}
+
+
 def test_transfers_of_a_class_are_carried_in_order() -> None:
     simulation = Simulation(1, EQUAL)
     first, second = (simulation.submit([inward(10 * TASK, at=100 * at)]) for at in range(2))

@@ -18,7 +18,9 @@ from c2cserve.engine.gpu.kv_copies import KvCopies, joined
 from c2cserve.engine.gpu.load_transfers import LoadTransfers
 from c2cserve.engine.gpu.peers import _Lent
 from c2cserve.engine.gpu.weight_loads import LoadCopy
+from c2cserve.memory.host_blocks import CopyRun
 from c2cserve.transfer.engine import TransferError
+from c2cserve.transfer.moves import HOST, Segment, SegmentColumns, pack
 from c2cserve.transfer.settings import Settings
 
 SIZE = 60_000
@@ -138,13 +140,14 @@ def test_kv_goes_both_ways_at_once_in_pieces(case: Case) -> None:
     expected_arena, expected_host = arena.clone(), host.clone()
     kv = kv_of(case, arena, host, case.links.streams.make())
     half, piece = SIZE // 2, 1500
-    out = [(at, at, piece) for at in range(0, half - piece, 2 * piece)]
-    back = [(at, at, piece) for at in range(half, SIZE - piece, 2 * piece)]
-    for at, there, size in out:
-        expected_host[there : there + size] = arena[at : at + size]
-    for at, there, size in back:
-        expected_arena[at : at + size] = host[there : there + size]
-    tests = [kv(out, "copy"), kv(back, "in")]
+    out = tuple(range(0, half - piece, 2 * piece))
+    back = tuple(range(half, SIZE - piece, 2 * piece))
+    for number, at in enumerate(out):
+        expected_host[number * piece :][:piece] = arena[at : at + piece]
+    for number, at in enumerate(back):
+        expected_arena[at : at + piece] = host[half + number * piece :][:piece]
+    runs = [CopyRun(out, 0, piece)], [CopyRun(back, half, piece)]
+    tests = [kv(runs[0], "copy"), kv(runs[1], "in")]
     for _ in tests:
         case.wait_for_wake()
     assert all(is_over() for is_over in tests)
@@ -158,7 +161,7 @@ def test_only_what_is_written_to_the_arena_waits_for_steps(
 ) -> None:
     steps = case.links.streams.make(is_open=False)
     kv = kv_of(case, memory(1), memory(2), steps)
-    is_over = kv([(0, 0, SIZE)], direction)
+    is_over = kv([CopyRun((0,), 0, SIZE)], direction)
     if direction != "in":
         case.wait_for_wake()
     assert is_over() == (direction != "in")
@@ -174,10 +177,15 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_blocks_that_follow_one_another_are_one_copy() -> None:
-    copies = [(0, 100, 10), (10, 110, 5), (15, 200, 5), (20, 205, 0), (20, 205, 1), (40, 206, 1)]
-    assert joined(copies) == [(0, 100, 15), (15, 200, 6), (40, 206, 1)]
-    assert joined([(7, 7, 3)]) == [(7, 7, 3)]
-    assert joined([]) == []
+    runs = [CopyRun((0, 10, 20, 40, 50), 100, 10), CopyRun((60,), 150, 5)]
+    assert joined(runs) == ([0, 40, 60], [100, 130, 150], [30, 20, 5])
+    assert joined([]) == ([], [], [])
+
+
+def test_segments_by_column_are_those_of_rows() -> None:
+    rows = [Segment(7, 1, 3, 0, HOST), Segment(9, 5, 2, 0, HOST)]
+    assert SegmentColumns((7, 9), (1, 5), (3, 2), 0, HOST).packed() == pack(rows)
+    assert SegmentColumns((), (), (), 0, HOST).packed() == pack([])
 
 
 # ---- lending ------------------------------------------------------------------------------------

@@ -279,13 +279,17 @@ void Engine::collect(double now_s) {
 }
 
 void Engine::recall(double now_s) {
-  for (Task* task : schedule_.stalled(now_s)) {
+  const auto late = schedule_.stalled(now_s);
+  for (Task* task : late)
     note(name_of(task->link) + " is late with a relay, and relays no more for a while");
-    try {
-      links_->recall(*task);
-      if (links_->is_harmless(*task)) schedule_.give_up(task);
-    } catch (const Fault& fault) {
-      failed(task, fault.what());
+  for (const auto& tasks : {late, schedule_.yielding(now_s)}) {
+    for (Task* task : tasks) {
+      try {
+        links_->recall(*task);
+        if (links_->is_harmless(*task)) schedule_.give_up(task);
+      } catch (const Fault& fault) {
+        failed(task, fault.what());
+      }
     }
   }
 }
@@ -436,9 +440,10 @@ void Engine::work() {
   prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds: it sleeps for tens of microseconds
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    take_turn(clock());
+    const double now_s = clock();
+    take_turn(now_s);
     if (closing_ && idle()) break;
-    asleep_until_s_ = wakes_at(clock());
+    asleep_until_s_ = wakes_at(now_s);  // of that time: a pause may have ended since
     if (asleep_until_s_ == kNever)
       wake_.wait(lock, [this] { return woken_; });
     else

@@ -155,7 +155,7 @@ void Schedule::take(Queue& queue, int urgency, Task& task) {
 int Schedule::choose(const Link& link, int own, double now_s, int* urgency) const {
   // While one of its relays is stuck, a link relays no more.
   const bool relays = link.connected && link.recalled == 0 && now_s >= link.relays_from_s &&
-                      (!link.remote || remotes_.takes(own));
+                      now_s >= link.rests_until_s && (!link.remote || remotes_.takes(own));
   if (!settings_.longest_first) {  // what is its own comes before relays of any class
     for (*urgency = 0; *urgency < kBackground; ++*urgency)
       if (!queues_[own].jobs[*urgency].empty()) return own;
@@ -228,11 +228,42 @@ double Schedule::due(double now_s) const {
   for (const Link& link : links_)
     for (const auto& task : link.outstanding)
       if (task->relayed && !task->recalled) at_s = std::min(at_s, task->late_s);
+  if (waiting())
+    for (int i = 0; i < int(links_.size()); ++i)
+      if (now_s < links_[i].rests_until_s && !has_better(i))
+        at_s = std::min(at_s, links_[i].rests_until_s);
   const auto has_background = [](const Queue& queue) { return !queue.jobs[kBackground].empty(); };
   if (std::none_of(queues_.begin(), queues_.end(), has_background)) return at_s;
   for (const Link& link : links_)
     if (now_s < link.background_from_s) at_s = std::min(at_s, link.background_from_s);
   return at_s;
+}
+
+// Whether a link should not relay now: it has bytes of its own, or its process has.
+bool Schedule::has_better(int number) const {
+  const Link& link = links_[number];
+  if (link.remote) return link.connected && !remotes_.takes(number);
+  const auto& jobs = queues_[number].jobs;
+  const auto is_own = [](const auto& task) {
+    return !task->relayed && task->urgency != kBackground;
+  };
+  return std::any_of(jobs, jobs + kBackground, [](const auto& one) { return !one.empty(); }) ||
+         std::any_of(link.outstanding.begin(), link.outstanding.end(), is_own);
+}
+
+std::vector<Task*> Schedule::yielding(double now_s) {
+  std::vector<Task*> found;
+  if (settings_.longest_first) return found;
+  for (int i = 0; i < int(links_.size()); ++i) {
+    if (links_[i].foreign.empty() || !has_better(i)) continue;
+    links_[i].rests_until_s = now_s + settings_.rest_s;
+    for (auto& task : links_[i].outstanding) {
+      if (!task->relayed || task->recalled) continue;
+      recall(task.get());
+      found.push_back(task.get());
+    }
+  }
+  return found;
 }
 
 // ---- faults -------------------------------------------------------------------------------------

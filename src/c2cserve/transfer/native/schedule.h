@@ -30,7 +30,7 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 
 // Classes of urgency (`transfer.settings.Urgency`). A link takes the most urgent that it may carry.
 // The last class is the background: it takes what others leave of a link, a micro-task at a time.
-constexpr int kClasses = 5, kBackground = kClasses - 1;
+constexpr int kClasses = 4, kBackground = kClasses - 1;
 
 struct Piece {  // contiguous bytes to copy; addresses are those that GPUs use
   uint64_t target, source, size;
@@ -40,7 +40,7 @@ struct Settings {  // `transfer.settings.Settings`; times are in seconds
   int64_t task_bytes, task_bytes_most, alone_bytes, peer_bytes, one_path_bytes;
   int32_t depth, longest_first;
   int32_t direct_pieces_most, relay_pieces_most;
-  double stall_s, pause_s, slow, poll_s, spin_s;
+  double stall_s, pause_s, slow, poll_s, spin_s, rest_s;
 };
 
 enum class State : int32_t { kMoving, kDone, kCancelled, kFailed };
@@ -95,6 +95,7 @@ struct Link {
   bool remote = false, connected = true;
   double relays_from_s = -kNever;  // it does not relay before; infinity: never again
   double background_from_s = -kNever;
+  double rests_until_s = -kNever;  // after what is its own; it relays no earlier
   double fastest_s_per_byte = kNever;
   int stalls_in_row = 0;
   LinkCounts counts{};
@@ -141,10 +142,13 @@ class Schedule {
   void give_up(Task* task);
   // Returns the relays to recall now. Their links relay no more for a while.
   std::vector<Task*> stalled(double now_s);
+  // Returns the relays to recall now, since their links have something of their own. To be called
+  // before links pull.
+  std::vector<Task*> yielding(double now_s);
   // Notes that a relay is recalled.
   void recall(Task* task);
-  // When a relay is late, or a link that pauses may carry what waits in the background; infinity if
-  // there is no such time.
+  // When a relay is late, or a link that pauses or rests may carry what waits; infinity if there is
+  // no such time.
   double due(double now_s) const;
 
   const std::vector<Link>& links() const { return links_; }
@@ -152,6 +156,7 @@ class Schedule {
   std::vector<TransferPtr> take_over();  // transfers that have ended since
 
  private:
+  bool has_better(int link) const;
   int choose(const Link& link, int own, double now_s, int* urgency) const;
   int pick(const Link& link, int own, bool relays, int urgency) const;
   bool reaches(int link, int port, int urgency) const;  // the first bytes of a queue

@@ -1,13 +1,16 @@
-"""A process that owns GPU 1 and lends its link: `relay_worker.py NAME [COMPUTE]`.
+"""A process that owns GPU 1 and lends its link: `relay_worker.py NAME [compute | decode SHAPE]`.
 
-It writes a line when it relays. With COMPUTE, GPU 1 multiplies matrices meanwhile, and the process
-writes how many products a second it does. The end of its standard input ends it.
+It writes a line when it relays. With `compute`, GPU 1 multiplies matrices meanwhile, and the
+process writes how many products a second it does. With `decode`, a model of that shape with random
+weights decodes there, and a line has when some steps began and ended, and their median, in seconds.
+The end of its standard input ends it.
 """
 
 import sys
 import threading
 import time
 from pathlib import Path
+from statistics import median
 
 import torch
 
@@ -18,6 +21,9 @@ from c2cserve.transfer.gpus import engine_of, serve_relays
 from c2cserve.transfer.relay_host import RelayHost
 
 DEVICE = 1
+_KV_BYTES = 4 << 30
+_ROWS, _PROMPT = 8, 512
+_WARM_STEPS, _STEPS, _ROUNDS = 8, 16, 8
 
 
 class Files(NeighbourMemory):
@@ -48,7 +54,8 @@ def main(name: str, *options: str) -> None:
     sys.stdout.flush()
     ended = threading.Event()
     if options:
-        threading.Thread(target=compute, args=(ended,), daemon=True).start()
+        work = {"compute": compute, "decode": decode}[options[0]]
+        threading.Thread(target=work, args=(ended, *options[1:]), daemon=True).start()
     sys.stdin.read()
     ended.set()
     time.sleep(0.1)
@@ -64,6 +71,29 @@ def compute(ended: threading.Event) -> None:
         torch.cuda.synchronize()
         sys.stdout.write(f"{200 / (time.monotonic() - begun_s):.0f}\n")
         sys.stdout.flush()
+
+
+def decode(ended: threading.Event, shape: str) -> None:
+    from gpu_engine_parts import buffer_bytes
+    from gpu_engine_run import Engine
+    from gpu_machine import Gpu
+    from gpu_models import config_of
+
+    torch.set_grad_enabled(False)
+    config, machine = config_of(shape), Gpu(_KV_BYTES, "assumed", device=DEVICE)
+    machine.warm(config)
+    engine = Engine(machine, machine.linear()[0])
+    engine.attach("a", config, machine.buffer("hbm", buffer_bytes(config)))
+    while not ended.is_set():
+        talks = engine.talk("a", _PROMPT, _ROWS)
+        engine.step(talks)
+        engine.decode(talks, _WARM_STEPS)
+        for _ in range(_ROUNDS):  # contexts grow little, so that rounds can be compared
+            begun_s = time.monotonic()
+            times = engine.decode(talks, _STEPS)
+            sys.stdout.write(f"{begun_s} {time.monotonic()} {median(times)}\n")
+            sys.stdout.flush()
+        engine.end()
 
 
 if __name__ == "__main__":
