@@ -1,5 +1,7 @@
-"""Build the native code, with g++ or clang++: the CPU kernels, one shared library per instruction
-set, the transfer engine, and the library that other programs preload.
+"""Build the native code, with g++ or clang++.
+
+That is the CPU kernels, one shared library per instruction set, the transfer engine, and the
+library that other programs preload.
 
 Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place, `... --sanitize FOLDER`
 builds with the address and undefined-behaviour sanitizers, elsewhere. Standard library only.

@@ -68,7 +68,8 @@ void* real(const char* name) {
 bool cuda_was_used() {
   void* driver = dlopen(kDriver, RTLD_NOW | RTLD_NOLOAD | RTLD_LOCAL);
   if (driver == nullptr) return false;
-  const auto count = reinterpret_cast<CudaResult (*)(int*)>(real_dlsym()(driver, "cuDeviceGetCount"));
+  void* const found = real_dlsym()(driver, "cuDeviceGetCount");
+  const auto count = reinterpret_cast<CudaResult (*)(int*)>(found);
   int devices = 0;
   const bool used = count != nullptr && count(&devices) != kNotInitialized;
   dlclose(driver);

@@ -92,7 +92,8 @@ void check_relay(const Relay& relay) {
 int add(uint64_t* address, size_t size, Allocation made) {
   const Lock lock(mutex);
   if (current.empty()) return kInvalidContext;
-  made.start = *address = reinterpret_cast<uint64_t>(aligned_alloc(4096, (size + 8191) / 4096 * 4096));
+  void* const memory = aligned_alloc(4096, (size + 8191) / 4096 * 4096);
+  made.start = *address = reinterpret_cast<uint64_t>(memory);
   made.size = size;
   memset(reinterpret_cast<void*>(*address), 0, size);
   allocations[made.start] = made;
@@ -141,7 +142,8 @@ int fake_map(uint64_t* address, size_t size, int gpu) {
 
 // Memory that is pinned in the current context only.
 int fake_register(uint64_t* address, size_t size) {
-  return add(address, size, {0, 0, kHost, 0, false, current.empty() ? nullptr : current.back(), {}});
+  void* const context = current.empty() ? nullptr : current.back();
+  return add(address, size, {0, 0, kHost, 0, false, context, {}});
 }
 
 // ---- devices and contexts -----------------------------------------------------------------------
@@ -230,8 +232,8 @@ int cuMemAllocManaged(uint64_t* address, size_t size, unsigned) {
 int cuMemSetAccess(uint64_t address, size_t size, const int* access, size_t count) {
   const Lock lock(mutex);
   Allocation* one = allocation_of(address);
-  if (one == nullptr || one->start != address || one->size != size || one->ipc_capable || count != 1)
-    return 1;
+  if (one == nullptr || one->start != address || one->size != size) return 1;
+  if (one->ipc_capable || count != 1) return 1;
   if (access[0] != 1 || access[2] != 3) return 1;
   one->access.insert(access[1]);
   return 0;
@@ -379,7 +381,8 @@ COPIES(cuMemcpyDtoH)
 
 // ---- symbols ------------------------------------------------------------------------------------
 
-int cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags, int* status);
+int cuGetProcAddress_v2(const char* symbol, void** function, int version, uint64_t flags,
+                        int* status);
 
 int cuGetProcAddress(const char* symbol, void** function, int version, uint64_t flags) {
   return cuGetProcAddress_v2(symbol, function, version, flags, nullptr);
@@ -389,7 +392,8 @@ int cuGetProcAddress_v2(const char* symbol, void** function, int, uint64_t flags
   const std::string name = symbol;
   const bool own = flags & 2;
   const std::map<std::string, std::pair<void*, void*>> all{
-#define BOTH(NAME, PLAIN, OWN) {NAME, {reinterpret_cast<void*>(&PLAIN), reinterpret_cast<void*>(&OWN)}}
+#define BOTH(NAME, PLAIN, OWN) \
+  {NAME, {reinterpret_cast<void*>(&PLAIN), reinterpret_cast<void*>(&OWN)}}
       BOTH("cuMemcpyHtoDAsync", cuMemcpyHtoDAsync_v2, cuMemcpyHtoDAsync_v2_ptsz),
       BOTH("cuMemcpyDtoHAsync", cuMemcpyDtoHAsync_v2, cuMemcpyDtoHAsync_v2_ptsz),
       BOTH("cuMemcpyAsync", cuMemcpyAsync, cuMemcpyAsync_ptsz),

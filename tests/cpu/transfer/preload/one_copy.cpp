@@ -19,7 +19,8 @@ struct Counts {
 
 Counts counts() {
   Counts found{};
-  const auto count = reinterpret_cast<void (*)(Counts*)>(dlsym(RTLD_DEFAULT, "c2c_multipath_counts"));
+  void* const library = dlsym(RTLD_DEFAULT, "c2c_multipath_counts");
+  const auto count = reinterpret_cast<void (*)(Counts*)>(library);
   if (count != nullptr) count(&found);
   return found;
 }
@@ -130,7 +131,8 @@ int main(int count, char** words) {
   CHECK(cuDeviceGetCount(&devices));
   if (getenv("FAKE_SHOW_DEVICES") != nullptr) {
     const bool hidden = cuDeviceGet(&device, devices) == 101;
-    printf("%d%s %s\n", devices, hidden ? ", others are hidden" : "", getenv("CUDA_VISIBLE_DEVICES"));
+    printf("%d%s %s\n", devices, hidden ? ", others are hidden" : "",
+           getenv("CUDA_VISIBLE_DEVICES"));
   }
   Memory memory;
   for (int i = 1; i < count; ++i) {

@@ -1,7 +1,8 @@
 // random_program HOW SEED OPERATIONS: random copies and other work on two GPUs, from two threads.
 //
-// Prints a sum of all memory, and how many copies took several links. The sum depends on the arguments only, as everything that touches a buffer
-// is ordered: in its stream, by events, or by waits of the host. HOW is how the copies' functions
+// Prints a sum of all memory, and how many copies took several links. The sum depends on the
+// arguments only, as everything that touches a buffer is ordered: in its stream, by events, or by
+// waits of the host. HOW is how the copies' functions
 // are found: linked, dlsym, or proc (cuGetProcAddress).
 #include <dlfcn.h>
 #include <string.h>
@@ -77,7 +78,8 @@ class Program {
     }
     for (int i = 0; i < 3 * kBuffers; ++i) {
       Buffer buffer{0, i % 3 == 0 ? gpu : -1};
-      if (i % 3 == 0) CHECK(i % 2 ? cuMemAlloc_v2(&buffer.at, kSize) : fake_map(&buffer.at, kSize, gpu));
+      if (i % 3 == 0 && i % 2) CHECK(cuMemAlloc_v2(&buffer.at, kSize));
+      if (i % 3 == 0 && i % 2 == 0) CHECK(fake_map(&buffer.at, kSize, gpu));
       if (i % 3 == 1) CHECK(cuMemAllocHost_v2(&buffer.at, kSize));
       if (i % 3 == 2) {
         buffer.at = reinterpret_cast<uint64_t>(calloc(1, kSize));

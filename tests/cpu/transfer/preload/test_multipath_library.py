@@ -47,7 +47,8 @@ def test_it_needs_neither_cuda_nor_a_cpp_library() -> None:
     needed = subprocess.run(
         ["readelf", "-d", str(LIBRARY)], check=True, capture_output=True, text=True, timeout=60
     ).stdout
-    assert "libcuda" not in needed and "libstdc++" not in needed
+    assert "libcuda" not in needed
+    assert "libstdc++" not in needed
     weak = {words[-1] for words in symbols("--undefined-only") if words[-2] in "wv"}
     undefined = {words[-1] for words in symbols("--undefined-only")} - weak
     assert not [name for name in undefined if name.startswith(("cu", "_Z"))]
@@ -58,7 +59,8 @@ def test_programs_without_cuda_are_as_before() -> None:
         ["/bin/ls", "/"], env={"LD_PRELOAD": str(LIBRARY)}, check=True, capture_output=True,
         text=True, timeout=60,
     )  # fmt: skip
-    assert done.stdout and not done.stderr
+    assert done.stdout
+    assert not done.stderr
 
 
 # ---- which copies are spread --------------------------------------------------------------------
@@ -150,7 +152,8 @@ def test_random_operations_give_the_same_memory(programs: Programs, how: str) ->
     """However the program finds the driver's functions."""
     plain, spread = ran_twice(programs, how, 1, 10_000)
     assert spread.lines[0] == plain.lines[0]
-    assert int(spread.lines[1]) > 100 and plain.lines[1] == "0"
+    assert int(spread.lines[1]) > 100
+    assert plain.lines[1] == "0"
 
 
 @pytest.mark.parametrize("seed", range(2, 6))
