@@ -63,6 +63,9 @@ COMMANDS = {
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
     "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),
+    "multipath": Lazy(
+        "c2cserve.serving.multipath", "multipath", "Run a CUDA program, its copies over several links."
+    ),
     "profile": Lazy(
         "c2cserve.cli.profile", "profile", "Measure this machine: links, memory, GEMMs."
     ),

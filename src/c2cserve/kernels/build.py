@@ -1,5 +1,7 @@
-"""Build the native code, with g++ or clang++: the CPU kernels, one shared library per instruction
-set, and the transfer engine.
+"""Build the native code, with g++ or clang++.
+
+That is the CPU kernels, one shared library per instruction set, the transfer engine, and the
+library that other programs preload.
 
 Used by `setup.py`; `python -m c2cserve.kernels.build` rebuilds in place, `... --sanitize FOLDER`
 builds with the address and undefined-behaviour sanitizers, elsewhere. Standard library only.
@@ -29,6 +31,33 @@ TRANSFER_SOURCES = tuple(
         "relay_server.cpp",
         "schedule.cpp",
     )
+)
+MULTIPATH = "libc2cserve_multipath.so"
+_PRELOAD = HERE.parent / "transfer" / "preload"
+MULTIPATH_SOURCES = (
+    *(
+        _PRELOAD / name
+        for name in (
+            "devices.cpp",
+            "driver.cpp",
+            "hooks.cpp",
+            "memory.cpp",
+            "paths.cpp",
+            "peers.cpp",
+            "real.cpp",
+            "report.cpp",
+            "spread.cpp",
+        )
+    ),
+    *(HERE.parent / "transfer" / "native" / name for name in ("cuda.cpp", "relay_kernel.cpp")),
+)
+_MULTIPATH_FLAGS = (
+    f"-Wl,--version-script={_PRELOAD / 'exports.map'}",
+    "-Wl,-Bsymbolic",
+    # The program may have a newer C++ library, which an old one that is loaded first would hide.
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-ldl",
 )
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -76,6 +105,7 @@ Library = tuple[tuple[Path, ...], tuple[str, ...]]
 LIBRARIES: dict[str, Library] = {
     **{library_name(isa): (SOURCES, (*flags, _HIDDEN)) for isa, flags in FLAGS.items()},
     TRANSFER: (TRANSFER_SOURCES, ("-ldl",)),
+    MULTIPATH: (MULTIPATH_SOURCES, _MULTIPATH_FLAGS),
 }
 
 

@@ -4,9 +4,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <vector>
@@ -17,10 +19,19 @@ struct Stream {
   void* context;
   std::deque<std::function<bool()>> operations;  // each returns whether it is over
   bool blocked = false, failing = false;
+  int64_t issued = 0;
+  bool waits_for_default = false;  // and the context's default stream for it
+  std::vector<std::function<bool()>>* captured = nullptr;
+
+  int64_t completed() const { return issued - int64_t(operations.size()); }
+};
+struct Record {
+  bool is_over = false;
+  double at_ms = 0;
 };
 struct Event {
   void* context;
-  int pending = 0;  // records that are not over
+  std::shared_ptr<Record> last;  // null: none yet
 };
 struct Piece {
   uint64_t target, source, size;
@@ -45,12 +56,32 @@ thread_local std::vector<void*> current;
 using Lock = std::lock_guard<std::recursive_mutex>;
 constexpr int kInvalidContext = 201, kInvalidHandle = 400, kLaunchFailed = 719, kNotReady = 600;
 
+double now_ms() {
+  return std::chrono::duration<double, std::milli>(
+             std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+#ifdef FAKE_DRIVER  // of whole programs: fake_driver.cpp
+Stream* stream_of(void* handle);
+void order(Stream* stream);
+void check_relay(const Relay& relay);
+#else
+Stream* stream_of(void* handle) { return static_cast<Stream*>(handle); }
+void order(Stream*) {}
+#endif
+
 int enqueue(void* stream, std::function<bool()> run) {
   const Lock lock(mutex);
-  Stream* one = static_cast<Stream*>(stream);
+  Stream* one = stream_of(stream);
   if (!streams.count(one)) return kInvalidHandle;
   if (current.empty() || current.back() != one->context) return kInvalidContext;
   if (one->failing) return kLaunchFailed;
+  if (one->captured != nullptr) {
+    one->captured->push_back(std::move(run));
+    return 0;
+  }
+  order(one);
+  ++one->issued;
   one->operations.push_back(std::move(run));
   return 0;
 }
@@ -158,6 +189,7 @@ int cuMemHostUnregister(void* memory) {
   return registered.erase(memory) ? 0 : kInvalidHandle;
 }
 
+#ifndef FAKE_DRIVER
 int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   const Lock lock(mutex);
   if (current.empty() || attribute != 2) return kInvalidContext;
@@ -165,6 +197,7 @@ int cuPointerGetAttribute(void* value, int attribute, uint64_t address) {
   *static_cast<int*>(value) = 1;
   return 0;
 }
+#endif
 
 int cuCtxGetDevice(int* device) {
   if (current.empty()) return kInvalidContext;
@@ -180,31 +213,46 @@ int cuCtxGetStreamPriorityRange(int* lowest, int* highest) {
 }
 
 int cuStreamCreateWithPriority(void** stream, unsigned flags, int priority) {
-  if (current.empty() || flags != 1 || (priority != -5 && priority != 0)) return kInvalidContext;
+#ifndef FAKE_DRIVER
+  if (flags != 1) return kInvalidContext;
+#endif
+  if (current.empty() || (priority != -5 && priority != 0)) return kInvalidContext;
   *stream = fake_stream(current.back());
+  static_cast<Stream*>(*stream)->waits_for_default = flags == 0;
   return 0;
 }
 
+#ifndef FAKE_DRIVER
 int cuStreamSynchronize(void* stream) {
   fake_pump();
   const Lock lock(mutex);
   if (current.empty()) return kInvalidContext;
   return static_cast<Stream*>(stream)->operations.empty() ? 0 : kInvalidHandle;
 }
+#endif
 
 int cuStreamDestroy_v2(void* stream) {
   const Lock lock(mutex);
   Stream* one = static_cast<Stream*>(stream);
   if (current.empty()) return kInvalidContext;
-  if (!streams.erase(one) || !one->operations.empty()) return kInvalidHandle;
+  if (!streams.count(one)) return kInvalidHandle;
+#ifdef FAKE_DRIVER
+  if (!one->operations.empty()) {  // it goes on without its handle
+    one->waits_for_default = false;
+    return 0;
+  }
+#else
+  if (!one->operations.empty()) return kInvalidHandle;
+#endif
+  streams.erase(one);
   delete one;
   return 0;
 }
 
 int cuEventCreate(void** event, unsigned flags) {
   const Lock lock(mutex);
-  if (current.empty() || flags != 2) return kInvalidContext;
-  *event = *events.insert(new Event{current.back()}).first;
+  if (current.empty() || (flags != 2 && flags != 0)) return kInvalidContext;
+  *event = *events.insert(new Event{current.back(), nullptr}).first;
   return 0;
 }
 
@@ -217,12 +265,12 @@ int cuEventDestroy_v2(void* event) {
 int cuEventRecord(void* event, void* stream) {
   const Lock lock(mutex);
   Event* one = static_cast<Event*>(event);
-  if (!events.count(one) || one->context != static_cast<Stream*>(stream)->context)
-    return kInvalidHandle;
-  ++one->pending;
-  return enqueue(stream, [one] {
-    --one->pending;
-    return true;
+  if (!events.count(one) || one->context != stream_of(stream)->context) return kInvalidHandle;
+  const auto record = std::make_shared<Record>();
+  one->last = record;
+  return enqueue(stream, [record] {
+    record->at_ms = now_ms();
+    return record->is_over = true;
   });
 }
 
@@ -230,7 +278,8 @@ int cuEventQuery(void* event) {
   const Lock lock(mutex);
   if (current.empty()) return kInvalidContext;
   if (!events.count(static_cast<Event*>(event))) return kInvalidHandle;
-  return static_cast<Event*>(event)->pending ? kNotReady : 0;
+  const auto& record = static_cast<Event*>(event)->last;
+  return record == nullptr || record->is_over ? 0 : kNotReady;
 }
 
 int cuStreamWriteValue32_v2(void* stream, uint64_t word, uint32_t value, unsigned flags) {
@@ -246,7 +295,8 @@ int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   const Lock lock(mutex);
   Event* one = static_cast<Event*>(event);
   if (!events.count(one)) return kInvalidHandle;
-  return enqueue(stream, [one] { return one->pending == 0; });
+  const auto record = one->last;
+  return enqueue(stream, [record] { return record == nullptr || record->is_over; });
 }
 
 // ---- copies -------------------------------------------------------------------------------------
@@ -302,6 +352,9 @@ int cuLaunchKernel(void* kernel, unsigned x, unsigned y, unsigned z, unsigned th
   if (cuCtxGetDevice(&device) || shared > shared_most[device]) return kInvalidHandle;
   if (shared != copied.stages * copied.stage_bytes) return kInvalidHandle;
   ++counts[2];
+#ifdef FAKE_DRIVER
+  check_relay(copied);
+#endif
   return enqueue(stream, [copied] { return relay(copied); });
 }
 

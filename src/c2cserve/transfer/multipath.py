@@ -1,0 +1,62 @@
+"""Programs that are not ours, with their large copies over the links of several GPUs.
+
+A library that is preloaded does it (`transfer/preload/`, docs/multipath.md). It is told what it
+needs by variables of the program's environment.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from c2cserve.kernels.build import MULTIPATH
+from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
+from c2cserve.kernels.gpu.aot.variants import RELAY
+from c2cserve.kernels.native import LIBRARY_FOLDER
+
+_PRELOAD = "LD_PRELOAD"
+
+
+class MultipathError(Exception):
+    """A program cannot be started so. The message says what to do."""
+
+
+def multipath_environment(
+    environment: Mapping[str, str], *, neighbours: int | None = None,
+    least_bytes: int | None = None, borrow: str | None = None, report: bool = False,
+    folder: Path | None = None,
+) -> dict[str, str]:  # fmt: skip
+    """Return the environment of a program whose large copies take several links.
+
+    `environment` is what the program would have otherwise. `borrow` lists GPUs that relay without
+    being visible to the program, as CUDA_VISIBLE_DEVICES lists them. `folder` has the relay kernel.
+    Raises `MultipathError` if the library or the kernel is not built, or nothing can be borrowed.
+    """
+    library = LIBRARY_FOLDER / MULTIPATH
+    if not library.exists():
+        raise MultipathError(f"{MULTIPATH} is not built: run python -m c2cserve.kernels.build")
+    relay = cubin_path(folder or default_folder(), RELAY)
+    if not relay.exists():
+        raise MultipathError(f"the relay kernel is not in {relay.parent}: c2cserve kernels build")
+    changed = {"C2CSERVE_MULTIPATH_RELAY": str(relay)}
+    if neighbours is not None:
+        changed["C2CSERVE_MULTIPATH_NEIGHBOURS"] = str(neighbours)
+    if least_bytes is not None:
+        changed["C2CSERVE_MULTIPATH_LEAST_BYTES"] = str(least_bytes)
+    if report:
+        changed["C2CSERVE_MULTIPATH_REPORT"] = "1"
+    if borrow is not None:
+        _check_borrowed(borrow, environment.get("CUDA_VISIBLE_DEVICES", ""))
+        changed["C2CSERVE_MULTIPATH_BORROW"] = borrow
+    others = environment.get(_PRELOAD)
+    changed[_PRELOAD] = f"{library}:{others}" if others else str(library)
+    return {**environment, **changed}
+
+
+def _check_borrowed(borrow: str, visible: str) -> None:
+    own, more = ([one.strip() for one in text.split(",")] for text in (visible, borrow))
+    if not visible:
+        raise MultipathError("CUDA_VISIBLE_DEVICES hides no GPUs, so there are none to borrow")
+    if not all(own) or not all(more):
+        raise MultipathError("a list of GPUs has an empty place")
+    twice = {one for one in more if one in own or more.count(one) > 1}
+    if twice:
+        raise MultipathError(f"GPUs are named twice: {', '.join(sorted(twice))}")

@@ -1,0 +1,63 @@
+// What this library needs of CUDA's driver beside what relays need (../native/cuda.h).
+#pragma once
+#include "real.h"
+
+namespace c2c::multipath {
+
+// Attributes of pointers.
+constexpr int kPointerKind = 2, kDevicePointer = 3, kManagedMemory = 8, kOrdinal = 9;
+constexpr int kIpcCapable = 10, kRangeStart = 11, kRangeSize = 12, kAccessFlags = 16;
+constexpr int kMappingSize = 18, kMappingStart = 19;
+constexpr int kKindHost = 1, kKindDevice = 2;  // values of `kPointerKind`
+constexpr int kReadWrite = 3;                  // a value of `kAccessFlags`, and of access to give
+constexpr int kNativeAtomics = 3;              // an attribute of two GPUs: NVLink has them
+constexpr int kRelaxedCapture = 2;
+
+struct AccessDesc {  // CUmemAccessDesc
+  int location_kind;  // 1: a device
+  int location_id;
+  int flags;
+};
+static_assert(sizeof(AccessDesc) == 12);
+
+// Does not change what the program's stream captures in other threads allow.
+struct Driver {
+  Driver();  // throws `Fault`
+
+  transfer::Cuda cuda;
+  CudaResult (*device_count)(int*);
+  CudaResult (*device_get)(int* device, int ordinal);
+  CudaResult (*primary_retain)(void** context, int device);
+  CudaResult (*stream_context)(void* stream, void** context);
+  CudaResult (*is_capturing)(void* stream, int* status);
+  CudaResult (*exchange_capture_mode)(int* mode);
+  CudaResult (*pair_attribute)(int* value, int attribute, int device, int peer);
+  CudaResult (*can_access)(int* can, int device, int peer);
+  CudaResult (*enable_peer)(void* context, unsigned flags);
+  CudaResult (*elapsed)(float* milliseconds, void* start, void* end);
+  CudaResult (*set_access)(CudaPointer start, size_t size, const AccessDesc*, size_t count);
+
+  // Of the thread's current context. Returns false where the driver knows none.
+  template <typename T>
+  bool attribute(T* value, int which, CudaPointer pointer) const {
+    *value = T{};
+    return cuda.pointer_attribute(value, which, pointer) == kCudaOk;
+  }
+};
+
+// Lets this thread make calls that are not allowed while any thread captures a stream in the global
+// mode. Nothing that is captured is touched by them.
+class CaptureRelaxed {
+ public:
+  explicit CaptureRelaxed(const Driver& driver) : driver_(driver) {
+    driver.exchange_capture_mode(&mode_);
+  }
+  ~CaptureRelaxed() { driver_.exchange_capture_mode(&mode_); }
+  CaptureRelaxed(const CaptureRelaxed&) = delete;
+
+ private:
+  const Driver& driver_;
+  int mode_ = kRelaxedCapture;
+};
+
+}  // namespace c2c::multipath

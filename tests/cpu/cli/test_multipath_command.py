@@ -1,0 +1,74 @@
+"""`c2cserve multipath`: what a program is started with."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from c2cserve.kernels.gpu.aot.compiler import cubin_path
+from c2cserve.kernels.gpu.aot.variants import RELAY
+from c2cserve.kernels.native import LIBRARY_FOLDER
+from c2cserve.transfer.multipath import MultipathError, multipath_environment
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = cubin_path(tmp_path, RELAY)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("code")
+    return tmp_path
+
+
+def test_the_library_comes_before_what_was_preloaded(folder: Path) -> None:
+    made = multipath_environment({"LD_PRELOAD": "other.so", "A": "b"}, folder=folder)
+    assert made["LD_PRELOAD"] == f"{LIBRARY_FOLDER}/libc2cserve_multipath.so:other.so"
+    assert made["A"] == "b"
+    assert made["C2CSERVE_MULTIPATH_RELAY"] == str(cubin_path(folder, RELAY))
+    assert not [name for name in made if "REPORT" in name or "BORROW" in name]
+
+
+def test_options_are_variables(folder: Path) -> None:
+    made = multipath_environment(
+        {"CUDA_VISIBLE_DEVICES": "0"}, neighbours=2, least_bytes=5, borrow="1,2", report=True,
+        folder=folder,
+    )  # fmt: skip
+    options = {
+        name.removeprefix("C2CSERVE_MULTIPATH_"): value
+        for name, value in made.items()
+        if name.startswith("C2CSERVE_MULTIPATH_") and not name.endswith("_RELAY")
+    }
+    assert options == {"NEIGHBOURS": "2", "LEAST_BYTES": "5", "REPORT": "1", "BORROW": "1,2"}
+    assert made["CUDA_VISIBLE_DEVICES"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("visible", "borrow", "says"),
+    [
+        ("", "1", "hides no GPUs"),
+        ("0,1", "2,1", "named twice: 1"),
+        ("0", "2,2", "named twice: 2"),
+        ("0", "2,", "empty place"),
+    ],
+)
+def test_wrong_lists_of_gpus_are_refused(
+    folder: Path, visible: str, borrow: str, says: str
+) -> None:
+    with pytest.raises(MultipathError, match=says):
+        multipath_environment({"CUDA_VISIBLE_DEVICES": visible}, borrow=borrow, folder=folder)
+
+
+def test_without_the_relay_kernel_it_says_what_builds_it(tmp_path: Path) -> None:
+    with pytest.raises(MultipathError, match="c2cserve kernels build"):
+        multipath_environment({}, folder=tmp_path)
+
+
+def run(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "c2cserve.cli.main", "multipath", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_missing_command_is_one_clear_line() -> None:
+    ran = run("--", "/no/such/program", "--option")
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("c2cserve: ")

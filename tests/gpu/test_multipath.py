@@ -1,0 +1,104 @@
+"""Programs whose copies are spread over the links of two GPUs give what they give without that.
+
+`pytest -m gpu -s tests/gpu/test_multipath.py` prints what the library reports."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from multipath import PROGRAM, run
+
+from c2cserve.transfer.multipath import multipath_environment
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour"),
+]
+
+LEAST = {"C2CSERVE_MULTIPATH_LEAST_BYTES": str(256 << 10)}
+"""Copies of the random program have up to 4 MiB."""
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_10_000_random_operations_give_the_same_memory(seed: int) -> None:
+    compare(seed, 10_000)
+
+
+def compare(seed: int, operations: int) -> None:
+    words = ("random", str(seed), str(operations))
+    plain, spread = (run(*words, preloaded=preloaded, **LEAST) for preloaded in (False, True))
+    assert spread["sums"] == plain["sums"]
+    assert spread["spread"] > 0
+    assert plain["spread"] == 0
+
+
+def test_small_copies_take_2_us_more_at_most() -> None:
+    times = [run("small", preloaded=preloaded)["us"] for preloaded in (False, True)]
+    assert times[1] - times[0] <= 2.0
+
+
+def test_a_fork_changes_nothing_for_the_parent() -> None:
+    assert run("forked", preloaded=True) == {"child": 0, "right": True}
+
+
+def test_a_program_that_is_killed_leaves_both_gpus_well() -> None:
+    """Also while relays run: a plain program has the right bytes afterwards."""
+    for _ in range(3):
+        program = subprocess.Popen(
+            [sys.executable, str(PROGRAM), "loop"], stdout=subprocess.PIPE, text=True,
+            env=multipath_environment(os.environ),
+        )  # fmt: skip
+        assert program.stdout is not None
+        assert program.stdout.readline() == "copies\n"
+        program.send_signal(signal.SIGKILL)
+        program.wait(60)
+    compare(3, 400)
+
+
+def test_a_borrowed_gpu_helps_and_is_not_seen() -> None:
+    code = (
+        "import torch, ctypes; assert torch.cuda.device_count() == 1;"
+        "h = torch.full((64 << 20,), 5, dtype=torch.uint8).pin_memory();"
+        "d = h.to('cuda', non_blocking=True); assert bool((d == 5).all());"
+        "count = (ctypes.c_int64 * 31)();"
+        "ctypes.CDLL(None).c2c_multipath_counts(count); assert count[0] == 1, list(count)"
+    )
+    environment = multipath_environment(
+        {**os.environ, "CUDA_VISIBLE_DEVICES": "0"}, borrow="1", report=True
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("linked", ["shared", "static"])
+def test_a_program_in_c_with_either_runtime(tmp_path: Path, linked: str) -> None:
+    """The runtime library finds the driver in the same way, where it is a part of the program."""
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if not Path(nvcc).exists():
+        pytest.skip("there is no nvcc")
+    program = tmp_path / "copies"
+    source = Path(__file__).with_name("multipath_copies.cu")
+    subprocess.run(
+        [nvcc, "-O2", f"-cudart={linked}", str(source), "-o", str(program), "-ldl"], check=True,
+        timeout=200,
+    )  # fmt: skip
+    environment = multipath_environment(os.environ, report=True)
+    done = subprocess.run(
+        [str(program)], env=environment, check=True, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "4 of 4 right, 4 spread\n", done
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
+def test_memcheck_finds_nothing() -> None:
+    command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, str(PROGRAM)]
+    environment = multipath_environment({**os.environ, **LEAST})
+    done = subprocess.run(
+        [*command, "random", "1", "200"], env=environment, timeout=280, check=False
+    )
+    assert done.returncode == 0
