@@ -1,13 +1,14 @@
 """What a grammar costs: time per token of streams with and without one, side by side in turns.
 
-    python benchmarks/structured.py [--shape llama-8b] [--users 32] [--tokens 256] [--out FILE]
-        [--serve ARGUMENTS] [--work DIR]
+    python benchmarks/structured.py [--shape llama-8b] [--users 32 ...] [--tokens 256] [--out FILE]
+        [--cpu-threads N] [--serve ARGUMENTS] [--work DIR]
     python benchmarks/structured.py --url http://127.0.0.1:8000 --model MODEL
 
 A random model of the shape is served, whose tokens are texts of one to seven letters, or --url's.
 All streams of a round have as many tokens: the free ones ignore the end token, and those with a
-grammar are held to a JSON list that is longer than they are. A round with a mix shows what streams
-without a grammar pay beside others that have one.
+grammar are held to a JSON list that is longer than they are. A mix shows what streams without a
+grammar pay beside others that have one. Ratios are of streams of one round, whose kinds take turns
+in being first, and the median of all rounds: other work on the machine changes meanwhile.
 """
 
 import argparse
@@ -87,32 +88,46 @@ async def stream(
 
 
 async def measure(url: str, model: str, users: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the median time per token of streams, by their round: none held, all, or each other
+    """Return median times per token of streams: with none of them held, all, or every other
     one."""
-    found: dict[str, list[Stream]] = {"free": [], "held": [], "mixed": []}
+    found: dict[str, list[list[Stream]]] = {"free": [], "held": [], "mixed": []}
     whose = {"free": lambda _: False, "held": lambda _: True, "mixed": lambda i: i % 2 == 0}
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         for number in range(rounds + 1):
-            for kind, held in whose.items():
+            kinds = list(whose.items())
+            for kind, held in kinds[number % 3 :] + kinds[: number % 3]:
                 streams = await asyncio.gather(*(
                     stream(session, url, model, tokens, number * users + i, held=held(i))
                     for i in range(users)
                 ))  # fmt: skip
                 if number:  # the first round builds the vocabulary's tree and the graphs
-                    found[kind] += streams
-    plain_s = _median(found["free"])
+                    found[kind].append(streams)
+    free, held = found["free"], found["held"]
+    beside = [[one for one in streams if not one.held] for streams in found["mixed"]]
+    among = [[one for one in streams if one.held] for streams in found["mixed"]]
+    by_round = [_median_s(one) / _median_s(plain) for one, plain in zip(held, free, strict=True)]
     return {
         "users": users, "tokens": tokens, "rounds": rounds,
-        "free_ms": plain_s * 1e3,
-        "held_ms": _median(found["held"]) * 1e3,
-        "held_over_free": _median(found["held"]) / plain_s,
-        "free_beside_held_over_free": _median([s for s in found["mixed"] if not s.held]) / plain_s,
-        "held_beside_free_over_free": _median([s for s in found["mixed"] if s.held]) / plain_s,
+        "free_ms": statistics.median(map(_median_s, free)) * 1e3,
+        "held_ms": statistics.median(map(_median_s, held)) * 1e3,
+        "held_over_free": statistics.median(by_round),
+        "held_over_free_by_round": by_round,
+        "free_beside_held_over_free": _ratio(beside, free),
+        "held_beside_free_over_free": _ratio(among, free),
     }  # fmt: skip
 
 
-def _median(streams: Sequence[Stream]) -> float:
+def _median_s(streams: Sequence[Stream]) -> float:
     return statistics.median(one.tpot_s for one in streams)
+
+
+def _ratio(ones: Sequence[Sequence[Stream]], free: Sequence[Sequence[Stream]]) -> float | None:
+    """Return the median over rounds; None where a round has no such stream."""
+    if not all(ones):
+        return None
+    return statistics.median(
+        _median_s(one) / _median_s(plain) for one, plain in zip(ones, free, strict=True)
+    )
 
 
 def main() -> None:
@@ -122,13 +137,20 @@ def main() -> None:
     parser.add_argument("--shape", default="llama-8b", choices=SHAPES)
     parser.add_argument("--serve", default="", help="arguments of `c2cserve serve`, one string")
     parser.add_argument("--work", type=Path, help="for the checkpoint and the pool; /dev/shm")
-    parser.add_argument("--users", type=int, default=32)
+    parser.add_argument("--cpu-threads", type=int, help="serve by one CPU slice of so many threads")
+    parser.add_argument("--users", type=int, nargs="+", default=[32], help="one after the other")
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="JSON")
     given = parser.parse_args()
     with _server(given) as (url, model):
-        found = asyncio.run(measure(url, model, given.users, given.tokens, given.rounds))
+        measured = [
+            asyncio.run(measure(url, model, users, given.tokens, given.rounds))
+            for users in given.users
+        ]
+    found = (
+        measured[0] if len(measured) == 1 else {f"users_{one['users']}": one for one in measured}
+    )
     report(found, given.out, model=given.shape if given.url is None else model, serve=given.serve)
 
 
@@ -144,6 +166,9 @@ def _server(given: argparse.Namespace) -> Iterator[tuple[str, str]]:
         model = made.entries[0].id
         _set_vocabulary(catalog.parent / given.shape, config_of(given.shape).vocab)
         arguments = ["--pool-dir", work, "--pool-bytes", str(2 * made.bytes)]
+        if given.cpu_threads is not None:
+            arguments += ["--gpu-slices", "none", "--slices", "1"]
+            arguments += ["--threads", str(given.cpu_threads)]
         with Server(catalog, Path(work) / "log", arguments + shlex.split(given.serve)) as server:
             server.wait_ready(_READY_S, lambda line: print(line, file=sys.stderr))
             yield server.url, model

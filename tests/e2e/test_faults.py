@@ -19,11 +19,11 @@ from streams import all_streams, stream_text
 def test_killed_worker_loses_no_token(tmp_path: Path, slices: int, limit_s: float) -> None:
     """A replacement is up within `limit_s`: the long one is for machines with busy cores."""
     with ServerProcess(directory=tmp_path / "pool", slices=slices) as server:
-        undisturbed = asyncio.run(all_streams(server.url, 32, 400))
+        undisturbed = asyncio.run(all_streams(server.url, 32, 200))
 
         async def disturbed() -> tuple[list[str], float]:
             victim, begun = server.state()["slices"][0], asyncio.Event()
-            streams = asyncio.create_task(all_streams(server.url, 32, 400, begun))
+            streams = asyncio.create_task(all_streams(server.url, 32, 200, begun))
             await begun.wait()
             os.kill(victim["pid"], signal.SIGKILL)
             killed = time.monotonic()
