@@ -53,6 +53,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_QWEN3, "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
         "intermediate_size": 3072, "tie_word_embeddings": True,
     },
+    "qwen2.5-0.5b": {
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 151936, "rope_theta": 1e6,
+        "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "intermediate_size": 4864, "tie_word_embeddings": True,
+    },
     "tiny-llama": {**_LLAMA, **_TINY},
     "tiny-qwen3": {**_QWEN3, **_TINY, "head_dim": 32, "num_attention_heads": 2},
     "tiny-windowed": {

@@ -13,7 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -162,66 +162,68 @@ def _small_filesystem(pool: Path) -> tuple[str, ...]:
     return ("unshare", "-rm", "sh", "-c", script, str(pool))
 
 
-@pytest.mark.skipif(not _namespaces(), reason="needs user and mount namespaces")
-def test_a_load_that_found_shared_memory_full_is_tried_again(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def cramped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ServerProcess, Path]]:
+    """A server with room for few more models, and its pool as this process reaches it."""
+    if not _namespaces():
+        pytest.skip("needs user and mount namespaces")
+    pool = tmp_path_factory.mktemp("cramped") / "pool"
+    with ServerProcess(
+        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=_small_filesystem(pool)
+    ) as server:
+        yield server, Path(f"/proc/{server.process.pid}/root{pool}")
+
+
+def test_a_load_that_found_shared_memory_full_is_tried_again(
+    cramped: tuple[ServerProcess, Path],
+) -> None:
     """When the model is asked for, some seconds later. What is in the pool is served meanwhile."""
-    pool = tmp_path / "pool"
-    with ServerProcess(
-        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=_small_filesystem(pool)
-    ) as server:
-        right, other = ask(server), ask(server, "adder-qwen")
-        inside = Path(f"/proc/{server.process.pid}/root{pool}")
+    server, inside = cramped
+    right, other = ask(server), ask(server, "adder-qwen")
 
-        def while_it_is_full() -> None:
-            wait_until(lambda: free_bytes(inside) == 0, 60, "it is full")
-            entry = {"id": "again", "path": str(SPECIALISTS / "sorter-llama")}
-            add = urllib.request.Request(f"{server.url}/admin/models", json.dumps(entry).encode())
-            add.add_header("content-type", "application/json")
-            urllib.request.urlopen(add, timeout=90).close()
-            status, reason, retry_after = ask(server, "again")
-            assert status == 503
-            assert "larger shared-memory filesystem" in reason
-            assert 1 <= int(retry_after) <= 5
-            assert ask(server, "adder-qwen") == other
+    def while_it_is_full() -> None:
+        wait_until(lambda: free_bytes(inside) == 0, 60, "it is full")
+        entry = {"id": "again", "path": str(SPECIALISTS / "sorter-llama")}
+        add = urllib.request.Request(f"{server.url}/admin/models", json.dumps(entry).encode())
+        add.add_header("content-type", "application/json")
+        urllib.request.urlopen(add, timeout=90).close()
+        status, reason, retry_after = ask(server, "again")
+        assert status == 503
+        assert "larger shared-memory filesystem" in reason
+        assert 1 <= int(retry_after) <= 5
+        assert ask(server, "adder-qwen") == other
 
-        async def scenario() -> None:
-            checks = asyncio.create_task(asyncio.to_thread(while_it_is_full))
-            await Filler(inside).fill_until(checks.done)
-            await checks
+    async def scenario() -> None:
+        checks = asyncio.create_task(asyncio.to_thread(while_it_is_full))
+        await Filler(inside).fill_until(checks.done)
+        await checks
 
-        asyncio.run(scenario())
-        wait_until(lambda: ask(server, "again") == right, 60, "it is loaded", poll_s=0.3)
+    asyncio.run(scenario())
+    wait_until(lambda: ask(server, "again") == right, 60, "it is loaded", poll_s=0.3)
 
 
-@pytest.mark.skipif(not _namespaces(), reason="needs user and mount namespaces")
-def test_full_shared_memory_is_an_error_and_passes(tmp_path: Path) -> None:
-    pool = tmp_path / "pool"
-    with ServerProcess(
-        "--pool-bytes", "12000000", directory=pool, slices=1, wrapper=_small_filesystem(pool)
-    ) as server:
-        right = ask(server)
-        assert right[0] == 200
-        inside = Path(f"/proc/{server.process.pid}/root{pool}")
-        filler = inside / "filler"
-        with filler.open("wb", buffering=0) as file:
+def test_full_shared_memory_is_an_error_and_passes(cramped: tuple[ServerProcess, Path]) -> None:
+    server, inside = cramped
+    right = ask(server)
+    assert right[0] == 200
+    filler = inside / "filler"
+    with filler.open("wb", buffering=0) as file:
 
-            def short_of_room() -> bool:
-                """What the dead worker frees is taken as well, if the server has not done so."""
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(4096))
-                for pid in server.worker_pids():
-                    os.kill(pid, signal.SIGKILL)
-                return "No space left" in server.get("/health")[1]
+        def short_of_room() -> bool:
+            """What the dead worker frees is taken as well, if the server has not done so."""
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(4096))
+            for pid in server.worker_pids():
+                os.kill(pid, signal.SIGKILL)
+            return "No space left" in server.get("/health")[1]
 
-            wait_until(short_of_room, 60, "it says why")
-        assert server.get("/health")[0] == 503
-        reload = urllib.request.Request(
-            f"{server.url}/admin/models/adder-qwen/reload", method="POST"
-        )
-        with pytest.raises(urllib.error.HTTPError, match="503") as refused:
-            urllib.request.urlopen(reload, timeout=90)
-        assert "larger shared-memory filesystem" in refused.value.read().decode()
-        filler.unlink()
-        wait_until(lambda: server.get("/health")[0] == 200, 60, "it goes on by itself")
-        assert ask(server) == right
+        wait_until(short_of_room, 60, "it says why")
+    assert server.get("/health")[0] == 503
+    reload = urllib.request.Request(f"{server.url}/admin/models/adder-qwen/reload", method="POST")
+    with pytest.raises(urllib.error.HTTPError, match="503") as refused:
+        urllib.request.urlopen(reload, timeout=90)
+    assert "larger shared-memory filesystem" in refused.value.read().decode()
+    filler.unlink()
+    wait_until(lambda: server.get("/health")[0] == 200, 60, "it goes on by itself")
+    assert ask(server) == right

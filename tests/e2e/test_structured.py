@@ -43,7 +43,8 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server with a model for each format of calls."""
+    """A server of one slice, with a model for each format of calls. Its processes are killed and
+    replaced."""
     folder = tmp_path_factory.mktemp("calling")
     entries: list[str] = []
     for name, form in FORMATS.items():
@@ -55,6 +56,7 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]
         catalog=folder / "catalog.toml", directory=folder / "pool", slices=1
     ) as server:
         yield server
+    assert not server.leftovers()
 
 
 def client_of(server: ServerProcess) -> openai.OpenAI:
@@ -154,43 +156,41 @@ def test_a_named_call(calling: ServerProcess, model: str) -> None:
     assert set(json.loads(call.function.arguments)) == {"level"}
 
 
-def test_a_killed_worker_changes_no_answer(tmp_path: Path) -> None:
+def test_a_killed_worker_changes_no_answer(calling: ServerProcess) -> None:
     """Its requests go on elsewhere, with the grammar where it was."""
-    with ServerProcess(directory=tmp_path / "pool", slices=1) as server:
 
-        async def answers(kill: bool) -> list[str]:
-            begun = asyncio.Event()
+    async def answers(kill: bool) -> list[str]:
+        begun = asyncio.Event()
 
-            async def one(index: int) -> str:
-                async with openai.AsyncOpenAI(
-                    base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=200
-                ) as client:
-                    pattern = "([a-f]{2}[0-9]{3}-){50}"
-                    chunks = await client.completions.create(
-                        model="chat", prompt=f"say {index}", max_tokens=240, seed=index,
-                        temperature=1.0, stream=True,
-                        extra_body={"structured_outputs": {"regex": pattern}},
-                    )  # fmt: skip
-                    parts: list[str] = []
-                    async for chunk in chunks:
-                        parts += [choice.text for choice in chunk.choices]
-                        if len(parts) > 20:
-                            begun.set()
-                text = "".join(parts)
-                assert re.fullmatch("([a-f]{2}[0-9]{3}-)*", text[: len(text) // 6 * 6])
-                return text
+        async def one(index: int) -> str:
+            async with openai.AsyncOpenAI(
+                base_url=f"{calling.url}/v1", api_key="none", max_retries=0, timeout=200
+            ) as client:
+                pattern = "([a-f]{2}[0-9]{3}-){50}"
+                chunks = await client.completions.create(
+                    model="hermes", prompt=f"say {index}", max_tokens=240, seed=index,
+                    temperature=1.0, stream=True,
+                    extra_body={"structured_outputs": {"regex": pattern}},
+                )  # fmt: skip
+                parts: list[str] = []
+                async for chunk in chunks:
+                    parts += [choice.text for choice in chunk.choices]
+                    if len(parts) > 20:
+                        begun.set()
+            text = "".join(parts)
+            assert re.fullmatch("([a-f]{2}[0-9]{3}-)*", text[: len(text) // 6 * 6])
+            return text
 
-            streams = asyncio.gather(*(one(index) for index in range(8)))
-            await begun.wait()
-            if kill:
-                os.kill((await asyncio.to_thread(server.worker_pids))[0], signal.SIGKILL)
-            return await streams
+        streams = asyncio.gather(*(one(index) for index in range(8)))
+        await begun.wait()
+        if kill:
+            os.kill((await asyncio.to_thread(calling.worker_pids))[0], signal.SIGKILL)
+        return await streams
 
-        undisturbed = asyncio.run(answers(kill=False))
-        assert asyncio.run(answers(kill=True)) == undisturbed
-        assert server.state()["counters"]["resumed_requests"] > 0, "the kill hit nothing in flight"
-        assert [name for name in os.listdir(server.directory) if name.endswith(".tokens")]
-    assert not server.leftovers()
+    undisturbed = asyncio.run(answers(kill=False))
+    assert asyncio.run(answers(kill=True)) == undisturbed
+    assert calling.state()["counters"]["resumed_requests"] > 0, "the kill hit nothing in flight"
+    assert [name for name in os.listdir(calling.directory) if name.endswith(".tokens")]
 
 
 def grammar_pids(worker: int) -> list[int]:
@@ -202,28 +202,25 @@ def grammar_pids(worker: int) -> list[int]:
 
 @pytest.mark.parametrize("harm", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_grammar_process_in_trouble_holds_up_its_own_requests_only(
-    tmp_path: Path, harm: signal.Signals
+    calling: ServerProcess, harm: signal.Signals
 ) -> None:
     """They go on where they were when it answers again, or with another one."""
     body: dict[str, Any] = {
-        "model": "chat", "prompt": "x", "max_tokens": 240, "seed": 5,
+        "model": "hermes", "prompt": "x", "max_tokens": 240, "seed": 5,
         "extra_body": {"structured_outputs": {"regex": "([a-f]{2}[0-9]{3}-){30}"}},
     }  # fmt: skip
-    with (
-        ServerProcess(directory=tmp_path / "pool", slices=1) as server,
-        client_of(server) as client,
-    ):
+    with client_of(calling) as client:
         whole = client.completions.create(**body).choices[0].text
         chunks = client.completions.create(stream=True, **body)
         parts = [next(chunks).choices[0].text for _ in range(20)]
-        (pid,) = grammar_pids(server.worker_pids()[0])
+        (pid,) = grammar_pids(calling.worker_pids()[0])
         os.kill(pid, harm)
         try:
-            for model in ("chat", "add"):
+            for model in ("hermes", "llama"):
                 client.completions.create(model=model, prompt="y", max_tokens=30)
         finally:
             if harm == signal.SIGSTOP:
                 os.kill(pid, signal.SIGCONT)
         parts += [chunk.choices[0].text for chunk in chunks]
         assert "".join(parts) == whole
-        assert server.metric(r"c2cserve:slice_grammars_failed_total\{.*\}") == 0
+        assert calling.metric(r"c2cserve:slice_grammars_failed_total\{.*\}") == 0

@@ -59,7 +59,10 @@ class ChoiceStream:
         self._hidden = prepared.asked.no_output
         self._decoded = 0
         """Characters decoded so far, stop strings included."""
-        self._detokenizer = Detokenizer(prepared.vocabulary, job.tokens)
+        reading = prepared.asked.reading
+        vocabulary = prepared.vocabulary
+        shown = vocabulary if reading is None else vocabulary.showing(reading.marks)
+        self._detokenizer = Detokenizer(shown, job.tokens)
         self._stops = StopStrings(prepared.asked.stops)
 
     @property

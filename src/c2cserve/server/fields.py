@@ -83,6 +83,12 @@ class Common(_Strict):
     include_stop_str_in_output: Literal[False] | None = None
     use_beam_search: Literal[False] | None = None
     length_penalty: Annotated[float, Field(ge=1, le=1)] | None = None
+    return_token_ids: Literal[False] | None = None
+    return_tokens_as_token_ids: Literal[False] | None = None
+    prompt_logprobs: None = None
+    truncate_prompt_tokens: None = None
+    allowed_token_ids: None = None
+    bad_words: None = None
 
     @field_validator("stop")
     @classmethod
@@ -170,6 +176,8 @@ class Message(_Strict):
     tool_calls: ToolCalls | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same by the name that other servers have for it."""
     # Clients send answers back unchanged, with nulls. These fields may be null and nothing else.
     refusal: None = None
     function_call: None = None
@@ -183,9 +191,13 @@ class Message(_Strict):
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         called = sum(call.chars for call in self.tool_calls or ())
-        return len(text) + len(self.name or "") + len(self.reasoning_content or "") + called
+        return len(text) + len(self.name or "") + len(self._thought or "") + called
 
-    @field_validator("tool_calls", "reasoning_content")
+    @property
+    def _thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    @field_validator("tool_calls", "reasoning_content", "reasoning")
     @classmethod
     def _of_assistant(cls, value: T, others: ValidationInfo) -> T:
         if value is not None and others.data.get("role") != "assistant":
@@ -207,9 +219,11 @@ class Message(_Strict):
             content = [{"type": "text", "text": part.text} for part in content]
         role = "system" if self.role == "developer" else self.role
         message: dict[str, Any] = {"role": role, "content": content}
-        for field in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, field)) is not None:
-                message[field] = value
+        given = {
+            "name": self.name, "tool_call_id": self.tool_call_id,
+            "reasoning_content": self._thought,
+        }  # fmt: skip
+        message.update((field, value) for field, value in given.items() if value is not None)
         if self.tool_calls is not None:
             message["tool_calls"] = [call.plain() for call in self.tool_calls]
         return message
@@ -230,6 +244,8 @@ class ChatBody(Common):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     separate_reasoning: bool | None = None
+    """Default: for models that know the tag of thoughts."""
+    include_reasoning: Literal[True] | None = None
     echo: Literal[False] | None = None
     add_generation_prompt: Literal[True] | None = None
     continue_final_message: Literal[False] | None = None

@@ -13,6 +13,7 @@ from c2cserve.core.events import Submitted
 from c2cserve.core.request import Request
 
 _TOKEN_S = 0.001
+_ASKED = 5
 
 
 def of(tenant: str, name: str, model: str = "m", at: float = 0.0, new: int = 30) -> Request:
@@ -27,13 +28,13 @@ def loop_times(flood: int, model: str, seed: int = 0) -> list[float]:
     )
     world.activate()
     for number in range(flood):
-        world.submit_at(0.0, of("A", f"a{number:03}", model, new=400))
+        world.submit_at(0.0, of("A", f"a{number:03}", model, new=200))
     times: list[float] = []
-    for number in range(10):
+    for number in range(_ASKED):
         at = 1.0 + 2.0 * number
         world.submit_at(at, of("B", f"b{number:02}", at=at))
     world.run()
-    for number in range(10):
+    for number in range(_ASKED):
         name = f"b{number:02}"
         steps = [when for when, step in world.steps if name in [p.request_id for p in step.seqs]]
         times.append(max(steps) - (1.0 + 2.0 * number))
@@ -44,7 +45,7 @@ def loop_times(flood: int, model: str, seed: int = 0) -> list[float]:
 @pytest.mark.parametrize("model", ["m", "other"])
 def test_a_flood_slows_another_tenant_at_most_by_half_of_the_slice(model: str) -> None:
     alone, beside = loop_times(0, model), loop_times(64, model)
-    assert beside[5] <= 1.7 * alone[5] + 0.07, "and the step that was under way"
+    assert beside[2] <= 1.7 * alone[2] + 0.07, "and the step that was under way"
 
 
 @settings(max_examples=100, deadline=None)

@@ -22,11 +22,14 @@ BOTH = [
     ("service_tier", "priority"), ("skip_special_tokens", True),
     ("spaces_between_special_tokens", True), ("include_stop_str_in_output", False),
     ("use_beam_search", False), ("length_penalty", 1.0), ("prompt_cache_retention", "in_memory"),
+    ("return_token_ids", False), ("return_tokens_as_token_ids", False), ("prompt_logprobs", None),
+    ("truncate_prompt_tokens", None), ("allowed_token_ids", None), ("bad_words", None),
 ]  # fmt: skip
 IN_CHATS = [
     ("reasoning_effort", "low"), ("parallel_tool_calls", True), ("parallel_tool_calls", False),
     ("tool_choice", "none"), ("add_generation_prompt", True), ("continue_final_message", False),
     ("add_special_tokens", False), ("echo", False), ("verbosity", "medium"),
+    ("include_reasoning", True),
 ]  # fmt: skip
 IN_COMPLETIONS = [("add_special_tokens", True)]
 
@@ -50,7 +53,8 @@ def test_accepted(served: Served, api: str, field: str, value: object) -> None:
     [
         ("skip_special_tokens", False), ("include_stop_str_in_output", True),
         ("use_beam_search", True), ("length_penalty", 0.5), ("service_tier", "gold"),
-        ("safety_identifier", 7), ("prompt_cache_key", ["k"]),
+        ("safety_identifier", 7), ("prompt_cache_key", ["k"]), ("return_token_ids", True),
+        ("prompt_logprobs", 1), ("bad_words", ["x"]),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("api", list(PATHS))

@@ -15,10 +15,17 @@ from small_tokenizers import sentencepiece_like
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits, TextSettings
-from c2cserve.server.text.messages import Target, TextRequest, TextResult
+from c2cserve.server.text.claims import Claim
+from c2cserve.server.text.messages import FromText, Target, TextRequest, TextResult
+from c2cserve.server.text.pipeline import Displaced, TextProcess
 from c2cserve.server.text.pool import TextPool
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
+SLOW_OR_ENDLESS = (
+    "{% set turns = {'slow': 200, 'endless': 90000}[messages[0].content] | default(1) %}"
+    "{% for a in range(turns) %}{% for b in range(90000) %}{% endfor %}{% endfor %}a"
+)
+"""By the message: half a second, for ever, or no time."""
 
 
 @pytest.fixture
@@ -161,11 +168,11 @@ async def test_a_request_that_needs_a_process_to_itself_gets_one_in_its_turn(
     await asyncio.gather(*floods, return_exceptions=True)
 
 
-async def test_nothing_waits_behind_a_request_whose_asker_has_gone(
+async def test_what_is_sent_to_a_stopped_process_goes_elsewhere(
     pool: TextPool, byte_dir: Path
 ) -> None:
-    """A process is stopped; what was sent to it goes to the other one, and so does what comes
-    later, until the process is replaced."""
+    """What was sent to it goes to the other one, and so does what comes later, until the process is
+    replaced."""
     files = [files_of(byte_dir, name) for name in ("a", "b", "c")]
     await asyncio.gather(*(tokenized(pool, one, "a") for one in files))
     await asyncio.gather(*(tokenized(pool, one, "a") for one in files * 8))
@@ -180,3 +187,35 @@ async def test_nothing_waits_behind_a_request_whose_asker_has_gone(
     assert len(failed) <= 1, "the one that it worked for took too long"
     assert await tokenized(pool, files[0], "a")
     assert stopped not in pool.pids
+
+
+async def test_nothing_waits_behind_a_request_whose_asker_has_gone(tmp_path: Path) -> None:
+    """A process is slow with one request, so the next one goes elsewhere. The process comes to
+    that one all the same, and never ends it: whatever is asked then is sent away."""
+    folder = sentencepiece_like(tmp_path)
+    (folder / "chat_template.jinja").write_text(SLOW_OR_ENDLESS)
+    files = files_of(folder, "slow")
+    settings = TextSettings()
+    process = TextProcess(settings)
+
+    def ask(content: str) -> asyncio.Task[FromText]:
+        message = {"model": "m", "messages": [{"role": "user", "content": content}]}
+        work = TextRequest("chat", json.dumps(message).encode(), Target.of(files), RequestLimits())
+        claim = Claim("slow", files.key, large=False)
+        return asyncio.create_task(process.ask(work, claim, 60.0))
+
+    try:
+        async with asyncio.timeout(60):
+            first = Claim("slow", files.key, large=False)
+            await process.open(files, first, facts=True, limit_s=60.0)
+            slow, endless = ask("slow"), ask("endless")
+            with pytest.raises(Displaced):
+                await endless
+            assert isinstance(await slow, TextResult)
+            while process.lost is None:
+                await asyncio.sleep(0.01)
+        with pytest.raises(Displaced):
+            async with asyncio.timeout(5):
+                await ask("later")
+    finally:
+        await process.end()

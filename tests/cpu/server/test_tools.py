@@ -337,6 +337,43 @@ def test_nothing_is_read_unasked(calling: Served, byte: Tokenizer) -> None:
         assert ask(calling, "hermes", **fields).message.content == text
 
 
+def test_models_that_know_the_tag_have_their_thoughts_split_off_unasked(
+    calling: Served, byte: Tokenizer
+) -> None:
+    says(calling, byte, "hm</think>yes")
+    message = ask(calling, "thinking").message
+    assert (message.content, message.reasoning_content) == ("yes", "hm")
+    whole = ask(calling, "thinking", extra_body={"separate_reasoning": False}).message
+    assert whole.content == "hm</think>yes"
+
+
+def test_a_grammar_of_the_request_s_own_holds_all_of_the_output(
+    calling: Served, byte: Tokenizer
+) -> None:
+    says(calling, byte, "a")
+    more = {"structured_outputs": {"grammar": 'start: "a"'}}
+    assert ask(calling, "thinking", extra_body=more).message.content == "a"
+    body = {"model": "thinking", "messages": MESSAGES, **more, "separate_reasoning": True}
+    assert calling.http.post("/v1/chat/completions", json=body).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_sent_back_by_either_name(
+    calling: Served, byte: Tokenizer, tmp_path: Path, field: str
+) -> None:
+    """Servers have it under one of two names, and clients send back what they got."""
+    says(calling, byte, "fine")
+    path = Path(calling.gateway.files["hermes"].path) / "chat_template.jinja"
+    path.write_text("{% for m in messages %}{{ m.content }}{{ m.reasoning_content }}{% endfor %}")
+    messages = [*MESSAGES, {"role": "assistant", "content": "yes", field: "hm"}, *MESSAGES]
+    calling.http.post("/v1/chat/completions", json={"model": "hermes", "messages": messages})
+    assert "yeshm" in prompt(calling, byte)
+    wrong = [{"role": "user", "content": "x", field: "hm"}]
+    body = {"model": "hermes", "messages": wrong}
+    answer = calling.http.post("/v1/chat/completions", json=body)
+    assert answer.json()["error"]["param"] == f"messages.0.{field}"
+
+
 @pytest.mark.parametrize("tools", [{}, {"tools": [TOOL]}])
 @pytest.mark.parametrize(
     ("model", "text", "reasoning", "content"),

@@ -19,11 +19,15 @@ _HEADERS = {
 }
 
 
+BASE = Path(__file__).parent / "base.css"
+"""The style sheet that all pages have, each under its own path."""
+
+
 class StaticPage:
-    """The files of one folder. No other file is served."""
+    """The files of one folder, and `BASE`. No other file is served."""
 
     def __init__(self, folder: Path, *names: str) -> None:
-        self.names = names
+        self.names = (*names, BASE.name)
         self._folder = folder
         self._content = cache(self._read)
 
@@ -35,4 +39,4 @@ class StaticPage:
         return Response(self._content(name), headers={**_HEADERS, "content-type": kind})
 
     def _read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
+        return (BASE if name == BASE.name else self._folder / name).read_bytes()

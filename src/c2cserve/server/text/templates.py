@@ -20,6 +20,7 @@ from jinja2.ext import loopcontrols
 from c2cserve.files.reading import CONFIG_BYTES_MAX, one_line, read_object, read_text
 from c2cserve.server.text.contents import ContentForms
 from c2cserve.server.text.vocabulary import TokenizerError
+from c2cserve.server.tools.call_ids import shortened
 from c2cserve.server.tools.reading import ARGUMENTS_MARK, CALLS_MARK, CallFormat
 
 _WRONG_KIND = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError, MemoryError)
@@ -61,6 +62,8 @@ class ChatTemplate:
         """
         if self._template is None:
             raise TokenizerError("the model has no chat template; use /v1/completions")
+        if self.call_format in ("mistral", "mistral_args"):
+            messages = shortened(messages)
         shaped = self._contents.shaped(messages)
         return self._write(shaped, {**extra, "add_generation_prompt": prompted}, chars_max)
 
@@ -127,8 +130,8 @@ def _call_format(source: str) -> CallFormat | None:
     if "tools" not in source:
         return None
     if "<tool_call>" in source:
-        # Newer Qwen coders write XML between the same tags.
-        return None if "<function=" in source else "hermes"
+        # Newer Qwen coders and GLM write XML between the same tags.
+        return None if "<function=" in source or "<arg_key>" in source else "hermes"
     if CALLS_MARK in source:
         return "mistral_args" if ARGUMENTS_MARK in source else "mistral"
     return "llama3" if re.search(r'\\?"parameters\\?"', source) else None

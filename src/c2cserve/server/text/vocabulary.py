@@ -4,6 +4,7 @@ A tokenizer takes a second to load and holds the interpreter's lock meanwhile. S
 only its vocabulary, which a text process sends (server/text/pool.py).
 """
 
+from copy import copy
 from typing import Any
 
 import msgspec
@@ -42,6 +43,19 @@ class Vocabulary:
         self._decoder: Any = _decoder(facts.decoder) if facts.decoder else None
         self._texts: dict[int, tuple[str, list[int]]] = {}
         self._raws: dict[int, bytes] = {}
+        self._showing: dict[frozenset[str], Vocabulary] = {}
+
+    def showing(self, texts: frozenset[str]) -> "Vocabulary":
+        """Return this vocabulary with some special tokens as text, by their spelling. `other` ones
+        have their own decoder, which stays as it is."""
+        if texts not in self._showing:
+            shown = {one for one in self._specials if self._pieces.get(one) in texts}
+            view = self
+            if shown and self.kind != "other":
+                view = copy(self)
+                view._specials, view._raws = self._specials - shown, {}
+            self._showing[texts] = view
+        return self._showing[texts]
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
         """Return the text of tokens. `special`: show special tokens too. Only for `other`

@@ -170,15 +170,24 @@ class _Reader:
                 param="tools", code="unsupported_parameter",
             )  # fmt: skip
         text = self._tokenizer.render(messages, body.template_variables, self._limits.prompt_chars)
-        if body.offered or body.separate_reasoning:
+        reasoning = self._separates(body)
+        if body.offered or reasoning:
             self.plan = ReadingPlan(
                 self._tokenizer.call_format if body.offered else None,
                 tuple(tool.function.name for tool in body.offered),
                 body.parallel_tool_calls is False,
-                bool(body.separate_reasoning), text.rstrip().endswith("<think>"),
+                reasoning, text.rstrip().endswith("<think>"),
                 forced=bool(body.forced), named=body.names_tool,
             )  # fmt: skip
         return text
+
+    def _separates(self, body: ChatBody) -> bool:
+        """Return whether thoughts are split from the output. A request's own grammar holds all of
+        the output."""
+        if body.separate_reasoning is not None:
+            return body.separate_reasoning
+        held = body.structured_outputs
+        return self._tokenizer.thinks and (held is None or held.grammar is None)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of a text. A text that is too long for any tokens is refused before it

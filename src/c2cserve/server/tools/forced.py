@@ -11,8 +11,11 @@ import re
 import secrets
 from typing import Any, cast
 
-CALL_HEAD = re.compile(r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
-"""What comes before the arguments of a call where its name is no part of an object."""
+CALL_HEAD = re.compile(
+    r"\s*(?:\[TOOL_CALLS\])?\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*\s*)?(?:\[ARGS\])?\s*(?=\{)", re.ASCII
+)
+"""What comes before the arguments of a call where its name is no part of an object. The server has
+ids of its own for calls."""
 _HEAD = re.compile(r'\{"name": ("(?:[^"\\]|\\.)*"), "(?:arguments|parameters)": ')
 
 

@@ -3,11 +3,11 @@
     <think> reasoning </think> content <tool_call> {"name": ..., "arguments": {...}} </tool_call>
 
 Formats of calls: `hermes` (Hermes, Qwen) writes each call between tags. `llama3` writes nothing but
-JSON objects with `parameters`. `mistral` writes nothing but a JSON list, after a mark. Newer models
-of Mistral (`mistral_args`) write `[TOOL_CALLS]name[ARGS]{...}` for each call. These marks are
-special tokens as a rule, which are no part of the text. A text is held while it could still become
-a tag or a call. What turns out to be no call is content, so no text is lost. Outputs that a grammar
-holds to calls need no such care (`tools.forced`).
+JSON objects with `parameters`. `mistral` ends with a JSON list, after a mark. Newer models of
+Mistral (`mistral_args`) write `[TOOL_CALLS]name[ARGS]{...}` for each call. Marks and tags may be
+special tokens, which are no part of other texts: `ReadingPlan.marks` are to be shown. A text is
+held while it could still become a tag or a call. What turns out to be no call is content, so no
+text is lost. Outputs that a grammar holds to calls need no such care (`tools.forced`).
 """
 
 import json
@@ -20,10 +20,14 @@ import msgspec
 from c2cserve.server.tools.forced import CALL_HEAD, ForcedCalls
 
 CallFormat = Literal["hermes", "llama3", "mistral", "mistral_args"]
-CALLS_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[ARGS]"
+CALLS_MARK, ARGUMENTS_MARK, ID_MARK = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _THINK, _THOUGHT = "<think>", "</think>"
 _CALL, _CALLED = "<tool_call>", "</tool_call>"
 _SEPARATORS = " \t\r\n;"
+_MARKS: dict[CallFormat | None, tuple[str, ...]] = {
+    "hermes": (_CALL, _CALLED), "mistral": (CALLS_MARK,),
+    "mistral_args": (CALLS_MARK, ARGUMENTS_MARK, ID_MARK),
+}  # fmt: skip
 
 
 class ReadingPlan(msgspec.Struct, frozen=True):
@@ -42,6 +46,12 @@ class ReadingPlan(msgspec.Struct, frozen=True):
     """The output is nothing but calls, by its grammar."""
     named: bool = False
     """The request names the tool. Then OpenAI's reason to end is `stop`."""
+
+    @property
+    def marks(self) -> frozenset[str]:
+        """What must be part of the text, even if it is a special token."""
+        thoughts = (_THINK, _THOUGHT) if self.reasoning else ()
+        return frozenset((*_MARKS.get(self.calls, ()), *thoughts))
 
 
 @dataclass(slots=True)
@@ -113,13 +123,15 @@ class OutputReader:
                 self._plan = _without_reasoning(self._plan)
             return bool(self.held)
         if self._state == "content":
-            if self._plan.calls != "hermes":
+            begin = next(iter(_MARKS.get(self._plan.calls, ())), None)
+            if begin is None:
                 parts.content, self.held = parts.content + self.held, ""
                 return False
-            text, found = self._until(_CALL)
+            text, found = self._until(begin)
             parts.content += text
             if found:
-                self._state = "call"
+                self._state = "call" if begin == _CALL else "objects"
+                self._written += [begin] if begin != _CALL else []
             return found
         if self._state == "call":
             text, found = self._until(_CALLED)
@@ -247,6 +259,8 @@ class OutputReader:
             return None
         fields = cast("dict[str, Any]", value)
         name, arguments = fields.get("name"), fields.get(key, fields.get("arguments", {}))
+        if isinstance(arguments, str):
+            arguments = _loaded(arguments)  # some models write them as the API has them
         if not (isinstance(name, str) and name in self._names and isinstance(arguments, dict)):
             return None
         function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
