@@ -5,8 +5,8 @@ python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--runs
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
 with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
-`faults`: in each of N runs under 30 streams, a worker, a node, an agent or a machine is killed, or a
-node is stopped. `decisions`: what
+`faults`: in each of N runs under 30 streams, a worker, a node, an agent or a machine is killed, or
+a node is stopped. `decisions`: what
 the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray.
 """
 

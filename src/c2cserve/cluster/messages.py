@@ -42,17 +42,32 @@ class Enter(msgspec.Struct, tag=True):
 class Welcome(msgspec.Struct, tag=True):
     proof: bytes
     node: FleetNode
+    weights_port: int = 0
+    """Where other nodes get its weights; 0: it sends none."""
 
 
 class Beat(msgspec.Struct, tag=True):
     """A sign of life; every message is one."""
 
 
+class Source(msgspec.Struct):
+    """Where a node gets a model's weights (`cluster.weights`). `sealed`: the key, which only the
+    receiver can open."""
+
+    host: str
+    port: int
+    model: str
+    serial: bytes
+    sealed: bytes
+
+
 class Submit(msgspec.Struct, tag=True):
-    """Run a job. Its times are the front's; `age_s`: how long ago it arrived there."""
+    """Run a job. Its times are the front's; `age_s`: how long ago it arrived there. `source`: of
+    its model, if the node is not known to have it."""
 
     job: Job
     age_s: float
+    source: Source | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -69,6 +84,7 @@ class Table(msgspec.Struct, tag=True):
 
 class HoldModel(msgspec.Struct, tag=True):
     model: str
+    source: Source | None = None
 
 
 class Output(msgspec.Struct, tag=True):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress
+from c2cserve.cluster.messages import Source
 from c2cserve.cluster.port import NodePort
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.model import ModelSpec, ModelState, ModelStatus
@@ -49,6 +50,8 @@ class PlayedEngine:
     gives_up_after: int | None = None
     """Tokens after which jobs end with `Refused`, as when a drain takes too long."""
     draining: bool = False
+    held_models: tuple[str, ...] = MODELS
+    """Models in its pool."""
 
     def resolve(self, name: str) -> ModelFiles | None:
         if name not in MODELS:
@@ -80,7 +83,8 @@ class PlayedEngine:
 
     def snapshot(self) -> Snapshot:
         models = tuple(
-            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0) for one in MODELS
+            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0)
+            for one in self.held_models
         )
         return Snapshot(
             self.name, 0.0, self.draining, (), models, 200, 1000, len(self.running), 0,
@@ -107,18 +111,33 @@ class PlayedEngine:
         raise AssertionError(name)
 
 
+class PlayedWeights:
+    """What a node is told of other pools."""
+
+    port = 7
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.counters = {"fetched_models": 1.0}
+
+    def note(self, source: Source) -> None:
+        self.sources.append(source)
+
+
 class PlayedNode:
     def __init__(self, name: str, **more: Any) -> None:
         self.name = name
         self.engine = PlayedEngine(name, **more)
         self.port: NodePort | None = None
+        self.weights = PlayedWeights()
         self.address = NodeAddress("127.0.0.1", 0, SECRET)
 
     async def start(self, secret: bytes = SECRET) -> "PlayedNode":
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = NodeAddress("127.0.0.1", listener.getsockname()[1], secret)
         node = FleetNode(f"{self.name}.1", "cpu", 1, 1000)
-        self.port = NodePort(self.engine, node, SECRET, "/nowhere/c2cserve")
+        self.weights = PlayedWeights()
+        self.port = NodePort(self.engine, node, SECRET, "/nowhere/c2cserve", self.weights)
         await self.port.listen(listener)
         return self
 

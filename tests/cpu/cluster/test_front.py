@@ -195,6 +195,29 @@ async def test_a_drain_finishes_what_runs() -> None:
         await front.until(lambda: front.ended == [None])
 
 
+async def test_a_node_without_the_model_is_told_who_has_it() -> None:
+    """A copy comes from the pool that has the model. `a` is on `n0` only, which is crowded."""
+    first, second = nodes(2, step_s=0.01)
+    second.engine.held_models = ("b",)
+    async with PlayedFront(first, second) as front:
+        await front.until(lambda: front.gateway.snapshot().counters.get("fetched_models") == 2)
+        first.engine.refusal = Refused(429, "full", 3.0)
+        job = front.job("a")
+        assert await front.run(job) == answer(job.tokens, 40)
+        assert front.on(job) == ["n0", "n1"]
+        [source] = second.weights.sources
+        assert (source.model, source.port) == ("a", 7)
+        assert not first.weights.sources
+
+
+async def test_counters_of_lost_nodes_stay_in_the_sum() -> None:
+    async with PlayedFront(*nodes(3)) as front:
+        await front.until(lambda: counters(front).get("steps") == 3.0)
+        await front.nodes[0].stop()
+        await front.until(lambda: nodes_up(front) == 2)
+        assert counters(front)["steps"] == 3.0
+
+
 async def test_the_state_is_summed_over_nodes() -> None:
     async with PlayedFront(*nodes(3)) as front:
         await front.until(lambda: front.gateway.snapshot().pool_used_bytes == 600)

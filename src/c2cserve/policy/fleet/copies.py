@@ -70,9 +70,10 @@ class Copies:
         # A hot model's copy must relieve its nodes, and no copy pushes out what is in use.
         if displaces or (not spec.pinned and node.load > busy / 2.0):
             return
+        source = self.placement.source(spec.id, node)
         node.hold(spec.id, now)
         self._budget_bytes -= spec.weight_bytes
-        yield Hold(node.node.id, spec.id)
+        yield Hold(node.node.id, spec.id, source)
         self._due[spec.id] = None  # it may need more than one
 
     def _wanted(self, spec: ModelSpec, now: float) -> int:

@@ -166,6 +166,7 @@ class FleetPolicy:
             held.waiting_s = now if held.waiting_s is None else held.waiting_s
             return []
         book = self._nodes[found.node_id]
+        source = self._placement.source(spec.id, book)
         book.send(held.request, spec, found.cached, now)
         held.node_id, held.waiting_s = found.node_id, None
         del self._waiting[held.request.id]
@@ -173,7 +174,7 @@ class FleetPolicy:
         self._copies.asked_s[spec.id] = now
         if book.load > _HOT_SHARE * settings.copy_load:
             self._copies.review([spec.id])
-        return [fleet.SendTo(held.request.id, found.node_id)]
+        return [fleet.SendTo(held.request.id, found.node_id, source)]
 
     def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
         self._forget(held.request.id)

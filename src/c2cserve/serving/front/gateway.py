@@ -15,7 +15,7 @@ from typing import Any
 
 from c2cserve.cluster.link import NodeAddress, NodeLink
 from c2cserve.cluster.messages import Cancel as CancelJob
-from c2cserve.cluster.messages import Decline, HoldModel
+from c2cserve.cluster.messages import Decline, HoldModel, Source
 from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
 from c2cserve.core.events import Arrived, Cancelled, ModelAdded
@@ -56,6 +56,8 @@ class FleetGateway:
         self._nodes: dict[str, Node] = {}
         """Nodes that are up, by their incarnation."""
         self._counters = Counter[str]()
+        self._ended_counters = Counter[str]()
+        """What nodes counted that are gone: a sum of counters never falls."""
         self._started_s = time.time()
         self._wakeup: asyncio.TimerHandle | None = None
         self._draining = self._over = False
@@ -82,25 +84,31 @@ class FleetGateway:
 
     def carry_out(self, action: fleet.FleetAction) -> None:
         match action:
-            case fleet.SendTo(request_id, node_id):
-                self._send(request_id, self._nodes[node_id])
-            case fleet.Hold(node_id, model):
-                self._nodes[node_id].link.send(HoldModel(model))
+            case fleet.SendTo(request_id, node_id, source):
+                self._send(request_id, self._nodes[node_id], source)
+            case fleet.Hold(node_id, model, source):
+                link = self._nodes[node_id].link
+                link.send(HoldModel(model, self._source(source, link, model)))
                 self._counters["models_held"] += 1
             case Reject(request_id, status, reason, retry_after_s):
                 if (live := self._jobs.drop(request_id)) is not None:
                     live.sink(Refused(status, reason, retry_after_s))
                     self._counters[f"rejected_{status}"] += 1
 
-    def _send(self, request_id: str, node: Node) -> None:
+    def _source(self, holder: str, receiver: NodeLink, model: str) -> Source | None:
+        node = self._nodes.get(holder)
+        return None if node is None else node.link.source_for(receiver, model)
+
+    def _send(self, request_id: str, node: Node, source: str) -> None:
         live = self._jobs.get(request_id)
         if live is None:
             return
         live.dispatch(node.node.id)
         job = live.remaining()
         job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
+        weights = self._source(source, node.link, job.request.model)
         try:
-            node.link.submit(job, time.monotonic() - job.request.arrival_s)
+            node.link.submit(job, time.monotonic() - job.request.arrival_s, weights)
         except OSError as error:
             events = self._jobs.fail(request_id, f"its vocabulary cannot be read: {error}")
             self._loop.call_soon(self.tick, *events)
@@ -143,8 +151,11 @@ class FleetGateway:
         name = self._members.name_of(link)
         self._members.lost(link, reason)
         node = link.node
-        if node is None or self._nodes.pop(node.id, None) is None:
+        gone = None if node is None else self._nodes.pop(node.id, None)
+        if node is None or gone is None:
             return
+        if gone.state is not None:
+            self._ended_counters.update(gone.state.counters)
         displaced, failed = self._jobs.displace(node.id)
         log_moved([one.id for one in displaced], f"node {name} is lost: {reason}")
         self._counters["nodes_lost"] += 1
@@ -199,6 +210,7 @@ class FleetGateway:
     def snapshot(self) -> Snapshot:
         states = {node.name: node.state for node in self._nodes.values() if node.state is not None}
         counters = Counter[str](self._counters)
+        counters.update(self._ended_counters)
         for state in states.values():
             counters.update(state.counters)
         counters["resumed_requests"] += self._jobs.resumed

@@ -81,7 +81,7 @@ class Members:
         lost = asyncio.Event()
 
         def make() -> NodeLink:
-            link = NodeLink(address.secret, self._listener, self._timeout_s)
+            link = NodeLink(address, self._listener, self._timeout_s)
             self._links[link], self._lost[link] = name, lost
             return link
 
