@@ -1,6 +1,6 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--kind KIND] [--runs N] [--out FILE]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
@@ -149,7 +149,7 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
+def faults(machines: Machines, front: Front, runs: int, wanted: list[str] | None) -> dict[str, Any]:
     """Disturb 30 streams in each run, and compare them with what they say undisturbed."""
 
     def kill_agent() -> None:
@@ -170,6 +170,8 @@ def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
     expected = asyncio.run(thirty(front.url, None))
     found: dict[str, Any] = {}
     for kind, disturb in kinds.items():
+        if wanted and kind not in wanted:
+            continue
         different = failed = 0
         pauses_s: list[float] = []
         for _ in range(runs):
@@ -243,17 +245,18 @@ def main() -> None:
     parser.add_argument(
         "--part", choices=("latency", "catalogue", "faults", "decisions"), action="append"
     )
+    parser.add_argument("--kind", action="append", help="of faults; all by default")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     parts = args.part or ["latency", "catalogue", "faults", "decisions"]
     found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
     if parts != ["decisions"]:
-        found |= on_ray(parts, args.runs)
+        found |= on_ray(parts, args.runs, args.kind)
     report(found, args.out, runs=args.runs)
 
 
-def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
+def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, Machines(3) as machines:
         folder = Path(name)
@@ -265,7 +268,7 @@ def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "faults" in parts:
-                found["faults"] = faults(machines, front, runs)
+                found["faults"] = faults(machines, front, runs, kinds)
     return found
 
 

@@ -14,7 +14,7 @@ from c2cserve.core.model import ModelSpec, ModelState, ModelStatus
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling, Slo, Timing
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
-from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
+from c2cserve.runtime.gateway import ModelFiles, Refused, SliceStatus, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import no_record
 from c2cserve.serving.controller.host import HostedModel
@@ -50,6 +50,7 @@ class PlayedEngine:
     gives_up_after: int | None = None
     """Tokens after which jobs end with `Refused`, as when a drain takes too long."""
     draining: bool = False
+    slice_state: str = "up"
     held_models: tuple[str, ...] = MODELS
     """Models in its pool."""
 
@@ -87,8 +88,14 @@ class PlayedEngine:
             for one in self.held_models
         )
         return Snapshot(
-            self.name, 0.0, self.draining, (), models, 200, 1000, len(self.running), 0,
-            counters={"steps": 1.0},
+            self.name, 0.0, self.draining, (self._slice(),), models, 200, 1000, len(self.running),
+            0, counters={"steps": 1.0},
+        )  # fmt: skip
+
+    def _slice(self) -> SliceStatus:
+        return SliceStatus(
+            id="cpu0", kind="cpu", state=self.slice_state, pid=1, cpus=(), restarts=0,
+            active_models=(), last_model="", kv_total_bytes=0, busy_share=0.0, heartbeat_age_s=0.0,
         )  # fmt: skip
 
     def cancel(self, request_id: str) -> None: ...

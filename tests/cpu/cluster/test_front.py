@@ -66,6 +66,34 @@ async def test_a_silent_node_is_lost_and_what_it_says_later_is_ignored() -> None
         assert sent, "the node had gone on"
 
 
+async def test_a_node_without_slices_keeps_no_requests() -> None:
+    """Its worker died, and its successor may not start soon. What it still says is ignored."""
+    async with PlayedFront(*nodes(2, step_s=0.01)) as front:
+        job, begun = front.job(count=400), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        victim = next(one for one in front.nodes if one.engine.running)
+        victim.engine.slice_state = "lost"
+        assert await run == answer(job.tokens, 400)
+        assert len(front.on(job)) == 2
+        await front.until(lambda: not victim.engine.running)
+        later = front.job(count=5)
+        await front.run(later)
+        assert front.on(later) != [victim.name]
+
+
+async def test_the_only_node_keeps_its_requests_while_its_worker_starts_again() -> None:
+    [node] = nodes(1, step_s=0.01)
+    async with PlayedFront(node) as front:
+        job, begun = front.job(count=250), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        node.engine.slice_state = "lost"
+        assert await run == answer(job.tokens, 250)
+        assert front.on(job) == ["n0"]
+        assert len(node.engine.jobs) == 1
+
+
 async def test_a_node_that_gives_up_in_the_middle() -> None:
     first, second = nodes(2)
     first.engine.gives_up_after = second.engine.gives_up_after = 7

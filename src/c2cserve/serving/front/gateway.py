@@ -124,13 +124,32 @@ class FleetGateway:
     def node_reported(self, link: NodeLink, state: Snapshot) -> None:
         assert link.node is not None
         node = self._nodes[link.node.id]
-        before, node.state = node.state, state
-        report = node.report()
-        if before is None or report != replace(node, state=before).report():
+        before = None if node.state is None else node.report()
+        now = time.monotonic()
+        node.take(state, now)
+        if (report := node.report()) != before:
             self.tick(report)
+        others = (one for one in self._nodes.values() if one is not node)
+        if node.stuck(now) and any(one.open for one in others):
+            self._relieve(node)
+
+    def _relieve(self, node: Node) -> None:
+        """Let the requests of a node without slices continue on others. The node may wait long
+        before it starts a worker that has died often."""
+        displaced, failed = self._jobs.displace(node.node.id)
+        for request in displaced:
+            node.link.send(CancelJob(request.id))
+        if displaced or failed:
+            why = "none of its slices is up"
+            log_moved([one.id for one in displaced], f"node {node.name}: {why}")
+            moved = (fleet.Declined(one, node.node.id, 503, why, 1.0) for one in displaced)
+            self.tick(*moved, *failed)
 
     def output(self, link: NodeLink, delta: Delta) -> None:
         assert link.node is not None
+        live = self._jobs.get(delta.request_id)
+        if live is None or live.slice_id != link.node.id:
+            return  # it goes on elsewhere
         if delta.timing is not None:
             where = f"{self._members.name_of(link)}/{delta.timing.slice}"
             delta = replace(delta, timing=replace(delta.timing, slice=where))
