@@ -1,6 +1,6 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--kind KIND] [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--kind KIND] [--runs N]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server

@@ -1,10 +1,11 @@
 """Weights between two pools against one TCP connection with the same bytes; JSON on stdout.
 
-python benchmarks/cluster_weights.py [--mib N] [--runs N] [--out FILE]
+python benchmarks/cluster_weights.py [--gbit N] [--mib N] [--runs N] [--out FILE]
 
 Two processes on this machine. Pairs of runs by turns: the holder's segment into the receiver's pool
-with sums, and bytes of a buffer sent over one connection and thrown away. Both ways use the same
-two cores, so the ratio is what sums and writing cost beside the network's own work.
+with sums, and bytes of a small buffer sent over one connection and thrown away. `--gbit` paces what
+is sent as a network card of that speed would. Without it, both are bound by the cores that they
+share, and the ratio is what sums and writing cost beside the kernel's copies.
 """
 
 import argparse
@@ -24,7 +25,7 @@ sys.path.append(str(ROOT / "tests/cpu/memory"))
 
 from checkpoints import layered_plan, write_zeros  # noqa: E402
 
-from c2cserve.cluster.weights import Outgoing, WeightsPort, fetch, source_of  # noqa: E402
+from c2cserve.cluster.weights import STREAMS, Outgoing, WeightsPort, fetch, source_of  # noqa: E402
 from c2cserve.memory.arrivals import Arrivals, weights_range  # noqa: E402
 from c2cserve.memory.checkpoint import open_checkpoint  # noqa: E402
 from c2cserve.memory.loader import Loader  # noqa: E402
@@ -32,6 +33,8 @@ from c2cserve.memory.segment import Segment  # noqa: E402
 
 _SECRET = b"a secret of this benchmark"
 _BUFFER_BYTES = 1 << 20
+_SO_MAX_PACING_RATE = 47
+"""Linux's option, which Python's module lacks. A listener's connections inherit it."""
 
 
 class _NoAnswer(Exception):
@@ -48,14 +51,22 @@ def _segment(folder: Path, name: str, mib: int) -> tuple[Segment, Loader]:
     return segment, Loader(segment, plan, sources)
 
 
-def _holder(folder: Path, mib: int, said: Connection) -> None:
+def _pace(listener: socket.socket, gbit: float | None, streams: int) -> None:
+    if gbit is not None:
+        rate = int(gbit * 1e9 / 8 / streams)
+        listener.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, rate)
+
+
+def _holder(folder: Path, mib: int, gbit: float | None, said: Connection) -> None:
     """Offer a segment, and answer each connection to a second port with as many plain bytes."""
     segment, loader = _segment(folder, "holder", mib)
     loader.run()
     begin, end = weights_range(segment)
-    found = Outgoing(segment.path, segment.data.data, begin, end)
+    found = Outgoing(segment.data.data, begin, end)
     port = WeightsPort("127.0.0.1", _SECRET, lambda *_: found)
     plain = socket.create_server(("127.0.0.1", 0))
+    _pace(plain, gbit, 1)
+    _pace(port._listener, gbit, STREAMS)
     said.send((port.port, plain.getsockname()[1]))
     data = bytes(_BUFFER_BYTES)
     while True:
@@ -89,6 +100,7 @@ def _fetch_s(folder: Path, port: int, mib: int) -> tuple[float, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gbit", type=float, help="the network's speed")
     parser.add_argument("--mib", type=int, default=1024)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--out", type=Path)
@@ -97,7 +109,9 @@ def main() -> None:
     plain, fetched = list[float](), list[float]()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
         folder = Path(name)
-        process = multiprocessing.Process(target=_holder, args=(folder, args.mib, its), daemon=True)
+        process = multiprocessing.Process(
+            target=_holder, args=(folder, args.mib, args.gbit, its), daemon=True
+        )
         process.start()
         if not mine.poll(120):
             raise _NoAnswer
@@ -115,7 +129,7 @@ def main() -> None:
         "plain_gb_per_s": median(plain), "fetched_gb_per_s": median(fetched),
         "ratio_p50": median(ratios), "ratios": ratios,
     }  # fmt: skip
-    report(found, args.out, mib=args.mib, runs=args.runs)
+    report(found, args.out, gbit=args.gbit, mib=args.mib, runs=args.runs)
 
 
 if __name__ == "__main__":

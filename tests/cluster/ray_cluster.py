@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,18 @@ from c2cserve.cluster.membership import agents_of, describe
 _STORE_BYTES = 80 << 20
 
 
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start something of Ray's, which gives a raylet 30 s: on a busy machine that is no fault."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:  # Ray raises no class of its own here
+            if "timed out during startup" not in str(error):
+                raise
+            last = error
+    raise last
+
+
 class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
@@ -30,7 +42,7 @@ class Machines:
 
     def __enter__(self) -> Self:
         args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=args)
+        self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=args))
         for _ in range(self._count - 1):
             self.add()
         ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
@@ -51,7 +63,7 @@ class Machines:
 
     def add(self) -> None:
         """Start another machine."""
-        self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+        patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES))
 
     def states(self) -> list[AgentState]:
         said = describe(ray, agents_of(ray)).values()

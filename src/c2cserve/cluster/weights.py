@@ -15,7 +15,6 @@ The sums find what the network or memory damaged. They do not stop an attacker b
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -24,7 +23,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import msgspec
@@ -73,9 +71,8 @@ class FetchError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """Weights that are whole. `data` is a mapping of the file."""
+    """Weights that are whole, and which bytes of the segment they are."""
 
-    path: Path
     data: memoryview
     begin: int
     end: int
@@ -149,6 +146,8 @@ class WeightsPort:
         with connection:
             try:
                 connection.settimeout(_SILENCE_S)
+                # Else the end of each chunk waits for an acknowledgement, which waits 40 ms.
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._send(connection)
             except (OSError, msgspec.MsgspecError, FetchError) as error:
                 log.warning("weights were not sent: %s", error)
@@ -165,16 +164,12 @@ class WeightsPort:
             _write_frame(connection, Sorry("the pool does not have all of these weights"))
             return
         _write_frame(connection, Offer(_proof(key, "holder", asked.nonce), found.begin, found.end))
-        fd = os.open(found.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            step = CHUNK_BYTES * asked.parts
-            for begin in range(found.begin + CHUNK_BYTES * asked.part, found.end, step):
-                end = min(begin + CHUNK_BYTES, found.end)
-                crc = zlib.crc32(found.data[begin:end])
-                connection.sendall(crc.to_bytes(_SUM_BYTES, "little"), socket.MSG_MORE)
-                _send_file(connection, fd, begin, end)
-        finally:
-            os.close(fd)
+        step = CHUNK_BYTES * asked.parts
+        for begin in range(found.begin + CHUNK_BYTES * asked.part, found.end, step):
+            # Two passes over a chunk that fits a core's cache cost less than `sendfile` here.
+            chunk = found.data[begin : min(begin + CHUNK_BYTES, found.end)]
+            connection.sendall(zlib.crc32(chunk).to_bytes(_SUM_BYTES, "little"), socket.MSG_MORE)
+            connection.sendall(chunk)
 
     def close(self) -> None:
         # `shutdown` wakes the thread that accepts; closing alone does not.
@@ -182,13 +177,6 @@ class WeightsPort:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._workers.shutdown(wait=False, cancel_futures=True)
-
-
-def _send_file(connection: socket.socket, fd: int, begin: int, end: int) -> None:
-    with open(fd, "rb", buffering=0, closefd=False) as file:
-        sent = connection.sendfile(file, begin, end - begin)
-    if sent != end - begin:
-        raise FetchError("the segment is shorter than it was")
 
 
 # ---- the receiver -------------------------------------------------------------------------------

@@ -53,7 +53,7 @@ class Pools:
         segment = self.holder.whole("m#1")
         if segment is None or (model, fingerprint) != ("m", PRINT):
             return None
-        return Outgoing(segment.path, segment.data.data, *weights_range(segment))
+        return Outgoing(segment.data.data, *weights_range(segment))
 
     def source(self, port: int | None = None, secret: bytes = HOLDER) -> Source:
         return source_of(

@@ -52,7 +52,7 @@ class PoolWeights:
         segment = None if files is None else self._models.whole(files.key, fingerprint)
         if segment is None:
             return None
-        return Outgoing(segment.path, segment.data.data, *weights_range(segment))
+        return Outgoing(segment.data.data, *weights_range(segment))
 
     def _fetch_from(self, model: str, fingerprint: bytes) -> Fetch | None:
         source = self._sources.pop(model, None)
