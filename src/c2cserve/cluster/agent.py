@@ -233,6 +233,8 @@ class _Watcher:
 
     def declined(self, link: NodeLink, decline: msg.Decline) -> None: ...
 
+    def key_used(self, use: msg.KeyUse) -> None: ...
+
     def node_lost(self, link: NodeLink, reason: str) -> None:
         self.lost = reason
 

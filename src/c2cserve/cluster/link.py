@@ -35,6 +35,10 @@ class LinkListener(Protocol):
 
     def declined(self, link: "NodeLink", decline: msg.Decline) -> None: ...
 
+    def key_used(self, use: msg.KeyUse) -> None:
+        """Take what another front let in."""
+        ...
+
     def node_lost(self, link: "NodeLink", reason: str) -> None:
         """Called once, also if it was never up."""
         ...
@@ -50,6 +54,7 @@ class NodeLink(Peer):
         """Vocabularies that the node has."""
         self.node: FleetNode | None = None
         self._weights_port = 0
+        self._version = 0
 
     # ---- to the node ----------------------------------------------------------------------------
 
@@ -71,6 +76,13 @@ class NodeLink(Peer):
             holder_secret=self._address.secret, receiver_secret=receiver._address.secret,
         )  # fmt: skip
 
+    def tell_use(self, use: msg.KeyUse) -> bool:
+        """Tell the node's other fronts what this one let in. Return whether the node can."""
+        if self.trusted and self._version >= msg.KEY_USE_VERSION:
+            self.send(use)
+            return True
+        return False
+
     # ---- from the node --------------------------------------------------------------------------
 
     def opened(self) -> None:
@@ -86,6 +98,8 @@ class NodeLink(Peer):
                 self._listener.output(self, delta)
             case msg.Decline():
                 self._listener.declined(self, message)
+            case msg.KeyUse():
+                self._listener.key_used(message)
             case msg.Report(state):
                 self._listener.node_reported(self, state)
             case msg.Beat():
@@ -102,6 +116,7 @@ class NodeLink(Peer):
                         f"it speaks versions {oldest} to {newest} of the protocol, and this front "
                         f"{msg.OLDEST_VERSION} to {msg.VERSION}"
                     )
+                self._version = version
                 proof = msg.proof(self._address.secret, "front", nonce)
                 self.send(msg.Enter(version, self._nonce, proof))
             case msg.Welcome(proof, node, weights_port):

@@ -114,6 +114,8 @@ class _Front(Peer):
         self._tables: dict[str, str] = {}
         """The front's path of a vocabulary -> the node's."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self.version = 0
+        """Of the protocol, as the front said."""
 
     def opened(self) -> None:
         self.send(msg.Greeting(msg.OLDEST_VERSION, msg.VERSION, self._nonce))
@@ -139,6 +141,10 @@ class _Front(Peer):
                 if source is not None:
                     self._port.weights.note(source)
                 self._port.gateway.hold(model)
+            case msg.KeyUse():
+                for front in self._port.fronts - {self}:
+                    if front.version >= msg.KEY_USE_VERSION:
+                        front.send(message)
             case msg.Beat():
                 pass
             case _:
@@ -152,7 +158,7 @@ class _Front(Peer):
         right = msg.proof(self._port.secret, "front", self._nonce)
         if not msg.same(message.proof, right):
             raise ValueError("a front without this cluster's secret")
-        self.trusted = True
+        self.trusted, self.version = True, message.version
         own = msg.proof(self._port.secret, "node", message.nonce)
         self.send(msg.Welcome(own, self._port.node, self._port.weights.port))
         self._port.fronts.add(self)

@@ -17,8 +17,10 @@ from c2cserve.policy.fleet.policy import FleetPolicy
 from c2cserve.runtime.gateway import ModelFiles, Refused, SliceStatus, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import no_record
+from c2cserve.server.access.keyring import Keyring
 from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.front.gateway import FleetGateway
+from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
 
 SECRET = b"secret" * 5
@@ -164,13 +166,17 @@ class PlayedFront:
 
     def __init__(
         self, *nodes: PlayedNode, timeout_s: float = 5.0, settings: FleetSettings | None = None,
-        record: Recorder[Any, Any] = no_record,
+        record: Recorder[Any, Any] = no_record, name: str = "front",
+        keyring: Keyring | None = None,
     ) -> None:  # fmt: skip
         self.nodes = list(nodes)
         self.ended: list[str | None] = []
         models = FrontModels([hosted(one) for one in MODELS], [])
         policy = FleetPolicy(settings or FleetSettings())
-        self.gateway = FleetGateway("front", models, policy, record, self.ended.append, timeout_s)
+        self.gateway = FleetGateway(
+            name, models, policy, record, self.ended.append, timeout_s,
+            KeyLimits(name, keyring or Keyring((), from_file=False)),
+        )  # fmt: skip
         self._number = 0
 
     async def __aenter__(self) -> "PlayedFront":

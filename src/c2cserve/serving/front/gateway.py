@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress, NodeLink
 from c2cserve.cluster.messages import Cancel as CancelJob
-from c2cserve.cluster.messages import Decline, HoldModel, Source
+from c2cserve.cluster.messages import Decline, HoldModel, KeyUse, Source
 from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
 from c2cserve.core.events import Arrived, Cancelled, ModelAdded
@@ -27,11 +28,13 @@ from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
 from c2cserve.serving.controller.output_stream import OutputStream
+from c2cserve.serving.front.key_limits import TELL_S, KeyLimits
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.front.nodes import Members, Node
 
 log = logging.getLogger(__name__)
 
+_RELAYS = 2
 _NO_CHANGES = "the catalogue of a cluster cannot be changed while it is served: restart its nodes"
 
 
@@ -41,7 +44,7 @@ class FleetGateway:
     def __init__(
         self, instance: str, models: FrontModels, policy: FleetPolicy,
         record: Recorder[Any, Any], on_end: Callable[[str | None], None],
-        node_timeout_s: float,
+        node_timeout_s: float, limits: KeyLimits,
     ) -> None:  # fmt: skip
         """`on_end`: called with None after a drain, else with the reason. `node_timeout_s`: a node
         that is silent for longer is lost."""
@@ -53,6 +56,7 @@ class FleetGateway:
         self._loop = asyncio.get_running_loop()
         self._jobs = JobTable()
         self._members = Members(self, node_timeout_s)
+        self._limits = limits
         self._nodes: dict[str, Node] = {}
         """Nodes that are up, by their incarnation."""
         self._counters = Counter[str]()
@@ -64,6 +68,17 @@ class FleetGateway:
 
     def start(self) -> None:
         self.tick(*(ModelAdded(spec) for spec in self._models.specs))
+        self._share_limits()
+
+    def _share_limits(self) -> None:
+        """Tell other fronts what was let in of each key, by way of two nodes: one may be lost."""
+        if self._over:
+            return
+        self._limits.forget_silent(time.monotonic())
+        if (use := self._limits.news()) is not None:
+            relays = (self._nodes[one].link.tell_use(use) for one in sorted(self._nodes))
+            sum(islice(filter(None, relays), _RELAYS))
+        self._loop.call_later(TELL_S, self._share_limits)
 
     def members(self, members: Mapping[str, NodeAddress]) -> None:
         """Take over who is a member now, by name."""
@@ -165,6 +180,9 @@ class FleetGateway:
         after_s = decline.retry_after_s if decline.retry_after_s is not None else 1.0
         request = live.begin_anew()
         self.tick(fleet.Declined(request, link.node.id, decline.status, decline.reason, after_s))
+
+    def key_used(self, use: KeyUse) -> None:
+        self._limits.take(use, time.monotonic())
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         name = self._members.name_of(link)
