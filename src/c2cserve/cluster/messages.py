@@ -86,6 +86,8 @@ class Table(msgspec.Struct, tag=True):
 class HoldModel(msgspec.Struct, tag=True):
     model: str
     source: Source | None = None
+    pinned: bool = False
+    """It stays in the pool from then on."""
 
 
 class KeyUse(msgspec.Struct, tag=True):

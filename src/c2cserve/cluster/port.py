@@ -33,8 +33,9 @@ it is longer than a front's own patience."""
 class NodeGateway(Gateway, Protocol):
     """What a node's port needs beside the HTTP server's needs."""
 
-    def hold(self, name: str) -> None:
-        """Load a model as if a request waited for it. A name that is not there is ignored."""
+    def hold(self, name: str, *, pinned: bool) -> None:
+        """Load a model as if a request waited for it, and keep it if it is `pinned`. A name that is
+        not there is ignored."""
         ...
 
 
@@ -137,10 +138,10 @@ class _Front(Peer):
                     task.cancel()
             case msg.Table(path, table):
                 self._tables[path] = self._store(path, table)
-            case msg.HoldModel(model, source):
+            case msg.HoldModel(model, source, pinned):
                 if source is not None:
                     self._port.weights.note(source)
-                self._port.gateway.hold(model)
+                self._port.gateway.hold(model, pinned=pinned)
             case msg.KeyUse():
                 for front in self._port.fronts - {self}:
                     if front.version >= msg.KEY_USE_VERSION:

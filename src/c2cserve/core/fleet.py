@@ -82,11 +82,12 @@ class SendTo:
 @value
 class Hold:
     """Load a model into a node's pool before a request asks for it there. `source`: a node that
-    has it; empty: there is none."""
+    has it; empty: there is none. `pinned`: it stays there."""
 
     node_id: str
     model: str
     source: str = ""
+    pinned: bool = False
 
 
 FleetAction = SendTo | Hold | Reject

@@ -81,7 +81,7 @@ class PlayedEngine:
         finally:
             self.running.discard(request.id)
 
-    def hold(self, name: str) -> None:
+    def hold(self, name: str, *, pinned: bool) -> None:
         self.held.append(name)
 
     def snapshot(self) -> Snapshot:

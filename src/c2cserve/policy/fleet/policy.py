@@ -83,6 +83,8 @@ class FleetPolicy:
             case ev.ModelAdded(spec):
                 self._models[spec.id] = spec
                 if spec.pinned:
+                    for book in self._nodes.values():
+                        book.pinned.pop(spec.id, None)
                     self._copies.review([spec.id])
             case fleet.NodeUp(node):
                 self._nodes[node.id] = NodeBook(node)
@@ -107,10 +109,7 @@ class FleetPolicy:
                 self._take_off(held, request)
         if book is not None:
             self._copies.review(sorted(book.last_used_s))
-            self._copies.review(m for m in sorted(book.held) if self._pinned(m))
-
-    def _pinned(self, model: str) -> bool:
-        return model in self._models and self._models[model].pinned
+            self._copies.review(m for m in book.pinned if m in self._models)
 
     def _take_off(self, held: _Held, request: Request) -> None:
         """Take the request off its node; it continues as `request`."""

@@ -101,9 +101,9 @@ class FleetGateway:
         match action:
             case fleet.SendTo(request_id, node_id, source):
                 self._send(request_id, self._nodes[node_id], source)
-            case fleet.Hold(node_id, model, source):
+            case fleet.Hold(node_id, model, source, pinned):
                 link = self._nodes[node_id].link
-                link.send(HoldModel(model, self._source(source, link, model)))
+                link.send(HoldModel(model, self._source(source, link, model), pinned))
                 self._counters["models_held"] += 1
             case Reject(request_id, status, reason, retry_after_s):
                 if (live := self._jobs.drop(request_id)) is not None:
