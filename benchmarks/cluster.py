@@ -1,11 +1,12 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|catalogue|faults|decisions] [--kind KIND] [--runs N]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
 with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
-`faults`: a node, an agent or a stopped node in each of N runs under 30 streams. `decisions`: what
+`faults`: in each of N runs under 30 streams, a worker, a node, an agent or a machine is killed, or
+a node is stopped. `decisions`: what
 the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray.
 """
 
@@ -60,6 +61,8 @@ class Stream:
         return [b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)]
 
     async def run(self, url: str, model: str, prompt: str, tokens: int) -> "Stream":
+        """With log-probabilities every token is shown at once. Without them, a token that is a part
+        of a character waits for the rest of it, which would look like a pause."""
         async with openai.AsyncOpenAI(
             base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0
         ) as client:
@@ -67,7 +70,7 @@ class Stream:
                 self.began_s = time.monotonic()
                 chunks = await client.completions.create(
                     model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
-                    extra_body={"ignore_eos": True},
+                    logprobs=0, extra_body={"ignore_eos": True},
                 )  # fmt: skip
                 async for chunk in chunks:
                     self.text += "".join(choice.text for choice in chunk.choices)
@@ -146,37 +149,57 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def faults(machines: Machines, front: Front, runs: int) -> dict[str, Any]:
+def faults(machines: Machines, front: Front, runs: int, wanted: list[str] | None) -> dict[str, Any]:
     """Disturb 30 streams in each run, and compare them with what they say undisturbed."""
 
     def kill_agent() -> None:
         os.kill(machines.agent_pid(front.busiest(machines)), signal.SIGKILL)
 
-    kinds: dict[str, Callable[[], None]] = {
+    def kill_machine() -> None:
+        machines.kill_machine(front.busiest(machines, headless=True))
+
+    kinds: dict[str, Callable[[], None] | None] = {
+        "undisturbed": None,
+        "worker_killed": lambda: os.kill(front.busiest_worker(), signal.SIGKILL),
         "node_killed": lambda: kill_group(front.busiest(machines).pid),
         "agent_killed": kill_agent,
+        "machine_killed": kill_machine,
         "node_stopped": lambda: os.killpg(front.busiest(machines).pid, signal.SIGSTOP),
     }
+    asyncio.run(thirty(front.url, None))
     expected = asyncio.run(thirty(front.url, None))
     found: dict[str, Any] = {}
     for kind, disturb in kinds.items():
+        if wanted and kind not in wanted:
+            continue
         different = failed = 0
         pauses_s: list[float] = []
         for _ in range(runs):
+            resumed = front.state()["counters"].get("resumed_requests", 0)
             streams = asyncio.run(thirty(front.url, disturb))
             failed += sum(bool(one.error) for one in streams)
             different += sum(
                 not one.error and one.text != right.text
                 for one, right in zip(streams, expected, strict=True)
             )
-            pauses_s.append(max(max(one.gaps_s, default=0.0) for one in streams))
+            pauses_s += [max(one.gaps_s, default=0.0) for one in streams]
+            if kind == "machine_killed":
+                machines.add()
             front.wait_nodes(3, 300)
-        pauses_s.sort()
+            print(kind, round(max(pauses_s[-30:]), 2), front.state()["counters"].get(
+                "resumed_requests", 0) - resumed, os.getloadavg()[0], file=sys.stderr)  # fmt: skip
         found[kind] = {
             "runs": runs, "streams": 30 * runs, "failed": failed, "different": different,
-            "longest_pause_s": {"p50": median(pauses_s), "max": pauses_s[-1]},
+            "longest_pause_s": quantiles(pauses_s),
         }  # fmt: skip
     return found
+
+
+def quantiles(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    return {
+        "p50": median(ordered), "p99": ordered[int(0.99 * len(ordered))], "max": ordered[-1],
+    }  # fmt: skip
 
 
 def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> dict[str, Any]:
@@ -222,17 +245,18 @@ def main() -> None:
     parser.add_argument(
         "--part", choices=("latency", "catalogue", "faults", "decisions"), action="append"
     )
+    parser.add_argument("--kind", action="append", help="of faults; all by default")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     parts = args.part or ["latency", "catalogue", "faults", "decisions"]
     found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
     if parts != ["decisions"]:
-        found |= on_ray(parts, args.runs)
+        found |= on_ray(parts, args.runs, args.kind)
     report(found, args.out, runs=args.runs)
 
 
-def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
+def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name, Machines(3) as machines:
         folder = Path(name)
@@ -244,7 +268,7 @@ def on_ray(parts: list[str], runs: int) -> dict[str, Any]:
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
             if "faults" in parts:
-                found["faults"] = faults(machines, front, runs)
+                found["faults"] = faults(machines, front, runs, kinds)
     return found
 
 

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,18 @@ from c2cserve.cluster.membership import agents_of, describe
 _STORE_BYTES = 80 << 20
 
 
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start something of Ray's, which gives a raylet 30 s: on a busy machine that is no fault."""
+    for _ in range(3):
+        try:
+            return start()
+        except Exception as error:  # Ray raises no class of its own here
+            if "timed out during startup" not in str(error):
+                raise
+            last = error
+    raise last
+
+
 class Machines:
     """A Ray cluster whose raylets stand for machines. Started by `with`."""
 
@@ -30,9 +42,9 @@ class Machines:
 
     def __enter__(self) -> Self:
         args = {"num_cpus": 1, "object_store_memory": _STORE_BYTES, "include_dashboard": False}
-        self._cluster = Cluster(initialize_head=True, head_node_args=args)
+        self._cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=args))
         for _ in range(self._count - 1):
-            self._add()
+            self.add()
         ray.init(address=self.address, namespace=NAMESPACE, log_to_driver=False)
         return self
 
@@ -49,8 +61,9 @@ class Machines:
     def address(self) -> str:
         return self._cluster.address
 
-    def _add(self) -> None:
-        self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+    def add(self) -> None:
+        """Start another machine."""
+        patiently(lambda: self._cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES))
 
     def states(self) -> list[AgentState]:
         said = describe(ray, agents_of(ray)).values()
@@ -64,6 +77,11 @@ class Machines:
 
     def raylet_of(self, state: AgentState) -> psutil.Process:
         return psutil.Process(self.agent_pid(state)).parent()
+
+    def kill_machine(self, state: AgentState) -> None:
+        """Kill a raylet and everything under it at once."""
+        raylet = self.raylet_of(state)
+        kill_all([raylet, *raylet.children(recursive=True)])
 
     def stop_nodes(self) -> None:
         """End all nodes and agents: the next front starts them, with its own options."""
@@ -128,9 +146,12 @@ class Front(ServerProcess):
 
         wait_until(there, timeout_s, f"{count} nodes are up", poll_s=0.1)
 
-    def busiest(self, machines: Machines) -> AgentState:
-        """The node with most requests of this front."""
-        slices = self.state()["slices"]
-        name = max(slices, key=lambda one: one["running"])["id"].rpartition("/")[0]
-        [state] = [one for one in machines.states() if one.name == name]
-        return state
+    def busiest(self, machines: Machines, *, headless: bool = False) -> AgentState:
+        """The node with most requests of this front. `headless`: not the head's."""
+        running = {s["id"].rpartition("/")[0]: s["running"] for s in self.state()["slices"]}
+        states = [one for one in machines.states() if not (headless and machines.is_head(one))]
+        return max(states, key=lambda one: running.get(one.name, 0))
+
+    def busiest_worker(self) -> int:
+        """The process of the slice with most requests."""
+        return max(self.state()["slices"], key=lambda one: one["running"])["pid"]

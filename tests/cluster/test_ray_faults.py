@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from ray_cluster import Front, Machines, kill_all, kill_group
+from ray_cluster import Front, Machines, kill_group
 from server_process import alive, run_cli, wait_until
 from streams import all_streams, stream_text
 
@@ -141,9 +141,7 @@ def test_a_dead_machine_loses_no_token(
     """The raylet and everything under it are killed at once."""
 
     def kill() -> None:
-        states = [one for one in machines.states() if not machines.is_head(one)]
-        raylet = machines.raylet_of(states[0])
-        kill_all([raylet, *raylet.children(recursive=True)])
+        machines.kill_machine(front.busiest(machines, headless=True))
 
     assert disturbed(front, kill) == undisturbed
     front.wait_nodes(2)

@@ -206,7 +206,7 @@ class ClusterOptions:
             help="Seconds without a sign of life before a node's requests go elsewhere.",
             rich_help_panel=_CLUSTER,
         ),
-    ] = 3.0
+    ] = 2.0
 
 
 def split_keys(given: list[str] | None) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ class Agent:
         """Watch the node as fronts do, and its process."""
         watcher = _Watcher(self._note)
         address = NodeAddress(self._host, self._port, self._secret)
-        make = partial(NodeLink, self._secret, watcher, _HANG_S)
+        make = partial(NodeLink, address, watcher, _HANG_S)
         try:
             link = await connect(address, make, _HANG_S)
         except (OSError, TimeoutError) as error:
@@ -232,6 +232,8 @@ class _Watcher:
     def output(self, link: NodeLink, delta: Delta) -> None: ...
 
     def declined(self, link: NodeLink, decline: msg.Decline) -> None: ...
+
+    def key_used(self, use: msg.KeyUse) -> None: ...
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         self.lost = reason

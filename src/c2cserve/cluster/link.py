@@ -9,6 +9,7 @@ from typing import Protocol
 
 from c2cserve.cluster import messages as msg
 from c2cserve.cluster.peer import Peer
+from c2cserve.cluster.weights import source_of
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.request import Delta, Job
 from c2cserve.runtime.gateway import Snapshot
@@ -34,31 +35,53 @@ class LinkListener(Protocol):
 
     def declined(self, link: "NodeLink", decline: msg.Decline) -> None: ...
 
+    def key_used(self, use: msg.KeyUse) -> None:
+        """Take what another front let in."""
+        ...
+
     def node_lost(self, link: "NodeLink", reason: str) -> None:
         """Called once, also if it was never up."""
         ...
 
 
 class NodeLink(Peer):
-    def __init__(self, secret: bytes, listener: LinkListener, timeout_s: float) -> None:
+    def __init__(self, address: NodeAddress, listener: LinkListener, timeout_s: float) -> None:
         super().__init__(timeout_s)
-        self._secret = secret
+        self._address = address
         self._listener = listener
         self._nonce = secrets.token_bytes(msg.NONCE_BYTES)
         self._tables: set[str] = set()
         """Vocabularies that the node has."""
         self.node: FleetNode | None = None
+        self._weights_port = 0
+        self._version = 0
 
     # ---- to the node ----------------------------------------------------------------------------
 
-    def submit(self, job: Job, age_s: float) -> None:
+    def submit(self, job: Job, age_s: float, source: msg.Source | None) -> None:
         """Send a job, after its vocabulary if the node lacks that. Raises OSError if the
         vocabulary cannot be read."""
         grammar = job.sampling.grammar
         if grammar is not None and grammar.tokens not in self._tables:
             self.send(msg.Table(grammar.tokens, Path(grammar.tokens).read_bytes()))
             self._tables.add(grammar.tokens)
-        self.send(msg.Submit(job, age_s))
+        self.send(msg.Submit(job, age_s, source))
+
+    def source_for(self, receiver: "NodeLink", model: str) -> msg.Source | None:
+        """Return what lets another node get a model from this one; None if this one sends none."""
+        if not self._weights_port:
+            return None
+        return source_of(
+            self._address.host, self._weights_port, model,
+            holder_secret=self._address.secret, receiver_secret=receiver._address.secret,
+        )  # fmt: skip
+
+    def tell_use(self, use: msg.KeyUse) -> bool:
+        """Tell the node's other fronts what this one let in. Return whether the node can."""
+        if self.trusted and self._version >= msg.KEY_USE_VERSION:
+            self.send(use)
+            return True
+        return False
 
     # ---- from the node --------------------------------------------------------------------------
 
@@ -75,6 +98,8 @@ class NodeLink(Peer):
                 self._listener.output(self, delta)
             case msg.Decline():
                 self._listener.declined(self, message)
+            case msg.KeyUse():
+                self._listener.key_used(message)
             case msg.Report(state):
                 self._listener.node_reported(self, state)
             case msg.Beat():
@@ -91,12 +116,13 @@ class NodeLink(Peer):
                         f"it speaks versions {oldest} to {newest} of the protocol, and this front "
                         f"{msg.OLDEST_VERSION} to {msg.VERSION}"
                     )
-                proof = msg.proof(self._secret, "front", nonce)
+                self._version = version
+                proof = msg.proof(self._address.secret, "front", nonce)
                 self.send(msg.Enter(version, self._nonce, proof))
-            case msg.Welcome(proof, node):
-                if not msg.same(proof, msg.proof(self._secret, "node", self._nonce)):
+            case msg.Welcome(proof, node, weights_port):
+                if not msg.same(proof, msg.proof(self._address.secret, "node", self._nonce)):
                     raise ValueError("a node without this cluster's secret")
-                self.trusted, self.node = True, node
+                self.trusted, self.node, self._weights_port = True, node, weights_port
                 self._listener.node_up(self, node)
             case msg.Beat():
                 pass

@@ -3,7 +3,7 @@
 node  ── Greeting ─▶ front        versions, and a nonce
 front ── Enter ────▶ node         the version it speaks, a proof that it has the secret
 node  ── Welcome ──▶ front        the other proof, and what the node is
-then Submit, Cancel, Table, HoldModel, Beat one way; Output, Decline, Report, Beat the other
+then Submit, Cancel, Table, HoldModel one way; Output, Decline, Report the other; KeyUse, Beat both
 """
 
 import hashlib
@@ -15,10 +15,11 @@ from c2cserve.core.fleet import FleetNode
 from c2cserve.core.request import Delta, Job
 from c2cserve.runtime.gateway import Snapshot
 
-VERSION = 1
+VERSION = 2
 OLDEST_VERSION = 1
 """The versions that this program speaks. A change that older programs cannot read adds one; the one
-before stays readable, so that neighbouring versions talk."""
+before stays readable, so that neighbouring versions talk. Version 2 has `KeyUse`."""
+KEY_USE_VERSION = 2
 
 HEAD_BYTES = 4
 STRANGER_BYTES_MAX = 1 << 12
@@ -42,17 +43,32 @@ class Enter(msgspec.Struct, tag=True):
 class Welcome(msgspec.Struct, tag=True):
     proof: bytes
     node: FleetNode
+    weights_port: int = 0
+    """Where other nodes get its weights; 0: it sends none."""
 
 
 class Beat(msgspec.Struct, tag=True):
     """A sign of life; every message is one."""
 
 
+class Source(msgspec.Struct):
+    """Where a node gets a model's weights (`cluster.weights`). `sealed`: the key, which only the
+    receiver can open."""
+
+    host: str
+    port: int
+    model: str
+    serial: bytes
+    sealed: bytes
+
+
 class Submit(msgspec.Struct, tag=True):
-    """Run a job. Its times are the front's; `age_s`: how long ago it arrived there."""
+    """Run a job. Its times are the front's; `age_s`: how long ago it arrived there. `source`: of
+    its model, if the node is not known to have it."""
 
     job: Job
     age_s: float
+    source: Source | None = None
 
 
 class Cancel(msgspec.Struct, tag=True):
@@ -69,6 +85,19 @@ class Table(msgspec.Struct, tag=True):
 
 class HoldModel(msgspec.Struct, tag=True):
     model: str
+    source: Source | None = None
+    pinned: bool = False
+    """It stays in the pool from then on."""
+
+
+class KeyUse(msgspec.Struct, tag=True):
+    """What a front let in of each key since its last such message, by the key's id: requests,
+    tokens, and choices that run now. A node hands it on to its other fronts as it is. It may come
+    twice: `number` grows by one each time."""
+
+    front: str
+    number: int
+    keys: dict[str, tuple[int, int, int]]
 
 
 class Output(msgspec.Struct, tag=True):
@@ -90,8 +119,8 @@ class Report(msgspec.Struct, tag=True):
     state: Snapshot
 
 
-ToNode = Enter | Beat | Submit | Cancel | Table | HoldModel
-FromNode = Greeting | Welcome | Beat | Output | Decline | Report
+ToNode = Enter | Beat | Submit | Cancel | Table | HoldModel | KeyUse
+FromNode = Greeting | Welcome | Beat | Output | Decline | Report | KeyUse
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_node = msgspec.msgpack.Decoder(ToNode).decode

@@ -9,6 +9,7 @@ import logging
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from c2cserve.cluster.peer import Peer
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.model import ModelState, ModelStatus
 from c2cserve.core.request import Job
-from c2cserve.runtime.gateway import Gateway, Refused, Snapshot
+from c2cserve.runtime.gateway import Gateway, Refused
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +33,35 @@ it is longer than a front's own patience."""
 class NodeGateway(Gateway, Protocol):
     """What a node's port needs beside the HTTP server's needs."""
 
-    def hold(self, name: str) -> None:
-        """Load a model as if a request waited for it. A name that is not there is ignored."""
+    def hold(self, name: str, *, pinned: bool) -> None:
+        """Load a model as if a request waited for it, and keep it if it is `pinned`. A name that is
+        not there is ignored."""
         ...
+
+
+class NodeWeights(Protocol):
+    """Weights from other nodes, and to them."""
+
+    @property
+    def port(self) -> int:
+        """Where other nodes get weights; 0: nowhere."""
+        ...
+
+    def note(self, source: msg.Source) -> None:
+        """Remember where the next load of a model finds its weights."""
+        ...
+
+    @property
+    def counters(self) -> Mapping[str, float]: ...
 
 
 class NodePort:
     def __init__(
-        self, gateway: NodeGateway, node: FleetNode, secret: bytes, tables: str
+        self, gateway: NodeGateway, node: FleetNode, secret: bytes, tables: str,
+        weights: NodeWeights,
     ) -> None:  # fmt: skip
         """`tables`: the beginning of the paths of vocabularies, beside the run's segments."""
+        self.weights = weights
         self.gateway = gateway
         self.node = node
         self.secret = secret
@@ -59,10 +79,18 @@ class NodePort:
 
     def _report(self) -> None:
         if self.fronts:
-            report = msg.Report(_compact(self.gateway.snapshot()))
+            report = self.report()
             for front in list(self.fronts):
                 front.send(report)
         self._reporting = asyncio.get_running_loop().call_later(_REPORT_S, self._report)
+
+    def report(self) -> msg.Report:
+        """Return the state, without models that are neither in the pool nor asked for."""
+        state = self.gateway.snapshot()
+        models = tuple(one for one in state.models if _noteworthy(one))
+        return msg.Report(
+            replace(state, models=models, counters={**state.counters, **self.weights.counters})
+        )
 
     async def close(self) -> None:
         if self._reporting is not None:
@@ -71,11 +99,6 @@ class NodePort:
             self._server.close()
         for front in list(self.fronts):
             front.end("the node ends", flush=True)
-
-
-def _compact(state: Snapshot) -> Snapshot:
-    """Return the state without models that are neither in the pool nor asked for."""
-    return replace(state, models=tuple(one for one in state.models if _noteworthy(one)))
 
 
 def _noteworthy(model: ModelStatus) -> bool:
@@ -92,6 +115,8 @@ class _Front(Peer):
         self._tables: dict[str, str] = {}
         """The front's path of a vocabulary -> the node's."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self.version = 0
+        """Of the protocol, as the front said."""
 
     def opened(self) -> None:
         self.send(msg.Greeting(msg.OLDEST_VERSION, msg.VERSION, self._nonce))
@@ -102,7 +127,9 @@ class _Front(Peer):
             self._let_in(message)
             return
         match message:
-            case msg.Submit(job, age_s):
+            case msg.Submit(job, age_s, source):
+                if source is not None:
+                    self._port.weights.note(source)
                 task = asyncio.get_running_loop().create_task(self._run(job, age_s))
                 self._jobs[job.request.id] = task
                 task.add_done_callback(lambda _: self._jobs.pop(job.request.id, None))
@@ -111,8 +138,14 @@ class _Front(Peer):
                     task.cancel()
             case msg.Table(path, table):
                 self._tables[path] = self._store(path, table)
-            case msg.HoldModel(model):
-                self._port.gateway.hold(model)
+            case msg.HoldModel(model, source, pinned):
+                if source is not None:
+                    self._port.weights.note(source)
+                self._port.gateway.hold(model, pinned=pinned)
+            case msg.KeyUse():
+                for front in self._port.fronts - {self}:
+                    if front.version >= msg.KEY_USE_VERSION:
+                        front.send(message)
             case msg.Beat():
                 pass
             case _:
@@ -126,11 +159,11 @@ class _Front(Peer):
         right = msg.proof(self._port.secret, "front", self._nonce)
         if not msg.same(message.proof, right):
             raise ValueError("a front without this cluster's secret")
-        self.trusted = True
+        self.trusted, self.version = True, message.version
         own = msg.proof(self._port.secret, "node", message.nonce)
-        self.send(msg.Welcome(own, self._port.node))
+        self.send(msg.Welcome(own, self._port.node, self._port.weights.port))
         self._port.fronts.add(self)
-        self.send(msg.Report(_compact(self._port.gateway.snapshot())))
+        self.send(self._port.report())
 
     def _store(self, path: str, data: bytes) -> str:
         """Keep a vocabulary beside the segments; it is named by its contents."""

@@ -83,9 +83,11 @@ class ModelAdded:
 
 @value
 class ModelWanted:
-    """The model is to be loaded as if a request waited for it (`core.fleet.Hold`)."""
+    """The model is to be loaded as if a request waited for it (`core.fleet.Hold`). `pinned`: it
+    stays in the pool from then on."""
 
     model: str
+    pinned: bool = False
 
 
 @value

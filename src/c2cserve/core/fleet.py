@@ -71,18 +71,23 @@ FleetEvent = (
 
 @value
 class SendTo:
-    """Send a request to a node, from its prompt and the tokens that its client has."""
+    """Send a request to a node, from its prompt and the tokens that its client has. `source`: a
+    node with its model, if that is to be loaded; empty: there is none."""
 
     request_id: str
     node_id: str
+    source: str = ""
 
 
 @value
 class Hold:
-    """Load a model into a node's pool before a request asks for it there."""
+    """Load a model into a node's pool before a request asks for it there. `source`: a node that
+    has it; empty: there is none. `pinned`: it stays there."""
 
     node_id: str
     model: str
+    source: str = ""
+    pinned: bool = False
 
 
 FleetAction = SendTo | Hold | Reject

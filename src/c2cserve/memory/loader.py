@@ -49,7 +49,8 @@ class _Chunk:
 
 
 class Loader:
-    """One model's load. `run` blocks until every byte is there."""
+    """One model's load. `run` blocks until every byte is there. Groups that are ready already are
+    left as they are."""
 
     def __init__(
         self,
@@ -69,8 +70,9 @@ class Loader:
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
         self._left: list[list[_Chunk]] = [[] for _ in plan.groups]
+        self._due = [not segment.ready(index) for index in range(len(plan.groups))]
         for index, group in enumerate(plan.groups):
-            for part in group.parts:
+            for part in group.parts if self._due[index] else ():
                 source = sources[part.source]
                 self._left[index] += _chunks(index, segment, part, source)
             self._left[index].reverse()  # taken from the end
@@ -92,7 +94,7 @@ class Loader:
                 opening = partial(open_for_reading, path)
                 self._files[path] = open_patiently(opening, self._cancelled.is_set)
             for group, pending in enumerate(self._pending):
-                if pending == 0:
+                if pending == 0 and self._due[group]:
                     self._finish(group)
             self._run_threads()
             self._segment.state = State.READY

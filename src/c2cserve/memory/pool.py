@@ -20,10 +20,11 @@ from functools import partial
 from pathlib import Path
 
 from c2cserve.files.patience import open_patiently
+from c2cserve.memory.arrivals import Arrivals
 from c2cserve.memory.checkpoint import CheckpointError, TensorSource
 from c2cserve.memory.layout import LayoutPlan
 from c2cserve.memory.loader import LoadCancelled, Loader, Read, pread
-from c2cserve.memory.segment import Segment, remove_segment, segment_bytes
+from c2cserve.memory.segment import Segment, State, remove_segment, segment_bytes
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,11 @@ class Listener:
     failed: Callable[[str, str], None]
 
 
+Fetch = Callable[[Arrivals], bool]
+"""Gets weights from elsewhere than the checkpoint. Returns whether all of them came; the others
+are then read."""
+
+
 def _no_check() -> None:
     pass
 
@@ -63,7 +69,7 @@ class _Entry:
     path: Path
     bytes: int
     segment: Segment | None = None
-    loader: Loader | None = None
+    loader: Loader | Arrivals | None = None
     gone: bool = False
 
 
@@ -107,18 +113,25 @@ class Pool:
         segment = None if entry is None else entry.segment
         return 0 if segment is None else segment.loaded_bytes
 
+    def whole(self, model: str) -> Segment | None:
+        """Return the model's segment if all of its weights are there."""
+        entry = self._entries.get(model)
+        segment = None if entry is None else entry.segment
+        return segment if segment is not None and segment.state is State.READY else None
+
     def path(self, model: str) -> Path:
         """Return the path of the model's segment. Raises KeyError if it has none."""
         return self._entries[model].path
 
     def load(
         self, model: str, plan: LayoutPlan, sources: dict[str, TensorSource],
-        check: Callable[[], None] = _no_check,
+        check: Callable[[], None] = _no_check, fetch: Fetch | None = None,
     ) -> None:  # fmt: skip
         """Begin to load; the listener is notified of the rest.
 
         `check` is called before the first read and after the last. What it raises (CheckpointError)
-        fails the load. Raises PoolError when the model does not fit.
+        fails the load. `fetch` is tried before the checkpoint is read, on a loader's thread. Raises
+        PoolError when the model does not fit.
         """
         size = segment_bytes(plan)
         with self._lock:
@@ -135,16 +148,16 @@ class Pool:
             slug = "".join(c if c.isalnum() or c in "-_" else "-" for c in model)[-80:]
             entry = _Entry(Path(f"{self.prefix}.{slug}.{self._generation}"), size)
             self._entries[model] = entry
-        self._executor.submit(self._run, model, entry, plan, sources, check)
+        self._executor.submit(self._run, model, entry, plan, sources, check, fetch)
 
     def _run(
         self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource],
-        check: Callable[[], None],
+        check: Callable[[], None], fetch: Fetch | None,
     ) -> None:  # fmt: skip
         started = time.monotonic()
         try:
             check()
-            self._fill(model, entry, plan, sources)
+            self._fill(model, entry, plan, sources, fetch)
             check()
         except LoadCancelled:
             log.info("load of %s was cancelled", model)
@@ -158,8 +171,9 @@ class Pool:
                 self._listener.loaded(model, entry.bytes, time.monotonic() - started)
 
     def _fill(
-        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource]
-    ) -> None:
+        self, model: str, entry: _Entry, plan: LayoutPlan, sources: dict[str, TensorSource],
+        fetch: Fetch | None,
+    ) -> None:  # fmt: skip
         if entry.gone:
             raise LoadCancelled
         segment = self._create(entry, plan, sources)  # may take seconds: without the lock
@@ -173,13 +187,18 @@ class Pool:
             if group == 0 and not entry.gone:
                 self._listener.usable(model)
 
-        entry.loader = Loader(
-            entry.segment, plan, sources, threads=self._threads, read=self._read, on_group=on_group
-        )
-        if entry.gone:
-            entry.loader.cancel()
         try:
-            entry.loader.run()
+            if fetch is not None:
+                arrivals = entry.loader = Arrivals(segment, plan, on_group)
+                if not entry.gone and fetch(arrivals):
+                    arrivals.finish()
+                    return
+            loader = entry.loader = Loader(
+                segment, plan, sources, threads=self._threads, read=self._read, on_group=on_group
+            )
+            if entry.gone:
+                loader.cancel()
+            loader.run()
         finally:
             # Entry and loader refer to each other. Left so, an evicted segment would stay mapped
             # here, and its memory taken, until the garbage collector ran.

@@ -7,17 +7,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress
+from c2cserve.cluster.messages import Source
 from c2cserve.cluster.port import NodePort
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.model import ModelSpec, ModelState, ModelStatus
 from c2cserve.core.request import Delta, FinishReason, Job, Request, Sampling, Slo, Timing
 from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.policy.fleet.policy import FleetPolicy
-from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
+from c2cserve.runtime.gateway import ModelFiles, Refused, SliceStatus, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.runtime.record import no_record
+from c2cserve.server.access.keyring import Keyring
 from c2cserve.serving.controller.host import HostedModel
 from c2cserve.serving.front.gateway import FleetGateway
+from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
 
 SECRET = b"secret" * 5
@@ -49,6 +52,9 @@ class PlayedEngine:
     gives_up_after: int | None = None
     """Tokens after which jobs end with `Refused`, as when a drain takes too long."""
     draining: bool = False
+    slice_state: str = "up"
+    held_models: tuple[str, ...] = MODELS
+    """Models in its pool."""
 
     def resolve(self, name: str) -> ModelFiles | None:
         if name not in MODELS:
@@ -75,16 +81,23 @@ class PlayedEngine:
         finally:
             self.running.discard(request.id)
 
-    def hold(self, name: str) -> None:
+    def hold(self, name: str, *, pinned: bool) -> None:
         self.held.append(name)
 
     def snapshot(self) -> Snapshot:
         models = tuple(
-            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0) for one in MODELS
+            ModelStatus(one, (), ModelState.READY, 4096, 100, 100, False, 0)
+            for one in self.held_models
         )
         return Snapshot(
-            self.name, 0.0, self.draining, (), models, 200, 1000, len(self.running), 0,
-            counters={"steps": 1.0},
+            self.name, 0.0, self.draining, (self._slice(),), models, 200, 1000, len(self.running),
+            0, counters={"steps": 1.0},
+        )  # fmt: skip
+
+    def _slice(self) -> SliceStatus:
+        return SliceStatus(
+            id="cpu0", kind="cpu", state=self.slice_state, pid=1, cpus=(), restarts=0,
+            active_models=(), last_model="", kv_total_bytes=0, busy_share=0.0, heartbeat_age_s=0.0,
         )  # fmt: skip
 
     def cancel(self, request_id: str) -> None: ...
@@ -107,18 +120,33 @@ class PlayedEngine:
         raise AssertionError(name)
 
 
+class PlayedWeights:
+    """What a node is told of other pools."""
+
+    port = 7
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.counters = {"fetched_models": 1.0}
+
+    def note(self, source: Source) -> None:
+        self.sources.append(source)
+
+
 class PlayedNode:
     def __init__(self, name: str, **more: Any) -> None:
         self.name = name
         self.engine = PlayedEngine(name, **more)
         self.port: NodePort | None = None
+        self.weights = PlayedWeights()
         self.address = NodeAddress("127.0.0.1", 0, SECRET)
 
     async def start(self, secret: bytes = SECRET) -> "PlayedNode":
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = NodeAddress("127.0.0.1", listener.getsockname()[1], secret)
         node = FleetNode(f"{self.name}.1", "cpu", 1, 1000)
-        self.port = NodePort(self.engine, node, SECRET, "/nowhere/c2cserve")
+        self.weights = PlayedWeights()
+        self.port = NodePort(self.engine, node, SECRET, "/nowhere/c2cserve", self.weights)
         await self.port.listen(listener)
         return self
 
@@ -138,13 +166,17 @@ class PlayedFront:
 
     def __init__(
         self, *nodes: PlayedNode, timeout_s: float = 5.0, settings: FleetSettings | None = None,
-        record: Recorder[Any, Any] = no_record,
+        record: Recorder[Any, Any] = no_record, name: str = "front",
+        keyring: Keyring | None = None,
     ) -> None:  # fmt: skip
         self.nodes = list(nodes)
         self.ended: list[str | None] = []
         models = FrontModels([hosted(one) for one in MODELS], [])
         policy = FleetPolicy(settings or FleetSettings())
-        self.gateway = FleetGateway("front", models, policy, record, self.ended.append, timeout_s)
+        self.gateway = FleetGateway(
+            name, models, policy, record, self.ended.append, timeout_s,
+            KeyLimits(name, keyring or Keyring((), from_file=False)),
+        )  # fmt: skip
         self._number = 0
 
     async def __aenter__(self) -> "PlayedFront":

@@ -66,6 +66,34 @@ async def test_a_silent_node_is_lost_and_what_it_says_later_is_ignored() -> None
         assert sent, "the node had gone on"
 
 
+async def test_a_node_without_slices_keeps_no_requests() -> None:
+    """Its worker died, and its successor may not start soon. What it still says is ignored."""
+    async with PlayedFront(*nodes(2, step_s=0.01)) as front:
+        job, begun = front.job(count=400), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        victim = next(one for one in front.nodes if one.engine.running)
+        victim.engine.slice_state = "lost"
+        assert await run == answer(job.tokens, 400)
+        assert len(front.on(job)) == 2
+        await front.until(lambda: not victim.engine.running)
+        later = front.job(count=5)
+        await front.run(later)
+        assert front.on(later) != [victim.name]
+
+
+async def test_the_only_node_keeps_its_requests_while_its_worker_starts_again() -> None:
+    [node] = nodes(1, step_s=0.01)
+    async with PlayedFront(node) as front:
+        job, begun = front.job(count=250), asyncio.Event()
+        run = asyncio.create_task(front.run(job, begun))
+        await begun.wait()
+        node.engine.slice_state = "lost"
+        assert await run == answer(job.tokens, 250)
+        assert front.on(job) == ["n0"]
+        assert len(node.engine.jobs) == 1
+
+
 async def test_a_node_that_gives_up_in_the_middle() -> None:
     first, second = nodes(2)
     first.engine.gives_up_after = second.engine.gives_up_after = 7
@@ -193,6 +221,29 @@ async def test_a_drain_finishes_what_runs() -> None:
             await front.run(front.job())
         assert await run == answer(job.tokens, 40)
         await front.until(lambda: front.ended == [None])
+
+
+async def test_a_node_without_the_model_is_told_who_has_it() -> None:
+    """A copy comes from the pool that has the model. `a` is on `n0` only, which is crowded."""
+    first, second = nodes(2, step_s=0.01)
+    second.engine.held_models = ("b",)
+    async with PlayedFront(first, second) as front:
+        await front.until(lambda: front.gateway.snapshot().counters.get("fetched_models") == 2)
+        first.engine.refusal = Refused(429, "full", 3.0)
+        job = front.job("a")
+        assert await front.run(job) == answer(job.tokens, 40)
+        assert front.on(job) == ["n0", "n1"]
+        [source] = second.weights.sources
+        assert (source.model, source.port) == ("a", 7)
+        assert not first.weights.sources
+
+
+async def test_counters_of_lost_nodes_stay_in_the_sum() -> None:
+    async with PlayedFront(*nodes(3)) as front:
+        await front.until(lambda: counters(front).get("steps") == 3.0)
+        await front.nodes[0].stop()
+        await front.until(lambda: nodes_up(front) == 2)
+        assert counters(front)["steps"] == 3.0
 
 
 async def test_the_state_is_summed_over_nodes() -> None:

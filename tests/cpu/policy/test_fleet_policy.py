@@ -87,6 +87,20 @@ def test_pinned_models_are_held_twice() -> None:
     assert sum("p" in node.pool for node in there.nodes.values()) == 2
 
 
+def test_pins_of_fronts_that_start_later_are_the_same() -> None:
+    """And a pool is not filled with more than it holds."""
+    models = [spec(f"p{i}", pinned=True) for i in range(6)]
+    worlds = [FleetWorld(models, 5, 3 * GB) for _ in range(2)]
+    for there in worlds:
+        for _ in range(40):
+            settle(there, 0.2)
+    pins = [{one for one in there.held if one} for there in worlds]
+    assert pins[0] == pins[1]
+    assert len(pins[0]) == 12
+    for name in worlds[0].nodes:
+        assert sum(node == name for node, _ in pins[0]) <= 3
+
+
 def test_requests_of_a_lost_node_continue_elsewhere() -> None:
     there = world()
     there.arrive("r", "m0", 100)

@@ -31,6 +31,15 @@ def test_pinned_models_and_failures_end_the_wish() -> None:
     assert Load("new") not in hand.tell(ModelFailed("new", "its file is gone"))
 
 
+def test_a_pinned_one_stays() -> None:
+    hand = Hand(models="", budget=40)
+    hand.ready(spec("old", 30))
+    hand.tell(ModelAdded(spec("new", 30)))
+    assert hand.tell(ModelWanted("new", pinned=True)) == [Evict("old"), Load("new")]
+    hand.tell(ModelUsable("new"), ModelLoaded("new", 30, 1.0))
+    assert Evict("new") not in hand.arrive("r", model="old")
+
+
 def test_an_unknown_model_is_ignored() -> None:
     hand = Hand(models="", budget=40)
     assert hand.tell(ModelWanted("gone")) == []

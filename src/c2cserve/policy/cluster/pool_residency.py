@@ -1,7 +1,7 @@
 """Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.events import ModelUsable, ModelWanted
@@ -64,6 +64,8 @@ class ModelBook:
             self.usable = True
         else:
             self.held = not self.in_pool
+            if event.pinned:
+                self.spec = replace(self.spec, pinned=True)
 
     def arrived(self) -> None:
         """Note that all of it is in the pool."""

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from heapq import nsmallest
 
 from c2cserve.core.fleet import Hold
 from c2cserve.core.model import ModelSpec
+from c2cserve.policy.fleet.nodes import rank
 from c2cserve.policy.fleet.placement import FleetPlacement
 
 _CHECK_S = 0.1
@@ -57,7 +59,23 @@ class Copies:
             yield from self._copy(spec, now)
         self._next_s = now + _CHECK_S
 
+    def _pins(self, spec: ModelSpec, now: float) -> Iterator[Hold]:
+        """Pin the model on the first nodes of its own order, on which all fronts agree."""
+        fitting = (book for book in self.placement.nodes.values() if book.may_pin(spec))
+        copies = self.placement.settings.pinned_copies
+        for node in nsmallest(copies, fitting, key=lambda book: rank(spec.id, book.node.id)):
+            if spec.id in node.pinned:
+                continue
+            node.pinned[spec.id] = spec.weight_bytes
+            source = self.placement.source(spec.id, node)
+            if not node.has(spec.id):
+                node.hold(spec.id, now)
+                self._budget_bytes -= spec.weight_bytes
+            yield Hold(node.node.id, spec.id, source, pinned=True)
+
     def _copy(self, spec: ModelSpec, now: float) -> Iterator[Hold]:
+        if spec.pinned:
+            yield from self._pins(spec, now)
         holders = self.placement.holders(spec.id)
         if len(holders) >= self._wanted(spec, now):
             return
@@ -68,18 +86,18 @@ class Copies:
         busy = min((book.load for book in holders), default=float("inf"))
         displaces = node.displacement_s(spec, 1.0) > 0.0
         # A hot model's copy must relieve its nodes, and no copy pushes out what is in use.
-        if displaces or (not spec.pinned and node.load > busy / 2.0):
+        if displaces or node.load > busy / 2.0:
             return
+        source = self.placement.source(spec.id, node)
         node.hold(spec.id, now)
         self._budget_bytes -= spec.weight_bytes
-        yield Hold(node.node.id, spec.id)
+        yield Hold(node.node.id, spec.id, source)
         self._due[spec.id] = None  # it may need more than one
 
     def _wanted(self, spec: ModelSpec, now: float) -> int:
         """Return how many copies there should be."""
         settings, holders = self.placement.settings, self.placement.holders(spec.id)
-        lately = now - self.asked_s.get(spec.id, float("-inf")) < _DEMAND_S
-        wanted = settings.pinned_copies if spec.pinned else int(lately)
+        wanted = int(now - self.asked_s.get(spec.id, float("-inf")) < _DEMAND_S)
         if holders and min(book.load for book in holders) > settings.copy_load:
             wanted = max(wanted, len(holders) + 1)
         return wanted

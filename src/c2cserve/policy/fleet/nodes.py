@@ -58,6 +58,8 @@ class NodeBook:
     """Prompts of this front that have no first token yet, in seconds."""
     sent: dict[str, _Sent] = field(default_factory=dict[str, "_Sent"])
     last_used_s: dict[str, float] = field(default_factory=dict[str, float])
+    pinned: dict[str, int] = field(default_factory=dict[str, int])
+    """Models that this front has pinned there -> their bytes."""
     warm_bytes: int = 0
     """Bytes of held models that were used lately."""
     token_s: float = PROMPT_TOKEN_S
@@ -99,6 +101,11 @@ class NodeBook:
     def hold(self, model: str, now: float) -> None:
         """Note that the model is to be loaded."""
         self.loading.setdefault(model, now)
+
+    def may_pin(self, spec: ModelSpec) -> bool:
+        """Whether the model fits beside the others that are pinned there."""
+        others = sum(self.pinned.values()) - self.pinned.get(spec.id, 0)
+        return not self.draining and others + spec.weight_bytes <= self.node.pool_bytes
 
     def load_s(self, spec: ModelSpec, now: float) -> float:
         """Return how long its weights are still believed to take to the pool."""

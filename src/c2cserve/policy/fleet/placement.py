@@ -132,6 +132,17 @@ class FleetPlacement:
                 equal.append(book)
         return min(equal, key=lambda book: rank(spec.id, book.node.id), default=None)
 
+    def source(self, model: str, book: NodeBook) -> str:
+        """Return the node to load a model from: the least loaded one that has it. It is empty if
+        this node has the model, or no node has."""
+        if book.has(model):
+            return ""
+        others = (one for one in self.nodes.values() if model in one.held)
+        found = min(
+            others, key=lambda one: (one.draining, one.load, rank(model, one.node.id)), default=None
+        )
+        return "" if found is None else found.node.id
+
     def holders(self, model: str) -> list[NodeBook]:
         """Return the nodes that have the model or load it, without those that drain."""
         return [

@@ -83,6 +83,8 @@ class FleetPolicy:
             case ev.ModelAdded(spec):
                 self._models[spec.id] = spec
                 if spec.pinned:
+                    for book in self._nodes.values():
+                        book.pinned.pop(spec.id, None)
                     self._copies.review([spec.id])
             case fleet.NodeUp(node):
                 self._nodes[node.id] = NodeBook(node)
@@ -107,10 +109,7 @@ class FleetPolicy:
                 self._take_off(held, request)
         if book is not None:
             self._copies.review(sorted(book.last_used_s))
-            self._copies.review(m for m in sorted(book.held) if self._pinned(m))
-
-    def _pinned(self, model: str) -> bool:
-        return model in self._models and self._models[model].pinned
+            self._copies.review(m for m in book.pinned if m in self._models)
 
     def _take_off(self, held: _Held, request: Request) -> None:
         """Take the request off its node; it continues as `request`."""
@@ -166,6 +165,7 @@ class FleetPolicy:
             held.waiting_s = now if held.waiting_s is None else held.waiting_s
             return []
         book = self._nodes[found.node_id]
+        source = self._placement.source(spec.id, book)
         book.send(held.request, spec, found.cached, now)
         held.node_id, held.waiting_s = found.node_id, None
         del self._waiting[held.request.id]
@@ -173,7 +173,7 @@ class FleetPolicy:
         self._copies.asked_s[spec.id] = now
         if book.load > _HOT_SHARE * settings.copy_load:
             self._copies.review([spec.id])
-        return [fleet.SendTo(held.request.id, found.node_id)]
+        return [fleet.SendTo(held.request.id, found.node_id, source)]
 
     def _reject(self, held: _Held, status: int, reason: str, retry_after_s: float) -> Reject:
         self._forget(held.request.id)

@@ -72,6 +72,10 @@ class Quota:
         self.limits = limits
         self.running = 0
         """Places of `concurrency` that are taken."""
+        self.running_elsewhere = 0
+        """Places that are taken at other fronts of a cluster."""
+        self.requests = self.tokens = 0
+        """What was taken here so far. It falls when tokens are given back."""
         self._requests = _bucket(None, limits.requests_per_minute, now)
         self._tokens = _bucket(None, limits.tokens_per_minute, now)
 
@@ -90,6 +94,7 @@ class Quota:
         )
         if exceeded is None:
             self.running += 1
+            self.requests += 1
             if self._requests is not None:
                 self._requests.take(1, now)
         return exceeded
@@ -107,12 +112,24 @@ class Quota:
 
     def charge(self, tokens: int, now: float) -> None:
         """Charge tokens. Output may bring the key into debt."""
+        self.tokens += tokens
         if self._tokens is not None:
             self._tokens.take(tokens, now)
 
     def give_back(self, tokens: int, now: float) -> None:
+        self.tokens -= tokens
         if self._tokens is not None:
             self._tokens.give_back(tokens, now)
+
+    def taken_elsewhere(self, requests: int, tokens: int, now: float) -> None:
+        """Charge what another front let in. It may bring the key into debt. Negative tokens were
+        given back there."""
+        if self._requests is not None:
+            self._requests.take(requests, now)
+        if self._tokens is not None and tokens >= 0:
+            self._tokens.take(tokens, now)
+        elif self._tokens is not None:
+            self._tokens.give_back(-tokens, now)
 
     def leave(self, places: int) -> None:
         self.running -= places
@@ -130,7 +147,8 @@ class Quota:
 
     def _no_room(self, places: int, held: int = 0) -> Exceeded | None:
         allowed = self.limits.concurrency
-        if allowed is None or self.running - held + places <= allowed:
+        taken = self.running + self.running_elsewhere - held
+        if allowed is None or taken + places <= allowed:
             return None
         wait_s = math.inf if places > allowed else _FREED_S
         return Exceeded("concurrency", allowed, places, wait_s)

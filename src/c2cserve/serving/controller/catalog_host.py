@@ -4,6 +4,7 @@ This module joins parts that must not import each other: the catalogue, the engi
 weight pool.
 """
 
+import hashlib
 import logging
 import os
 import threading
@@ -36,8 +37,8 @@ from c2cserve.memory.checkpoint import (
     read_header,
 )
 from c2cserve.memory.layout import LayoutPlan, PlanError
-from c2cserve.memory.pool import Listener, Pool, PoolError
-from c2cserve.memory.segment import segment_bytes
+from c2cserve.memory.pool import Fetch, Listener, Pool, PoolError
+from c2cserve.memory.segment import Segment, place_tensors, segment_bytes
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.server.text.vocabulary import TokenizerError
 from c2cserve.serving.controller.host import HostedModel
@@ -65,6 +66,20 @@ class _Prepared(HostedModel):
     plan: LayoutPlan
     sources: dict[str, TensorSource]
     seal: Seal
+
+    @property
+    def fingerprint(self) -> bytes:
+        """A digest of the layout and of the files: equal ones have equal bytes in equal places."""
+        places = place_tensors(self.plan, 0)[0]
+        said = [f"{name} {one.offset} {one.shape} {one.dtype}" for name, one in places.items()]
+        for path, one in sorted(self.seal.files.items()):
+            if one is not None and path.suffix == ".safetensors":
+                said.append(f"{path.name} {one.size} {one.digest.hex()} {one.samples.hex()}")
+        return hashlib.blake2b("\n".join(said).encode(), digest_size=16).digest()
+
+
+def _from_nowhere(model: str, fingerprint: bytes) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +135,11 @@ class CatalogHost:
             failed=lambda model, reason: self._post(ModelFailed(model, reason)),
         )
         self._pool = make_pool(listener)
+        self._fingerprints: dict[str, bytes] = {}
+        """Of versions that were loaded."""
+        self.fetch_from: Callable[[str, bytes], Fetch | None] = _from_nowhere
+        """Catalogue id, fingerprint -> how to get weights from another pool, None if there is no
+        other that is known to have them."""
 
     def prepare(self, entry: dict[str, object]) -> HostedModel:
         try:
@@ -219,7 +239,9 @@ class CatalogHost:
         version = model.spec.id
         check = partial(self._check_weights, model)
         try:
-            self._pool.load(version, model.plan, model.sources, check)
+            fetch = self.fetch_from(model.spec.name, model.fingerprint)
+            self._fingerprints[version] = model.fingerprint
+            self._pool.load(version, model.plan, model.sources, check, fetch)
         except PoolError as error:
             self._post(ModelFailed(version, str(error)))
 
@@ -253,6 +275,10 @@ class CatalogHost:
     def files_changed(self) -> int:
         return self._changes
 
+    def whole(self, model: str, fingerprint: bytes) -> Segment | None:
+        """Return the segment of a version if all of its weights are in the pool, and are these."""
+        return self._pool.whole(model) if self._fingerprints.get(model) == fingerprint else None
+
     def segment(self, model: str) -> str | None:
         try:
             return str(self._pool.path(model))
@@ -260,6 +286,7 @@ class CatalogHost:
             return None
 
     def evict(self, model: str) -> None:
+        self._fingerprints.pop(model, None)
         self._pool.evict(model)
 
     def loaded_bytes(self, model: str) -> int:

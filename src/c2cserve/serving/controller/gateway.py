@@ -177,11 +177,14 @@ class LiveGateway:
     def cancel(self, request_id: str) -> None:
         self._world.post(Cancelled(request_id))
 
-    def hold(self, name: str) -> None:
-        """Load a model as if a request waited for it, unless it is in the pool."""
+    def hold(self, name: str, *, pinned: bool) -> None:
+        """Load a model as if a request waited for it, unless it is in the pool, and keep it if it
+        is `pinned`."""
         model = self._directory.find(name)
-        if isinstance(model, ModelRecord) and not (model.in_pool or model.draining):
-            self._world.post(ModelWanted(model.id))
+        if not isinstance(model, ModelRecord) or model.draining:
+            return
+        if pinned or not model.in_pool:
+            self._world.post(ModelWanted(model.id, pinned))
 
     def snapshot(self) -> Snapshot:
         return take_snapshot(

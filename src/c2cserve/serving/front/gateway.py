@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress, NodeLink
 from c2cserve.cluster.messages import Cancel as CancelJob
-from c2cserve.cluster.messages import Decline, HoldModel
+from c2cserve.cluster.messages import Decline, HoldModel, KeyUse, Source
 from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
 from c2cserve.core.events import Arrived, Cancelled, ModelAdded
@@ -27,11 +28,13 @@ from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
 from c2cserve.serving.controller.output_stream import OutputStream
+from c2cserve.serving.front.key_limits import TELL_S, KeyLimits
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.front.nodes import Members, Node
 
 log = logging.getLogger(__name__)
 
+_RELAYS = 2
 _NO_CHANGES = "the catalogue of a cluster cannot be changed while it is served: restart its nodes"
 
 
@@ -41,7 +44,7 @@ class FleetGateway:
     def __init__(
         self, instance: str, models: FrontModels, policy: FleetPolicy,
         record: Recorder[Any, Any], on_end: Callable[[str | None], None],
-        node_timeout_s: float,
+        node_timeout_s: float, limits: KeyLimits,
     ) -> None:  # fmt: skip
         """`on_end`: called with None after a drain, else with the reason. `node_timeout_s`: a node
         that is silent for longer is lost."""
@@ -53,15 +56,29 @@ class FleetGateway:
         self._loop = asyncio.get_running_loop()
         self._jobs = JobTable()
         self._members = Members(self, node_timeout_s)
+        self._limits = limits
         self._nodes: dict[str, Node] = {}
         """Nodes that are up, by their incarnation."""
         self._counters = Counter[str]()
+        self._ended_counters = Counter[str]()
+        """What nodes counted that are gone: a sum of counters never falls."""
         self._started_s = time.time()
         self._wakeup: asyncio.TimerHandle | None = None
         self._draining = self._over = False
 
     def start(self) -> None:
         self.tick(*(ModelAdded(spec) for spec in self._models.specs))
+        self._share_limits()
+
+    def _share_limits(self) -> None:
+        """Tell other fronts what was let in of each key, by way of two nodes: one may be lost."""
+        if self._over:
+            return
+        self._limits.forget_silent(time.monotonic())
+        if (use := self._limits.news()) is not None:
+            relays = (self._nodes[one].link.tell_use(use) for one in sorted(self._nodes))
+            sum(islice(filter(None, relays), _RELAYS))
+        self._loop.call_later(TELL_S, self._share_limits)
 
     def members(self, members: Mapping[str, NodeAddress]) -> None:
         """Take over who is a member now, by name."""
@@ -82,25 +99,31 @@ class FleetGateway:
 
     def carry_out(self, action: fleet.FleetAction) -> None:
         match action:
-            case fleet.SendTo(request_id, node_id):
-                self._send(request_id, self._nodes[node_id])
-            case fleet.Hold(node_id, model):
-                self._nodes[node_id].link.send(HoldModel(model))
+            case fleet.SendTo(request_id, node_id, source):
+                self._send(request_id, self._nodes[node_id], source)
+            case fleet.Hold(node_id, model, source, pinned):
+                link = self._nodes[node_id].link
+                link.send(HoldModel(model, self._source(source, link, model), pinned))
                 self._counters["models_held"] += 1
             case Reject(request_id, status, reason, retry_after_s):
                 if (live := self._jobs.drop(request_id)) is not None:
                     live.sink(Refused(status, reason, retry_after_s))
                     self._counters[f"rejected_{status}"] += 1
 
-    def _send(self, request_id: str, node: Node) -> None:
+    def _source(self, holder: str, receiver: NodeLink, model: str) -> Source | None:
+        node = self._nodes.get(holder)
+        return None if node is None else node.link.source_for(receiver, model)
+
+    def _send(self, request_id: str, node: Node, source: str) -> None:
         live = self._jobs.get(request_id)
         if live is None:
             return
         live.dispatch(node.node.id)
         job = live.remaining()
         job = replace(job, request=replace(job.request, model=name_of(job.request.model)))
+        weights = self._source(source, node.link, job.request.model)
         try:
-            node.link.submit(job, time.monotonic() - job.request.arrival_s)
+            node.link.submit(job, time.monotonic() - job.request.arrival_s, weights)
         except OSError as error:
             events = self._jobs.fail(request_id, f"its vocabulary cannot be read: {error}")
             self._loop.call_soon(self.tick, *events)
@@ -116,13 +139,32 @@ class FleetGateway:
     def node_reported(self, link: NodeLink, state: Snapshot) -> None:
         assert link.node is not None
         node = self._nodes[link.node.id]
-        before, node.state = node.state, state
-        report = node.report()
-        if before is None or report != replace(node, state=before).report():
+        before = None if node.state is None else node.report()
+        now = time.monotonic()
+        node.take(state, now)
+        if (report := node.report()) != before:
             self.tick(report)
+        others = (one for one in self._nodes.values() if one is not node)
+        if node.stuck(now) and any(one.open for one in others):
+            self._relieve(node)
+
+    def _relieve(self, node: Node) -> None:
+        """Let the requests of a node without slices continue on others. The node may wait long
+        before it starts a worker that has died often."""
+        displaced, failed = self._jobs.displace(node.node.id)
+        for request in displaced:
+            node.link.send(CancelJob(request.id))
+        if displaced or failed:
+            why = "none of its slices is up"
+            log_moved([one.id for one in displaced], f"node {node.name}: {why}")
+            moved = (fleet.Declined(one, node.node.id, 503, why, 1.0) for one in displaced)
+            self.tick(*moved, *failed)
 
     def output(self, link: NodeLink, delta: Delta) -> None:
         assert link.node is not None
+        live = self._jobs.get(delta.request_id)
+        if live is None or live.slice_id != link.node.id:
+            return  # it goes on elsewhere
         if delta.timing is not None:
             where = f"{self._members.name_of(link)}/{delta.timing.slice}"
             delta = replace(delta, timing=replace(delta.timing, slice=where))
@@ -139,12 +181,18 @@ class FleetGateway:
         request = live.begin_anew()
         self.tick(fleet.Declined(request, link.node.id, decline.status, decline.reason, after_s))
 
+    def key_used(self, use: KeyUse) -> None:
+        self._limits.take(use, time.monotonic())
+
     def node_lost(self, link: NodeLink, reason: str) -> None:
         name = self._members.name_of(link)
         self._members.lost(link, reason)
         node = link.node
-        if node is None or self._nodes.pop(node.id, None) is None:
+        gone = None if node is None else self._nodes.pop(node.id, None)
+        if node is None or gone is None:
             return
+        if gone.state is not None:
+            self._ended_counters.update(gone.state.counters)
         displaced, failed = self._jobs.displace(node.id)
         log_moved([one.id for one in displaced], f"node {name} is lost: {reason}")
         self._counters["nodes_lost"] += 1
@@ -199,6 +247,7 @@ class FleetGateway:
     def snapshot(self) -> Snapshot:
         states = {node.name: node.state for node in self._nodes.values() if node.state is not None}
         counters = Counter[str](self._counters)
+        counters.update(self._ended_counters)
         for state in states.values():
             counters.update(state.counters)
         counters["resumed_requests"] += self._jobs.resumed

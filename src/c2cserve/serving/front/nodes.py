@@ -13,6 +13,9 @@ from c2cserve.runtime.gateway import Snapshot
 log = logging.getLogger(__name__)
 
 _RETRY_S = 0.5
+_DOWN_S = 1.0
+"""A worker that dies is there again within this time, as a rule. A node without any for longer
+keeps no requests that another node could take."""
 
 
 @dataclass(slots=True)
@@ -24,6 +27,25 @@ class Node:
     name: str
     """What people and metrics call it, the same after it starts again."""
     state: Snapshot | None = None
+    _down_s: float | None = None
+    """Since when none of its slices is up."""
+
+    def take(self, state: Snapshot, now: float) -> None:
+        """Take over what the node says of itself."""
+        self.state = state
+        if any(one.state == "up" for one in state.slices) or not state.slices:
+            self._down_s = None
+        elif self._down_s is None:
+            self._down_s = now
+
+    @property
+    def open(self) -> bool:
+        """Whether it takes new requests."""
+        return self.state is not None and not self.state.draining and self._down_s is None
+
+    def stuck(self, now: float) -> bool:
+        """Whether its requests make no progress because it has had no slice for a while."""
+        return self._down_s is not None and now - self._down_s >= _DOWN_S
 
     def report(self) -> NodeReport:
         """Return what the policy is told of the node."""
@@ -35,7 +57,7 @@ class Node:
             tuple(one.id for one in models if one.state is ModelState.LOADING),
             self.state.pool_used_bytes,
             self.state.running + self.state.waiting,
-            self.state.draining,
+            not self.open,
         )
 
 
@@ -81,7 +103,7 @@ class Members:
         lost = asyncio.Event()
 
         def make() -> NodeLink:
-            link = NodeLink(address.secret, self._listener, self._timeout_s)
+            link = NodeLink(address, self._listener, self._timeout_s)
             self._links[link], self._lost[link] = name, lost
             return link
 

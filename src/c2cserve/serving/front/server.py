@@ -27,6 +27,7 @@ from c2cserve.server.tls import Tls
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.doors import HttpDoor
 from c2cserve.serving.front.gateway import FleetGateway
+from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.key_secrecy import exposures
 from c2cserve.serving.live_server import LiveSettings, make_pool
@@ -85,7 +86,7 @@ class FrontServer:
         policy = FleetSettings()
         gateway = FleetGateway(
             self._instance, models, FleetPolicy(policy), self._record(policy), ended.set_result,
-            self._node_timeout_s,
+            self._node_timeout_s, KeyLimits(self._instance, self._gate.keyring),
         )  # fmt: skip
         hang_ups = hang_ups_of(self._tls, self._gate, settings)
         RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()

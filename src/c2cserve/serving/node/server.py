@@ -25,6 +25,7 @@ from c2cserve.serving.doors import Door
 from c2cserve.serving.live_server import LiveServer
 from c2cserve.serving.logs import setup_logging
 from c2cserve.serving.node.spec import NodeSpec, read_spec
+from c2cserve.serving.node.weights import PoolWeights
 from c2cserve.serving.start_signals import StartSignals
 from c2cserve.terminal.output import CliError
 
@@ -34,8 +35,9 @@ log = logging.getLogger(__name__)
 class _NodeDoor:
     """A node's port, which tells the agent where it listens."""
 
-    def __init__(self, port: NodePort, out: BinaryIO) -> None:
+    def __init__(self, port: NodePort, weights: PoolWeights, out: BinaryIO) -> None:
         self._port = port
+        self._weights = weights
         self._out = out
 
     async def open(self, listener: socket.socket) -> None:
@@ -44,6 +46,7 @@ class _NodeDoor:
         self._out.write(msgspec.json.encode(said) + b"\n")
 
     async def close(self) -> None:
+        self._weights.close()
         await self._port.close()
 
 
@@ -61,7 +64,9 @@ class _NodeServer(LiveServer):
         node = FleetNode(
             f"{self._order.name}.{self._instance}", _kind(slices), len(slices), host.budget_bytes
         )
-        return _NodeDoor(NodePort(gateway, node, self._order.secret, host.tables), self._out)
+        secret = self._order.secret
+        weights = PoolWeights(self._order.host, secret, host, gateway)
+        return _NodeDoor(NodePort(gateway, node, secret, host.tables, weights), weights, self._out)
 
 
 def _kind(slices: Sequence[Slice]) -> str:

@@ -31,10 +31,15 @@ class NodeSpec:
 
 def node_spec(settings: LiveSettings, catalog: Catalog) -> bytes:
     """Return the JSON for nodes beside a front with these settings. Keys, certificates and logs of
-    use are the fronts' alone."""
+    use are the fronts' alone. So is what is pinned: fronts choose the nodes that keep it."""
     own = replace(settings, server=ServerSettings(), keys_file=None, usage_log=None, record=None)
-    spec = NodeSpec(own, catalog.raw, catalog.base_dir)
+    spec = NodeSpec(own, [unpinned(one) for one in catalog.raw], catalog.base_dir)
     return msgspec.json.encode(spec, enc_hook=str)
+
+
+def unpinned(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a catalogue entry as nodes get it."""
+    return {name: given for name, given in entry.items() if name != "pinned"}
 
 
 def read_spec(data: bytes | msgspec.Raw) -> NodeSpec:
