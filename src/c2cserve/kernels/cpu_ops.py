@@ -97,6 +97,17 @@ class CpuOps(Apart):
         )  # fmt: skip
         return out
 
+    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
+        (tokens, hidden), (experts, width) = x.shape, router.shape
+        if width != hidden or not _dense(x, torch.float32) or not router.is_contiguous():
+            raise misfit("router_logits", x=x, router=router)
+        out = torch.empty((tokens, experts))
+        self._lib.c2c_router_logits(
+            self._pool, out.data_ptr(), x.data_ptr(), router.data_ptr(), DTYPES[router.dtype],
+            tokens, experts, hidden,
+        )  # fmt: skip
+        return out
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, hidden = x.shape
         if not _dense(x, torch.float32) or not _dense(weight, torch.float32) \

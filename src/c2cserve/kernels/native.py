@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_pool_free": (None, (_P,)),
     "c2c_embed": (_L, (_P, _P, _P, _I, _L, _P, _L, _L)),
     "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _I, _L, _L, _L)),
+    "c2c_router_logits": (None, (_P, _P, _P, _P, _I, _L, _L, _L)),
     "c2c_rms_norm": (None, (_P, _P, _P, _P, _F, _L, _L)),
     "c2c_add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L)),
     "c2c_silu_mul": (None, (_P, _P, _P, _L, _L)),
