@@ -12,6 +12,8 @@ reason one thread is timed by the processor time it got, several by the clock on
                oneDNN has laid out for itself beforehand, a second copy.
     decode     all matrices of as many layers as exceed every cache, for 1 to 8 rows: bytes of
                weights per second, and as a share of a loop that only reads them.
+    few_rows   the same for each way in which the level `amx` can do it (few_rows.h); `same_bits`
+               says whether a way gives the bits of the default, for each shape of a layer.
     attention  a prompt's attention over its own blocks, and a decode step's over scattered blocks.
 """
 
@@ -26,7 +28,7 @@ import torch
 from report import report
 from torch import Tensor
 
-from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.cpu_ops import FEW_ROWS, CpuOps
 from c2cserve.kernels.layer import KvLayout
 from c2cserve.kernels.native import ISAS, best_isa, usable_flags
 from c2cserve.kernels.ops import RowSampling
@@ -42,6 +44,7 @@ MODELS: dict[str, dict[str, tuple[int, int]]] = {
 }
 GEMM_ROWS = (32, 128, 512)
 DECODE_ROWS = (1, 2, 4, 8)
+FEW_ROWS_ROWS = (1, 2, 4, 8, 16)
 DECODE_BYTES = 1 << 29  # of weights: more than the caches of a server's socket
 # heads, kv heads, head size, context, sequences
 DECODE_ATTENTION = ((14, 2, 64, 2048, 8), (32, 8, 128, 2048, 8), (32, 8, 128, 8192, 1))
@@ -91,37 +94,83 @@ def gemm(levels: Sequence[CpuOps], m: int, n: int, k: int, least_s: float) -> li
     ]  # fmt: skip
 
 
-def decode(levels: Sequence[CpuOps], model: str, m: int, least_s: float) -> list[Record]:
-    shapes = MODELS[model].values()
-    layer_bytes = sum(n * k * 2 for n, k in shapes)
-    layers = math.ceil(DECODE_BYTES / layer_bytes)
-    some = torch.randn(1 << 20).bfloat16()
-    flat = some.repeat(math.ceil(layers * layer_bytes / some.nbytes))[: layers * layer_bytes // 2]
-    data, matrices, at = flat.view(torch.float32), [], 0
-    for n, k in [*shapes] * layers:
-        matrices.append(flat[at : at + n * k].view(n, k))
-        at += n * k
-    inputs = {k: torch.randn(m, k) for _, k in shapes}
-    narrow = {k: x.bfloat16() for k, x in inputs.items()}
-    outputs = {n: torch.empty(m, n) for n, _ in shapes}
+class Layers:
+    """All matrices of as many layers of a model as exceed every cache, one after another."""
 
-    def ours(ops: CpuOps) -> Callable[[], object]:
-        return lambda: [ops.linear(inputs[w.shape[1]], w, None, outputs[len(w)]) for w in matrices]
+    def __init__(self, model: str) -> None:
+        shapes = MODELS[model].values()
+        layer_bytes = sum(n * k * 2 for n, k in shapes)
+        self.count = math.ceil(DECODE_BYTES / layer_bytes)
+        some = torch.randn(1 << 20).bfloat16()
+        size = self.count * layer_bytes // 2
+        flat = some.repeat(math.ceil(size / some.numel()))[:size]
+        self.bits, self.shapes = flat.view(torch.float32), shapes
+        self.matrices: list[Tensor] = []
+        at = 0
+        for n, k in [*shapes] * self.count:
+            self.matrices.append(flat[at : at + n * k].view(n, k))
+            at += n * k
 
-    calls: Calls = {ops.isa: ours(ops) for ops in levels}
-    calls["read"] = lambda: levels[0].read(data)
-    calls["torch"] = lambda: [torch.nn.functional.linear(narrow[w.shape[1]], w) for w in matrices]
-    taken = best_s(levels[0].threads, least_s, calls)
-    return [
-        {
-            "level": ops.isa, "model": model, "m": m, "layers": layers,
-            "weights_gb_per_s": data.nbytes / taken[ops.isa] / 1e9,
-            "read_gb_per_s": data.nbytes / taken["read"] / 1e9,
-            "share_of_read": taken["read"] / taken[ops.isa],
-            "times_torch": taken["torch"] / taken[ops.isa],
+    def call(
+        self, m: int, multiply: Callable[[Tensor, Tensor, Tensor], object]
+    ) -> Callable[[], object]:
+        """`multiply`(x, w, out) for all matrices, `m` rows each."""
+        inputs = {k: torch.randn(m, k) for _, k in self.shapes}
+        outputs = {n: torch.empty(m, n) for n, _ in self.shapes}
+        return lambda: [multiply(inputs[w.shape[1]], w, outputs[len(w)]) for w in self.matrices]
+
+    def rates(self, taken: dict[str, float], name: str) -> Record:
+        return {
+            "weights_gb_per_s": self.bits.nbytes / taken[name] / 1e9,
+            "read_gb_per_s": self.bits.nbytes / taken["read"] / 1e9,
+            "share_of_read": taken["read"] / taken[name],
         }
-        for ops in levels
-    ]  # fmt: skip
+
+
+def decode(levels: Sequence[CpuOps], model: str, least_s: float) -> list[Record]:
+    layers, records = Layers(model), list[Record]()
+    for m in DECODE_ROWS:
+        calls: Calls = {
+            ops.isa: layers.call(m, lambda x, w, out, ops=ops: ops.linear(x, w, None, out))
+            for ops in levels
+        }
+        calls["read"] = lambda: levels[0].read(layers.bits)
+        narrow = {k: torch.randn(m, k).bfloat16() for _, k in layers.shapes}
+        calls["torch"] = layers.call(
+            m, lambda _x, w, _out, narrow=narrow: torch.nn.functional.linear(narrow[w.shape[1]], w)
+        )
+        taken = best_s(levels[0].threads, least_s, calls)
+        records += [
+            {
+                "level": ops.isa, "model": model, "m": m, "layers": layers.count,
+                **layers.rates(taken, ops.isa), "times_torch": taken["torch"] / taken[ops.isa],
+            }
+            for ops in levels
+        ]  # fmt: skip
+    return records
+
+
+def few_rows(tiles: CpuOps, model: str, least_s: float) -> list[Record]:
+    """Every way of the level `amx` for few rows, and whether its bits are those of the default."""
+    layers, records = Layers(model), list[Record]()
+    for m in FEW_ROWS_ROWS:
+        calls: Calls = {
+            way: layers.call(m, lambda x, w, out, way=way: tiles.linear_few_rows(x, w, way, out))
+            for way in FEW_ROWS
+        }
+        taken = best_s(tiles.threads, least_s, calls | {"read": lambda: tiles.read(layers.bits)})
+        samples = [(torch.randn(m, w.shape[1]), w) for w in layers.matrices[: len(layers.shapes)]]
+        records += [
+            {
+                "way": way, "model": model, "m": m, **layers.rates(taken, way),
+                "same_bits": int(all(
+                    torch.equal(tiles.linear_few_rows(x, w, way), tiles.linear(x, w))
+                    for x, w in samples
+                )),
+            }
+            for way in FEW_ROWS
+        ]  # fmt: skip
+    return records
 
 
 def attention(
@@ -205,11 +254,13 @@ def main() -> None:
             for m in given.rows
             for record in gemm(levels, m, n, k, least_s)
         ],
-        "decode": [
+        "decode": [record for model in given.models for record in decode(levels, model, least_s)],
+        "few_rows": [
             record
+            for ops in levels
+            if ops.isa == "amx"
             for model in given.models
-            for m in DECODE_ROWS
-            for record in decode(levels, model, m, least_s)
+            for record in few_rows(ops, model, least_s)
         ],
         "prompt_attention": [
             record

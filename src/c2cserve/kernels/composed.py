@@ -24,7 +24,7 @@ def run_layers(
             act = ops.gated(x, mlp.gate_up, mlp.gate_up_bias)
             hidden += ops.linear(act, mlp.down, mlp.down_bias)
         else:
-            logits = ops.linear(x, mlp.router)
+            logits = ops.router_logits(x, mlp.router)
             ids, weights = ops.moe_route(logits, mlp.per_token, mlp.renormalize)
             hidden += ops.moe_experts(x, ids, weights, mlp.w13, mlp.w2)
 

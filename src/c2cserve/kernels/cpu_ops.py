@@ -27,6 +27,9 @@ from c2cserve.kernels.sample_rows import pack_rows, unpack_tokens
 
 _THREADS_MAX = 1024
 
+FEW_ROWS = {"vectors": 1, "tiles": 2, "tiles_near": 3, "tiles_plain": 4, "tiles_wide": 5}
+"""The ways in which the level `amx` can multiply up to 16 rows (`FewRows` of few_rows.h)."""
+
 
 def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
     return tensor.dtype is dtype and tensor.is_contiguous()
@@ -91,6 +94,17 @@ class CpuOps(Apart):
             w.data_ptr(), w.stride(0), DTYPES[w.dtype],
             None if bias is None else bias.data_ptr(), 0 if bias is None else DTYPES[bias.dtype],
             m, n, k,
+        )  # fmt: skip
+        return out
+
+    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
+        (tokens, hidden), (experts, width) = x.shape, router.shape
+        if width != hidden or not _dense(x, torch.float32) or not router.is_contiguous():
+            raise misfit("router_logits", x=x, router=router)
+        out = torch.empty((tokens, experts))
+        self._lib.c2c_router_logits(
+            self._pool, out.data_ptr(), x.data_ptr(), router.data_ptr(), DTYPES[router.dtype],
+            tokens, experts, hidden,
         )  # fmt: skip
         return out
 
@@ -301,7 +315,20 @@ class CpuOps(Apart):
         rows = (-1 - ids).clamp_(min=0)
         return torch.where(ids < 0, sampled.index_select(0, rows), ids)
 
-    # ---- ceilings, for benchmarks ---------------------------------------------------------------
+    # ---- for benchmarks: single ways of `linear`, and ceilings ----------------------------------
+
+    def linear_few_rows(self, x: Tensor, w: Tensor, way: str, out: Tensor | None = None) -> Tensor:
+        """Return `linear(x, w)`, bit for bit, multiplied in one of the ways of `FEW_ROWS`. Only the
+        level `amx` has them, for weights in bfloat16."""
+        (m, k), (n, width) = x.shape, w.shape
+        out = torch.empty((m, n)) if out is None else out
+        if width != k or not _dense(x, torch.float32) or not _dense(w, torch.bfloat16) \
+                or out.shape != (m, n) or not _dense(out, torch.float32):  # fmt: skip
+            raise misfit("linear_few_rows", x=x, w=w, out=out)
+        self._lib.c2c_linear_few_rows(
+            self._pool, out.data_ptr(), n, x.data_ptr(), k, w.data_ptr(), k, m, n, k, FEW_ROWS[way]
+        )
+        return out
 
     def read(self, data: Tensor) -> None:
         """Read all of a float32 tensor, as fast as these threads can."""

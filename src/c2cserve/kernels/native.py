@@ -54,6 +54,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_pool_free": (None, (_P,)),
     "c2c_embed": (_L, (_P, _P, _P, _I, _L, _P, _L, _L)),
     "c2c_linear": (None, (_P, _P, _L, _P, _L, _P, _L, _I, _P, _I, _L, _L, _L)),
+    "c2c_router_logits": (None, (_P, _P, _P, _P, _I, _L, _L, _L)),
     "c2c_rms_norm": (None, (_P, _P, _P, _P, _F, _L, _L)),
     "c2c_add_rms_norm": (None, (_P, _P, _P, _P, _P, _F, _L, _L)),
     "c2c_silu_mul": (None, (_P, _P, _P, _L, _L)),
@@ -72,6 +73,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_read": (_F, (_P, _P, _L)),
     "c2c_multiply": (c_double, (_P, _L)),
 }  # fmt: skip
+
+_TILE_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "c2c_linear_few_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
+}
+"""Of the libraries that multiply on tiles."""
 
 
 class KernelsMissing(RuntimeError):
@@ -143,7 +149,8 @@ def load_library(isa: str) -> ctypes.CDLL:
             "run: python -m c2cserve.kernels.build"
         )
     library = ctypes.CDLL(str(path))
-    for name, (result, arguments) in _SIGNATURES.items():
+    tiled = {k: v for k, v in _TILE_SIGNATURES.items() if hasattr(library, k)}
+    for name, (result, arguments) in (_SIGNATURES | tiled).items():
         function = getattr(library, name)
         function.restype = result
         function.argtypes = arguments
@@ -151,7 +158,10 @@ def load_library(isa: str) -> ctypes.CDLL:
 
 
 def chosen_isa() -> str:
-    return best_isa(usable_flags(), os.environ.get("C2CSERVE_CPU_ISA") or None)
+    """Return the variant that this process uses. The system is asked for tiles only where
+    C2CSERVE_CPU_ISA is "amx": nothing else uses them."""
+    cap = os.environ.get("C2CSERVE_CPU_ISA") or None
+    return best_isa(usable_flags() if cap == "amx" else cpu_flags(), cap)
 
 
 def convert(target: int, target_dtype: Dtype, source: int, source_dtype: Dtype, n: int) -> None:

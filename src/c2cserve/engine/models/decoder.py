@@ -170,7 +170,7 @@ class Decoder:
         """Wait for the chosen experts only: a cold model answers before all of it is loaded."""
         experts = layer.weights.mlp
         assert isinstance(experts, Experts)
-        logits = ops.linear(x, experts.router)
+        logits = ops.router_logits(x, experts.router)
         ids, weights = ops.moe_route(logits, experts.per_token, experts.renormalize)
         chosen = sorted(set(ids.flatten().tolist()))
         group = self._weights.group

@@ -50,6 +50,23 @@ void c2c_linear(void* pool, float* out, int64_t out_stride, const float* x, int6
          Dtype(dtype));
 }
 
+// Logits [m, n] of a router: x [m, k] dense, w [n, k] dense.
+void c2c_router_logits(void* pool, float* out, const float* x, const void* w, int dtype, int64_t m,
+                       int64_t n, int64_t k) {
+  linear_exact(pool_of(pool), {out, n, x, k, w, k, nullptr, Dtype::f32, m, n, k}, Dtype(dtype));
+}
+
+#if defined(C2C_TILES)
+// `c2c_linear` for weights in bf16 without a bias. Up to 16 rows go the `FewRows` way that is given.
+void c2c_linear_few_rows(void* pool, float* out, int64_t out_stride, const float* x,
+                         int64_t x_stride, const void* w, int64_t w_stride, int64_t m, int64_t n,
+                         int64_t k, int way) {
+  linear_tiles(pool_of(pool),
+               {out, out_stride, x, x_stride, w, w_stride, nullptr, Dtype::f32, m, n, k},
+               FewRows(way));
+}
+#endif
+
 void c2c_rms_norm(void* pool, float* out, const float* x, const float* weight, float eps,
                   int64_t tokens, int64_t hidden) {
   rms_norm(pool_of(pool), out, x, weight, eps, tokens, hidden);

@@ -124,11 +124,13 @@ class LayerRunner {
     wide_ = y_ + s_.tokens * s_.width;
   }
 
+  LinearArgs product(const Matrix& m, const float* x, float* out) const {
+    return {out,    m.rows,       x,         m.columns, m.w,      m.columns,
+            m.bias, Dtype::f32, s_.tokens, m.rows,    m.columns};
+  }
+
   void multiply(const LayerRecord& l, const Matrix& m, const float* x, float* out) {
-    linear(pool_,
-           {out, m.rows, x, m.columns, m.w, m.columns, m.bias, Dtype::f32, s_.tokens, m.rows,
-            m.columns},
-           Dtype(l.dtype));
+    linear(pool_, product(m, x, out), Dtype(l.dtype));
   }
 
   void attend(const LayerRecord& l) {
@@ -150,7 +152,7 @@ class LayerRunner {
   Fault experts(const LayerRecord& l, int64_t* where) {
     std::vector<int32_t> ids(size_t(s_.tokens * l.per_token));
     std::vector<float> weights(ids.size());
-    multiply(l, l.router, x_, wide_);
+    linear_exact(pool_, product(l.router, x_, wide_), Dtype(l.dtype));
     route(pool_, {wide_, s_.tokens, l.router.rows, l.per_token, l.renormalize != 0, ids.data(),
                   weights.data()});
     const int64_t bad =

@@ -23,6 +23,18 @@ inline void round_pair(bf16* out, vec low, vec high) {
 #endif
 }
 
+#if defined(__AVX512BF16__) || defined(C2C_TILE_MODEL)
+#define C2C_ROUNDS 1
+// Weights in bf16 that meet x as it is, in float32, where bf16 units would round it.
+struct exact_bf16 : bf16 {};
+template <>
+inline constexpr bool kSplitsPairs<exact_bf16> = true;
+template <int Half>
+inline vec load_half(const exact_bf16* p) {
+  return load_half<Half>(static_cast<const bf16*>(p));
+}
+#endif
+
 template <typename T>
 struct Dot {
   using X = float;

@@ -284,4 +284,12 @@ inline void linear(ThreadPool& pool, const LinearArgs& a, Dtype dtype) {
   }
 }
 
+// `linear` without rounding x, on every level: for few outputs that decide much.
+inline void linear_exact(ThreadPool& pool, const LinearArgs& a, Dtype dtype) {
+#if defined(C2C_ROUNDS)
+  if (dtype == Dtype::bf16) return linear_typed<exact_bf16>(pool, a);
+#endif
+  linear(pool, a, dtype);
+}
+
 }  // namespace c2c

@@ -3,7 +3,6 @@
 import logging
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from pathlib import Path
 import msgspec
 
 from c2cserve.core.machine import Slice
-from c2cserve.runtime.environment import child_environment
 from c2cserve.serving.ipc.channel import Channel
 from c2cserve.serving.ipc.forks import Child, ForkServer
 from c2cserve.serving.ipc.messages import (
@@ -27,14 +25,11 @@ from c2cserve.serving.ipc.messages import (
     encode,
 )
 from c2cserve.serving.ipc.status_page import Field, StatusPage
+from c2cserve.serving.ipc.worker_forks import fork_server
 from c2cserve.serving.logs import LogFormat
 
 log = logging.getLogger(__name__)
 
-# The kernels bring their own thread pool; a library that spins up another one per worker would
-# fight it for the slice's cores.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-_FORK_SERVER = (sys.executable, "-m", "c2cserve.cli.main", "worker")
 _EXITING = 0x4
 """PF_EXITING among a process's flags, the seventh field behind its name in /proc/PID/stat."""
 _STAT_BYTES = 4096
@@ -114,7 +109,7 @@ class Spawner:
         if self._forks is not None and self._forks.exit_code is not None:
             log.error("the fork server ended: %s", self._drop())
         if self._forks is None:
-            self._forks = ForkServer(_FORK_SERVER, child_environment(**_ONE_THREAD))
+            self._forks = fork_server()
 
     def take(self) -> Spawned | None:
         """Return a new worker process. None: it is being started, and a later call returns it.

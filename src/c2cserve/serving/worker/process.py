@@ -57,10 +57,13 @@ def worker() -> None:
         raise CliError("a worker is started by `c2cserve serve`, which talks to it", 2)
     server = os.getppid()
     _die_with(server)
-    # This is the slow part of a worker's start.
+    # This is the slow part of a worker's start. Nothing of it is garbage: collections would take a
+    # fifth more.
+    gc.disable()
     from c2cserve.serving.worker import engine_host as engine_host
 
     gc.collect()
+    gc.enable()
     gc.freeze()  # a collection writes to objects, and pages that are written to are not shared
     control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     while True:

@@ -6,178 +6,21 @@
 // An output is a chain over the columns, 32 at a time, from the first to the last. Blocking only
 // decides which outputs are computed together, and sums that are parked keep their bits.
 //
-//   up to 16 rows   strips of 64 outputs, w read in place: the speed of memory
-//   up to 32        strips of 32, w read in place
+//   up to 32 rows   w is read in place (few_rows.h): the speed of memory
 //   more            a strip's columns, `depth` at a time, are copied to the first-level cache (rows
 //                   of w are often a power of two apart, where few lines of a cache serve them) and
 //                   meet all rows of the block
 #pragma once
-#include <algorithm>
-#include <utility>
-
-#include "../dot.h"
-#include "../linear_args.h"
-#include "../threads.h"
-#include "registers.h"
-#include "transpose.h"
+#include "few_rows.h"
 
 #if defined(C2C_TILES)
 namespace c2c {
 
 namespace tile_linear {
 
-constexpr int kTile = 16;
-constexpr int kStepColumns = tiles::kColumns;
 constexpr int64_t kBlockRows = 512;     // rows of x that meet a strip before it is dropped
 constexpr int64_t kPanelStrips = 8;     // strips of 32 that share the columns of a block of x
 constexpr int64_t kDepthSteps = 16;     // of 32 columns: 32 strips of them are 32 KiB
-constexpr int64_t kAheadBytes = 512;    // how far reads of w are announced
-constexpr int kLoneTiles = 4;           // of 16 outputs, in a strip for up to 16 rows
-
-// x in the order in which tiles are loaded: [16 rows][step][pair][row][2], zeros at the ends.
-struct TiledX {
-  const bf16* data;
-  int64_t steps;    // of 32 columns
-  int64_t columns;  // rows of x in a tile: fewer than 16 if there are no more
-
-  int64_t step_size() const { return kStepColumns * columns; }
-  const bf16* tile(int64_t t) const { return data + t * steps * step_size(); }
-};
-
-// The rows of w that a walk reads: in place, or in a copy.
-struct Source {
-  const uint8_t* at;
-  int64_t row, tile, step;  // bytes from one to the next
-};
-
-template <int NA, int NB>
-struct Chain {
-  static_assert(NA * NB <= 4 && NB <= 2, "there are four tiles for sums");
-
-  template <int... C>
-  static inline void zero_all(std::integer_sequence<int, C...>) {
-    (tiles::zero<C>(), ...);
-  }
-  template <int... C>
-  static inline void load_all(const float* parked, std::integer_sequence<int, C...>) {
-    (tiles::load<C>(parked + C * kTile * kTile, tiles::kLine), ...);
-  }
-  template <int... C>
-  static inline void store_all(float* parked, std::integer_sequence<int, C...>) {
-    (tiles::store<C>(parked + C * kTile * kTile, tiles::kLine), ...);
-  }
-  static inline void begin(const float* parked) {
-    if (parked)
-      load_all(parked, std::make_integer_sequence<int, NA * NB>());
-    else
-      zero_all(std::make_integer_sequence<int, NA * NB>());
-  }
-  // Tile [a][b] of the strip at (a * NB + b) * 256.
-  static inline void end(float* sums) {
-    store_all(sums, std::make_integer_sequence<int, NA * NB>());
-  }
-
-  template <int A>
-  static inline void row(const uint8_t* w, const Source& s) {
-    constexpr int kW = 4 + A % 2;
-    tiles::load<kW>(w + A * s.tile, s.row);
-    tiles::multiply<A * NB, kW, 6>();
-    if constexpr (NB == 2) tiles::multiply<A * NB + 1, kW, 7>();
-    if constexpr (A + 1 < NA) row<A + 1>(w, s);
-  }
-  static inline void step(const uint8_t* w, const Source& s, const bf16* const* x, int64_t line) {
-    tiles::load<6>(x[0], line);
-    if constexpr (NB == 2) tiles::load<7>(x[1], line);
-    row<0>(w, s);
-  }
-};
-
-// Steps [0, count) of a source and tiles of x. `ahead`: where the strip that is read next begins,
-// if w is read in place.
-template <int NA, int NB>
-inline void walk(const Source& s, const TiledX& x, const bf16* const (&from)[NB], int64_t count,
-                 const uint8_t* ahead) {
-  const bf16* at[NB];
-  for (int b = 0; b < NB; ++b) at[b] = from[b];
-  const uint8_t* w = s.at;
-  const int64_t line = 4 * x.columns, early = kAheadBytes / s.step;
-  for (int64_t k = 0; k < count; ++k, w += s.step) {
-    if (ahead) {
-      const int64_t over = k + early - count;
-      const uint8_t* next = over < 0 ? w + kAheadBytes : ahead + over * s.step;
-      for (int r = 0; r < NA * kTile; ++r) prefetch(next + r * s.row);
-    }
-    Chain<NA, NB>::step(w, s, at, line);
-    for (int b = 0; b < NB; ++b) at[b] += x.step_size();
-  }
-}
-
-// Outputs [n, n + count), as many tiles as hold them, and their biases.
-struct Strip {
-  int64_t n, count;
-  int tiles;
-  bool biased;
-  float bias[kLoneTiles * kTile];
-
-  Strip(const LinearArgs& a, int64_t from, int64_t to)
-      : n(from), count(to - from), tiles(int((count + kTile - 1) / kTile)), biased(a.bias) {
-    for (int64_t j = 0; biased && j < tiles * kTile; ++j)
-      bias[j] = j < count ? bias_at(a, n + j) : 0.0f;
-  }
-};
-
-// Tile [16 outputs][16 rows of x] of a strip's sums, to rows [m, m + rows) of the output.
-inline void write_tile(const LinearArgs& a, const Strip& strip, int tile, const float* sums,
-                       int64_t m, int64_t rows) {
-  alignas(64) float turned[kTile * kTile];
-  transpose16(turned, kTile, sums, kTile, kTile, int(rows));
-  const int64_t n = tile * kTile, count = std::min<int64_t>(kTile, strip.count - n);
-  for (int64_t i = 0; i < rows; ++i) {
-    float *row = turned + i * kTile, *out = a.out + (m + i) * a.out_stride + strip.n + n;
-    if (strip.biased)
-      for (int j = 0; j < kTile; j += kLanes)
-        store(row + j, add(load(row + j), load(strip.bias + n + j)));
-    if (count == kTile)
-      std::memcpy(out, row, kTile * sizeof(float));
-    else
-      std::memcpy(out, row, size_t(count) * sizeof(float));
-  }
-}
-
-template <int NA, int NB>
-inline void write_strip(const LinearArgs& a, const Strip& strip, const float* sums, int64_t m) {
-  for (int i = 0; i < NA; ++i)
-    for (int b = 0; b < NB; ++b) {
-      const int64_t row = m + b * kTile, rows = std::min<int64_t>(kTile, a.m - row);
-      write_tile(a, strip, i, sums + (i * NB + b) * kTile * kTile, row, rows);
-    }
-}
-
-// What a thread works in, kept from call to call.
-struct Buffers {
-  Scratch copy, parked;
-  alignas(64) float sums[4 * kTile * kTile] = {};
-
-  static Buffers& of_thread() {
-    thread_local Buffers buffers;
-    return buffers;
-  }
-};
-
-// ---- few rows: w in place ---------------------------------------------------------------------
-
-template <int NA, int NB>
-void strip_in_place(const LinearArgs& a, const TiledX& x, int64_t n, Buffers& buffers) {
-  const Strip strip(a, n, n + NA * kTile);
-  const int64_t row = a.w_stride * int64_t(sizeof(bf16));
-  const auto* w = static_cast<const uint8_t*>(a.w) + n * row;
-  const bf16* from[NB];
-  for (int b = 0; b < NB; ++b) from[b] = x.tile(b);
-  Chain<NA, NB>::begin(nullptr);
-  walk<NA, NB>({w, row, kTile * row, tiles::kLine}, x, from, x.steps, w + NA * kTile * row);
-  Chain<NA, NB>::end(buffers.sums);
-  write_strip<NA, NB>(a, strip, buffers.sums, 0);
-}
 
 // ---- many rows: a copy of a strip's columns at a time -----------------------------------------
 
@@ -203,17 +46,18 @@ inline void copy_strip(const LinearArgs& a, const Strip& strip, int64_t step, in
   }
 }
 
-// Columns of a strip that are read next: they are announced little by little.
-struct Upcoming {
-  const uint8_t* at;
-  int64_t row, lines;  // bytes between rows, lines of each
-
-  // Part `i` of `of`, into the second-level cache.
-  void announce(int64_t i, int64_t of) const {
-    for (int64_t r = 2 * kTile * i / of; at && r < 2 * kTile * (i + 1) / of; ++r)
-      for (int64_t l = 0; l < lines; ++l) prefetch_early(at + r * row + l * tiles::kLine);
+// Steps [0, count) of a copy and tiles of x.
+template <int NA, int NB>
+inline void walk(const Source& s, const TiledX& x, const bf16* const (&from)[NB], int64_t count) {
+  const bf16* at[NB];
+  for (int b = 0; b < NB; ++b) at[b] = from[b];
+  const uint8_t* w = s.at;
+  const int64_t line = 4 * x.columns;
+  for (int64_t k = 0; k < count; ++k, w += s.step) {
+    Chain<NA, NB>::step(w, s, at, line);
+    for (int b = 0; b < NB; ++b) at[b] += x.step_size();
   }
-};
+}
 
 // A block of rows of x with a range of outputs.
 class Block {
@@ -243,24 +87,25 @@ class Block {
   }
 
   // What is read after strip `n` of panel [n0, n1), as far as it is whole.
-  Upcoming next_of(int64_t n0, int64_t n, int64_t n1, int64_t end, int64_t step) const {
+  Announcer next_of(int64_t n0, int64_t n, int64_t n1, int64_t end, int64_t step) const {
     int64_t next = n + kStrip;
     if (next >= n1) {
       step += depth_;
       next = n0;
       if (step >= x_.steps) step = 0, next = n1;
     }
-    if (next + kStrip > end) return {nullptr, 0, 0};
+    if (next + kStrip > end) return {};
     const auto* w = static_cast<const bf16*>(a_.w) + next * a_.w_stride + step * kStepColumns;
-    return {reinterpret_cast<const uint8_t*>(w), a_.w_stride * int64_t(sizeof(bf16)),
+    return {reinterpret_cast<const uint8_t*>(w), a_.w_stride * int64_t(sizeof(bf16)), kStrip,
             std::min(depth_, x_.steps - step)};
   }
 
-  void strip(const Strip& strip, int64_t step, int64_t index, const Upcoming& next) {
+  void strip(const Strip& strip, int64_t step, int64_t index, Announcer next) {
     const int64_t count = std::min(depth_, x_.steps - step);
     copy_strip(a_, strip, step, count, copy_);
+    const int64_t pace = (next.left() + pairs() - 1) / pairs();
     for (int64_t p = 0; p < pairs(); ++p) {
-      next.announce(p, pairs());
+      next.announce(pace);
       float* parked = parked_ ? parked_ + (index * pairs() + p) * kPairSums : nullptr;
       if (2 * p + 1 < tiles_)
         visit_of<2>(strip, step, count, p, parked);
@@ -284,7 +129,7 @@ class Block {
     for (int b = 0; b < NB; ++b) from[b] = x_.tile(tile + b) + step * x_.step_size();
     Chain<NA, NB>::begin(step > 0 ? parked : nullptr);
     const Source source{copy_, tiles::kLine, tiles::kBytes, NA * tiles::kBytes};
-    walk<NA, NB>(source, x_, from, count, nullptr);
+    walk<NA, NB>(source, x_, from, count);
     const bool last = step + count == x_.steps;
     Chain<NA, NB>::end(last ? buffers_.sums : parked);
     if (last) write_strip<NA, NB>(a_, strip, buffers_.sums, tile * kTile);
@@ -334,21 +179,6 @@ inline TiledX pack(ThreadPool& pool, const LinearArgs& a) {
   return x;
 }
 
-// Outputs [n0, n1) for up to 32 rows of x.
-template <int NB>
-void outputs_in_place(const LinearArgs& a, const TiledX& x, int64_t n0, int64_t n1,
-                      Buffers& buffers) {
-  int64_t n = n0;
-  if constexpr (NB == 1)
-    for (; n + 4 * kTile <= n1; n += 4 * kTile) strip_in_place<4, NB>(a, x, n, buffers);
-  for (; n + 2 * kTile <= n1; n += 2 * kTile) strip_in_place<2, NB>(a, x, n, buffers);
-  if (n + kTile <= n1) {
-    strip_in_place<1, NB>(a, x, n, buffers);
-    n += kTile;
-  }
-  if (n < n1) Block(a, x, 0, a.m, buffers).outputs(n, n1);
-}
-
 // Into how many blocks of rows the work is cut: one, unless strips alone would leave threads idle.
 inline int64_t row_blocks(const LinearArgs& a, int threads) {
   const int64_t strips = (a.n + 2 * kTile - 1) / (2 * kTile);
@@ -364,29 +194,23 @@ inline int64_t row_blocks(const LinearArgs& a, int threads) {
   return best;
 }
 
-inline void outputs(const LinearArgs& a, const TiledX& x, int64_t m0, int64_t m1, int64_t n0,
-                    int64_t n1) {
+// Outputs [n0, n1) of rows [m0, m1).
+inline void outputs(const LinearArgs& a, const TiledX& x, FewRows way, int64_t m0, int64_t m1,
+                    int64_t n0, int64_t n1) {
   const tiles::Session session(int(x.columns));
   Buffers& buffers = Buffers::of_thread();
-  const bool in_place = a.k % kStepColumns == 0;
-  if (in_place && a.m <= kTile)
-    outputs_in_place<1>(a, x, n0, n1, buffers);
-  else if (in_place && a.m <= 2 * kTile)
-    outputs_in_place<2>(a, x, n0, n1, buffers);
-  else
-    Block(a, x, m0, m1, buffers).outputs(n0, n1);
+  if (a.m <= 2 * kTile && a.k % kStepColumns == 0)
+    n0 = tiles_in_place(a, x, n0, n1, way, buffers);
+  if (n0 < n1) Block(a, x, m0, m1, buffers).outputs(n0, n1);
 }
 
-}  // namespace tile_linear
-
-inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) {
-  using namespace tile_linear;
+inline void by_tiles(ThreadPool& pool, const LinearArgs& a, FewRows way) {
   const TiledX x = pack(pool, a);
   const int64_t tile_rows = (a.m + kTile - 1) / kTile, work = tile_rows * a.n * a.k;
   const int64_t threads = pool.size();
   if (threads == 1 || work < 100'000) {
     for (int64_t m = 0; m < a.m; m += kBlockRows)
-      outputs(a, x, m, std::min(m + kBlockRows, a.m), 0, a.n);
+      outputs(a, x, way, m, std::min(m + kBlockRows, a.m), 0, a.n);
     return;
   }
   const int64_t blocks = row_blocks(a, int(threads)), pairs = (tile_rows + 1) / 2;
@@ -399,8 +223,34 @@ inline void linear_tiles(ThreadPool& pool, const LinearArgs& a) {
     const int64_t m1 = std::min(pairs * (block + 1) / blocks * 2 * kTile, a.m);
     const int64_t n0 = units * range / ranges * unit;
     const int64_t n1 = std::min(units * (range + 1) / ranges * unit, a.n);
-    if (m0 < m1 && n0 < n1) outputs(a, x, m0, m1, n0, n1);
+    if (m0 < m1 && n0 < n1) outputs(a, x, way, m0, m1, n0, n1);
   });
+}
+
+#if defined(C2C_TILE_VECTORS)
+// Few rows and whole tiles of w.
+inline void by_vectors(ThreadPool& pool, const LinearArgs& a) {
+  const float* x = pack_rows(pool, a);
+  const int64_t strips = a.n / kTile, work = a.m * a.n * a.k, threads = pool.size();
+  const int64_t fine = std::clamp<int64_t>(work / threads / 1'000'000, 1, 4);
+  const int64_t ranges = work < 100'000 ? 1 : std::min(strips, threads * fine);
+  pool.each(ranges, [&](int64_t i) {
+    vectors_in_place(a, x, strips * i / ranges * kTile, strips * (i + 1) / ranges * kTile);
+  });
+}
+#endif
+
+}  // namespace tile_linear
+
+inline void linear_tiles(ThreadPool& pool, const LinearArgs& a, FewRows way = FewRows::chosen) {
+  using namespace tile_linear;
+  if (way == FewRows::chosen) way = kFewRows;
+#if defined(C2C_TILE_VECTORS)
+  if (way == FewRows::vectors && a.m <= kVectorRows && a.n % kTile == 0 &&
+      a.k % kStepColumns == 0)
+    return by_vectors(pool, a);
+#endif
+  by_tiles(pool, a, way);
 }
 
 }  // namespace c2c

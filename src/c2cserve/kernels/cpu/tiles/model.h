@@ -73,7 +73,7 @@ inline float bf16_at(const uint8_t* line, int i) {
   return flushed(value);
 }
 
-// A product of two bf16 values is exact in float32. So each step rounds once, fused or not.
+// Each step rounds once: a product of two bf16 values is exact, unless it is very small.
 inline void multiply(int c, int a, int b) {
   State& s = configured();
   const int pairs = s.line_bytes[a] / 4, columns = s.line_bytes[c] / 4;
@@ -84,11 +84,11 @@ inline void multiply(int c, int a, int b) {
       float sums[2] = {};
       for (int k = 0; k < pairs; ++k)
         for (int half = 0; half < 2; ++half)
-          sums[half] = flushed(sums[half] + bf16_at(s.data[a][m], 2 * k + half) *
-                                                bf16_at(s.data[b][k], 2 * n + half));
+          sums[half] = flushed(std::fma(bf16_at(s.data[a][m], 2 * k + half),
+                                        bf16_at(s.data[b][k], 2 * n + half), sums[half]));
       float total;
       std::memcpy(&total, s.data[c][m] + 4 * n, 4);
-      total = flushed(total + flushed(sums[0] + sums[1]));
+      total = flushed(flushed(total) + flushed(sums[0] + sums[1]));
       std::memcpy(s.data[c][m] + 4 * n, &total, 4);
     }
 }

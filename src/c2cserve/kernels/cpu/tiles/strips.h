@@ -1,0 +1,163 @@
+// What all ways of `linear` on tiles share: x as tiles read it, the chains of sums, the strips of
+// outputs, and how reads of w are announced.
+#pragma once
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "../dot.h"
+#include "../linear_args.h"
+#include "../threads.h"
+#include "registers.h"
+#include "transpose.h"
+
+#if defined(C2C_TILES)
+namespace c2c {
+
+namespace tile_linear {
+
+constexpr int kTile = 16;
+constexpr int kStepColumns = tiles::kColumns;
+constexpr int kStripTiles = 2;  // of 16 outputs, at most
+
+// x in the order in which tiles are loaded: [16 rows][step][pair][row][2], zeros at the ends.
+struct TiledX {
+  const bf16* data;
+  int64_t steps;    // of 32 columns
+  int64_t columns;  // rows of x in a tile: fewer than 16 if there are no more
+
+  int64_t step_size() const { return kStepColumns * columns; }
+  const bf16* tile(int64_t t) const { return data + t * steps * step_size(); }
+};
+
+// The rows of w that a walk reads: in place, or in a copy.
+struct Source {
+  const uint8_t* at;
+  int64_t row, tile, step;  // bytes from one to the next
+};
+
+template <int NA, int NB>
+struct Chain {
+  static_assert(NA * NB <= 4 && NB <= 2, "there are four tiles for sums");
+
+  template <int... C>
+  static inline void zero_all(std::integer_sequence<int, C...>) {
+    (tiles::zero<C>(), ...);
+  }
+  template <int... C>
+  static inline void load_all(const float* parked, std::integer_sequence<int, C...>) {
+    (tiles::load<C>(parked + C * kTile * kTile, tiles::kLine), ...);
+  }
+  template <int... C>
+  static inline void store_all(float* parked, std::integer_sequence<int, C...>) {
+    (tiles::store<C>(parked + C * kTile * kTile, tiles::kLine), ...);
+  }
+  static inline void begin(const float* parked) {
+    if (parked)
+      load_all(parked, std::make_integer_sequence<int, NA * NB>());
+    else
+      zero_all(std::make_integer_sequence<int, NA * NB>());
+  }
+  // Tile [a][b] of the strip at (a * NB + b) * 256.
+  static inline void end(float* sums) {
+    store_all(sums, std::make_integer_sequence<int, NA * NB>());
+  }
+
+  template <int A>
+  static inline void row(const uint8_t* w, const Source& s) {
+    constexpr int kW = 4 + A % 2;
+    tiles::load<kW>(w + A * s.tile, s.row);
+    tiles::multiply<A * NB, kW, 6>();
+    if constexpr (NB == 2) tiles::multiply<A * NB + 1, kW, 7>();
+    if constexpr (A + 1 < NA) row<A + 1>(w, s);
+  }
+  static inline void step(const uint8_t* w, const Source& s, const bf16* const* x, int64_t line) {
+    tiles::load<6>(x[0], line);
+    if constexpr (NB == 2) tiles::load<7>(x[1], line);
+    row<0>(w, s);
+  }
+};
+
+// Lines of w that are read later, row by row: memory is read fastest in sequence. They are
+// announced little by little, into the second-level cache.
+class Announcer {
+ public:
+  Announcer() = default;
+  Announcer(const uint8_t* at, int64_t row_bytes, int64_t rows, int64_t lines)
+      : at_(at), row_bytes_(row_bytes), rows_(at ? rows : 0), lines_(lines) {}
+
+  void announce(int64_t count) {
+    while (count > 0 && rows_ > 0) {
+      const int64_t run = std::min(count, lines_ - line_);
+      for (int64_t l = line_; l < line_ + run; ++l) prefetch_early(at_ + l * tiles::kLine);
+      count -= run;
+      line_ += run;
+      if (line_ < lines_) return;
+      line_ = 0;
+      at_ += row_bytes_;
+      --rows_;
+    }
+  }
+  int64_t left() const { return rows_ * lines_ - line_; }
+
+ private:
+  const uint8_t* at_ = nullptr;
+  int64_t row_bytes_ = 0, rows_ = 0, lines_ = 1, line_ = 0;
+};
+
+// Outputs [n, n + count), as many tiles as hold them, and their biases.
+struct Strip {
+  int64_t n, count;
+  int tiles;
+  bool biased;
+  float bias[kStripTiles * kTile];
+
+  Strip(const LinearArgs& a, int64_t from, int64_t to)
+      : n(from), count(to - from), tiles(int((count + kTile - 1) / kTile)), biased(a.bias) {
+    for (int64_t j = 0; biased && j < tiles * kTile; ++j)
+      bias[j] = j < count ? bias_at(a, n + j) : 0.0f;
+  }
+};
+
+// Tile [16 outputs][16 rows of x] of a strip's sums, to rows [m, m + rows) of the output.
+inline void write_tile(const LinearArgs& a, const Strip& strip, int tile, const float* sums,
+                       int64_t m, int64_t rows) {
+  alignas(64) float turned[kTile * kTile];
+  transpose16(turned, kTile, sums, kTile, kTile, int(rows));
+  const int64_t n = tile * kTile, count = std::min<int64_t>(kTile, strip.count - n);
+  for (int64_t i = 0; i < rows; ++i) {
+    float *row = turned + i * kTile, *out = a.out + (m + i) * a.out_stride + strip.n + n;
+    if (strip.biased)
+      for (int j = 0; j < kTile; j += kLanes)
+        store(row + j, add(load(row + j), load(strip.bias + n + j)));
+    if (count == kTile)
+      std::memcpy(out, row, kTile * sizeof(float));
+    else
+      std::memcpy(out, row, size_t(count) * sizeof(float));
+  }
+}
+
+template <int NA, int NB>
+inline void write_strip(const LinearArgs& a, const Strip& strip, const float* sums, int64_t m) {
+  for (int i = 0; i < NA; ++i)
+    for (int b = 0; b < NB; ++b) {
+      const int64_t row = m + b * kTile, rows = std::min<int64_t>(kTile, a.m - row);
+      write_tile(a, strip, i, sums + (i * NB + b) * kTile * kTile, row, rows);
+    }
+}
+
+// What a thread works in, kept from call to call.
+struct Buffers {
+  Scratch copy, parked;
+  alignas(64) float sums[4 * kTile * kTile] = {};
+
+  static Buffers& of_thread() {
+    thread_local Buffers buffers;
+    return buffers;
+  }
+};
+
+}  // namespace tile_linear
+
+}  // namespace c2c
+#endif
