@@ -9,12 +9,14 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+import uvloop
 from fake_gateway import model_files
 from small_tokenizers import sentencepiece_like
 
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits, TextSettings
+from c2cserve.server.text.claims import PATIENCE_S
 from c2cserve.server.text.messages import Target, TextRequest, TextResult
 from c2cserve.server.text.pool import TextPool
 
@@ -180,3 +182,30 @@ async def test_nothing_waits_behind_a_request_whose_asker_has_gone(
     assert len(failed) <= 1, "the one that it worked for took too long"
     assert await tokenized(pool, files[0], "a")
     assert stopped not in pool.pids
+
+
+def test_a_very_late_loop_takes_no_process_for_slow(byte_dir: Path) -> None:
+    """Every turn of the loop takes longer than a slow request. uvloop calls what is due before it
+    reads, so an answer that has been waiting must not count as missing."""
+    turns = 0
+
+    async def be_late() -> None:
+        nonlocal turns
+        while True:
+            time.sleep(1.2 * PATIENCE_S)
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        made = TextPool(TextSettings(), 8)
+        made.start()
+        files = [files_of(byte_dir, name) for name in ("a", "b", "c", "d")]
+        for one in files * 2:
+            await tokenized(made, one, "a")
+        late = asyncio.create_task(be_late())
+        await asyncio.gather(*(tokenized(made, one, "word") for one in files * 32))
+        late.cancel()
+        await made.close()
+
+    uvloop.run(run())
+    assert turns < 32, "as many as one at a time would take on two processes: 64, or more"
