@@ -257,7 +257,7 @@ class _Routes:
         return IncomingRequest(
             api, body, state.model, http.headers, state.tenant, state.cache_group,
             key.quota.limits.allows_model, getattr(state, "arrived_s", now),
-            getattr(state, "read_s", now),
+            getattr(state, "read_s", now), getattr(state, "let_in", False),
         )  # fmt: skip
 
     async def _of_text(self, http: HttpRequest, api: Api) -> Response:

@@ -82,6 +82,8 @@ class HttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._phase = "idle"
+        self._entered = 0
+        """Phases so far."""
         self._bytes = 0
         """Bytes received in this phase."""
         self._head_bytes = 0
@@ -163,15 +165,24 @@ class HttpProtocol(HttpToolsProtocol):
 
     def _enter(self, phase: str) -> None:
         self._phase, self._bytes = phase, 0
-        limits = self._limits
+        self._entered += 1
         if phase == "idle":
             self.all.idle(self)
-            self._set_timer(limits.idle_timeout_s, lambda: self._close("idle"))
         elif phase == "head":
             self.all.begun(self)
+        else:
+            self.all.busy(self)
+        if not self._reading:  # a request often arrives as a whole: one timer is enough for it
+            self._limit_phase()
+
+    def _limit_phase(self) -> None:
+        """Start the timer of the phase."""
+        phase, limits = self._phase, self._limits
+        if phase == "idle":
+            self._set_timer(limits.idle_timeout_s, lambda: self._close("idle"))
+        elif phase == "head":
             self._set_timer(limits.head_timeout_s, partial(self._late, "headers", "head_timeout"))
         elif phase == "body":
-            self.all.busy(self)
             self._set_timer(limits.body_timeout_s, partial(self._late, "body", "body_timeout"))
         else:
             self._set_timer(None)
@@ -235,11 +246,14 @@ class HttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._over:
             return
+        before = self._entered
+        self._reading = True
         if self._phase == "idle":
             self._enter("head")
-        self._reading = True
         self._feed(data)
         self._reading = False
+        if self._entered != before and not self._over:
+            self._limit_phase()
         self._start_held()
         if self._over:
             return
@@ -332,6 +346,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         # Bytes behind a connection's last request are not read.
         self._over = not self.cycle.keep_alive
+        if self._over:
+            self._set_timer(None)
         self._enter("idle" if self.cycle.response_complete else "answer")
         self._shed()
 

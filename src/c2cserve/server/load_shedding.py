@@ -88,8 +88,10 @@ class LoadShedder:
             files = self._gateway.resolve(name)
             if files is None or not key.quota.limits.allows_model(files.id):
                 return None
-            arrived = scope["state"]["arrived_s"]
-            self._preparer.check_overload(files, key.tenant, http.headers, arrived)
+            state = scope["state"]
+            self._preparer.check_overload(files, key.tenant, http.headers, state["arrived_s"])
+            self._preparer.let_in(key.tenant)
+            state["let_in"] = True
         except Refused as refused:
             if refused.status != 429:
                 return None

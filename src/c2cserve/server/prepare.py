@@ -72,6 +72,8 @@ class IncomingRequest:
     """When the kernel had all of it (`load_shedding.arrived_s`)."""
     read_s: float
     """When the event loop had."""
+    let_in: bool = False
+    """The load shedder has let it in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,19 +140,28 @@ class Preparer:
         if refused is not None:
             raise refused
 
+    def let_in(self, tenant: str) -> None:
+        """Count a request as being prepared until its own turn on the event loop, where `prepare`
+        counts it. Those that are read before that turn see it."""
+        self._preparing[tenant] += 1
+        asyncio.get_running_loop().call_soon(self._leave, tenant)
+
+    def _leave(self, tenant: str) -> None:
+        self._preparing[tenant] -= 1
+        if not self._preparing[tenant]:
+            del self._preparing[tenant]
+
     async def prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         """Prepare a request for the model that its name leads to, None if to no model. Raises
         ApiError, and `Refused` in an overload."""
         tenant = incoming.tenant
-        if files is not None:
+        if files is not None and not incoming.let_in:
             self.check_overload(files, tenant, incoming.headers, incoming.arrived_s)
         self._preparing[tenant] += 1
         try:
             return await self._prepare(incoming, files)
         finally:
-            self._preparing[tenant] -= 1
-            if not self._preparing[tenant]:
-                del self._preparing[tenant]
+            self._leave(tenant)
 
     async def _prepare(self, incoming: IncomingRequest, files: ModelFiles | None) -> Prepared:
         api, headers = incoming.api, incoming.headers

@@ -15,6 +15,11 @@ from c2cserve.server.http import http_config
 from c2cserve.server.settings import ServerSettings
 from c2cserve.server.tls import Tls
 
+_ACCEPTS = 32
+"""Connections that are accepted in a turn of the event loop. uvloop accepts one for each socket
+that listens. With one socket and turns of 50 ms, 20 clients a second would come in, and others
+would wait for as long as those keep coming."""
+
 
 class Door(Protocol):
     async def open(self, listener: socket.socket) -> None: ...
@@ -34,7 +39,8 @@ class HttpDoor:
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self, listener: socket.socket) -> None:
-        self._serving = asyncio.create_task(self._http.serve([listener]))
+        listeners = [listener, *(listener.dup() for _ in range(_ACCEPTS - 1))]
+        self._serving = asyncio.create_task(self._http.serve(listeners))
 
     async def close(self) -> None:
         self._http.should_exit = True

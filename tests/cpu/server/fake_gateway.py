@@ -41,6 +41,8 @@ class FakeGateway:
     """Jobs whose iterator is over, whether read to the end or closed."""
     admin_calls: list[tuple[str, object]] = field(default_factory=list[tuple[str, object]])
     overloaded: Refused | None = None
+    may_be_refused: bool = False
+    """Whether there is an overload, of which nothing need be refused."""
     gated: list[tuple[str, float, dict[str, int]]] = field(
         default_factory=list[tuple[str, float, dict[str, int]]]
     )
@@ -62,7 +64,7 @@ class FakeGateway:
 
     @property
     def may_refuse(self) -> bool:
-        return self.overloaded is not None
+        return self.may_be_refused or self.overloaded is not None
 
     async def submit(self, job: Job) -> AsyncIterator[Delta]:
         play = self.play(job)

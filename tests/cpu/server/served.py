@@ -1,7 +1,8 @@
 """The HTTP server on a real socket, over the fake gateway."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -54,6 +55,20 @@ class Served:
 
     def plays(self, play: Callable[[Job], Play]) -> None:
         self.gateway.play = play
+
+    @contextmanager
+    def held_up(self) -> Iterator[None]:
+        """Hold the server's event loop up: what is sent meanwhile is read in one turn."""
+        loop, held, go_on = self._server.servers[0].get_loop(), threading.Event(), threading.Event()
+
+        def hold() -> None:
+            held.set()
+            go_on.wait(10)
+
+        loop.call_soon_threadsafe(hold)
+        assert held.wait(10)
+        yield
+        go_on.set()
 
     @property
     def job(self) -> Job:

@@ -4,11 +4,14 @@ import json
 import logging
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
-from served import BYTE, Served
+from served import BYTE, Served, make_gateway
 
 from c2cserve.runtime.gateway import Refused
+from c2cserve.server.settings import ConnectionLimits, ServerSettings
 
 BODY = {"model": BYTE, "prompt": "hello", "max_tokens": 3}
 
@@ -124,3 +127,41 @@ def test_refusals_are_counted_and_logged_once_a_second_at_most(
     assert counted() == before + 20
     lines = [one for one in caplog.records if one.name == "c2cserve.server.load_shedding"]
     assert len(lines) <= 10, "at most one each second"
+
+
+def test_a_last_request_may_take_longer_than_an_idle_connection(
+    byte_dir: Path, piece_dir: Path
+) -> None:
+    """Its connection is closed after it; no timer of an earlier phase may close it before."""
+    limits = ConnectionLimits(idle_timeout_s=0.2, head_timeout_s=0.2, body_timeout_s=0.2)
+    settings = ServerSettings(connections=limits)
+    with Served(make_gateway(byte_dir, piece_dir), settings) as served:
+        served.says([70], delay_s=0.6)
+        with socket.create_connection(("127.0.0.1", served.port), 10) as connection:
+            connection.sendall(raw(json.dumps(BODY).encode(), "connection: close\r\n"))
+            [(status, _)] = answers(connection, 1)
+    assert status == 200
+
+
+def test_what_was_let_in_at_the_same_time_is_counted(served: Served) -> None:
+    """Requests that are read in one turn of the event loop are not prepared before the next one:
+    each must be judged as if those before it were under way."""
+    served.gateway.may_be_refused = True
+    served.says([70])
+    whole = raw(json.dumps(BODY).encode())
+    with ExitStack() as stack:
+        made = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", served.port), 10))
+            for _ in range(8)
+        ]
+        for one in made:  # the server has accepted them all
+            one.sendall(b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            answers(one, 1)
+        with served.held_up():
+            for one in made:
+                one.sendall(whole)
+        statuses = [answers(one, 1)[0][0] for one in made]
+    assert statuses == [200] * 8
+    counted = [sum(preparing.values()) for _, _, preparing in served.gateway.gated]
+    assert len(counted) == 8, "each is judged once"
+    assert counted == list(range(8)), "all that came before are under way"

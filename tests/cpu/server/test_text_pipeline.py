@@ -9,13 +9,14 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+import uvloop
 from fake_gateway import model_files
 from small_tokenizers import sentencepiece_like
 
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.errors import ApiError
 from c2cserve.server.settings import RequestLimits, TextSettings
-from c2cserve.server.text.claims import Claim
+from c2cserve.server.text.claims import PATIENCE_S, Claim
 from c2cserve.server.text.messages import FromText, Target, TextRequest, TextResult
 from c2cserve.server.text.pipeline import Displaced, TextProcess
 from c2cserve.server.text.pool import TextPool
@@ -196,18 +197,18 @@ async def test_nothing_waits_behind_a_request_whose_asker_has_gone(tmp_path: Pat
     (folder / "chat_template.jinja").write_text(SLOW_OR_ENDLESS)
     files = files_of(folder, "slow")
     settings = TextSettings()
-    process = TextProcess(settings)
+    process = TextProcess(settings, lambda *_: None)
 
     def ask(content: str) -> asyncio.Task[FromText]:
         message = {"model": "m", "messages": [{"role": "user", "content": content}]}
         work = TextRequest("chat", json.dumps(message).encode(), Target.of(files), RequestLimits())
-        claim = Claim("slow", files.key, large=False)
+        claim = Claim("slow", files.key, 100)
         return asyncio.create_task(process.ask(work, claim, 60.0))
 
     try:
         async with asyncio.timeout(60):
-            first = Claim("slow", files.key, large=False)
-            await process.open(files, first, facts=True, limit_s=60.0)
+            first = Claim("slow", files.key, 100)
+            await process.open(files, first, (), 60.0)
             slow, endless = ask("slow"), ask("endless")
             with pytest.raises(Displaced):
                 await endless
@@ -219,3 +220,30 @@ async def test_nothing_waits_behind_a_request_whose_asker_has_gone(tmp_path: Pat
                 await ask("later")
     finally:
         await process.end()
+
+
+def test_a_very_late_loop_takes_no_process_for_slow(byte_dir: Path) -> None:
+    """Every turn of the loop takes longer than a slow request. uvloop calls what is due before it
+    reads, so an answer that has been waiting must not count as missing."""
+    turns = 0
+
+    async def be_late() -> None:
+        nonlocal turns
+        while True:
+            time.sleep(1.2 * PATIENCE_S)
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> None:
+        made = TextPool(TextSettings(), 8)
+        made.start()
+        files = [files_of(byte_dir, name) for name in ("a", "b", "c", "d")]
+        for one in files * 2:
+            await tokenized(made, one, "a")
+        late = asyncio.create_task(be_late())
+        await asyncio.gather(*(tokenized(made, one, "word") for one in files * 32))
+        late.cancel()
+        await made.close()
+
+    uvloop.run(run())
+    assert turns < 32, "as many as one at a time would take on two processes: 64, or more"

@@ -11,17 +11,17 @@ from served import BYTE, Served, make_gateway
 from small_tokenizers import sentencepiece_like
 
 from c2cserve.server.settings import ServerSettings, TextSettings
-from c2cserve.server.text.claims import LONG_S, REMEMBERED_S, Claim, Sharing
+from c2cserve.server.text.claims import LARGE_BYTES, LONG_S, REMEMBERED_S, Claim, Sharing
 
 ENDLESS = "{% for a in range(90000) %}{% for b in range(90000) %}{% endfor %}{% endfor %}"
 
 
 def small(model: str, since: float = 0.0) -> Claim:
-    return Claim(model, model, large=False, since=since)
+    return Claim(model, model, 1, since)
 
 
 def large(model: str, since: float = 0.0) -> Claim:
-    return Claim(model, model, large=True, since=since)
+    return Claim(model, model, LARGE_BYTES, since)
 
 
 @pytest.mark.parametrize("processes", [2, 3, 5])

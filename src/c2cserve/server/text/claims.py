@@ -10,7 +10,8 @@ model's requests nor all *costly* requests together take the last process. A req
 A model that turns out to be slow is unknown at first, and may take the last process once.
 """
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Set
 from dataclasses import dataclass
 
 LARGE_BYTES = 128 << 10
@@ -29,15 +30,58 @@ class Claim:
 
     model: str
     version: str
-    large: bool
+    size: int
+    """Bytes of its body."""
     since: float = 0.0
+    slow: bool = False
+    """It has taken longer than those behind it wait (`PATIENCE_S`). That is noted once all answers
+    that had arrived were read: a late event loop must not take its own delay for the process's."""
     displaced: bool = False
     """It was behind one that took long."""
+
+    @property
+    def large(self) -> bool:
+        return self.size >= LARGE_BYTES
 
     @property
     def alone(self) -> bool:
         """It is never sent to a process behind others."""
         return self.large or self.displaced
+
+
+class Ahead:
+    """The requests that a process has."""
+
+    COUNT = 64
+    BYTES = 64 << 10
+    """It takes some 20 ms for so much text. A late event loop is that late, and a process that has
+    less would wait for it."""
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        """The one that it works for first."""
+        self._models = Counter[str]()
+        self._bytes = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.claims) >= self.COUNT or self._bytes >= self.BYTES
+
+    @property
+    def models(self) -> Set[str]:
+        return self._models.keys()
+
+    def add(self, claim: Claim) -> None:
+        self.claims.append(claim)
+        self._models[claim.model] += 1
+        self._bytes += claim.size
+
+    def remove(self, claim: Claim) -> None:
+        self.claims.remove(claim)
+        self._bytes -= claim.size
+        self._models[claim.model] -= 1
+        if not self._models[claim.model]:
+            del self._models[claim.model]
 
 
 class Sharing:
@@ -56,16 +100,16 @@ class Sharing:
         return costly < self._most or not self._costly(claim, now)
 
     def may_follow(
-        self, claim: Claim, before: Sequence[Claim], others: Collection[Sequence[Claim]], now: float
+        self, claim: Claim, before: Ahead, others: Collection[Ahead], now: float
     ) -> bool:
         """Return whether a request may be sent to a process that has some `before` it, one at
         least. `others`: those of other processes. Nothing costly waits or is waited for."""
-        if claim.alone or now - before[0].since > PATIENCE_S:
+        first = before.claims[0]
+        if claim.alone or first.large or first.slow:
             return False
-        if any(self._costly(one, now) for one in (claim, *before)):
+        if any(self._is_slow(model, now) for model in (claim.model, *before.models)):
             return False
-        same = sum(any(one.model == claim.model for one in claims) for claims in others)
-        return same < self._most
+        return sum(claim.model in one.models for one in others) < self._most
 
     def ended(self, claim: Claim, now: float) -> None:
         """Note whether the work of a request that leaves its process says that its model is
@@ -74,8 +118,11 @@ class Sharing:
             self._slow_until[claim.model] = now + REMEMBERED_S
 
     def _costly(self, claim: Claim, now: float) -> bool:
-        until = self._slow_until.get(claim.model)
+        return claim.large or self._is_slow(claim.model, now)
+
+    def _is_slow(self, model: str, now: float) -> bool:
+        until = self._slow_until.get(model)
         if until is not None and until <= now:
-            del self._slow_until[claim.model]
+            del self._slow_until[model]
             until = None
-        return claim.large or until is not None
+        return until is not None

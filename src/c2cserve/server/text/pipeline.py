@@ -1,7 +1,7 @@
 """One text process, from the server's side: questions go ahead of their answers.
 
 The event loop may be late by many milliseconds when a server is overloaded. A process that waits
-for its next question meanwhile does nothing. So it is sent some questions ahead:
+for its next question meanwhile does nothing. So it is sent questions ahead:
 
     process   | answers 1 | answers 2 | answers 3 | ...
     loop      sends 1, 2, 3 ............ reads 1, 2; sends 4, 5 ............
@@ -29,10 +29,16 @@ from c2cserve.server.text.messages import (
     FromText,
     ModelOpened,
     OpenModel,
+    TextFailure,
+    TextRequest,
     ToText,
     decode_from_text,
     frame,
 )
+
+_READ_S = 0.001
+"""A late event loop first calls what is due, and reads later in the same turn. What is due after so
+long, or in the next turn, finds all answers read that had arrived before."""
 
 # A tokenizer's own threads would fight the slices for their cores.
 _ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
@@ -46,14 +52,27 @@ class Displaced(Exception):
     """A question before this one takes long, or the process has ended with it."""
 
 
-class _Question:
-    def __init__(self, claim: Claim, limit_s: float) -> None:
+class Question:
+    """A message that was sent to a process, and its answer to come."""
+
+    def __init__(self, message: ToText, claim: Claim, limit_s: float) -> None:
         self.claim = claim
         self.limit_s = limit_s
+        self._is_last = isinstance(message, TextRequest)
         self.answer: asyncio.Future[FromText] = asyncio.get_running_loop().create_future()
         self.answer.add_done_callback(_retrieved)
         self.over = asyncio.Event()
         """The process has answered, whether or not that was still wanted, or it is gone."""
+
+    def ends_claim(self, answer: FromText) -> bool:
+        """Return whether the process is done with the request, and may have others."""
+        wanted = self._is_last and not self.answer.done()
+        return wanted and not (isinstance(answer, TextFailure) and answer.broken)
+
+    async def answered(self) -> FromText:
+        """Return the answer. Raises TimeoutError, `Broken` and `Displaced`. After the first two the
+        process must be replaced; after the last it may be `lost`."""
+        return await asyncio.shield(self.answer)
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -69,7 +88,12 @@ def _retrieved(answer: asyncio.Future[FromText]) -> None:
 class TextProcess(asyncio.Protocol):
     """One text process and this end of its socket. Used on the event loop."""
 
-    def __init__(self, settings: TextSettings) -> None:
+    def __init__(
+        self, settings: TextSettings, ended: Callable[["TextProcess", list[Claim]], None]
+    ) -> None:
+        """`ended` receives the requests that the process is done with, as soon as their answers
+        are read."""
+        self._ended = ended
         self._opened: OrderedDict[str, str] = OrderedDict()
         """Versions of models whose tokenizers are loaded -> digests of their files, the least
         recently used first."""
@@ -87,7 +111,7 @@ class TextProcess(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
         self._connecting = asyncio.Lock()
         self._read = bytearray()
-        self._asked: deque[_Question] = deque()
+        self._asked: deque[Question] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._stuck = False
         """It works for long for an asker that has gone to another process."""
@@ -107,18 +131,28 @@ class TextProcess(asyncio.Protocol):
     # ---- questions ------------------------------------------------------------------------------
 
     async def ask(self, message: ToText, claim: Claim, limit_s: float) -> FromText:
-        """Return the answer to a message. `claim.since` becomes the time when work on it begins.
-        Raises TimeoutError, `Broken` and `Displaced`. After the first two the process must be
-        replaced; after the last it may be `lost`."""
-        transport = await self._connected()
-        if self._stuck:
+        """Connect if that was not done yet, and return the answer to a message. Raises as
+        `Question.answered` does."""
+        async with self._connecting:
+            if self._transport is None:
+                await self._connect()
+        question = self.send(message, claim, limit_s)
+        if question is None:
             raise Displaced
-        question = _Question(claim, limit_s)
+        return await question.answered()
+
+    def send(self, message: ToText, claim: Claim, limit_s: float) -> Question | None:
+        """Send a message. `claim.since` becomes the time when work on it begins. Return None if
+        nothing can be sent now: the process is not connected, or works for long for an asker that
+        is gone, or is gone itself."""
+        if self._transport is None or self._transport.is_closing() or self._stuck:
+            return None
+        question = Question(message, claim, limit_s)
         self._asked.append(question)
         if len(self._asked) == 1:
             self._begin()
-        transport.write(frame(message))
-        return await asyncio.shield(question.answer)
+        self._transport.write(frame(message))
+        return question
 
     async def settled(self, claim: Claim, limit_s: float) -> bool:
         """Wait until no question of a claim is under way. Return whether that took no longer than
@@ -132,18 +166,13 @@ class TextProcess(asyncio.Protocol):
             return False
         return True
 
-    async def _connected(self) -> asyncio.WriteTransport:
-        async with self._connecting:
-            if self._transport is None:
-                loop = asyncio.get_running_loop()
-                try:
-                    made, _ = await loop.create_unix_connection(lambda: self, sock=self._end)
-                except OSError as error:
-                    raise Broken from error
-                self._transport = made
-        if self._transport.is_closing():
-            raise Displaced
-        return self._transport
+    async def _connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            made, _ = await loop.create_unix_connection(lambda: self, sock=self._end)
+        except OSError as error:
+            raise Broken from error
+        self._transport = made
 
     def _begin(self) -> None:
         """Begin the time of the first question."""
@@ -152,19 +181,24 @@ class TextProcess(asyncio.Protocol):
             self._timer = None
         if self._asked:
             first = self._asked[0]
-            first.claim.since = time.monotonic()
+            first.claim.since, first.claim.slow = time.monotonic(), False
             patience_s = min(PATIENCE_S, first.limit_s)
-            self._call_later(patience_s, lambda: self._be_patient(first, patience_s))
+            self._when_read(patience_s, lambda: self._be_patient(first, patience_s))
+
+    def _when_read(self, delay_s: float, then: Callable[[], None]) -> None:
+        """Call `then` after the delay unless the first question is answered by then."""
+        self._call_later(delay_s, lambda: self._call_later(_READ_S, then))
 
     def _call_later(self, delay_s: float, then: Callable[[], None]) -> None:
         self._timer = asyncio.get_running_loop().call_later(delay_s, then)
 
-    def _be_patient(self, first: _Question, patience_s: float) -> None:
+    def _be_patient(self, first: Question, patience_s: float) -> None:
         self._displace()
         if first.answer.done():
             self._stuck = True  # nothing is sent behind it any more
             return
-        self._call_later(first.limit_s - patience_s, lambda: first.fail(TimeoutError()))
+        first.claim.slow = True
+        self._when_read(first.limit_s - patience_s, lambda: first.fail(TimeoutError()))
 
     def _displace(self) -> None:
         for question in list(self._asked)[1:]:
@@ -174,17 +208,28 @@ class TextProcess(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._read += data
-        while len(self._read) >= FRAME_HEAD_BYTES and self._asked:
-            end = FRAME_HEAD_BYTES + int.from_bytes(self._read[:FRAME_HEAD_BYTES], "little")
-            if len(self._read) < end:
-                return
-            answer = bytes(self._read[FRAME_HEAD_BYTES:end])
-            del self._read[:end]
+        ended: list[Claim] = []
+        while (answer := self._next_answer()) is not None:
             question = self._asked.popleft()
+            if question.ends_claim(answer):
+                ended.append(question.claim)
             if not question.answer.done():
-                question.answer.set_result(decode_from_text(answer))
+                question.answer.set_result(answer)
             question.over.set()
             self._begin()
+        if ended:
+            self._ended(self, ended)
+
+    def _next_answer(self) -> FromText | None:
+        """Take an answer from what was read, if it is there as a whole."""
+        if len(self._read) < FRAME_HEAD_BYTES or not self._asked:
+            return None
+        end = FRAME_HEAD_BYTES + int.from_bytes(self._read[:FRAME_HEAD_BYTES], "little")
+        if len(self._read) < end:
+            return None
+        answer = decode_from_text(bytes(self._read[FRAME_HEAD_BYTES:end]))
+        del self._read[:end]
+        return answer
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._displace()

@@ -9,15 +9,16 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
-from c2cserve.server.text.claims import LARGE_BYTES, PATIENCE_S, Claim, Sharing
+from c2cserve.server.text.claims import PATIENCE_S, Ahead, Claim, Sharing
 from c2cserve.server.text.messages import (
     ModelOpened,
     TextAnswer,
@@ -25,7 +26,7 @@ from c2cserve.server.text.messages import (
     TextRequest,
     TextResult,
 )
-from c2cserve.server.text.pipeline import Broken, Displaced, TextProcess
+from c2cserve.server.text.pipeline import Broken, Displaced, Question, TextProcess
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,25 @@ log = logging.getLogger(__name__)
 _WAIT_S = 30.0
 """Time that a request waits for a process before it gets 429."""
 _RETRY_S = 5.0
-_DEPTH = 8
-"""Requests that a process has at a time, the one that it works for included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lent:
+    """A process that a request has."""
+
+    process: TextProcess
+    question: Question | None
+    """The request, sent already. None if the process must load its tokenizer before."""
+    vocabulary: Vocabulary | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A request that waits for a process."""
+
+    claim: Claim
+    work: TextRequest
+    lent: asyncio.Future[_Lent]
 
 
 class TextPool:
@@ -45,9 +63,10 @@ class TextPool:
         """`vocabularies`: the most to keep; the least recently used ones make way. Models with
         equal files have one together."""
         self._settings = settings
-        self._claims: dict[TextProcess, list[Claim]] = {}
-        """Process -> the requests that have it, the one that it works for first."""
-        self._waiting: OrderedDict[asyncio.Future[TextProcess], Claim] = OrderedDict()
+        self._ahead: dict[TextProcess, Ahead] = {}
+        """Process -> the requests that have it."""
+        self._waiting: dict[Claim, _Waiting] = {}
+        """Those without a process, the one that has waited longest first."""
         self._sharing = Sharing(settings.processes)
         self._vocabularies: OrderedDict[str, Vocabulary] = OrderedDict()
         """Version -> its vocabulary, the least recently used first."""
@@ -59,13 +78,16 @@ class TextPool:
         """Reason -> processes that were replaced for it."""
 
     def start(self) -> None:
-        self._claims = {TextProcess(self._settings): [] for _ in range(self._settings.processes)}
+        self._ahead = {self._process(): Ahead() for _ in range(self._settings.processes)}
+
+    def _process(self) -> TextProcess:
+        return TextProcess(self._settings, self._ended)
 
     async def close(self) -> None:
         """End all processes, without waiting for their present work."""
-        processes, self._claims = list(self._claims), {}
-        for waiter in self._waiting:
-            waiter.cancel()
+        processes, self._ahead = list(self._ahead), {}
+        for one in self._waiting.values():
+            one.lent.cancel()
         await asyncio.gather(*(one.end() for one in processes), *self._tasks)
 
     @property
@@ -74,13 +96,13 @@ class TextPool:
 
     @property
     def pids(self) -> list[int]:
-        return [one.pid for one in self._claims]
+        return [one.pid for one in self._ahead]
 
     def forget(self, model: str) -> None:
         """Drop all data of a model that was removed or reloaded."""
         for version in [one for one in self._vocabularies if name_of(one) == model]:
             del self._vocabularies[version]
-        for process in self._claims:
+        for process in self._ahead:
             process.forget(model)
 
     # ---- work ---------------------------------------------------------------------------------
@@ -92,22 +114,26 @@ class TextPool:
         vocabulary. `param`: the field to blame when it takes too long. Raises ApiError, and
         `Refused` when the tokenizer's files have changed."""
         version = "" if files is None else files.key
-        claim = Claim(name_of(version), version, len(work.body) >= LARGE_BYTES)
+        claim = Claim(name_of(version), version, len(work.body))
         while True:
             try:
-                async with self._process(claim) as process:
-                    return await self._work(process, claim, work, files, param)
+                async with self._lent(claim, work) as lent:
+                    return await self._work(lent, claim, work, files, param)
             except Displaced:
                 claim.displaced = True  # once is enough: it has a process to itself then
 
     async def _work(
-        self, process: TextProcess, claim: Claim, work: TextRequest, files: ModelFiles | None,
-        param: str,
+        self, lent: _Lent, claim: Claim, work: TextRequest, files: ModelFiles | None, param: str,
     ) -> tuple[TextResult | TextAnswer, Vocabulary | None]:  # fmt: skip
-        vocabulary = None if files is None else await self._vocabulary(process, claim, files)
+        question, vocabulary = lent.question, lent.vocabulary
         limit_s = self._settings.timeout_s
+        if question is None and files is not None:
+            vocabulary = await self._vocabulary(lent.process, claim, files)
         try:
-            answer = await process.ask(work, claim, limit_s)
+            if question is None:
+                answer = await lent.process.ask(work, claim, limit_s)
+            else:
+                answer = await question.answered()
         except TimeoutError as error:
             message = (
                 f"{param} took longer than {limit_s:g} s to render and tokenize, this server's "
@@ -154,19 +180,19 @@ class TextPool:
     # ---- processes ----------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def _process(self, claim: Claim) -> AsyncGenerator[TextProcess]:
+    async def _lent(self, claim: Claim, work: TextRequest) -> AsyncGenerator[_Lent]:
         """Lend a process to a request. A process that fails is counted and replaced."""
-        process = await self._take(claim)
+        lent = await self._take(claim, work)
         lost: str | None = None
         try:
-            yield process
+            yield lent
         except ApiError as error:
             timed_out = isinstance(error.__cause__, TimeoutError)
             broken = isinstance(error.__cause__, Broken)
             lost = "timeout" if timed_out else "broken" if broken else None
             raise
         except asyncio.CancelledError:
-            self._settle(process, claim)
+            self._settle(lent.process, claim)
             raise
         except Broken as error:
             lost = "broken"
@@ -174,7 +200,7 @@ class TextPool:
             raise ApiError(500, text) from error
         finally:
             if claim not in self._settling:
-                self._give_back(process, claim, lost)
+                self._give_back(lent.process, claim, lost)
 
     def _settle(self, process: TextProcess, claim: Claim) -> None:
         """Take a process back from a request whose client left, when its work for it is over. One
@@ -193,25 +219,25 @@ class TextPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _take(self, claim: Claim) -> TextProcess:
+    async def _take(self, claim: Claim, work: TextRequest) -> _Lent:
         if len(self._waiting) >= self._settings.waiting:
             raise self._crowded()
-        waiter: asyncio.Future[TextProcess] = asyncio.get_running_loop().create_future()
-        self._waiting[waiter] = claim
+        lent: asyncio.Future[_Lent] = asyncio.get_running_loop().create_future()
+        self._waiting[claim] = _Waiting(claim, work, lent)
         self._hand_out()
         claimed = False
         try:
             async with asyncio.timeout(_WAIT_S):
-                process = await asyncio.shield(waiter)
+                found = await asyncio.shield(lent)
             claimed = True
-            return process
+            return found
         except TimeoutError as error:
             raise self._crowded() from error
         finally:
-            self._waiting.pop(waiter, None)
+            self._waiting.pop(claim, None)
             # A process may have been assigned in the moment of giving up.
-            if not claimed and waiter.done() and not waiter.cancelled():
-                self._give_back(waiter.result(), claim, None)
+            if not claimed and lent.done() and not lent.cancelled():
+                self._settle(lent.result().process, claim)
 
     def _hand_out(self) -> None:
         """Assign processes to the longest waiting requests that may have one.
@@ -219,77 +245,109 @@ class TextPool:
         A request that must have a process to itself gets one in its turn. Until one is idle, those
         after it are sent behind others on other processes only."""
         now = time.monotonic()
-        for process in [one for one, claims in self._claims.items() if not claims]:
+        for process in [one for one, ahead in self._ahead.items() if not ahead.claims]:
             if (lost := process.lost) is not None:
                 self._replace(process, lost)
         kept: set[TextProcess] = set()
         refused: set[tuple[str, bool, bool]] = set()
         """Kinds of requests that no process was free for: it can only be fewer in this round."""
-        for waiter, claim in list(self._waiting.items()):
+        given: list[Claim] = []
+        for claim, one in self._waiting.items():
+            if all(ahead.full or process in kept for process, ahead in self._ahead.items()):
+                break
             kind = claim.version, claim.large, claim.displaced
-            if waiter.done() or kind in refused:
+            if one.lent.done() or kind in refused:
                 continue
             process = self._start(claim, kept, now) or self._follow(claim, kept, now)
             if process is None:
                 refused.add(kind)
                 kept |= self._keep(claim, kept, now)
-                if all(one in kept or len(self._claims[one]) >= _DEPTH for one in self._claims):
-                    return
                 continue
-            self._claims[process].append(claim)
+            self._ahead[process].add(claim)
             claim.since = now
-            del self._waiting[waiter]
-            waiter.set_result(process)
+            given.append(claim)
+            one.lent.set_result(self._send(process, claim, one.work))
+        for claim in given:
+            del self._waiting[claim]
+
+    def _send(self, process: TextProcess, claim: Claim, work: TextRequest) -> _Lent:
+        """Send a request if its process can do it at once. Waiting for the request's own turn on
+        the event loop could take longer than the work."""
+        vocabulary, question = self._vocabularies.get(claim.version), None
+        if vocabulary is not None and process.has(claim.version):
+            self._vocabularies.move_to_end(claim.version)
+            process.use(claim.version)
+            question = process.send(work, claim, self._settings.timeout_s)
+        return _Lent(process, question, vocabulary)
 
     def _start(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
         """Return an idle process for a request: one with its tokenizer, or the one with the
         fewest."""
-        idle = [one for one, claims in self._claims.items() if not claims and one not in kept]
-        running = [claims[0] for claims in self._claims.values() if claims]
+        idle = [one for one, own in self._ahead.items() if not own.claims and one not in kept]
+        running = [own.claims[0] for own in self._ahead.values() if own.claims]
         if not idle or not self._sharing.may_start(claim, running, now):
             return None
         ready = next((one for one in idle if one.has(claim.version)), None)
         return ready or min(idle, key=lambda one: one.loaded)
 
     def _follow(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
-        """Return a process to which a request may be sent behind others."""
-        for process, claims in self._claims.items():
-            if 0 < len(claims) < _DEPTH and process not in kept and process.has(claim.version):
-                others = [one for other, one in self._claims.items() if other is not process]
-                if self._sharing.may_follow(claim, claims, others, now):
-                    return process
-        return None
+        """Return the process with least to do to which a request may be sent behind others."""
+        found: list[tuple[int, TextProcess]] = []
+        for process, ahead in self._ahead.items():
+            if not ahead.claims or ahead.full or process in kept:
+                continue
+            if not process.has(claim.version):
+                continue
+            others = [one for other, one in self._ahead.items() if other is not process]
+            if self._sharing.may_follow(claim, ahead, others, now):
+                found.append((len(ahead.claims), process))
+        return min(found, key=lambda one: one[0])[1] if found else None
 
     def _keep(self, claim: Claim, kept: set[TextProcess], now: float) -> set[TextProcess]:
         """Return the process that is to become idle for a request, if the request could have it
         then and can have none before."""
-        if any(one.has(claim.version) for one in self._claims) and not claim.alone:
+        if any(one.has(claim.version) for one in self._ahead) and not claim.alone:
             return set()
-        for process in sorted(self._claims, key=lambda one: len(self._claims[one])):
+        for process in sorted(self._ahead, key=lambda one: len(self._ahead[one].claims)):
             others = [
-                claims[0] for one, claims in self._claims.items() if claims and one is not process
+                own.claims[0]
+                for one, own in self._ahead.items()
+                if own.claims and one is not process
             ]
             if process not in kept and self._sharing.may_start(claim, others, now):
                 return {process}
         return set()
 
-    def _give_back(self, process: TextProcess, claim: Claim, lost: str | None) -> None:
-        """Take a process back. `lost`: why it must be replaced, if it must."""
-        claims = self._claims.get(process)
-        if claims is None:
+    def _ended(self, process: TextProcess, ended: Sequence[Claim]) -> None:
+        """Take a process back from requests that it has answered: others are sent to it before
+        these get their next turn on the event loop."""
+        ahead, now = self._ahead.get(process), time.monotonic()
+        if ahead is None:
             return  # it was replaced, or the pool was closed
-        claims.remove(claim)
+        for claim in ended:
+            ahead.remove(claim)
+            self._sharing.ended(claim, now)
+        self._hand_out()
+
+    def _give_back(self, process: TextProcess, claim: Claim, lost: str | None) -> None:
+        """Take a process back from a request, unless that was done when it was answered. `lost`:
+        why the process must be replaced, if it must."""
+        ahead = self._ahead.get(process)
+        if ahead is None:
+            return
+        if claim in ahead.claims:
+            ahead.remove(claim)
+            self._sharing.ended(claim, time.monotonic())
         if lost is not None:
             self._replace(process, lost)
-        self._sharing.ended(claim, time.monotonic())
         self._hand_out()
 
     def _replace(self, process: TextProcess, reason: str) -> None:
         self.killed[reason] += 1
         log.warning("text process %d is replaced: %s", process.pid, reason)
-        del self._claims[process]
+        del self._ahead[process]
         self._run(process.end())
-        self._claims[TextProcess(self._settings)] = []
+        self._ahead[self._process()] = Ahead()
 
     @staticmethod
     def _crowded() -> ApiError:
