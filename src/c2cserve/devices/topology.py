@@ -93,8 +93,8 @@ def _meet(nvml: Any, handle: Any, other: Any) -> bool:
     return _INTERNAL < level < _HOST_BRIDGE
 
 
-def draw_links(machine: Machine) -> str:
-    """Draw the links between the host and its GPUs, in GB/s one way."""
+def show_links(machine: Machine) -> str:
+    """Return a drawing of the links between the host and its GPUs, in GB/s one way."""
     ours = [link for link in machine.links if link.target.startswith("gpu")]
     groups = {name: group for group in machine.groups for name in group.links if group.id != _HOST}
     together = machine.combined_bytes_per_s(link.id for link in ours)

@@ -17,7 +17,7 @@ from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
-from c2cserve.devices.topology import draw_links, find_links
+from c2cserve.devices.topology import find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.terminal.output import show_bytes
 
@@ -205,7 +205,7 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
             text += f"; reads the memory of {_readable(machine, gpu)}"
         yield Finding(Level.OK, "GPUs", text)
     if len(machine.links) > 1:
-        yield Finding(Level.OK, "links", draw_links(machine))
+        yield Finding(Level.OK, "links", show_links(machine))
     if any(gpu.readable for gpu in machine.gpus):
         text = "one without slices can lend its memory: serve --gpu-slices whole@0 --gpu-peer-bytes"
         yield Finding(Level.OK, "peer memory", text)

@@ -9,7 +9,7 @@ import pytest
 
 from c2cserve.core.machine import Gpu, Link, LinkGroup, Machine
 from c2cserve.devices.discover import discover
-from c2cserve.devices.topology import draw_links, find_links
+from c2cserve.devices.topology import find_links, show_links
 
 GPUS = tuple(
     Gpu(i, f"GPU-{i}", "NVIDIA H200", 1 << 30, readable=tuple(f"GPU-{j}" for j in {0, 1, 2} - {i}))
@@ -89,7 +89,7 @@ def test_what_links_share_counts_once(sysfs: Path) -> None:
 
 
 def test_the_drawing_has_every_gpu_below_its_node(sysfs: Path) -> None:
-    lines = draw_links(machine_of(FakeNvml(), sysfs)).splitlines()
+    lines = show_links(machine_of(FakeNvml(), sysfs)).splitlines()
     assert lines == [
         "host memory; to all GPUs at once 126 GB/s, as the driver describes it",
         "├─ node0",
