@@ -21,6 +21,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import tempfile
 import threading
 import time
@@ -76,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report(
         results, given.out, shape=given.shape, kv_gb=given.kv_gb, seconds=given.seconds,
         seed=given.seed, ttft_s=TTFT_S, tbt_s=TBT_S, prompt=given.prompt, output=given.output,
+        serve=given.serve,
     )  # fmt: skip
     if failed or results["answers"]["different"]:
         raise SystemExit(f"failed: {failed or 'answers differ'}")
@@ -94,6 +96,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--output", type=int, default=512, help="tokens, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--cpu", action="store_true", help="CPU slices, to try it without a GPU")
+    parser.add_argument("--serve", default="", help="more arguments of `c2cserve serve`")
     parser.add_argument("--with", dest="earlier", type=Path, help="an earlier result")
     parser.add_argument("--work", type=Path, help="for checkpoints and pools; /dev/shm")
     parser.add_argument("--out", type=Path, help="JSON")
@@ -138,7 +141,7 @@ class _Order:
         given, model = self._given, self._made.entries[0].id
         arguments = [
             "--pool-dir", str(self._work), "--pool-bytes", str(self._made.bytes + (128 << 20)),
-            "--patience", "0", *self._slice_of(gpu),
+            "--patience", "0", *self._slice_of(gpu), *shlex.split(given.serve),
         ]  # fmt: skip
         with Server(self._catalog, self._work / "log", arguments) as server:
             server.wait_ready(_READY_S, self._tell)

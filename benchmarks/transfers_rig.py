@@ -50,6 +50,10 @@ class Rig(Protocol):
         """Plain copies, at once, and a wait for all of them."""
         ...
 
+    def by_kernel(self, *lists: Sequence[Segment]) -> Callable[[], None]:
+        """Lists of small segments, at once, by relay kernels on the first GPU itself."""
+        ...
+
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         """KV of the arena on the host, as a slice has it. The host memory is one for all."""
         ...

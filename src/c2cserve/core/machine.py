@@ -1,5 +1,6 @@
 """What a machine is made of, as policies and reports see it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -97,6 +98,15 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkGroup:
+    """Links that share a part of their path: together they carry no more than that does."""
+
+    id: str
+    links: tuple[str, ...]
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NumaNode:
     id: int
     cpus: tuple[int, ...]
@@ -129,8 +139,24 @@ class Machine:
     numa: tuple[NumaNode, ...]
     gpus: tuple[Gpu, ...] = ()
     links: tuple[Link, ...] = field(default=())
+    groups: tuple[LinkGroup, ...] = ()
+    """What links share. Of two groups, one has all links of the other, or none."""
     cores: tuple[tuple[int, ...], ...] = ()
     """Allowed hardware threads by physical core; threads of one core share its units."""
     cpu_quota: float | None = None
     """CPU seconds per second a cgroup allows; None: no limit."""
     shm_free_bytes: int = 0
+
+    def combined_bytes_per_s(self, links: Iterable[str]) -> float:
+        """Return what these links carry at the same time, each in the same direction.
+
+        What they share counts once. Raises KeyError for a link that is not there."""
+        known = {link.id: link.bytes_per_s for link in self.links}
+        rates = {name: known[name] for name in links}
+        for group in sorted(self.groups, key=lambda one: len(one.links)):
+            members = [name for name in group.links if name in rates]
+            together = sum(rates[name] for name in members)
+            if together > group.bytes_per_s:
+                for name in members:
+                    rates[name] *= group.bytes_per_s / together
+        return sum(rates.values())

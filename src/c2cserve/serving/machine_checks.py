@@ -17,6 +17,7 @@ from c2cserve.devices.gpus import GpuProblem, find_nvml
 from c2cserve.devices.links import measure_host_read
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.devices.slices import SlicePlanError, plan_pool_bytes
+from c2cserve.devices.topology import find_links, show_links
 from c2cserve.engine.gpu.requirements import CPUS_INSTEAD, obstacles, usable_gpus
 from c2cserve.terminal.output import show_bytes
 
@@ -77,7 +78,9 @@ def diagnose(host: str, port: int, pool_dir: Path) -> Diagnosis:
         machine = replace(machine, gpus=usable_gpus())
     except GpuProblem as problem:
         findings.append(Finding(Level.WARN, "GPUs", f"the driver fails: {problem}", "nvidia-smi"))
-    machine = replace(machine, links=(measure_host_read(machine),))
+    host_read = measure_host_read(machine)
+    links, groups = find_links(find_nvml(), machine.gpus, host_read)
+    machine = replace(machine, links=(host_read, *links), groups=groups)
     slices, plan = check_slices(machine)
     checks = (
         check_system(), check_cpu(machine), check_kernels(), check_memory(machine),
@@ -110,7 +113,7 @@ def check_cpu(machine: Machine) -> Iterator[Finding]:
         yield Finding(Level.OK, "CPU", text)
     sets = ", ".join(machine.isa) or "none that c2cserve has kernels for"
     yield Finding(Level.OK, "instructions", sets)
-    for link in machine.links:
+    for link in machine.links[:1]:
         rate = f"{link.bytes_per_s / 1e9:.1f}"
         text = f"{rate} GB/s read by all cores: {rate}/S tokens/s at most, of a dense model of S GB"
         yield Finding(Level.OK, "memory link", text)
@@ -203,6 +206,8 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         if not gpu.mig and len(machine.gpus) > 1:
             text += f"; reads the memory of {_readable(machine, gpu)}"
         yield Finding(Level.OK, "GPUs", text)
+    if len(machine.links) > 1:
+        yield Finding(Level.OK, "links", show_links(machine))
     if any(gpu.readable for gpu in machine.gpus):
         text = "one without slices can lend its memory: serve --gpu-slices whole@0 --gpu-peer-bytes"
         yield Finding(Level.OK, "peer memory", text)

@@ -51,6 +51,9 @@ class DryRig:
 
         return run
 
+    def by_kernel(self, *lists: Sequence[Segment]) -> Callable[[], None]:
+        return self.native([one for segments in lists for one in segments])
+
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         arena = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=self.arena.data_ptr)
         stream = self._links[-1].streams.make()

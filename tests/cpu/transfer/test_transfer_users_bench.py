@@ -15,6 +15,7 @@ def test_every_part_on_links_that_are_a_thread(monkeypatch) -> None:
     assert rotated.keys() == {(name, n) for name in ("2 MiB", "64 KiB") for n in (1, 2)}
     assert rotated["64 KiB", 1]["blocks_each_way"] == 64
     assert [(row["task_mib"], row["depth"]) for row in results["sweep"]] == [(1, 4), (4, 4), (4, 1)]
+    assert results["small"]["to_plain"] > 0
     assert [row["mib"] for row in results["priority"]] == [1]
     assert len(results["bars"]) == 2 + 1 + 1
     assert all(bar["value"] > 0 for bar in results["bars"])
