@@ -96,6 +96,10 @@ def test_dtype_can_be_chosen() -> None:
             "Gemma3ForConditionalGeneration is not supported.*multimodal",
         ),
         ({"architectures": ["T5Model"], "is_encoder_decoder": True}, "T5Model .*only decoders"),
+        (
+            {"architectures": ["Qwen2VLForConditionalGeneration"]},
+            "is not supported.*It reads more than text",
+        ),
         ({"quantization_config": {"quant_method": "awq"}}, "quantized weights .awq.*made from"),
         ({"hidden_act": "gelu"}, "activation 'gelu' is not supported; supported is silu"),
         ({"rope_scaling": {"type": "su", "factor": 2}}, "rope type 'su' is not supported; sup"),

@@ -158,6 +158,8 @@ def _other_kind(names: list[str], raw: Mapping[str, Any]) -> str:
         return ". It is a multimodal model: serve a text model of the same family"
     if raw.get("is_encoder_decoder"):
         return ". It is an encoder with a decoder: only decoders are served"
+    if any(name.endswith("ForConditionalGeneration") for name in names):
+        return ". It reads more than text, or has an encoder: serve a decoder of texts"
     if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
         return ". It does not generate text"
     return ""
