@@ -38,7 +38,8 @@ def _dense(tensor: Tensor, dtype: torch.dtype) -> bool:
 class CpuOps(Apart):
     """`kernels.ops.Ops` on a pool of `threads` threads: the calling thread and helpers.
 
-    With `cpus`, helpers are pinned to them; the caller pins itself. Results do not depend on the
+    With `cpus`, helpers are pinned to all but the first. A caller that the system has woken on a
+    helper's CPU moves to the first, if it is allowed there. Results do not depend on the
     number of threads. Not thread-safe.
     """
 

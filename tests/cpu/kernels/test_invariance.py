@@ -1,5 +1,8 @@
 """A row's bits never depend on its batch, its chunking, its place or the number of threads."""
 
+import ctypes
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -124,3 +127,22 @@ def test_draws_depend_on_their_row_alone(count: int, data: st.DataObject) -> Non
     assert alone.ids[0] == whole.ids[at]
     assert alone.logprobs[0] == whole.logprobs[at]
     assert (alone.top or [[]])[0] == (whole.top or [[]] * count)[at]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine lends one CPU")
+def test_a_caller_leaves_the_cpu_of_its_helper() -> None:
+    """Threads that share a CPU while another is idle take twice the time."""
+    allowed = os.sched_getaffinity(0)
+    own, helpers = sorted(allowed)[:2]
+    ops, w = CpuOps(2, (own, helpers)), torch.ones(256, 1024)
+    seen: set[int] = set()
+    try:
+        for _ in range(20):
+            os.sched_setaffinity(0, {helpers})
+            os.sched_setaffinity(0, allowed)
+            ops.linear(torch.ones(1, 1024), w)
+            seen.add(ctypes.CDLL(None).sched_getcpu())
+            assert os.sched_getaffinity(0) == allowed
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert own in seen

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <chrono>
 
 namespace c2c {
@@ -24,7 +25,8 @@ constexpr int next(uint64_t ticket) { return int(ticket & 0xffff); }
 
 }  // namespace
 
-ThreadPool::ThreadPool(int threads, const int* cpus, int cpu_count) {
+ThreadPool::ThreadPool(int threads, const int* cpus, int cpu_count)
+    : cpus_(cpus, cpus + std::clamp(cpu_count, 0, threads)) {
   for (int i = 1; i < threads; ++i)
     helpers_.emplace_back(&ThreadPool::serve, this, i < cpu_count ? cpus[i] : -1);
 }
@@ -50,7 +52,23 @@ void ThreadPool::work() {
   }
 }
 
+// The system may wake a caller that is allowed several CPUs on that of a helper. Both would take
+// turns there, for many milliseconds, while the caller's own is idle.
+void ThreadPool::leave_helpers_cpu() const {
+  if (cpus_.size() < 2) return;
+  const int here = sched_getcpu();
+  if (here == cpus_[0] || std::find(cpus_.begin(), cpus_.end(), here) == cpus_.end()) return;
+  cpu_set_t allowed, own;
+  const pthread_t self = pthread_self();
+  CPU_ZERO(&own);
+  CPU_SET(cpus_[0], &own);
+  if (pthread_getaffinity_np(self, sizeof(allowed), &allowed) != 0) return;
+  if (!CPU_ISSET(cpus_[0], &allowed) || pthread_setaffinity_np(self, sizeof(own), &own) != 0) return;
+  pthread_setaffinity_np(self, sizeof(allowed), &allowed);
+}
+
 void ThreadPool::dispatch(int count, Call call, const void* body) {
+  leave_helpers_cpu();
   call_ = call;
   body_ = body;
   done_.store(0, std::memory_order_relaxed);

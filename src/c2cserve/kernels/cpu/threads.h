@@ -37,7 +37,8 @@ class Scratch {
 
 class ThreadPool {
  public:
-  // `threads` in all, the caller's included. Helper i is pinned to cpus[i + 1] if given.
+  // `threads` in all, the caller's included. Helper i is pinned to cpus[i + 1] if given. A caller
+  // that is found on a helper's CPU moves to cpus[0].
   ThreadPool(int threads, const int* cpus, int cpu_count);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -85,10 +86,12 @@ class ThreadPool {
   using Call = void (*)(const void*, int, int);
   void dispatch(int parts, Call call, const void* body);
   void serve(int cpu);
+  void leave_helpers_cpu() const;
   void work();
 
   Scratch scratch_, workspace_;
   std::vector<std::thread> helpers_;
+  std::vector<int> cpus_;  // the caller's own, then those that helpers are pinned to
   std::mutex mutex_;
   std::condition_variable wake_;
   // [generation | parts | next part]: one word, so that a late helper cannot mistake the parts of

@@ -1,0 +1,179 @@
+"""c2cserve and llama.cpp on the same cores, over HTTP, in turns: prompts and decoding.
+
+    python benchmarks/cpu_peers.py --catalog FILE --model NAME --llama llama-server --gguf FILE
+                                   [--threads N] [--runs 5] [--prompts 128,512,2048]
+                                   [--batches 1,4,16] [--tokens 64] [--out FILE]
+
+`--llama` is llama.cpp's own server, built on this machine (`cmake -DGGML_NATIVE=ON`): the one of
+llama-cpp-python decodes one request at a time. FILE.gguf holds the model of the catalogue, in the
+same dtype. Both servers are up for the whole run, and an idle one takes no cores.
+
+    prompt   tokens of a prompt per second until its first token: one request, no prefix in a cache
+    decode   tokens per second of a number of requests at a time, each from its first token on
+"""
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from report import report
+
+LIMIT_S = 600.0
+DECODE_PROMPT = 32
+_WORDS = (
+    "the of and to in is for on that by this with you it not or be are from at as your all have "
+    "new more an was we will home can us about if page my has search free but our one other do no "
+    "time they site he up may what which their news out use any there see only so his when here"
+)
+WORDS = _WORDS.split()
+"""One token each, in most vocabularies, with the space before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    name: str
+    port: int
+    model: str
+
+    def complete(self, prompt: str, tokens: int) -> tuple[int, list[float]]:
+        """Return the prompt's length in tokens, and when each token came."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LIMIT_S)
+        body = {
+            "model": self.model, "prompt": prompt, "max_tokens": tokens, "temperature": 0.0,
+            "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        times: list[float] = []
+        length = 0
+        with contextlib.closing(connection):
+            headers = {"content-type": "application/json"}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            if answer.status != 200:
+                sys.exit(f"{self.name}: {answer.status} {answer.read()[:500]!r}")
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                chunk = json.loads(line[6:])
+                if usage := chunk.get("usage"):
+                    length = usage["prompt_tokens"]
+                if chunk.get("choices") and len(times) < tokens:
+                    times.append(time.perf_counter())
+        return length, times
+
+
+def text(words: int, rng: random.Random) -> str:
+    return " ".join(rng.choice(WORDS) for _ in range(words))
+
+
+def prompt_rate(server: Server, words: int, rng: random.Random) -> float:
+    prompt, began = text(words, rng), time.perf_counter()
+    length, times = server.complete(prompt, 1)
+    return length / (times[0] - began)
+
+
+def decode_rate(server: Server, batch: int, tokens: int, rng: random.Random) -> float:
+    prompts = [text(DECODE_PROMPT, rng) for _ in range(batch)]
+    with ThreadPoolExecutor(batch) as executor:
+        runs = list(executor.map(lambda prompt: server.complete(prompt, tokens)[1], prompts))
+    return sum((tokens - 1) / (times[-1] - times[0]) for times in runs)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(name: str, command: list[str], port: int, model: str) -> Iterator[Server]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                connection = http.client.HTTPConnection("127.0.0.1", port, timeout=LIMIT_S)
+                with contextlib.closing(connection):
+                    connection.request("GET", "/health")
+                    if connection.getresponse().status == 200:
+                        break
+            if process.poll() is not None or time.monotonic() > end:
+                sys.exit(f"{name} does not start: {' '.join(command)}")
+            time.sleep(0.1)
+        yield Server(name, port, model)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    numbers = {"type": lambda given: [int(one) for one in given.split(",")]}
+    parser.add_argument("--catalog", type=Path, required=True)
+    parser.add_argument("--model", required=True, help="of the catalogue")
+    parser.add_argument("--llama", required=True, help="llama.cpp's server program")
+    parser.add_argument("--gguf", type=Path, required=True)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--prompts", default=[128, 512, 2048], **numbers)
+    parser.add_argument("--batches", default=[1, 4, 16], **numbers)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--out", type=Path, help="JSON")
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
+    ports, threads = (free_port(), free_port()), str(given.threads)
+    most = max(given.batches)
+    context = str(most * (max(max(given.prompts) + 256, given.tokens + DECODE_PROMPT + 64)))
+    ours = [
+        sys.executable, "-m", "c2cserve.cli.main", "serve", "--catalog", str(given.catalog),
+        "--port", str(ports[0]), "--slices", "1", "--threads", threads, "--log-level", "error",
+    ]  # fmt: skip
+    theirs = [
+        given.llama, "--model", str(given.gguf), "--port", str(ports[1]), "--threads", threads,
+        "--threads-batch", threads, "--parallel", str(most), "--ctx-size", context,
+    ]  # fmt: skip
+    rng = random.Random(0)
+    rates: dict[tuple[str, int, str], list[float]] = {}
+    with (
+        running("c2cserve", ours, ports[0], given.model) as one,
+        running("llama.cpp", theirs, ports[1], given.model) as other,
+    ):
+        for run in range(given.runs + 1):  # the first is for warming up
+            for size in given.prompts:
+                for server in (one, other):
+                    rate = prompt_rate(server, size, rng)
+                    rates.setdefault(("prompt", size, server.name), []).append(rate)
+            for batch in given.batches:
+                for server in (one, other):
+                    rate = decode_rate(server, batch, given.tokens, rng)
+                    rates.setdefault(("decode", batch, server.name), []).append(rate)
+            if run == 0:
+                rates.clear()
+    results = [
+        {
+            "of": kind, "size": size, "tokens_per_s": (mine := statistics.median(all_ours)),
+            "llama_tokens_per_s": (peer := statistics.median(rates[kind, size, "llama.cpp"])),
+            "times_llama": mine / peer, "spread": [min(all_ours), max(all_ours)],
+        }
+        for (kind, size, name), all_ours in rates.items()
+        if name == "c2cserve"
+    ]  # fmt: skip
+    report({"served": results}, given.out, threads=given.threads, runs=given.runs)
+
+
+if __name__ == "__main__":
+    main()
