@@ -1,6 +1,7 @@
 """Images and manifests run c2cserve as a user who may do little. (Docker itself is not needed.)"""
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,17 @@ import yaml
 from c2cserve.cli.main import COMMANDS
 
 ROOT = Path(__file__).parents[3]
+IMAGES = ["Dockerfile", "Dockerfile.cuda"]
 
 
 def instructions(name: str) -> list[tuple[str, str]]:
     """Of the last stage of a Dockerfile: instruction and arguments."""
-    text = re.sub(r"^\s*#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
-    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
-    found = [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+    found = all_instructions(name)
     last = max(i for i, (one, _) in enumerate(found) if one == "FROM")
     return found[last:]
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+@pytest.mark.parametrize("name", IMAGES)
 def test_images_end_as_a_user_who_is_not_root(name: str) -> None:
     found = instructions(name)
     users = [value for one, value in found if one == "USER"]
@@ -31,6 +31,72 @@ def test_images_end_as_a_user_who_is_not_root(name: str) -> None:
     entry = next(value for one, value in found if one == "ENTRYPOINT")
     assert '"serve"' in entry
     assert "KEY" not in " ".join(value for one, value in found if one in ("ENV", "ARG"))
+
+
+def all_instructions(name: str) -> list[tuple[str, str]]:
+    """Of all stages of a Dockerfile: instruction and arguments."""
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / name).read_text(), flags=re.MULTILINE)
+    lines = [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(line.split()[0], " ".join(line.split()[1:])) for line in lines]
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_is_copied_is_there(name: str) -> None:
+    """Docker fails late, and only where it runs."""
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    for one, value in all_instructions(name):
+        assert one != "ADD", "COPY does no more than it says"
+        if one != "COPY" or value.startswith("--from="):
+            continue
+        for source in value.split()[:-1]:
+            assert (ROOT / source).exists(), source
+            assert source.split("/")[0] not in ignored, source
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_what_is_installed_is_pinned(name: str) -> None:
+    for one, value in all_instructions(name):
+        if one == "FROM":
+            image = value.split()[0]
+            assert re.fullmatch(r"[\w./-]+:\d[\w.-]+", image), f"{image}: no tag says its version"
+        if one != "RUN":
+            continue
+        if "apt-get" in value:
+            assert "apt-get update && apt-get install -y --no-install-recommends" in value
+            assert "rm -rf /var/lib/apt/lists/*" in value
+        if "pip install" in value:
+            assert "--no-cache-dir" in value
+            assert "--constraint constraints.txt" in value
+        assert "sudo" not in value
+        assert "curl" not in value
+        assert "|" not in value.replace("||", ""), "a pipe hides the failure of all but its end"
+
+
+def test_the_two_images_have_the_same_base() -> None:
+    bases = {value.split()[0] for name in IMAGES for one, value in all_instructions(name)
+             if one == "FROM"}  # fmt: skip
+    assert len(bases) == 1
+
+
+def test_every_direct_dependency_has_one_version() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    versions = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"[\w.-]+==[\w.+-]+", line) for line in versions)
+    pinned = {_plain(line.split("==")[0]) for line in versions}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["gpu"], *extras["flash"]]
+    names = {_plain(re.split(r"[^\w.-]", one)[0]) for one in wanted}
+    assert names - pinned == {"nvidia-curand", "nvidia-ml-py"}, "torch's choice; the driver's"
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_keys_are_not_sent_to_the_builder() -> None:
+    assert "deploy/*.key" in (ROOT / ".dockerignore").read_text().split()
+    assert "deploy/*.key" in (ROOT / ".gitignore").read_text().split()
 
 
 def serve_options() -> set[str]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,14 @@ def test_hosts_of_this_machine(served: Served, host: str) -> None:
 def test_a_name_that_was_made_to_lead_here_is_refused(served: Served, path: str, host: str) -> None:
     answer = served.http.get(path, headers={"host": host})
     assert "--allowed-host" in error(answer, 403, "host_not_allowed")
+
+
+@pytest.mark.parametrize("hosts", [("localhost", "evil.example"), ("evil.example", "localhost")])
+def test_no_second_name_comes_with_a_good_one(served: Served, hosts: tuple[str, str]) -> None:
+    fields = "".join(f"host: {host}\r\n" for host in hosts)
+    with socket.create_connection(("127.0.0.1", served.port), 10) as connection:
+        connection.sendall(f"GET /admin/state HTTP/1.1\r\n{fields}\r\n".encode())
+        assert connection.recv(1000).startswith(b"HTTP/1.1 403")
 
 
 def test_probes_ask_by_any_name(opened: Served) -> None:

@@ -21,7 +21,7 @@ from c2cserve.serving.controller.directory import BrokenModel, Directory, ModelR
 from c2cserve.serving.controller.fleet import Fleet
 from c2cserve.serving.controller.host import HostedModel, ModelHost
 from c2cserve.serving.controller.jobs import JobTable, LiveJob
-from c2cserve.serving.controller.output_stream import OutputStream
+from c2cserve.serving.controller.output_stream import FairDelivery, Output, OutputStream
 from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
 from c2cserve.serving.controller.world import ControllerWorld
 
@@ -59,7 +59,8 @@ class LiveGateway:
         self._on_end = on_end
         self._directory = Directory()
         self._jobs = JobTable()
-        self._outbox: list[tuple[OutputStream, Delta | Refused]] = []
+        self._outbox: list[Output] = []
+        self._delivery = FairDelivery(self._loop)
         self._started_s = time.time()
         self._draining = False
         self._entrance = Entrance(burst_s)
@@ -105,12 +106,9 @@ class LiveGateway:
 
     # ---- the event loop -----------------------------------------------------------------------
 
-    def _hand_out(
-        self, batch: list[tuple[OutputStream, Delta | Refused]], flushed_s: float
-    ) -> None:
-        self._jobs.hand_out_s = time.monotonic() - flushed_s
-        for stream, item in batch:
-            stream.put(item)
+    def _hand_out(self, batch: list[Output], flushed_s: float) -> None:
+        self._delivery.add(batch, flushed_s)
+        self._jobs.hand_out_s = self._delivery.delay_s
 
     def _ended(self, reason: str | None) -> None:
         self._draining = True
@@ -157,9 +155,9 @@ class LiveGateway:
         late = self._entrance.overdue(self._world.backlog, waited_s, ttft_s, now)
         if late is not None:
             raise Refused(429, *late)
-        stream = OutputStream()
+        stream, tenant = OutputStream(), request.tenant
         request_id = job.request.id
-        self._world.post(LiveJob(job, lambda item: self._outbox.append((stream, item))))
+        self._world.post(LiveJob(job, lambda item: self._outbox.append((tenant, stream, item))))
         ended = False
         try:
             while not ended:

@@ -1,7 +1,9 @@
-"""One request's output on its way to its client."""
+"""The output of requests on its way from the controller to their clients."""
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Iterable
 
 from c2cserve.core.request import Delta
 from c2cserve.runtime.gateway import Refused
@@ -27,3 +29,50 @@ class OutputStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._items.popleft()
+
+
+Output = tuple[str, OutputStream, Delta | Refused]
+"""A tenant, one of its requests, and what that gets."""
+
+
+class FairDelivery:
+    """Hands items to their requests: tenants in turn, and only some in each turn of the event loop.
+
+    A step of 128 requests has 128 items, and each wakes a task. If all were handed out at once, the
+    turns of the loop would take that long, and a request of another tenant takes several turns."""
+
+    PORTION = 32
+    """Items in a turn of the loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due: dict[str, deque[tuple[float, OutputStream, Delta | Refused]]] = {}
+        """Tenant -> its items, oldest first. The tenant whose turn it is comes first."""
+        self._scheduled = False
+        self.delay_s = 0.0
+        """How long an item took lately from the controller to its request."""
+
+    def add(self, items: Iterable[Output], since_s: float) -> None:
+        """Hand items out, in the order of each request. `since_s`: when the controller sent them,
+        as `time.monotonic` counts. Called on the event loop."""
+        for tenant, stream, item in items:
+            self._due.setdefault(tenant, deque()).append((since_s, stream, item))
+        if not self._scheduled:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        self._scheduled = False
+        for number in range(self.PORTION):
+            if not self._due:
+                return
+            tenant = next(iter(self._due))
+            items = self._due.pop(tenant)
+            since_s, stream, item = items.popleft()
+            if number == 0:
+                self.delay_s = time.monotonic() - since_s
+            stream.put(item)
+            if items:
+                self._due[tenant] = items  # behind the others
+        if self._due:
+            self._scheduled = True
+            self._loop.call_soon(self._deliver)
