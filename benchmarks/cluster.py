@@ -139,7 +139,8 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         state = front.state()
         before = state["counters"]["model_loads"]
         asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
-        loads = front.state()["counters"]["model_loads"] - before
+        counters = front.state()["counters"]
+        loads = counters["model_loads"] - before
         machines.stop_nodes()
     return {
         "models": 24,
@@ -150,6 +151,8 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         "failed": sum(bool(stream.error) for stream in asked),
         "loads": loads,
         "found_in_a_pool": 1.0 - loads / runs,
+        "from_other_pools": counters["fetched_models"],
+        "failed_fetches": counters["failed_fetches"],
     }
 
 
