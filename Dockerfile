@@ -11,7 +11,9 @@ COPY src src
 # For a small image without CUDA libraries pass the index of PyTorch's CPU builds:
 # --build-arg PIP_EXTRA_INDEX_URL=...
 ARG PIP_EXTRA_INDEX_URL=""
-RUN pip install --no-cache-dir --prefix=/install --constraint constraints.txt .
+# For many machines: --build-arg EXTRAS=[cluster] (docs/cluster.md).
+ARG EXTRAS=""
+RUN pip install --no-cache-dir --prefix=/install --constraint constraints.txt ".${EXTRAS}"
 
 FROM python:3.12-slim-bookworm
 COPY --from=build /install /usr/local

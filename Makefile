@@ -13,7 +13,7 @@ test: $(VENV)/.installed
 
 # Beside `make test`: several nodes on a real Ray cluster, on this machine.
 test-cluster: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "cluster and not slow" tests/cluster
+	scripts/test-cluster
 
 check: $(VENV)/.installed
 	scripts/check

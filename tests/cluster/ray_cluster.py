@@ -1,7 +1,10 @@
 """Three machines on this one: raylets with nodes of their own, and fronts before them."""
 
+import json
 import os
 import signal
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -145,6 +148,17 @@ class Front(ServerProcess):
             return list(state["nodes"].values()).count("up") == count == len(up)
 
         wait_until(there, timeout_s, f"{count} nodes are up", poll_s=0.1)
+
+    def send(self, method: str, path: str, body: dict[str, Any] | None = None) -> int:
+        """Send a request with a JSON body. Return the status."""
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        request = urllib.request.Request(self.url + path, data, headers, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
 
     def busiest(self, machines: Machines, *, headless: bool = False) -> AgentState:
         """The node with most requests of this front. `headless`: not the head's."""

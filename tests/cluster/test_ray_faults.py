@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import openai
@@ -12,7 +13,7 @@ import pytest
 pytest.importorskip("ray")
 
 from ray_cluster import Front, Machines, kill_group
-from server_process import alive, run_cli, wait_until
+from server_process import SPECIALISTS, alive, run_cli, wait_until
 from streams import all_streams, stream_text
 
 from c2cserve.cluster.agent import AgentState
@@ -83,6 +84,20 @@ def test_a_stopped_node_is_fenced(machines: Machines, front: Front, undisturbed:
     assert disturbed(front, stop) == undisturbed
     wait_until(lambda: not alive(victims[0].pid), 60, "its agent kills it")
     front.wait_nodes(3)
+
+
+def test_a_model_is_added_and_removed_while_others_are_served(front: Front) -> None:
+    entry = {"id": "another", "path": str(SPECIALISTS / "sorter-llama"), "pinned": True}
+    assert front.send("POST", "/admin/models", entry) == 201
+    stream = partial(openai.OpenAI(base_url=f"{front.url}/v1", api_key="none").completions.create)
+    said = [
+        stream(model=name, prompt="sort: dcba", max_tokens=8, temperature=0).choices[0].text
+        for name in ("another", "sorter-llama")
+    ]
+    assert said[0] == said[1] != ""
+    assert front.state()["counters"].get("failed_fetches", 0.0) == 0.0
+    assert front.send("DELETE", "/admin/models/another") in (200, 204)
+    assert front.send("DELETE", "/admin/models/another") == 404
 
 
 def test_a_drained_node_finishes_its_requests(

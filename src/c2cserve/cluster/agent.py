@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -234,6 +235,10 @@ class _Watcher:
     def declined(self, link: NodeLink, decline: msg.Decline) -> None: ...
 
     def key_used(self, use: msg.KeyUse) -> None: ...
+
+    def catalogue_changed(self, changes: Mapping[str, msg.ModelChange]) -> None: ...
+
+    def change_applied(self, link: NodeLink, applied: msg.Applied) -> None: ...
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         self.lost = reason

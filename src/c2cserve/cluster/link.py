@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +38,12 @@ class LinkListener(Protocol):
     def key_used(self, use: msg.KeyUse) -> None:
         """Take what another front let in."""
         ...
+
+    def catalogue_changed(self, changes: Mapping[str, msg.ModelChange]) -> None:
+        """Take changes of the catalogue, also those known already."""
+        ...
+
+    def change_applied(self, link: "NodeLink", applied: msg.Applied) -> None: ...
 
     def node_lost(self, link: "NodeLink", reason: str) -> None:
         """Called once, also if it was never up."""
@@ -78,10 +84,19 @@ class NodeLink(Peer):
 
     def tell_use(self, use: msg.KeyUse) -> bool:
         """Tell the node's other fronts what this one let in. Return whether the node can."""
-        if self.trusted and self._version >= msg.KEY_USE_VERSION:
+        if self.knows_changes:
             self.send(use)
             return True
         return False
+
+    @property
+    def knows_changes(self) -> bool:
+        """Whether the node's version of the protocol has what fronts tell each other."""
+        return self.trusted and self._version >= msg.FRONTS_TALK_VERSION
+
+    def tell_changes(self, changes: Mapping[str, msg.ModelChange]) -> None:
+        """Tell changes of the catalogue to a node that knows them."""
+        self.send(msg.Changes(dict(changes)))
 
     # ---- from the node --------------------------------------------------------------------------
 
@@ -100,6 +115,10 @@ class NodeLink(Peer):
                 self._listener.declined(self, message)
             case msg.KeyUse():
                 self._listener.key_used(message)
+            case msg.Changes(models):
+                self._listener.catalogue_changed(models)
+            case msg.Applied():
+                self._listener.change_applied(self, message)
             case msg.Report(state):
                 self._listener.node_reported(self, state)
             case msg.Beat():

@@ -3,11 +3,13 @@
 node  ── Greeting ─▶ front        versions, and a nonce
 front ── Enter ────▶ node         the version it speaks, a proof that it has the secret
 node  ── Welcome ──▶ front        the other proof, and what the node is
-then Submit, Cancel, Table, HoldModel one way; Output, Decline, Report the other; KeyUse, Beat both
+then Submit, Cancel, Table, HoldModel one way; Output, Decline, Report the other; and
+Applied, which answers Changes; KeyUse, Changes, Beat both ways
 """
 
 import hashlib
 import hmac
+from typing import Any
 
 import msgspec
 
@@ -18,8 +20,9 @@ from c2cserve.runtime.gateway import Snapshot
 VERSION = 2
 OLDEST_VERSION = 1
 """The versions that this program speaks. A change that older programs cannot read adds one; the one
-before stays readable, so that neighbouring versions talk. Version 2 has `KeyUse`."""
-KEY_USE_VERSION = 2
+before stays readable, so that neighbouring versions talk. Version 2 has `KeyUse`,
+`Changes` and `Applied`, which a peer of version 1 is not sent."""
+FRONTS_TALK_VERSION = 2
 
 HEAD_BYTES = 4
 STRANGER_BYTES_MAX = 1 << 12
@@ -100,6 +103,32 @@ class KeyUse(msgspec.Struct, tag=True):
     keys: dict[str, tuple[int, int, int]]
 
 
+class ModelChange(msgspec.Struct):
+    """The last change of a model in the catalogue. `entry`: its keys as in the file; None: it was
+    removed. `reload`: its files are to be read again."""
+
+    number: int
+    front: str
+    entry: dict[str, Any] | None
+    reload: bool = False
+
+
+class Changes(msgspec.Struct, tag=True):
+    """Changes of the catalogue by catalogue id (`cluster.catalogue`)."""
+
+    models: dict[str, ModelChange]
+
+
+class Applied(msgspec.Struct, tag=True):
+    """A node has made a change, or refuses it: 200, or the status and reason of the refusal."""
+
+    model: str
+    number: int
+    front: str
+    status: int
+    reason: str
+
+
 class Output(msgspec.Struct, tag=True):
     delta: Delta
 
@@ -119,8 +148,8 @@ class Report(msgspec.Struct, tag=True):
     state: Snapshot
 
 
-ToNode = Enter | Beat | Submit | Cancel | Table | HoldModel | KeyUse
-FromNode = Greeting | Welcome | Beat | Output | Decline | Report | KeyUse
+ToNode = Enter | Beat | Submit | Cancel | Table | HoldModel | KeyUse | Changes
+FromNode = Greeting | Welcome | Beat | Output | Decline | Report | KeyUse | Changes | Applied
 
 _encoder = msgspec.msgpack.Encoder()
 decode_to_node = msgspec.msgpack.Decoder(ToNode).decode

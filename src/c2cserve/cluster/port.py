@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from c2cserve.cluster import messages as msg
+from c2cserve.cluster.node_changes import NodeChanges
 from c2cserve.cluster.peer import Peer
 from c2cserve.core.fleet import FleetNode
 from c2cserve.core.model import ModelState, ModelStatus
@@ -62,6 +63,7 @@ class NodePort:
     ) -> None:  # fmt: skip
         """`tables`: the beginning of the paths of vocabularies, beside the run's segments."""
         self.weights = weights
+        self.changes = NodeChanges(gateway)
         self.gateway = gateway
         self.node = node
         self.secret = secret
@@ -143,13 +145,20 @@ class _Front(Peer):
                     self._port.weights.note(source)
                 self._port.gateway.hold(model, pinned=pinned)
             case msg.KeyUse():
-                for front in self._port.fronts - {self}:
-                    if front.version >= msg.KEY_USE_VERSION:
-                        front.send(message)
+                self._hand_on(message)
+            case msg.Changes(models):
+                if new := self._port.changes.take(models, self.send):
+                    self._hand_on(msg.Changes(new))
             case msg.Beat():
                 pass
             case _:
                 raise ValueError(f"{type(message).__name__} at this time")
+
+    def _hand_on(self, message: msg.KeyUse | msg.Changes) -> None:
+        """Hand a message on to the other fronts that know it."""
+        for front in self._port.fronts - {self}:
+            if front.version >= msg.FRONTS_TALK_VERSION:
+                front.send(message)
 
     def _let_in(self, message: msg.ToNode) -> None:
         if isinstance(message, msg.Beat):
@@ -163,6 +172,9 @@ class _Front(Peer):
         own = msg.proof(self._port.secret, "node", message.nonce)
         self.send(msg.Welcome(own, self._port.node, self._port.weights.port))
         self._port.fronts.add(self)
+        changes = self._port.changes.changes.last
+        if changes and self.version >= msg.FRONTS_TALK_VERSION:
+            self.send(msg.Changes(changes))
         self.send(self._port.report())
 
     def _store(self, path: str, data: bytes) -> str:

@@ -6,7 +6,15 @@ each for itself.
 """
 
 from c2cserve.core.actions import Reject
-from c2cserve.core.events import Arrived, Cancelled, Finished, FirstToken, ModelAdded, Progressed
+from c2cserve.core.events import (
+    Arrived,
+    Cancelled,
+    Finished,
+    FirstToken,
+    ModelAdded,
+    ModelRemoving,
+    Progressed,
+)
 from c2cserve.core.request import Request
 from c2cserve.core.value import value
 
@@ -64,8 +72,8 @@ class Declined:
 
 
 FleetEvent = (
-    Arrived | Cancelled | FirstToken | Progressed | Finished | ModelAdded | NodeUp | NodeReport
-    | NodeLost | Declined
+    Arrived | Cancelled | FirstToken | Progressed | Finished | ModelAdded | ModelRemoving | NodeUp
+    | NodeReport | NodeLost | Declined
 )  # fmt: skip
 
 

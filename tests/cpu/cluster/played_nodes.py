@@ -3,7 +3,7 @@
 import asyncio
 import socket
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress
@@ -53,11 +53,15 @@ class PlayedEngine:
     """Tokens after which jobs end with `Refused`, as when a drain takes too long."""
     draining: bool = False
     slice_state: str = "up"
+    catalogue: dict[str, dict[str, object]] = field(
+        default_factory=lambda: {name: dict[str, object]() for name in MODELS}
+    )
+    reloaded: list[str] = field(default_factory=list[str])
     held_models: tuple[str, ...] = MODELS
     """Models in its pool."""
 
     def resolve(self, name: str) -> ModelFiles | None:
-        if name not in MODELS:
+        if name not in self.catalogue:
             return None
         return ModelFiles(name, "", 4096, 50_000, (), 1.0, 0.1, 0, version=f"{name}#2")
 
@@ -111,13 +115,17 @@ class PlayedEngine:
         return self.snapshot().models
 
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
-        raise AssertionError(entry)
+        if self.refusal is not None:
+            raise self.refusal
+        self.catalogue[str(entry["id"])] = entry
+        return self.models()[0]
 
     async def remove_model(self, name: str) -> None:
-        raise AssertionError(name)
+        del self.catalogue[name]
 
     async def reload_model(self, name: str) -> ModelStatus:
-        raise AssertionError(name)
+        self.reloaded.append(name)
+        return self.models()[0]
 
 
 class PlayedWeights:
@@ -155,6 +163,12 @@ class PlayedNode:
         await self.port.close()
 
 
+def prepare(entry: dict[str, object]) -> HostedModel:
+    if entry.get("path") == "bad":
+        raise Refused(400, "no checkpoint")
+    return replace(hosted(str(entry["id"])), entry=entry)
+
+
 def hosted(name: str) -> HostedModel:
     spec = ModelSpec(name, 100, 1, 1, 4096)
     files = ModelFiles(name, "", 4096, 50_000, (), 1.0, 0.1, 0)
@@ -175,7 +189,7 @@ class PlayedFront:
         policy = FleetPolicy(settings or FleetSettings())
         self.gateway = FleetGateway(
             name, models, policy, record, self.ended.append, timeout_s,
-            KeyLimits(name, keyring or Keyring((), from_file=False)),
+            KeyLimits(name, keyring or Keyring((), from_file=False)), prepare,
         )  # fmt: skip
         self._number = 0
 

@@ -136,5 +136,57 @@ def test_kubernetes() -> None:
     check_options(container["args"])
 
 
+RAY_CLUSTER = {
+    "": {
+        "headGroupSpec", "workerGroupSpecs", "rayVersion", "enableInTreeAutoscaling",
+        "autoscalerOptions", "headServiceAnnotations", "suspend", "gcsFaultToleranceOptions",
+    },
+    "headGroupSpec": {
+        "serviceType", "headService", "enableIngress", "rayStartParams", "template",
+    },
+    "workerGroupSpecs": {
+        "groupName", "replicas", "minReplicas", "maxReplicas", "numOfHosts", "rayStartParams",
+        "template", "scaleStrategy",
+    },
+}  # fmt: skip
+"""The fields of `ray.io/v1 RayCluster` that KubeRay documents (its API reference)."""
+
+
+def test_kuberay() -> None:
+    documents = list(yaml.safe_load_all((ROOT / "deploy/kuberay.yaml").read_text()))
+    [cluster] = [one for one in documents if one["kind"] == "RayCluster"]
+    assert cluster["apiVersion"] == "ray.io/v1"
+    spec = cluster["spec"]
+    head, [workers] = spec["headGroupSpec"], spec["workerGroupSpecs"]
+    assert set(spec) <= RAY_CLUSTER[""]
+    assert set(head) <= RAY_CLUSTER["headGroupSpec"]
+    assert set(workers) <= RAY_CLUSTER["workerGroupSpecs"]
+    assert {"headGroupSpec"} <= set(spec)
+    assert {"groupName", "minReplicas", "maxReplicas", "rayStartParams", "template"} <= set(workers)
+    pinned = re.search(r"^ray==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert spec["rayVersion"] == pinned[1]
+    for group in (head, workers):
+        assert all(isinstance(one, str) for one in group["rayStartParams"].values())
+        pod = group["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["automountServiceAccountToken"] is False
+        ray, front = pod["containers"]
+        assert {one["name"] for one in ray["env"]} >= {
+            "RAY_memory_monitor_refresh_ms", "RAY_worker_niceness",
+        }  # fmt: skip
+        # The front is a driver: it needs the raylet's sockets, its shared memory, its processes.
+        assert ray["volumeMounts"] == front["volumeMounts"]
+        assert pod["shareProcessNamespace"] is True
+        volumes = {one["name"] for one in pod["volumes"]}
+        assert {one["name"] for one in front["volumeMounts"]} == volumes
+        check_options(front["args"])
+        for container in (ray, front):
+            assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+            assert {"readinessProbe", "livenessProbe"} <= set(container), "KubeRay's own would fail"
+    [service] = [one for one in documents if one["kind"] == "Service"]
+    assert service["spec"]["selector"] == workers["template"]["metadata"]["labels"]
+
+
 def test_options_are_known() -> None:
     assert {"--admin-key-file", "--catalog", "--model-root", "--ssl-certfile"} <= serve_options()

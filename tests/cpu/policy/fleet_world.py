@@ -34,7 +34,12 @@ class _Node:
 class FleetWorld:
     """`ticks_s`: what each decision took, in seconds of processor time."""
 
-    def __init__(self, models: list[ModelSpec], nodes: int, pool: int, seed: int = 0) -> None:
+    def __init__(
+        self, models: list[ModelSpec], nodes: int, pool: int, seed: int = 0,
+        prompt_token_s: float = PROMPT_TOKEN_S,
+    ) -> None:  # fmt: skip
+        self._prompt_token_s = prompt_token_s
+        self._running: set[str] = set()
         self.policy = FleetPolicy()
         self.random = random.Random(seed)
         self.models = {one.id: one for one in models}
@@ -63,6 +68,7 @@ class FleetWorld:
 
     def lose(self, name: str) -> None:
         lost = self.nodes.pop(name)
+        self._running -= lost.running
         displaced = tuple(self.requests[one] for one in sorted(lost.running))
         self.tell(fleet.NodeLost(name, displaced))
 
@@ -88,20 +94,17 @@ class FleetWorld:
     def _happened(self, event: fleet.FleetEvent) -> None:
         match event:
             case ev.FirstToken(name):
-                if name not in self.ended and name in self._all_running():
+                if name in self._running:
                     self.begun_s.setdefault(name, self.now - self.requests[name].arrival_s)
                     self.tell(event)
             case ev.Finished(name):
-                if name not in self.ended and name in self._all_running():
+                if name in self._running:
                     self.ended.add(name)
-                    for node in self.nodes.values():
-                        node.running.discard(name)
+                    self._running.discard(name)
+                    self.nodes[self.sent[name][-1]].running.discard(name)
                     self.tell(event)
             case _:
                 self.tell(event)
-
-    def _all_running(self) -> set[str]:
-        return {one for node in self.nodes.values() for one in node.running}
 
     def _report(self, name: str) -> None:
         node = self.nodes[name]
@@ -141,9 +144,10 @@ class FleetWorld:
         usable_s = self._load(node, request.model)
         begin_s = max(self.now, usable_s, node.prompts_until_s)
         if usable_s <= self.now:
-            node.prompts_until_s = begin_s + request.prompt_len * PROMPT_TOKEN_S / 4
-        first_s = begin_s + request.prompt_len * PROMPT_TOKEN_S
+            node.prompts_until_s = begin_s + request.prompt_len * self._prompt_token_s / 4
+        first_s = begin_s + request.prompt_len * self._prompt_token_s
         node.running.add(request.id)
+        self._running.add(request.id)
         self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
         self.at(first_s + 1.0, ev.Finished(request.id, request.max_new_tokens))
 

@@ -201,9 +201,23 @@ def test_a_thousand_nodes_and_ten_thousand_models() -> None:
     assert late <= 0.05 * len(there.requests)
 
 
+def test_the_speed_of_a_node_that_is_never_idle_is_learned() -> None:
+    """Else a crowded node would for ever be believed to be fast."""
+    there = FleetWorld([spec("m0")], 1, 4 * GB, prompt_token_s=0.002)
+    there.arrive("warm", "m0", 200)
+    settle(there, 3.0)
+    for number in range(40):
+        there.arrive(f"r{number}", "m0", 200)
+        there.run_until(there.now + 0.05)
+    settle(there, 10.0)
+    [book] = there.policy._nodes.values()
+    assert book.token_s == pytest.approx(0.002, rel=0.2)
+    assert book.queued_tokens == 0
+
+
 def test_cancelled_requests_leave_nothing() -> None:
     there = world()
     there.arrive("r", "m0")
     there.tell(ev.Cancelled("r"))
     assert all(book.load == 0.0 for book in there.policy._nodes.values())
-    assert all(book.queued_s == 0.0 for book in there.policy._nodes.values())
+    assert all(book.queued_tokens == 0 for book in there.policy._nodes.values())

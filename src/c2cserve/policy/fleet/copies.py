@@ -36,8 +36,12 @@ class Copies:
         return self._next_s if self._due else None
 
     def review(self, models: Iterable[str]) -> None:
-        """Check these models' copies soon."""
-        self._due.update(dict.fromkeys(models))
+        """Check these models' copies soon. Those that were removed are left out."""
+        self._due.update(dict.fromkeys(one for one in models if one in self.models))
+
+    def forget(self, model: str) -> None:
+        self._due.pop(model, None)
+        self.asked_s.pop(model, None)
 
     def holds(self, now: float) -> Iterator[Hold]:
         """Yield what to load where, within the budget."""

@@ -30,13 +30,13 @@ class _Sent:
 
     model: str
     sent_s: float
-    prompt_s: float
-    """What its prompt is believed to cost."""
     computed: int
     """Prompt tokens that were believed not to be cached."""
-    alone: bool
-    """Nothing but its prompt delays its first token. The node has its model, and no other request
-    of this front waits for one there."""
+    work_tokens: float
+    """Prompt tokens that one slice computes before its first token: its own, and its part of those
+    that waited."""
+    held: bool
+    """The node had its model: its first token did not wait for a load."""
     begun: bool = False
 
 
@@ -54,8 +54,8 @@ class NodeBook:
     """Requests of all fronts, as of the last report."""
     own_reported: int = 0
     """Requests of this front, as of the last report."""
-    queued_s: float = 0.0
-    """Prompts of this front that have no first token yet, in seconds."""
+    queued_tokens: int = 0
+    """Of prompts of this front that have no first token yet."""
     sent: dict[str, _Sent] = field(default_factory=dict[str, "_Sent"])
     last_used_s: dict[str, float] = field(default_factory=dict[str, float])
     pinned: dict[str, int] = field(default_factory=dict[str, int])
@@ -64,6 +64,13 @@ class NodeBook:
     """Bytes of held models that were used lately."""
     token_s: float = PROMPT_TOKEN_S
     load_bytes_per_s: float = LOAD_BYTES_PER_S
+    _samples: int = 0
+    """First tokens that `token_s` was learned from."""
+
+    @property
+    def queued_s(self) -> float:
+        """How long a slice takes for all that waits."""
+        return self.queued_tokens * self.token_s
 
     @property
     def load(self) -> float:
@@ -125,10 +132,9 @@ class NodeBook:
     def send(self, request: Request, spec: ModelSpec, cached: int, now: float) -> None:
         """Note that the request is there from now on."""
         computed = request.prompt_len - cached
-        prompt_s = computed * self.token_s
-        alone = spec.id in self.held and self.queued_s <= 0.0
-        self.sent[request.id] = _Sent(spec.id, now, prompt_s, computed, alone)
-        self.queued_s += prompt_s
+        work_tokens = self.queued_tokens / max(1, self.node.slices) + computed
+        self.sent[request.id] = _Sent(spec.id, now, computed, work_tokens, spec.id in self.held)
+        self.queued_tokens += computed
         self.last_used_s[spec.id] = now
         if spec.id not in self.held:
             self.hold(spec.id, now)
@@ -139,20 +145,16 @@ class NodeBook:
         if one is None or one.begun:
             return
         one.begun = True
-        self._answered(one)
-        if one.alone and one.computed > 0:
-            sample_s = max(0.0, now - one.sent_s) / one.computed
-            self.token_s += _LEARNING * (sample_s - self.token_s)
+        self.queued_tokens -= one.computed
+        if one.held and one.work_tokens > 0:
+            self._samples += 1
+            sample_s = max(0.0, now - one.sent_s) / one.work_tokens
+            self.token_s += max(_LEARNING, 1.0 / self._samples) * (sample_s - self.token_s)
 
     def left(self, request_id: str) -> None:
         one = self.sent.pop(request_id, None)
         if one is not None and not one.begun:
-            self._answered(one)
-
-    def _answered(self, one: _Sent) -> None:
-        self.queued_s -= one.prompt_s
-        if all(other.begun for other in self.sent.values()):
-            self.queued_s = 0.0  # sums of floats drift
+            self.queued_tokens -= one.computed
 
     def displacement_s(self, spec: ModelSpec, replace_s: float) -> float:
         """Return what a new model costs beside its load, for the models in use that make room.

@@ -86,6 +86,9 @@ class FleetPolicy:
                     for book in self._nodes.values():
                         book.pinned.pop(spec.id, None)
                     self._copies.review([spec.id])
+            case ev.ModelRemoving(model):
+                self._models.pop(model, None)
+                self._copies.forget(model)
             case fleet.NodeUp(node):
                 self._nodes[node.id] = NodeBook(node)
                 self._opened = True
@@ -109,7 +112,7 @@ class FleetPolicy:
                 self._take_off(held, request)
         if book is not None:
             self._copies.review(sorted(book.last_used_s))
-            self._copies.review(m for m in book.pinned if m in self._models)
+            self._copies.review(book.pinned)
 
     def _take_off(self, held: _Held, request: Request) -> None:
         """Take the request off its node; it continues as `request`."""

@@ -15,8 +15,8 @@ from itertools import islice
 from typing import Any
 
 from c2cserve.cluster.link import NodeAddress, NodeLink
+from c2cserve.cluster.messages import Applied, Decline, HoldModel, KeyUse, ModelChange, Source
 from c2cserve.cluster.messages import Cancel as CancelJob
-from c2cserve.cluster.messages import Decline, HoldModel, KeyUse, Source
 from c2cserve.core import fleet
 from c2cserve.core.actions import Reject
 from c2cserve.core.events import Arrived, Cancelled, ModelAdded
@@ -28,6 +28,7 @@ from c2cserve.runtime.gateway import ModelFiles, Refused, Snapshot
 from c2cserve.runtime.ports import Recorder
 from c2cserve.serving.controller.jobs import JobTable, LiveJob, log_moved
 from c2cserve.serving.controller.output_stream import OutputStream
+from c2cserve.serving.front.catalogue import FrontCatalogue, Prepare
 from c2cserve.serving.front.key_limits import TELL_S, KeyLimits
 from c2cserve.serving.front.models import FrontModels
 from c2cserve.serving.front.nodes import Members, Node
@@ -35,7 +36,6 @@ from c2cserve.serving.front.nodes import Members, Node
 log = logging.getLogger(__name__)
 
 _RELAYS = 2
-_NO_CHANGES = "the catalogue of a cluster cannot be changed while it is served: restart its nodes"
 
 
 class FleetGateway:
@@ -44,10 +44,10 @@ class FleetGateway:
     def __init__(
         self, instance: str, models: FrontModels, policy: FleetPolicy,
         record: Recorder[Any, Any], on_end: Callable[[str | None], None],
-        node_timeout_s: float, limits: KeyLimits,
+        node_timeout_s: float, limits: KeyLimits, prepare: Prepare,
     ) -> None:  # fmt: skip
         """`on_end`: called with None after a drain, else with the reason. `node_timeout_s`: a node
-        that is silent for longer is lost."""
+        that is silent for longer is lost. `prepare`: checks entries that are added."""
         self._instance = instance
         self._models = models
         self._policy = policy
@@ -57,6 +57,9 @@ class FleetGateway:
         self._jobs = JobTable()
         self._members = Members(self, node_timeout_s)
         self._limits = limits
+        self._catalogue = FrontCatalogue(
+            instance, models, prepare, lambda: [one.link for one in self._nodes.values()], self.tick
+        )
         self._nodes: dict[str, Node] = {}
         """Nodes that are up, by their incarnation."""
         self._counters = Counter[str]()
@@ -135,6 +138,7 @@ class FleetGateway:
         log.info("node %s is up: %d slices of %s", name, node.slices, node.kind)
         self._nodes[node.id] = Node(link, node, name)
         self.tick(fleet.NodeUp(node))
+        self._catalogue.node_up(link)
 
     def node_reported(self, link: NodeLink, state: Snapshot) -> None:
         assert link.node is not None
@@ -181,12 +185,19 @@ class FleetGateway:
         request = live.begin_anew()
         self.tick(fleet.Declined(request, link.node.id, decline.status, decline.reason, after_s))
 
+    def catalogue_changed(self, changes: Mapping[str, ModelChange]) -> None:
+        self._catalogue.changed(changes)
+
+    def change_applied(self, link: NodeLink, applied: Applied) -> None:
+        self._catalogue.applied(link, applied)
+
     def key_used(self, use: KeyUse) -> None:
         self._limits.take(use, time.monotonic())
 
     def node_lost(self, link: NodeLink, reason: str) -> None:
         name = self._members.name_of(link)
         self._members.lost(link, reason)
+        self._catalogue.node_lost(link)
         node = link.node
         gone = None if node is None else self._nodes.pop(node.id, None)
         if node is None or gone is None:
@@ -288,14 +299,17 @@ class FleetGateway:
     def models(self) -> Sequence[ModelStatus]:
         return self.snapshot().models
 
+    def _status(self, model: str) -> ModelStatus:
+        return next(one for one in self.models() if one.id == model)
+
     async def add_model(self, entry: dict[str, object]) -> ModelStatus:
-        raise Refused(501, _NO_CHANGES)
+        return self._status(await self._catalogue.add(entry))
 
     async def remove_model(self, name: str) -> None:
-        raise Refused(501, _NO_CHANGES)
+        await self._catalogue.remove(name)
 
     async def reload_model(self, name: str) -> ModelStatus:
-        raise Refused(501, _NO_CHANGES)
+        return self._status(await self._catalogue.reload(name))
 
     # ---- shutting down --------------------------------------------------------------------------
 

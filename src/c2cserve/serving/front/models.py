@@ -28,6 +28,42 @@ class FrontModels:
     def specs(self) -> list[ModelSpec]:
         return [one.spec for one in self._hosted.values()]
 
+    def check_free(self, names: Iterable[str]) -> None:
+        """Check that names are free. Raises `Refused` (409) when a name is taken."""
+        for name in names:
+            if (owner := self._names.get(name)) is not None or name in self._broken_names:
+                raise Refused(409, f"the name {name!r} is already used by model {owner or name!r}")
+
+    def id_of(self, name: str) -> str:
+        """Return the model's id. Raises `Refused` (404)."""
+        if (broken := self._broken_names.get(name)) is not None:
+            return broken.name
+        if (model := self._names.get(name)) is None:
+            raise Refused(404, f"the model {name!r} does not exist")
+        return model
+
+    def entry_of(self, model: str) -> dict[str, object]:
+        """Return the catalogue entry of an id that is there."""
+        broken = self._broken.get(model)
+        return broken.entry if broken is not None else self._hosted[model].entry
+
+    def put(self, hosted: HostedModel) -> None:
+        """Add a model, or replace the one of the same id."""
+        name = hosted.spec.name
+        self.drop(name)
+        self._hosted[name] = hosted
+        self._names |= dict.fromkeys((name, *hosted.aliases), name)
+
+    def drop(self, model: str) -> bool:
+        """Take a model out. Return whether it was there."""
+        there = self._hosted.pop(model, None) is not None
+        there |= self._broken.pop(model, None) is not None
+        self._names = {name: one for name, one in self._names.items() if one != model}
+        self._broken_names = {
+            name: one for name, one in self._broken_names.items() if one.name != model
+        }
+        return there
+
     def find(self, name: str) -> ModelFiles | None:
         """Return the model that has this id or alias. Raises `Refused` (503) for a broken one."""
         if (broken := self._broken_names.get(name)) is not None:

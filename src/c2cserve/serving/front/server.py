@@ -26,6 +26,7 @@ from c2cserve.server.dashboard.live import TickTap
 from c2cserve.server.tls import Tls
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.doors import HttpDoor
+from c2cserve.serving.front.catalogue import Prepare
 from c2cserve.serving.front.gateway import FleetGateway
 from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
@@ -76,17 +77,19 @@ class FrontServer:
         )
         try:
             hosted, broken = prepare_models(host, self._catalog, strict=settings.strict)
-            return await self._serve(listener, FrontModels(hosted, broken))
+            return await self._serve(listener, FrontModels(hosted, broken), host.prepare)
         finally:
             host.close()
 
-    async def _serve(self, listener: socket.socket, models: FrontModels) -> str | None:
+    async def _serve(
+        self, listener: socket.socket, models: FrontModels, prepare: Prepare
+    ) -> str | None:
         settings = self._settings
         ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
         policy = FleetSettings()
         gateway = FleetGateway(
             self._instance, models, FleetPolicy(policy), self._record(policy), ended.set_result,
-            self._node_timeout_s, KeyLimits(self._instance, self._gate.keyring),
+            self._node_timeout_s, KeyLimits(self._instance, self._gate.keyring), prepare,
         )  # fmt: skip
         hang_ups = hang_ups_of(self._tls, self._gate, settings)
         RunSignals(gateway, self._signals, settings.drain_timeout_s, hang_ups).install()

@@ -13,6 +13,7 @@ import msgspec
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.parse import parse_entry
+from c2cserve.cluster.catalogue import unpinned
 from c2cserve.server.settings import ServerSettings
 from c2cserve.serving.live_server import LiveSettings
 
@@ -35,11 +36,6 @@ def node_spec(settings: LiveSettings, catalog: Catalog) -> bytes:
     own = replace(settings, server=ServerSettings(), keys_file=None, usage_log=None, record=None)
     spec = NodeSpec(own, [unpinned(one) for one in catalog.raw], catalog.base_dir)
     return msgspec.json.encode(spec, enc_hook=str)
-
-
-def unpinned(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return a catalogue entry as nodes get it."""
-    return {name: given for name, given in entry.items() if name != "pinned"}
 
 
 def read_spec(data: bytes | msgspec.Raw) -> NodeSpec:
