@@ -63,9 +63,7 @@ COMMANDS = {
     "top": Lazy("c2cserve.cli.top", "top", "Watch a server's slices and models."),
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
     "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),
-    "multipath": Lazy(
-        "c2cserve.serving.multipath", "multipath", "Run a CUDA program, its copies over several links."
-    ),
+    "multipath": Lazy("c2cserve.serving.multipath", "multipath", "Spread a program's copies."),
     "profile": Lazy(
         "c2cserve.cli.profile", "profile", "Measure this machine: links, memory, GEMMs."
     ),
@@ -142,7 +140,7 @@ def app(args: Sequence[str] | None = None) -> None:
     """
     _open_missing_streams()
     if args is None and sys.argv[1:2] == ["serve"]:  # its workers import for as long as it does
-        importlib.import_module("c2cserve.serving.ipc.worker_forks").start_ahead(sys.argv[2:])
+        importlib.import_module("c2cserve.serving.ipc.worker_forks").prestart(sys.argv[2:])
     args = list(sys.argv[1:] if args is None else args)
     sys.exit(_run(args, debug="--debug" in args[:1]))
 

@@ -77,7 +77,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 _TILE_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "c2c_linear_few_rows": (None, (_P, _P, _L, _P, _L, _P, _L, _L, _L, _L, _I)),
 }
-"""Of the libraries that multiply on tiles."""
+"""Functions that only the libraries that multiply on tiles have."""
 
 
 class KernelsMissing(RuntimeError):

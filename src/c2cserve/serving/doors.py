@@ -17,8 +17,8 @@ from c2cserve.server.tls import Tls
 
 _ACCEPTS = 32
 """Connections that are accepted in a turn of the event loop. uvloop accepts one for each socket
-that listens. With one socket and turns of 50 ms, 20 clients a second would come in, and others
-would wait for as long as those keep coming."""
+that listens. With one socket and turns of 50 ms, 20 clients a second would come in. Others would
+wait for as long as those keep coming."""
 
 
 class Door(Protocol):

@@ -149,17 +149,17 @@ def test_what_cannot_be_started_leaves_nothing_behind(start: Start) -> None:
 
 def test_the_fork_server_that_was_started_ahead_is_used(start: Start) -> None:
     start().close()  # its command is the short one from here on
-    worker_forks.start_ahead()
-    (ahead,) = worker_forks._ahead
+    worker_forks.prestart()
+    (ahead,) = worker_forks._prestarted
     spawner = start()
     spawned = take(spawner)
     assert parent(spawned.process.pid) == os.getpid()
     spawned.end()
     assert forks_pid(spawner) == ahead.pid
-    assert not worker_forks._ahead
+    assert not worker_forks._prestarted
 
 
 @pytest.mark.parametrize("options", [["--port", "0", "--help"], ["--cluster=auto"]])
 def test_a_server_without_workers_starts_none_ahead(options: list[str]) -> None:
-    worker_forks.start_ahead(options)
-    assert not worker_forks._ahead
+    worker_forks.prestart(options)
+    assert not worker_forks._prestarted

@@ -49,7 +49,7 @@ class Claim:
         return self.large or self.displaced
 
 
-class Ahead:
+class Assigned:
     """The requests that a process has."""
 
     COUNT = 64
@@ -100,7 +100,7 @@ class Sharing:
         return costly < self._most or not self._costly(claim, now)
 
     def may_follow(
-        self, claim: Claim, before: Ahead, others: Collection[Ahead], now: float
+        self, claim: Claim, before: Assigned, others: Collection[Assigned], now: float
     ) -> bool:
         """Return whether a request may be sent to a process that has some `before` it, one at
         least. `others`: those of other processes. Nothing costly waits or is waited for."""

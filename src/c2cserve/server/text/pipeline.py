@@ -143,8 +143,8 @@ class TextProcess(asyncio.Protocol):
 
     def send(self, message: ToText, claim: Claim, limit_s: float) -> Question | None:
         """Send a message. `claim.since` becomes the time when work on it begins. Return None if
-        nothing can be sent now: the process is not connected, or works for long for an asker that
-        is gone, or is gone itself."""
+        nothing can be sent now. Then the process is not connected, or is gone, or works for long
+        for an asker that is gone."""
         if self._transport is None or self._transport.is_closing() or self._stuck:
             return None
         question = Question(message, claim, limit_s)

@@ -18,7 +18,7 @@ from c2cserve.core.model import name_of
 from c2cserve.runtime.gateway import ModelFiles
 from c2cserve.server.errors import ApiError, unservable
 from c2cserve.server.settings import TextSettings
-from c2cserve.server.text.claims import PATIENCE_S, Ahead, Claim, Sharing
+from c2cserve.server.text.claims import PATIENCE_S, Assigned, Claim, Sharing
 from c2cserve.server.text.messages import (
     ModelOpened,
     TextAnswer,
@@ -63,7 +63,7 @@ class TextPool:
         """`vocabularies`: the most to keep; the least recently used ones make way. Models with
         equal files have one together."""
         self._settings = settings
-        self._ahead: dict[TextProcess, Ahead] = {}
+        self._assigned: dict[TextProcess, Assigned] = {}
         """Process -> the requests that have it."""
         self._waiting: dict[Claim, _Waiting] = {}
         """Those without a process, the one that has waited longest first."""
@@ -78,14 +78,14 @@ class TextPool:
         """Reason -> processes that were replaced for it."""
 
     def start(self) -> None:
-        self._ahead = {self._process(): Ahead() for _ in range(self._settings.processes)}
+        self._assigned = {self._process(): Assigned() for _ in range(self._settings.processes)}
 
     def _process(self) -> TextProcess:
         return TextProcess(self._settings, self._ended)
 
     async def close(self) -> None:
         """End all processes, without waiting for their present work."""
-        processes, self._ahead = list(self._ahead), {}
+        processes, self._assigned = list(self._assigned), {}
         for one in self._waiting.values():
             one.lent.cancel()
         await asyncio.gather(*(one.end() for one in processes), *self._tasks)
@@ -96,13 +96,13 @@ class TextPool:
 
     @property
     def pids(self) -> list[int]:
-        return [one.pid for one in self._ahead]
+        return [one.pid for one in self._assigned]
 
     def forget(self, model: str) -> None:
         """Drop all data of a model that was removed or reloaded."""
         for version in [one for one in self._vocabularies if name_of(one) == model]:
             del self._vocabularies[version]
-        for process in self._ahead:
+        for process in self._assigned:
             process.forget(model)
 
     # ---- work ---------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class TextPool:
         A request that must have a process to itself gets one in its turn. Until one is idle, those
         after it are sent behind others on other processes only."""
         now = time.monotonic()
-        for process in [one for one, ahead in self._ahead.items() if not ahead.claims]:
+        for process in [one for one, assigned in self._assigned.items() if not assigned.claims]:
             if (lost := process.lost) is not None:
                 self._replace(process, lost)
         kept: set[TextProcess] = set()
@@ -253,7 +253,9 @@ class TextPool:
         """Kinds of requests that no process was free for: it can only be fewer in this round."""
         given: list[Claim] = []
         for claim, one in self._waiting.items():
-            if all(ahead.full or process in kept for process, ahead in self._ahead.items()):
+            if all(
+                assigned.full or process in kept for process, assigned in self._assigned.items()
+            ):
                 break
             kind = claim.version, claim.large, claim.displaced
             if one.lent.done() or kind in refused:
@@ -263,7 +265,7 @@ class TextPool:
                 refused.add(kind)
                 kept |= self._keep(claim, kept, now)
                 continue
-            self._ahead[process].add(claim)
+            self._assigned[process].add(claim)
             claim.since = now
             given.append(claim)
             one.lent.set_result(self._send(process, claim, one.work))
@@ -283,8 +285,8 @@ class TextPool:
     def _start(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
         """Return an idle process for a request: one with its tokenizer, or the one with the
         fewest."""
-        idle = [one for one, own in self._ahead.items() if not own.claims and one not in kept]
-        running = [own.claims[0] for own in self._ahead.values() if own.claims]
+        idle = [one for one, own in self._assigned.items() if not own.claims and one not in kept]
+        running = [own.claims[0] for own in self._assigned.values() if own.claims]
         if not idle or not self._sharing.may_start(claim, running, now):
             return None
         ready = next((one for one in idle if one.has(claim.version)), None)
@@ -293,25 +295,25 @@ class TextPool:
     def _follow(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
         """Return the process with least to do to which a request may be sent behind others."""
         found: list[tuple[int, TextProcess]] = []
-        for process, ahead in self._ahead.items():
-            if not ahead.claims or ahead.full or process in kept:
+        for process, assigned in self._assigned.items():
+            if not assigned.claims or assigned.full or process in kept:
                 continue
             if not process.has(claim.version):
                 continue
-            others = [one for other, one in self._ahead.items() if other is not process]
-            if self._sharing.may_follow(claim, ahead, others, now):
-                found.append((len(ahead.claims), process))
+            others = [one for other, one in self._assigned.items() if other is not process]
+            if self._sharing.may_follow(claim, assigned, others, now):
+                found.append((len(assigned.claims), process))
         return min(found, key=lambda one: one[0])[1] if found else None
 
     def _keep(self, claim: Claim, kept: set[TextProcess], now: float) -> set[TextProcess]:
         """Return the process that is to become idle for a request, if the request could have it
         then and can have none before."""
-        if any(one.has(claim.version) for one in self._ahead) and not claim.alone:
+        if any(one.has(claim.version) for one in self._assigned) and not claim.alone:
             return set()
-        for process in sorted(self._ahead, key=lambda one: len(self._ahead[one].claims)):
+        for process in sorted(self._assigned, key=lambda one: len(self._assigned[one].claims)):
             others = [
                 own.claims[0]
-                for one, own in self._ahead.items()
+                for one, own in self._assigned.items()
                 if own.claims and one is not process
             ]
             if process not in kept and self._sharing.may_start(claim, others, now):
@@ -321,22 +323,22 @@ class TextPool:
     def _ended(self, process: TextProcess, ended: Sequence[Claim]) -> None:
         """Take a process back from requests that it has answered: others are sent to it before
         these get their next turn on the event loop."""
-        ahead, now = self._ahead.get(process), time.monotonic()
-        if ahead is None:
+        assigned, now = self._assigned.get(process), time.monotonic()
+        if assigned is None:
             return  # it was replaced, or the pool was closed
         for claim in ended:
-            ahead.remove(claim)
+            assigned.remove(claim)
             self._sharing.ended(claim, now)
         self._hand_out()
 
     def _give_back(self, process: TextProcess, claim: Claim, lost: str | None) -> None:
         """Take a process back from a request, unless that was done when it was answered. `lost`:
         why the process must be replaced, if it must."""
-        ahead = self._ahead.get(process)
-        if ahead is None:
+        assigned = self._assigned.get(process)
+        if assigned is None:
             return
-        if claim in ahead.claims:
-            ahead.remove(claim)
+        if claim in assigned.claims:
+            assigned.remove(claim)
             self._sharing.ended(claim, time.monotonic())
         if lost is not None:
             self._replace(process, lost)
@@ -345,9 +347,9 @@ class TextPool:
     def _replace(self, process: TextProcess, reason: str) -> None:
         self.killed[reason] += 1
         log.warning("text process %d is replaced: %s", process.pid, reason)
-        del self._ahead[process]
+        del self._assigned[process]
         self._run(process.end())
-        self._ahead[self._process()] = Ahead()
+        self._assigned[self._process()] = Assigned()
 
     @staticmethod
     def _crowded() -> ApiError:

@@ -26,9 +26,9 @@ from c2cserve.serving.controller.snapshot import BusyShares, take_snapshot
 from c2cserve.serving.controller.world import ControllerWorld
 
 _SWITCH_S = 0.0005
-"""How long one thread waits for the interpreter's lock before the other must yield it. uvloop takes
-the lock anew for each connection that it reads. With Python's 5 ms, a controller that is busy all
-the time leaves the event loop some 200 reads per second."""
+"""How long one thread waits for the interpreter's lock before the other must yield it. The event
+loop takes the lock anew for each connection that it reads. With Python's 5 ms, a controller that is
+busy all the time leaves the event loop some 200 reads per second."""
 _GRACE_S = 2.0
 """Workers that got `Quit` have this long to end: a step under way is finished first."""
 _SAMPLE_S = 1.0

@@ -18,22 +18,22 @@ FORK_SERVER = (sys.executable, "-m", "c2cserve.cli.main", "worker")
 
 _NEED_NONE = frozenset({"-h", "--help", "--cluster"})
 
-_ahead: list[ForkServer] = []
+_prestarted: list[ForkServer] = []
 
 
-def start_ahead(options: Sequence[str] = ()) -> None:
+def prestart(options: Sequence[str] = ()) -> None:
     """Start a fork server, which the next `fork_server` returns. It ends with this process.
 
     `options` of a server that only show help, or name a cluster's workers, need none. Where it
     fails, for want of processes or descriptors, `fork_server` tries again and says why."""
     if not _NEED_NONE & {option.partition("=")[0] for option in options}:
         with contextlib.suppress(OSError):
-            _ahead.append(_started())
+            _prestarted.append(_started())
 
 
 def fork_server() -> ForkServer:
     """Return the fork server that was started ahead, or start one. Raises OSError."""
-    return _ahead.pop() if _ahead else _started()
+    return _prestarted.pop() if _prestarted else _started()
 
 
 def _started() -> ForkServer:
