@@ -173,17 +173,20 @@ class Users:
         return {"gb_per_s_each": rates, "gb_per_s_alone": alone}
 
     def priority(self) -> Rows:
-        """Copies of a neighbour's own while it relays, and alone, in turns within the run."""
+        """Copies of a neighbour's own while it relays, over CUDA's copies when nothing else moves:
+        alone, the engine would bring them over both links."""
         rig, b, rows = self._rig, self._rig.buffers, list[dict[str, Any]]()
         last = rig.gpus - 1
         with rig.opened(rig.gpus) as engine:
             for mib in _OWN_MIB:
-                own = _moved(engine, [b.inward(last, min(mib * _MIB, b.size))])
+                segment = b.inward(last, min(mib * _MIB, b.size))
+                own, plain = _moved(engine, [segment]), rig.native([segment])
                 own()
+                plain()
                 alone: list[float] = []
                 beside: list[float] = []
                 for _ in range(3):
-                    alone += [_timed_s(own) for _ in range(_OWN_COPIES // 3)]
+                    alone += [_timed_s(plain) for _ in range(_OWN_COPIES // 3)]
                     with _load(engine, b.inward(0)):
                         beside += [_timed_s(own) for _ in range(_OWN_COPIES // 3)]
                 ratio = median(beside) / median(alone)
