@@ -64,7 +64,9 @@ COMMANDS = {
     "doctor": Lazy("c2cserve.cli.doctor", "doctor", "Check this machine and say what is used."),
     "kernels": Lazy("c2cserve.cli.kernels", "app", "Build, list, check and explain GPU kernels."),
     "multipath": Lazy(
-        "c2cserve.serving.multipath", "multipath", "Run a CUDA program, its copies over several links."
+        "c2cserve.serving.multipath",
+        "multipath",
+        "Run a CUDA program, its copies over several links.",
     ),
     "profile": Lazy(
         "c2cserve.cli.profile", "profile", "Measure this machine: links, memory, GEMMs."

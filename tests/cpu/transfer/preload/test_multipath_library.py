@@ -160,3 +160,19 @@ def test_random_operations_give_the_same_memory(programs: Programs, how: str) ->
 def test_random_operations_of_other_seeds(programs: Programs, seed: int) -> None:
     plain, spread = ran_twice(programs, "linked", seed, 2000)
     assert spread.lines[0] == plain.lines[0]
+
+
+def test_sums_are_printed_at_the_end_if_they_are_asked_for(programs: Programs) -> None:
+    words = ["in", "in", "pageable", "captured"]
+    assert "over several links" not in programs.run("one_copy", words).said
+    said = programs.run("one_copy", words, C2CSERVE_MULTIPATH_REPORT="1").said
+    assert "2 copies, 2 MB: over several links (" in said
+    assert "1 copies, 1 MB: captured into a graph" in said
+
+
+def test_cuda_that_is_used_in_another_way_is_said_once(programs: Programs) -> None:
+    """The program opens the driver so that its symbols come before all others."""
+    ran = programs.run("past_the_library")
+    assert ran.returncode == 0
+    assert ran.said.count("its calls did not come through this library") == 1
+    assert not programs.run("past_the_library", preloaded=False).said
