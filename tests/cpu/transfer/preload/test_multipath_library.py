@@ -1,6 +1,7 @@
 """The library that programs preload: its symbols, and programs' copies on an emulated driver."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -180,3 +181,18 @@ def test_cuda_that_is_used_in_another_way_is_said_once(programs: Programs) -> No
     assert ran.returncode == 0
     assert ran.said.count("its calls did not come through this library") == 1
     assert not programs.run("past_the_library", preloaded=False).said
+
+
+def test_python_finds_the_hooked_functions(programs: Programs) -> None:
+    """`ctypes` asks the driver's library for them, and no other library's symbols change."""
+    code = (
+        "import ctypes, sys\n"
+        "def at(library, name):\n"
+        "    return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value\n"
+        "names = ['cuMemcpyHtoDAsync_v2', 'cuGetProcAddress_v2', 'cuMemAlloc_v2']\n"
+        "print([at('libcuda.so.1', name) == at(None, name) for name in names[:2]])\n"
+        "try: at(None, names[2])\n"
+        "except AttributeError: print('of the driver alone')\n"
+    )
+    ran = programs.run(sys.executable, ["-c", code])
+    assert ran.lines == ["[True, True]", "of the driver alone"], ran
