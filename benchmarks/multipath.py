@@ -20,6 +20,7 @@ from report import report
 from c2cserve.transfer.multipath import multipath_environment
 
 PROGRAM = Path(__file__).with_name("multipath_program.py")
+LEAST = "C2CSERVE_MULTIPATH_LEAST_BYTES"
 _TIMEOUT_S = 240
 
 
@@ -40,9 +41,11 @@ def run(
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def both(*words: str) -> dict[str, dict[str, Any]]:
+def both(*words: str, **variables: str) -> dict[str, dict[str, Any]]:
     """A part, without the library and with it."""
-    return {name: run(*words, preloaded=name == "spread") for name in ("plain", "spread")}
+    return {
+        name: run(*words, preloaded=name == "spread", **variables) for name in ("plain", "spread")
+    }
 
 
 def by_size(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -95,7 +98,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for part in options.parts.split(","):
         words = (str(options.gigabytes),) if part == "model" else ()
-        found[part] = both(part, *words)
+        variables = {LEAST: str(1 << 20)} if part == "sizes" else {}
+        found[part] = both(part, *words, **variables)
     if "sizes" in found:
         found["sizes"] = by_size(found["sizes"])
     found["bars"] = bars_of(found)

@@ -54,8 +54,10 @@ class RandomWork:
 
         self.gpu = [bytes_of(device=f"cuda:{gpu}") for _ in range(4)]
         self.host = [bytes_of() for _ in range(6)]
-        for one in self.host[:5]:  # the last one is pageable
+        for one in self.host[:4]:
             one.memory = one.memory.pin_memory()
+        registered = self.host[4].memory  # the last one is pageable
+        assert not int(torch.cuda.cudart().cudaHostRegister(registered.data_ptr(), _SIZE, 0))
         self.streams = [
             torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream(priority=-1),
             torch.cuda.Stream(),

@@ -40,7 +40,7 @@ tests_engine() {
         tests/gpu/test_{gpu_overlap,gpu_rotation,pool_home,transfers,two_lanes}.py
 }
 tests_server() {
-    gpu_pytest tests/gpu/test_{gpu_faults,gpu_guides,gpu_isolation,neighbour_relays,peer_homes,profile_bench,weight_loads}.py
+    gpu_pytest tests/gpu/test_{gpu_faults,gpu_guides,gpu_isolation,multipath,neighbour_relays,peer_homes,profile_bench,weight_loads}.py
 }
 tests_selected() {
     # shellcheck disable=SC2086  # files in one string

@@ -166,6 +166,8 @@ def _follow(command: Any, words: list[str], program: str) -> None:
         name, equals, _ = left.pop(0).partition("=")
         if name in {"-h", "--help"}:
             continue
+        if name == "--" and any(one.nargs == -1 for one in command.params):
+            return  # what follows is another program's
         if not name.startswith("-"):
             room -= 1
             if room < 0:

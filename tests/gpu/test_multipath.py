@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from multipath import PROGRAM, run
+from multipath import LEAST, PROGRAM, run
 
 from c2cserve.transfer.multipath import multipath_environment
 
@@ -21,18 +21,21 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a neighbour"),
 ]
 
-LEAST = {"C2CSERVE_MULTIPATH_LEAST_BYTES": str(256 << 10)}
+SETTINGS = {LEAST: str(256 << 10)}
 """Copies of the random program have up to 4 MiB."""
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_10_000_random_operations_give_the_same_memory(seed: int) -> None:
-    compare(seed, 10_000)
+@pytest.mark.parametrize("allocator", ["native", "expandable_segments:True"])
+def test_10_000_random_operations_give_the_same_memory(allocator: str) -> None:
+    """Also in memory that PyTorch maps itself, for one GPU."""
+    compare(1, 10_000, PYTORCH_CUDA_ALLOC_CONF="" if allocator == "native" else allocator)
 
 
-def compare(seed: int, operations: int) -> None:
+def compare(seed: int, operations: int, **variables: str) -> None:
     words = ("random", str(seed), str(operations))
-    plain, spread = (run(*words, preloaded=preloaded, **LEAST) for preloaded in (False, True))
+    plain, spread = (
+        run(*words, preloaded=preloaded, **SETTINGS, **variables) for preloaded in (False, True)
+    )
     assert spread["sums"] == plain["sums"]
     assert spread["spread"] > 0
     assert plain["spread"] == 0
@@ -97,7 +100,7 @@ def test_a_program_in_c_with_either_runtime(tmp_path: Path, linked: str) -> None
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer")
 def test_memcheck_finds_nothing() -> None:
     command = ["compute-sanitizer", "--error-exitcode", "9", sys.executable, str(PROGRAM)]
-    environment = multipath_environment({**os.environ, **LEAST})
+    environment = multipath_environment({**os.environ, **SETTINGS})
     done = subprocess.run(
         [*command, "random", "1", "200"], env=environment, timeout=280, check=False
     )

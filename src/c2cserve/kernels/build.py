@@ -57,6 +57,7 @@ _MULTIPATH_FLAGS = (
     # The program may have a newer C++ library, which an old one that is loaded first would hide.
     "-static-libstdc++",
     "-static-libgcc",
+    "-Wl,--gc-sections",
     "-ldl",
 )
 

@@ -23,7 +23,8 @@ End end_at(const Driver& driver, CudaPointer at) {
   return end;
 }
 
-// Returns how many bytes from `at` on are of the same allocation, and of the same mapping.
+// Returns how many bytes from `at` on are of the same allocation, and of the same mapping; 0 if the
+// driver does not say so.
 uint64_t bytes_from(const Driver& driver, CudaPointer at) {
   uint64_t least = 0;
   const std::pair<int, int> extents[] = {{kRangeStart, kRangeSize}, {kMappingStart, kMappingSize}};
@@ -43,10 +44,14 @@ bool walk(const Driver& driver, CudaPointer at, uint64_t size, const End& first,
           std::vector<Range>* ranges) {
   while (size > 0) {
     const End end = end_at(driver, at);
-    const uint64_t found = std::min(bytes_from(driver, at), size);
-    if (found == 0 || end.kind != first.kind || end.managed) return false;
+    if (end.kind != first.kind || end.managed) return false;
     if (end.kind == kKindDevice && end.gpu != first.gpu) return false;
     if (ranges->size() == kRangesMost) return false;
+    uint64_t found = std::min(bytes_from(driver, at), size);
+    if (found == 0) {
+      found = size;
+      if (end_at(driver, at + size - 1).kind != first.kind) return false;
+    }
     ranges->push_back({at, found});
     at += found, size -= found;
   }
@@ -78,8 +83,7 @@ bool writes_gpu(const Driver& driver, const Range& range, int device) {
   if (!driver.attribute(&start, kMappingStart, range.start)) return false;
   if (!driver.attribute(&size, kMappingSize, range.start)) return false;
   const AccessDesc access{1, device, kReadWrite};
-  if (driver.set_access(start, size, &access, 1) != kCudaOk) return false;
-  return has_access(driver, range.start);
+  return driver.set_access(start, size, &access, 1) == kCudaOk;
 }
 
 }  // namespace

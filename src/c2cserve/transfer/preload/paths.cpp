@@ -77,6 +77,10 @@ Reason Paths::begin(const Copy& copy, CudaResult* result) {
     collect();
     made = reserve(copy, memory, &reason);
     if (made == nullptr) return reason;
+    if (driver_.cuda.event_record(made->start, copy.stream) != kCudaOk) {
+      give_back(*made);
+      return kFault;
+    }
   }
   *result = run(copy, *made);  // without the lock: the driver waits if a stream's queue is full
   const std::lock_guard<std::mutex> lock(mutex_);
@@ -252,10 +256,9 @@ void Paths::divide(Spread& spread, uint64_t size) {
 
 // ---- a copy -------------------------------------------------------------------------------------
 
-// In the context of the copy's GPU.
+// In the context of the copy's GPU. Its stream has recorded the start.
 CudaResult Paths::run(const Copy& copy, Spread& spread) {
   const auto& cuda = driver_.cuda;
-  if (const CudaResult result = cuda.event_record(spread.start, copy.stream)) return result;
   uint64_t relayed = 0;
   for (Relay& relay : spread.relays) {
     try {

@@ -152,6 +152,7 @@ int cuInit(unsigned) {
   const Lock lock(mutex);
   if (initialized++ == 0) {
     std::thread(run_streams).detach();
+    atexit([] { mutex.lock(); });  // nothing runs while memory goes
     pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); },
                    [] { new (&mutex) std::recursive_mutex; });  // another thread's there
   }

@@ -29,10 +29,11 @@ class Programs:
         self._folder = folder
         self._compile(
             "fake_driver.cpp", "libcuda.so.1", "-fPIC", "-shared", "-Wl,-Bsymbolic",
-            "-Wl,-soname,libcuda.so.1",
+            "-Wl,-soname,libcuda.so.1", "-Wl,--default-symver",
         )  # fmt: skip
         for name in ("random_program", "one_copy"):
             self._compile(f"{name}.cpp", name, str(folder / "libcuda.so.1"), "-ldl")
+        self._compile("past_the_library.cpp", "past_the_library", "-ldl")
         (folder / "relay").write_text("code")
 
     def _compile(self, source: str, target: str, *flags: str) -> None:

@@ -1,6 +1,7 @@
 """The library that programs preload: its symbols, and programs' copies on an emulated driver."""
 
 import subprocess
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -147,10 +148,14 @@ def ran_twice(programs: Programs, how: str, seed: int, operations: int) -> tuple
     return plain, spread
 
 
-@pytest.mark.parametrize("how", ["linked", "dlsym", "proc"])
-def test_random_operations_give_the_same_memory(programs: Programs, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "operations"), [("linked", 10_000), ("dlsym", 3000), ("proc", 3000)]
+)
+def test_random_operations_give_the_same_memory(
+    programs: Programs, how: str, operations: int
+) -> None:
     """However the program finds the driver's functions."""
-    plain, spread = ran_twice(programs, how, 1, 10_000)
+    plain, spread = ran_twice(programs, how, 1, operations)
     assert spread.lines[0] == plain.lines[0]
     assert int(spread.lines[1]) > 100
     assert plain.lines[1] == "0"
@@ -160,3 +165,34 @@ def test_random_operations_give_the_same_memory(programs: Programs, how: str) ->
 def test_random_operations_of_other_seeds(programs: Programs, seed: int) -> None:
     plain, spread = ran_twice(programs, "linked", seed, 2000)
     assert spread.lines[0] == plain.lines[0]
+
+
+def test_sums_are_printed_at_the_end_if_they_are_asked_for(programs: Programs) -> None:
+    words = ["in", "in", "pageable", "captured"]
+    assert "over several links" not in programs.run("one_copy", words).said
+    said = programs.run("one_copy", words, C2CSERVE_MULTIPATH_REPORT="1").said
+    assert "2 copies, 2 MB: over several links (" in said
+    assert "1 copies, 1 MB: captured into a graph" in said
+
+
+def test_cuda_that_is_used_in_another_way_is_said_once(programs: Programs) -> None:
+    """The program opens the driver so that its symbols come before all others."""
+    ran = programs.run("past_the_library")
+    assert ran.returncode == 0
+    assert ran.said.count("its calls did not come through this library") == 1
+    assert not programs.run("past_the_library", preloaded=False).said
+
+
+def test_python_finds_the_hooked_functions(programs: Programs) -> None:
+    """`ctypes` asks the driver's library for them, and no other library's symbols change."""
+    code = (
+        "import ctypes, sys\n"
+        "def at(library, name):\n"
+        "    return ctypes.cast(getattr(ctypes.CDLL(library), name), ctypes.c_void_p).value\n"
+        "names = ['cuMemcpyHtoDAsync_v2', 'cuGetProcAddress_v2', 'cuMemAlloc_v2']\n"
+        "print([at('libcuda.so.1', name) == at(None, name) for name in names[:2]])\n"
+        "try: at(None, names[2])\n"
+        "except AttributeError: print('of the driver alone')\n"
+    )
+    ran = programs.run(sys.executable, ["-c", code])
+    assert ran.lines == ["[True, True]", "of the driver alone"], ran

@@ -1,0 +1,128 @@
+"""vLLM's sleep and wake, with several links and without: times, and answers before and after.
+
+python benchmarks/multipath_vllm.py CHECKPOINT [--turns 5] [--utilization 0.4] [--out FILE]
+
+vLLM is what `python -m vllm.entrypoints.openai.api_server` finds. It is started twice, on GPU 0.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Generator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import report
+
+from c2cserve.transfer.multipath import multipath_environment
+
+_UP_WITHIN_S = 280
+_PROMPTS = [[7 * number + place for place in range(64)] for number in range(1, 9)]
+_SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1",
+}  # fmt: skip
+
+
+def ask(url: str, body: dict[str, Any] | None = None, *, get: bool = False) -> bytes:
+    data = None if get else json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data=data, headers={"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        return reply.read()
+
+
+def answers(url: str) -> list[str]:
+    """Greedy answers, one at a time, so that batches are alike."""
+    found: list[str] = []
+    for prompt in _PROMPTS:
+        body = {"model": "m", "prompt": prompt, "max_tokens": 32, "temperature": 0,
+                "ignore_eos": True}  # fmt: skip
+        found.append(json.loads(ask(f"{url}/v1/completions", body))["choices"][0]["text"])
+    return found
+
+
+@contextlib.contextmanager
+def vllm(checkpoint: str, utilization: float, *, spread: bool) -> Generator[str]:
+    """A server on a free port; its log goes to standard error. Raises `TimeoutError`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, **_SETTINGS}
+    if spread:
+        environment = multipath_environment(environment, report=True)
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint,
+         "--served-model-name", "m", "--port", str(port), "--max-model-len", "4096",
+         "--gpu-memory-utilization", str(utilization), "--enable-sleep-mode",
+         "--no-enable-prefix-caching", "--enforce-eager"],
+        env=environment, stdout=sys.stderr, start_new_session=True,
+    )  # fmt: skip
+    url = f"http://127.0.0.1:{port}"
+    try:
+        until = time.monotonic() + _UP_WITHIN_S
+        while True:
+            with contextlib.suppress(urllib.error.URLError, ConnectionError):
+                ask(f"{url}/health", get=True)
+                break
+            if server.poll() is not None or time.monotonic() > until:
+                raise TimeoutError("vLLM does not come up; its log says why")
+            time.sleep(1)
+        yield url
+    finally:
+        os.killpg(server.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def measure(url: str, turns: int) -> dict[str, Any]:
+    """The first turn sets up contexts and pinned memory, and does not count."""
+    before = answers(url)
+    sleeps: list[float] = []
+    wakes: list[float] = []
+    for _ in range(turns + 1):
+        began = time.perf_counter()
+        ask(f"{url}/sleep?level=1")
+        slept = time.perf_counter()
+        ask(f"{url}/wake_up")
+        sleeps.append(slept - began)
+        wakes.append(time.perf_counter() - slept)
+    return {
+        "sleep_s": sleeps[1:], "wake_s": wakes[1:], "before": before, "after": answers(url),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--utilization", type=float, default=0.4)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    for name in ("plain", "spread"):
+        with vllm(options.checkpoint, options.utilization, spread=name == "spread") as url:
+            found[name] = measure(url, options.turns)
+    said = [found[name][when] for name in found for when in ("before", "after")]
+    ratio = median(found["plain"]["wake_s"]) / median(found["spread"]["wake_s"])
+    equal = all(one == said[0] for one in said)
+    bars = [
+        {"bar": "wake: faster", "value": ratio, "bound": 1.5, "holds": ratio >= 1.5},
+        {"bar": "answers are equal", "value": equal, "bound": True, "holds": equal},
+    ]
+    times = {name: {key: one[key] for key in ("sleep_s", "wake_s")} for name, one in found.items()}
+    report({**times, "bars": bars}, options.out, checkpoint=Path(options.checkpoint).name)
+
+
+if __name__ == "__main__":
+    main()
