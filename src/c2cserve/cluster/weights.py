@@ -1,7 +1,7 @@
 """Weights from one node's pool to another's, over TCP connections of their own.
 
 A front that sends a model to a node names another node that has it (`Source`). The key in it is
-for one model, and only the two nodes can know it: it follows from the holder's secret, and is
+for one model, and only the two nodes can know it. It follows from the holder's secret, and is
 sealed with the receiver's. On each of `STREAMS` connections:
 
 holder   ── nonce ─▶ receiver

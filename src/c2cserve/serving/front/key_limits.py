@@ -1,7 +1,7 @@
 """Limits of keys over all fronts of a cluster.
 
 Each front tells the others a few times a second what it let in, by way of nodes. Each charges its
-own buckets with that. So every front knows the use of all, but for the last moment: the limits hold
+own buckets with that. So every front knows the use of all, but for the last moment. The limits hold
 over any longer time, because what came too much is a debt.
 """
 
@@ -33,7 +33,7 @@ class KeyLimits:
         self._front = front
         self._keyring = keyring
         self._number = 0
-        self._told: dict[str, tuple[int, int, int]] = {}
+        self._notified: dict[str, tuple[int, int, int]] = {}
         """Key -> what it had used here, and ran, when the others were told last."""
         self._others: dict[str, _Other] = {}
 
@@ -47,11 +47,11 @@ class KeyLimits:
         """Return what to tell the others, None if nothing has changed and nothing runs."""
         keys: dict[str, tuple[int, int, int]] = {}
         for name, quota in self._limited().items():
-            requests, tokens, running = self._told.get(name, (0, 0, 0))
+            requests, tokens, running = self._notified.get(name, (0, 0, 0))
             now = quota.requests, quota.tokens, quota.running
             if quota.running or now != (requests, tokens, running):
                 keys[name] = quota.requests - requests, quota.tokens - tokens, quota.running
-                self._told[name] = now
+                self._notified[name] = now
         if not keys:
             return None
         self._number += 1
