@@ -1,8 +1,8 @@
 """Changes of the catalogue while it is served, at fronts and nodes alike.
 
-Each keeps the last change of each model. When two meet, they give each other theirs, and the newer
-one of each model stays. So all come to the same catalogue, also after a pause. Of changes with one
-number, the one of the front with the later name stays.
+Each keeps the last change of each model. When two connect, they give each other theirs, and the
+newer one of each model stays. So all come to the same catalogue, also those that were away. Of
+changes with one number, the one of the front with the later name stays.
 """
 
 from collections.abc import Mapping

@@ -118,7 +118,7 @@ class _Front(Peer):
         """The front's path of a vocabulary -> the node's."""
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self.version = 0
-        """The version of the protocol, as the front said."""
+        """The version of the protocol that the front speaks."""
 
     def opened(self) -> None:
         self.send(msg.Greeting(msg.OLDEST_VERSION, msg.VERSION, self._nonce))

@@ -32,7 +32,7 @@ class Arrivals:
         self._lock = threading.Lock()
         self._whole_to = self.begin
         """All bytes before this one are there."""
-        self._beyond: dict[int, int] = {}
+        self._behind_gap: dict[int, int] = {}
         """Ranges behind a gap: begin -> end."""
         ends = [_end(segment, group) for group in plan.groups]
         sizes = [_bytes(segment, group) for group in plan.groups]
@@ -45,8 +45,8 @@ class Arrivals:
         """Write bytes, on any thread. Raises OSError."""
         self._segment.write(offset, data)
         with self._lock:
-            self._beyond[offset] = offset + len(data)
-            while (end := self._beyond.pop(self._whole_to, None)) is not None:
+            self._behind_gap[offset] = offset + len(data)
+            while (end := self._behind_gap.pop(self._whole_to, None)) is not None:
                 self._whole_to = end
             complete: list[int] = []
             while self._due and self._due[-1][0] <= self._whole_to:

@@ -87,6 +87,17 @@ def test_pinned_models_are_held_twice() -> None:
     assert sum("p" in node.pool for node in there.nodes.values()) == 2
 
 
+def test_the_second_pinned_copy_comes_from_the_pool_of_the_first() -> None:
+    there = FleetWorld([spec("p", pinned=True)], 3, 4 * GB)
+    for _ in range(20):
+        settle(there, 0.2)
+    holds = [
+        one for _, _, actions in there.stream for one in actions if isinstance(one, fleet.Hold)
+    ]
+    assert [one.source for one in holds] == ["", holds[0].node_id]
+    assert all(one.pinned for one in holds)
+
+
 def test_pins_of_fronts_that_start_later_are_the_same() -> None:
     """And a pool is not filled with more than it holds."""
     models = [spec(f"p{i}", pinned=True) for i in range(6)]

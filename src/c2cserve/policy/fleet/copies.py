@@ -70,8 +70,11 @@ class Copies:
         for node in nsmallest(copies, fitting, key=lambda book: rank(spec.id, book.node.id)):
             if spec.id in node.pinned:
                 continue
-            node.pinned[spec.id] = spec.weight_bytes
             source = self.placement.source(spec.id, node)
+            if not (source or node.has(spec.id)) and self.placement.holders(spec.id):
+                self._due[spec.id] = None  # it is loaded elsewhere: this copy comes from there
+                return
+            node.pinned[spec.id] = spec.weight_bytes
             if not node.has(spec.id):
                 node.hold(spec.id, now)
                 self._budget_bytes -= spec.weight_bytes

@@ -55,7 +55,7 @@ class NodeBook:
     own_reported: int = 0
     """Requests of this front, as of the last report."""
     queued_tokens: int = 0
-    """Tokens of prompts of this front that have no first token yet."""
+    """Tokens of this front's prompts that have no first token yet."""
     sent: dict[str, _Sent] = field(default_factory=dict[str, "_Sent"])
     last_used_s: dict[str, float] = field(default_factory=dict[str, float])
     pinned: dict[str, int] = field(default_factory=dict[str, int])

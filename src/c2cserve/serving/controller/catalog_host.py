@@ -136,7 +136,7 @@ class CatalogHost:
         )
         self._pool = make_pool(listener)
         self._fingerprints: dict[str, bytes] = {}
-        """Fingerprints of versions that were loaded."""
+        """The fingerprints of versions that were loaded."""
         self.fetch_from: Callable[[str, bytes], Fetch | None] = _from_nowhere
         """Catalogue id, fingerprint -> how to get weights from another pool, None if there is no
         other that is known to have them."""
