@@ -34,7 +34,7 @@ async def test_a_turn_of_the_loop_wakes_a_portion_at_most() -> None:
 
     tasks = [asyncio.create_task(take(number)) for number in range(len(streams))]
     await asyncio.sleep(0)
-    delivery.add([("", one, delta(0)) for one in streams], time.monotonic())
+    delivery.add([("", one, delta(0)) for one in streams], time.monotonic() + 60)
     counts: list[int] = []
     while len(woken) < len(streams):
         before = len(woken)
@@ -43,6 +43,15 @@ async def test_a_turn_of_the_loop_wakes_a_portion_at_most() -> None:
     assert max(counts) == FairDelivery.PORTION
     assert woken == sorted(woken)
     await asyncio.gather(*tasks)
+
+
+async def test_what_has_waited_is_handed_out_at_once() -> None:
+    """A busy loop has some 20 turns a second: with a portion in each, a backlog would only grow."""
+    delivery = FairDelivery(asyncio.get_running_loop())
+    streams = [OutputStream() for _ in range(9 * FairDelivery.PORTION)]
+    delivery.add([("", one, delta(0)) for one in streams], time.monotonic() - 1.0)
+    async with asyncio.timeout(0):
+        assert [await one.get() for one in streams] == [delta(0)] * len(streams)
 
 
 @given(st.lists(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), max_size=60)))

@@ -36,13 +36,17 @@ Output = tuple[str, OutputStream, Delta | Refused]
 
 
 class FairDelivery:
-    """Hands items to their requests: tenants in turn, and only some in each turn of the event loop.
+    """Hands items to their requests: tenants in turn, and some at a time.
 
     A step of 128 requests has 128 items, and each wakes a task. If all were handed out at once, the
-    turns of the loop would take that long, and a request of another tenant takes several turns."""
+    turns of the loop would take that long, and a request of another tenant takes several turns. But
+    a busy loop has few turns in a second. So what has waited long is handed out at once: a backlog
+    would make every answer late."""
 
     PORTION = 32
-    """Items in a turn of the loop."""
+    """Items in a turn of the loop,"""
+    DELAY_S = 0.005
+    """and those that have waited so long."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -62,17 +66,21 @@ class FairDelivery:
 
     def _deliver(self) -> None:
         self._scheduled = False
-        for number in range(self.PORTION):
-            if not self._due:
-                return
+        now, number = time.monotonic(), 0
+        while self._due:
             tenant = next(iter(self._due))
             items = self._due.pop(tenant)
             since_s, stream, item = items.popleft()
+            waited_s = now - since_s
+            if number >= self.PORTION and waited_s < self.DELAY_S:
+                items.appendleft((since_s, stream, item))
+                self._due = {tenant: items, **self._due}
+                self._scheduled = True
+                self._loop.call_soon(self._deliver)
+                return
             if number == 0:
-                self.delay_s = time.monotonic() - since_s
+                self.delay_s = waited_s
+            number += 1
             stream.put(item)
             if items:
                 self._due[tenant] = items  # behind the others
-        if self._due:
-            self._scheduled = True
-            self._loop.call_soon(self._deliver)
