@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from levels import EVERY_LEVEL
 
 from c2cserve.kernels.cpu_ops import CpuOps
 from c2cserve.kernels.ops import RowSampling
@@ -169,6 +170,51 @@ def test_only_what_a_mask_allows_is_drawn(ops: CpuOps, way: dict[str, float]) ->
     assert best in got.ids
     if way == {"temperature": 0.0}:
         assert set(got.ids) == {best}
+
+
+def allowed_tokens(kind: str, vocab: int) -> torch.Tensor:
+    """Return a bool for each token: true in a share of random places, or in alternating blocks
+    whose borders are not those of words."""
+    if kind == "blocks":
+        return torch.arange(vocab) // 150 % 2 == 0
+    share = {"none": 0.0, "few": 0.002, "half": 0.5, "most": 0.998, "all": 1.0}[kind]
+    generator = torch.Generator().manual_seed(vocab)
+    return torch.rand(vocab, generator=generator) < share
+
+
+def packed(allowed: torch.Tensor) -> torch.Tensor:
+    """Return the words of a mask. Bits behind the vocabulary are set: they must not matter."""
+    bits = torch.ones(-(-len(allowed) // 32) * 32, dtype=torch.int64)
+    bits[: len(allowed)] = allowed.long()
+    return (bits.view(-1, 32) << torch.arange(32)).sum(1).to(torch.int32)
+
+
+@pytest.mark.parametrize("isa", EVERY_LEVEL)
+@pytest.mark.parametrize("vocab", [50, 64, 3001, 3008, 3030])
+@pytest.mark.parametrize("kind", ["none", "few", "half", "most", "all", "blocks"])
+def test_a_mask_is_a_ban_of_each_token_that_it_forbids(isa: str, vocab: int, kind: str) -> None:
+    """Bans are applied token by token. The draws are the same ones, with every filter."""
+    allowed = allowed_tokens(kind, vocab)
+    masked = RowSampling(5, 0, mask=packed(allowed))
+    banned = RowSampling(5, 0, banned=(~allowed).nonzero()[:, 0].int())
+    ways: list[dict[str, float]] = [
+        {"temperature": 0.0}, {}, {"temperature": 3.0}, {"top_k": 5}, {"top_p": 0.7},
+        {"min_p": 0.1}, {"presence": 1.0},
+    ]  # fmt: skip
+    output = torch.arange(0, vocab, 7, dtype=torch.int32)
+    logits = noise(1, vocab, seed=vocab).expand(20 * len(ways), -1).contiguous()
+
+    def draws(row: RowSampling) -> list[int]:
+        rows = [
+            replace(row, position=i, output=output, **way)  # pyright: ignore[reportArgumentType]
+            for way in ways
+            for i in range(20)
+        ]
+        return CpuOps(1, isa=isa).sample(logits, rows).ids
+
+    got = draws(masked)
+    assert got == draws(banned)
+    assert all(allowed[token] for token in got) if allowed.any() else set(got) == {-1}
 
 
 def test_a_mask_of_another_vocabulary_is_refused(ops: CpuOps) -> None:

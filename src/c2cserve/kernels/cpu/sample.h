@@ -26,6 +26,8 @@ struct SampleRow {
   float temperature, top_p, min_p, repetition, presence, frequency;
 
   bool allows(int64_t v) const { return mask[v / 32] >> (v % 32) & 1; }
+  // Of tokens v to v + 63, all in the vocabulary; v is a multiple of 64.
+  uint64_t allows64(int64_t v) const { return mask[v / 32] | uint64_t(mask[v / 32 + 1]) << 32; }
   bool adjusted() const {
     return bias_len || banned_len || mask || repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
   }
@@ -66,7 +68,7 @@ constexpr int64_t kChunk = 1024;
 struct Peak {
   int64_t id;  // the lowest of equal ones
   float value;
-  bool finite;
+  bool finite;  // no value is a NaN, which is never the maximum, or an infinity
 };
 
 // One pass: the maximum of every chunk; the first chunk that holds the best is searched for its id.
@@ -79,7 +81,7 @@ inline Peak find_peak(const float* l, int64_t n) {
     int64_t i = begin;
     for (; i + kLanes <= end; i += kLanes) {
       vec v = load(l + i);
-      best = max(best, v);
+      best = max(v, best);
       poison = fma(v, zero(), poison);  // 0 * NaN and 0 * infinity are NaN
     }
     float top = largest(best);
@@ -93,8 +95,8 @@ inline Peak find_peak(const float* l, int64_t n) {
       chunk = begin;
     }
   }
-  if (bad != 0.0f) return {-1, value, false};  // NaN compares unequal
-  return {std::find(l + chunk, l + n, value) - l, value, true};
+  const bool finite = bad == 0.0f;  // NaN compares unequal
+  return {std::find(l + chunk, l + n, value) - l, value, finite};
 }
 
 inline double log_sum_exp(const float* l, int64_t n, float peak) {
@@ -108,6 +110,28 @@ inline double log_sum_exp(const float* l, int64_t n, float peak) {
   }
   for (; i < n; ++i) total += double(exp1(l[i] - peak));
   return std::log(total) + double(peak);
+}
+
+// Set the value of every token that the mask forbids to `never`, a word of 64 tokens at a time. In
+// most words of most masks all tokens are allowed, or none is. The others are blended: a branch per
+// token costs most where its outcome is hard to predict.
+inline void forbid(const SampleRow& r, float* values, int64_t n, float never) {
+  constexpr int kWord = 64;
+  int64_t v = 0;
+  for (; v + kWord <= n; v += kWord) {
+    const uint64_t bits = r.allows64(v);
+    if (bits == ~uint64_t(0)) continue;
+    if (bits == 0) {
+      for (int i = 0; i < kWord; i += kLanes) store(values + v + i, splat(never));
+      continue;
+    }
+    for (int i = 0; i < kWord; i += kLanes) {
+      float* at = values + v + i;
+      store(at, select(uint32_t(bits >> i), load(at), splat(never)));
+    }
+  }
+  for (; v < n; ++v)
+    if (!r.allows(v)) values[v] = never;
 }
 
 // Penalties as vLLM and transformers define them, after the bias: repetition once per token of
@@ -138,8 +162,7 @@ inline void penalize(SampleBuffers& b, const SampleRow& r) {
   }
   const float never = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < r.banned_len; ++i) l[size_t(r.banned[i])] = never;
-  if (r.mask)
-    for (int64_t i = 0; i < int64_t(l.size()); ++i) l[size_t(i)] = r.allows(i) ? l[size_t(i)] : never;
+  if (r.mask) forbid(r, l.data(), int64_t(l.size()), never);
 }
 
 // In the order of their logits; equal ones by id.
@@ -236,8 +259,7 @@ inline int32_t draw(SampleBuffers& b, const SampleRow& r, float peak) {
   if (int rest = int(n - i); rest > 0)
     store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
   for (i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
-  if (r.mask)
-    for (i = 0; i < n; ++i) p[i] = r.allows(i) ? p[i] : 0.0f;
+  if (r.mask) forbid(r, p, n, 0.0f);
   if (r.min_p > 0.0f)
     for (i = 0; i < n; ++i) p[i] = p[i] < std::min(r.min_p, 1.0f) ? 0.0f : p[i];
   const Ladder ladder{peak, scale};
@@ -268,17 +290,20 @@ inline void report_logprobs(const SampleRow& r, int64_t n, float peak, SampleBuf
 
 inline void sample_row(const SampleRow& r, int64_t n, SampleBuffers& b, const SampleResult& out) {
   const Peak raw = find_peak(r.logits, n);
-  *out.id = int32_t(raw.id);
+  *out.id = raw.finite ? int32_t(raw.id) : -1;
   if (!raw.finite) return;
   if (r.adjusted() || r.temperature > 0.0f) {
     b.logits.assign(r.logits, r.logits + n);
-    if (r.adjusted()) penalize(b, r);
-    const auto best = std::max_element(b.logits.begin(), b.logits.end());
-    if (!(*best > -std::numeric_limits<float>::infinity())) {
+    Peak best = raw;
+    if (r.adjusted()) {
+      penalize(b, r);
+      best = find_peak(b.logits.data(), n);
+    }
+    if (best.value == -std::numeric_limits<float>::infinity()) {
       *out.id = -1;
       return;
     }
-    *out.id = r.temperature > 0.0f ? draw(b, r, *best) : int32_t(best - b.logits.begin());
+    *out.id = r.temperature > 0.0f ? draw(b, r, best.value) : int32_t(best.id);
   }
   if (r.top_logprobs >= 0) report_logprobs(r, n, raw.value, b, out);
 }

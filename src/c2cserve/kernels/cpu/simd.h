@@ -109,6 +109,9 @@ inline vec pow2(vec a) {  // 2^a for integral a in [-126, 127]
   __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
 }
+inline vec select(uint32_t bits, vec a, vec b) {  // a where the lane's bit is set, else b
+  return {_mm512_mask_blend_ps(__mmask16(bits), b.v, a.v)};
+}
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 struct vec {
@@ -142,6 +145,11 @@ inline vec round(vec a) {
 inline vec pow2(vec a) {
   __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(a.v), _mm256_set1_epi32(127));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(e, 23))};
+}
+inline vec select(uint32_t bits, vec a, vec b) {  // a where the lane's bit is set, else b
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  __m256i set = _mm256_and_si256(_mm256_set1_epi32(int(bits)), lane);
+  return {_mm256_blendv_ps(b.v, a.v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)))};
 }
 #else
 constexpr int kLanes = 8;
@@ -187,6 +195,10 @@ inline vec pow2(vec a) {
   vec out;
   std::memcpy(&out.v, &e, sizeof(e));
   return out;
+}
+inline vec select(uint32_t bits, vec a, vec b) {  // a where the lane's bit is set, else b
+  const int8x lane = {1, 2, 4, 8, 16, 32, 64, 128};
+  return {(lane & int32_t(bits)) != 0 ? a.v : b.v};
 }
 #endif
 
