@@ -64,7 +64,7 @@ def slice_policy(
     several = lookahead > 1 and in_flight == 1 and rotation is None and slice_.lanes == 1
     strategies: SliceStrategies[SimulatedSliceAction] = SliceStrategies(
         arena, swapping, _BUDGETS[preset.chunks], BY_HEADROOM if by_headroom else BY_ARRIVAL,
-        rotation,
+        preset.chunks == "whole", rotation,
         SwappingLookahead(lookahead, slice_.max_batch, arena, swapping, by_headroom=by_headroom)
         if several else None,
         AlphaBank() if preset.alpha else None,
