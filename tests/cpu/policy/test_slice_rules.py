@@ -1,9 +1,10 @@
 """What the slice policy does in situations built by hand."""
 
 from random import Random
+from typing import Never
 
 import pytest
-from slice_cases import SLOS, request, spec, world_of
+from slice_cases import SLOS, request, small_slice, spec, world_of
 from slice_hand import Hand, names
 
 from c2cserve.core.actions import Drop, RunStep, Truncate
@@ -17,6 +18,9 @@ from c2cserve.core.events import (
     Withdrawn,
 )
 from c2cserve.core.request import Slo
+from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.slice.strategies import SliceStrategies, arena_of
+from c2cserve.policy.weights.weight_memory import WeightMemory
 
 
 def test_a_request_from_prompt_to_last_token() -> None:
@@ -59,6 +63,22 @@ def test_all_decodes_run_beside_every_chunk_of_a_long_prompt() -> None:
         chunks += 1
         step = hand.step(hand.done(step))
     assert chunks >= 6
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_urgent_prompt_goes_between_the_chunks_of_a_long_one(whole: bool) -> None:
+    """Unless prompts are computed whole, as some baselines do."""
+    hand = Hand()
+    slice_ = small_slice()
+    arena = arena_of(slice_)
+    strategies: SliceStrategies[Never] = SliceStrategies(
+        arena, WeightMemory(arena), whole_prompts=whole
+    )
+    hand.policy = SlicePolicy(slice_, 1, strategies)
+    hand.tell(Activated(spec()))
+    step = hand.step(Submitted(request("long", prompt=200, slo=SLOS[2])))
+    step = hand.step(hand.done(step), Submitted(request("urgent", prompt=20, slo=SLOS[0])))
+    assert (names(step)[0] == "urgent") is not whole
 
 
 def test_a_chunk_shrinks_so_that_running_requests_keep_their_pace() -> None:

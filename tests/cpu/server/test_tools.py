@@ -1,5 +1,6 @@
 """Tools: what reaches a template, and what of an output is a call, reasoning or content."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -52,6 +53,9 @@ TEMPLATES = {"hermes": HERMES, "thinking": THINKING, "llama": LLAMA, "mistral": 
              "args": ARGS, "sometimes": THINKING + "</think>"}  # fmt: skip
 
 
+_versions = itertools.count(2)
+
+
 @pytest.fixture
 def calling(served: Served, byte_dir: Path, tmp_path: Path) -> Iterator[Served]:
     """A server with a model for each format of calls."""
@@ -61,7 +65,7 @@ def calling(served: Served, byte_dir: Path, tmp_path: Path) -> Iterator[Served]:
         (path / "chat_template.jinja").write_text(template)
         # Each test has a version of its own, since text processes keep tokenizers by version.
         served.gateway.files[name] = replace(
-            files, id=name, path=str(path), max_context=2048, version=f"{name}#{id(tmp_path)}"
+            files, id=name, path=str(path), max_context=2048, version=f"{name}#{next(_versions)}"
         )
     yield served
     for name in TEMPLATES:

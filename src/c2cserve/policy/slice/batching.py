@@ -118,6 +118,8 @@ class ActiveModel:
     time: StepTime
     rank: "Callable[[Seq], float]"
     """Orders its requests, first come or least headroom first."""
+    whole_prompts: bool = False
+    """A prompt that is under way goes before more urgent ones, until it is done."""
     seqs: dict[str, Seq] = field(default_factory=dict[str, Seq])
     suspects: bool = False
     """Some of them may be (`policy.slice.faults`)."""
@@ -147,23 +149,28 @@ class ActiveModel:
     def line_up(self, now: float) -> "Line":
         """Return its decodes and its prefills, by rank. A decode is ready for its next single
         token, though a step in flight may still sample the one before. A prefill has more tokens to
-        compute. Started prefills go first, and waiting ones whose first token is late go last. A
-        request whose last token is being sampled, or that is paused, is in neither."""
+        compute. Waiting ones whose first token is late go last. A request whose last token is
+        being sampled, or that is paused, is in neither.
+
+        A prompt that is under way makes way for a more urgent one between its chunks, unless
+        prompts are `whole_prompts`. Else a short prompt behind a long one would be late. The
+        controller, too, expects that prompts are computed by due time
+        (`policy.cluster.placement.in_time`)."""
         decodes: list[Seq] = []
-        started: list[Seq] = []
-        waiting: list[Seq] = []
+        first: list[Seq] = []
+        prompts: list[Seq] = []
         late: list[Seq] = []
         for seq in sorted(self.seqs.values(), key=self.rank):
             if seq.paused or seq.stopping:
                 continue
             expected = seq.length + seq.drawing
             if not seq.started:
-                (late if self._yields(seq, now) else waiting).append(seq)
+                (late if self._yields(seq, now) else prompts).append(seq)
             elif seq.issued < expected - 1:
-                started.append(seq)
+                (first if self.whole_prompts else prompts).append(seq)
             elif expected < seq.request.prompt_len + seq.request.max_new_tokens:
                 decodes.append(seq)
-        return decodes, started + waiting + late
+        return decodes, first + prompts + late
 
     def _yields(self, seq: Seq, now: float) -> bool:
         """Return whether those that can be in time go first, as its first token is late. After some

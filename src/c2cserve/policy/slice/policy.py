@@ -116,7 +116,10 @@ class SlicePolicy(SliceMemory[ExtraT]):
         if spec.id not in self._models:
             lane = self._lanes.of(spec.id, False if keep else None)
             time, key = self._time(spec.id, lane), f"{spec.id}#{next(self._keys)}"
-            model = ActiveModel(spec.id, key, spec.kv_block_bytes, time, self._strategies.rank)
+            rules = self._strategies
+            model = ActiveModel(
+                spec.id, key, spec.kv_block_bytes, time, rules.rank, rules.whole_prompts
+            )
             self._models[spec.id] = model
             self.arena.add_model(model.key, spec.kv_block_bytes)
             if keep:

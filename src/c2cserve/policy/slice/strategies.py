@@ -5,6 +5,7 @@
                     or weights are read in place
     prefill_budget  `batching.headroom_budget`      `baselines.c2cserve.chunk_budgets`
     rank            least headroom first            order of arrival
+    whole_prompts   no: urgent ones go between      as published systems compute prompts
     lookahead       none: one step per decision     `sim.policies.lookahead`
     gemm_control    none                            `baselines.c2cserve.alpha`
 
@@ -68,6 +69,8 @@ class SliceStrategies(Generic[ExtraT_co]):
     memory: WeightMemory
     prefill_budget: PrefillBudget = headroom_budget
     rank: Callable[[Seq], float] = BY_HEADROOM
+    whole_prompts: bool = False
+    """See `batching.ActiveModel`."""
     rotation: RotationSettings | None = None
     """None: KV stays in the arena, and preempted requests begin again."""
     lookahead: Lookahead | None = None

@@ -6,6 +6,8 @@ from typing import Literal
 
 from c2cserve.policy.slice.batching import ActiveModel
 
+State = Literal["absent", "loading", "resident", "refused"]
+
 
 @dataclass(slots=True, eq=False)
 class ModelWeights:
@@ -17,7 +19,7 @@ class ModelWeights:
     """How long after a request it stays before others of its rank."""
     tokens_beside: float
     """The longest request's whose KV fits beside the weights; infinite if all do."""
-    state: Literal["absent", "loading", "resident", "refused"] = "absent"
+    state: State = "absent"
     gap_s: float = float("inf")
     """Between its requests, lately."""
     asked_s: float = float("-inf")

@@ -28,6 +28,7 @@ small for a matrix. The model asks again, with more room. If that does not help 
 until KV has made way (`_reconsider`). So does a model that has
 a request whose KV does not fit beside the weights (`_make_way_for_long`)."""
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import frexp, inf, isinf
 
@@ -38,7 +39,7 @@ from c2cserve.core.request import BLOCK_TOKENS
 from c2cserve.policy.headroom import Candidate, next_turn
 from c2cserve.policy.slice.batching import ActiveModel
 from c2cserve.policy.slice.kv import KvArena
-from c2cserve.policy.weights.model_weights import ModelWeights
+from c2cserve.policy.weights.model_weights import ModelWeights, State
 from c2cserve.policy.weights.weight_memory import WeightMemory
 from c2cserve.policy.weights.weight_room import WeightRoom
 
@@ -73,6 +74,11 @@ class WeightSwapping(WeightMemory):
         self._room = WeightRoom(arena, slice_)
         self._bytes_per_s = slice_.link_bytes_per_s
         self._weights: dict[str, ModelWeights] = {}
+        self._in = defaultdict[State, dict[str, ModelWeights]](dict)
+        """The same by state: most decisions concern a few of many models."""
+        self._bounded: dict[str, ModelWeights] = {}
+        """Those beside whose weights not every request fits."""
+        self._there_bytes = 0  # of the weights that take room
         self._freeing: tuple[str, frozenset[str]] = "", frozenset()
         """The model that broke a deadlock, and its requests that held KV then. It stays until they
         have ended: else the models that wait for that KV would make it leave again at once."""
@@ -87,7 +93,7 @@ class WeightSwapping(WeightMemory):
     @property
     def scarce(self) -> bool:
         """A model with requests is out: what is decided for long must be looked at again soon."""
-        return any(one.state == "absent" and one.model.seqs for one in self._weights.values())
+        return any(one.model.seqs for one in self._in["absent"].values())
 
     def computes(self, name: str) -> bool:
         """Its weights are here to stay, or are not kept as a whole."""
@@ -105,7 +111,8 @@ class WeightSwapping(WeightMemory):
 
     @property
     def needed_bytes(self) -> int:
-        size = sum(one.size for one in self._weights.values() if one.takes_room and one.model.seqs)
+        there = (*self._in["resident"].values(), *self._in["loading"].values())
+        size = sum(one.size for one in there if one.model.seqs)
         return self._room.slabs(size) * self._arena.slab_bytes
 
     def capacity(self, model: ActiveModel) -> int:
@@ -121,15 +128,28 @@ class WeightSwapping(WeightMemory):
         beside = self._arena.capacity(model.key, self._room.slabs(spec.weight_bytes)) * BLOCK_TOKENS
         tokens = inf if beside >= spec.max_context or not self._rotates else beside
         rank = spec.pinned, spec.priority
-        self._weights[model.name] = ModelWeights(
-            model, spec.weight_bytes, rank, spec.keep_warm_s, tokens
-        )
+        one = ModelWeights(model, spec.weight_bytes, rank, spec.keep_warm_s, tokens)
+        self._weights[model.name] = self._in[one.state][model.name] = one
+        if not isinf(tokens):
+            self._bounded[model.name] = one
         self._bound_cache()
 
     def deactivated(self, name: str) -> None:
-        if self._weights.pop(name, None) is not None:
+        one = self._weights.pop(name, None)
+        if one is not None:
+            self._bounded.pop(name, None)
+            self._there_bytes -= one.size if one.takes_room else 0
+            del self._in[one.state][name]
             self._withhold()
             self._bound_cache()
+
+    def _put(self, one: ModelWeights, state: State) -> None:
+        """Note the state of a model's weights."""
+        self._there_bytes -= one.size if one.takes_room else 0
+        del self._in[one.state][one.model.name]
+        one.state = state
+        self._in[state][one.model.name] = one
+        self._there_bytes += one.size if one.takes_room else 0
 
     def _bound_cache(self) -> None:
         self._room.wanted(sum(one.size for one in self._weights.values()))
@@ -137,7 +157,8 @@ class WeightSwapping(WeightMemory):
     def fetched(self, name: str, took_s: float) -> None:
         one = self._weights.get(name)
         if one is not None and one.state == "loading":
-            one.state, one.tries = "resident", 0
+            one.tries = 0
+            self._put(one, "resident")
             rate = one.size / max(took_s, 1e-6)
             self._bytes_per_s += _WEIGHT * (rate - self._bytes_per_s)
 
@@ -147,7 +168,7 @@ class WeightSwapping(WeightMemory):
         one = self._weights.get(name)
         if one is not None and one.takes_room:
             one.tries += 1
-            one.state = "absent"
+            self._put(one, "absent")
             if one.tries == _TRIES or not self._rotates:
                 one.tries = 0
                 self._stream(one)
@@ -173,11 +194,9 @@ class WeightSwapping(WeightMemory):
         actions = self._make_way_for_long(in_flight)
         most = _AT_A_TIME if self._rotates else len(self._weights)
         chosen, self._draining = self._draining, {}
-        while sum(one.state == "loading" for one in self._weights.values()) < most:
-            out = sorted(
-                (one.due_s, name) for name, one in self._weights.items()
-                if one.state == "absent" and one.model.seqs
-            )  # fmt: skip
+        while len(self._in["loading"]) < most:
+            absent = self._in["absent"].items()
+            out = sorted((one.due_s, name) for name, one in absent if one.model.seqs)
             if not out:
                 break
             first = self._weights[out[0][1]]
@@ -203,18 +222,18 @@ class WeightSwapping(WeightMemory):
     def _reconsider(self, now: float) -> None:
         """Models whose loads were refused may be loaded again once KV reaches less far. After a
         while they may in any case: other weights may have made way."""
-        for one in self._weights.values():
-            if one.state == "refused" and not one.too_long:
+        for one in list(self._in["refused"].values()):
+            if not one.too_long:
                 since_s = one.refused_s = now if one.refused_s is None else one.refused_s
                 less = self._arena.held_end_bytes < one.kv_end_bytes
                 if now - since_s >= (_REFUSED_S if less else _REFUSED_MOST_S):
-                    one.state = "absent"
+                    self._put(one, "absent")
 
     def _make_way_for_long(self, in_flight: Collection[str]) -> list[Fetch | Release]:
         """Let models stream whose longest request does not fit beside their weights. Steps in
         flight end first; there are no new ones meanwhile."""
         actions: list[Fetch | Release] = []
-        for one in self._weights.values():
+        for one in self._bounded.values():
             if one.too_long:
                 if one.state == "resident" and one.model.name not in in_flight:
                     actions.append(self._release(one))
@@ -257,7 +276,7 @@ class WeightSwapping(WeightMemory):
         that would be missed last. Nothing if none can, if KV gains nothing by it, or if those are
         more urgent. Else the two would make each other leave in turn."""
         victim = next(iter(self._victims(model.name, in_flight, now)), None)
-        there = self._there_bytes()
+        there = self._there_bytes
         if victim is None or self._room.slabs(there - victim.size) == self._room.slabs(there):
             return []
         if victim.model.seqs and victim.due_s <= model.most_urgent_due_s():
@@ -269,8 +288,8 @@ class WeightSwapping(WeightMemory):
         absent. Load the holder that is due first, with as many victims as it takes. If none is
         absent, or that one was loaded before and no step ran since, weights leave too little room
         for any KV. Then the model that is due last streams."""
-        absent = [one for one in self._weights.values() if one.state == "absent" and one.model.seqs]
-        if not self._rotates or any(one.state == "loading" for one in self._weights.values()):
+        absent = [one for one in self._in["absent"].values() if one.model.seqs]
+        if not self._rotates or self._in["loading"]:
             return []
         if not absent:
             return self._give_way()
@@ -278,7 +297,7 @@ class WeightSwapping(WeightMemory):
         if first.model.name in self._tried and (actions := self._give_way()):
             return actions
         self._tried.add(first.model.name)
-        there = [one for one in self._weights.values() if one.state == "resident"]
+        there = list(self._in["resident"].values())
         there.sort(key=lambda one: (-one.due_s if one.model.seqs else -inf, one.model.name))
         for count in range(len(there) + 1):
             if self._fits(first, there[:count]):
@@ -291,9 +310,7 @@ class WeightSwapping(WeightMemory):
         return []
 
     def _give_way(self) -> list[Fetch | Release]:
-        there = [
-            one for one in self._weights.values() if one.state == "resident" and one.model.seqs
-        ]
+        there = [one for one in self._in["resident"].values() if one.model.seqs]
         if not there or not self._rotates:
             return []
         last = max(there, key=lambda one: (one.due_s, one.model.name))
@@ -310,7 +327,7 @@ class WeightSwapping(WeightMemory):
 
     def _bring(self, one: ModelWeights, victims: Iterable[ModelWeights]) -> list[Fetch | Release]:
         actions: list[Fetch | Release] = [self._release(other) for other in victims]
-        one.state = "loading"
+        self._put(one, "loading")
         self._withhold()
         return [*actions, Fetch(one.model.name)]
 
@@ -356,9 +373,8 @@ class WeightSwapping(WeightMemory):
         if not self._rotates:
             return []
         able = [
-            one for other, one in self._weights.items()
-            if one.state == "resident" and other != name and other not in in_flight
-            and not self._frees_kv(one)
+            one for other, one in self._in["resident"].items()
+            if other != name and other not in in_flight and not self._frees_kv(one)
         ]  # fmt: skip
         unused = [one for one in able if not one.model.seqs]
         unused.sort(key=lambda one: (one.value(now), one.model.name))
@@ -368,19 +384,17 @@ class WeightSwapping(WeightMemory):
 
     def _stream(self, one: ModelWeights) -> None:
         """Let a model without weights here stream, until it is reconsidered."""
-        one.state, one.refused_s, one.kv_end_bytes = "refused", None, self._arena.held_end_bytes
+        self._put(one, "refused")
+        one.refused_s, one.kv_end_bytes = None, self._arena.held_end_bytes
 
     def _release(self, one: ModelWeights) -> Release:
-        one.state = "absent"
+        self._put(one, "absent")
         self._draining.pop(one.model.name, None)
         self._withhold()
         return Release(one.model.name)
 
     def _fits(self, one: ModelWeights, victims: Collection[ModelWeights]) -> bool:
-        return self._room.fits(one, self._there_bytes() - sum(other.size for other in victims))
-
-    def _there_bytes(self) -> int:
-        return sum(one.size for one in self._weights.values() if one.takes_room)
+        return self._room.fits(one, self._there_bytes - sum(other.size for other in victims))
 
     def _withhold(self) -> None:
-        self._arena.withhold(self._room.slabs(self._there_bytes()))
+        self._arena.withhold(self._room.slabs(self._there_bytes))

@@ -82,6 +82,6 @@ def _slice_strategies(slice_: Slice, preset: Preset) -> SimulatedStrategies:
     arena = slices.arena_of(slice_)
     return slices.SliceStrategies(
         arena, slices.swapping_of(arena, slice_, rotates=preset.keeps), _BUDGETS[preset.chunks],
-        BY_HEADROOM if preset.turn == "headroom" else BY_ARRIVAL,
+        BY_HEADROOM if preset.turn == "headroom" else BY_ARRIVAL, preset.chunks == "whole",
         preset.rotation if slice_.host_kv_bytes else None,
     )  # fmt: skip
