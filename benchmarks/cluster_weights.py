@@ -11,25 +11,20 @@ share, and the ratio is what sums and writing cost beside the kernel's copies.
 import argparse
 import multiprocessing
 import socket
-import sys
 import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
+from pool_load import make_plan, write_checkpoint
 from report import report
 
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "tests/cpu/memory"))
-
-from checkpoints import layered_plan, write_zeros  # noqa: E402
-
-from c2cserve.cluster.weights import STREAMS, Outgoing, WeightsPort, fetch, source_of  # noqa: E402
-from c2cserve.memory.arrivals import Arrivals, weights_range  # noqa: E402
-from c2cserve.memory.checkpoint import open_checkpoint  # noqa: E402
-from c2cserve.memory.loader import Loader  # noqa: E402
-from c2cserve.memory.segment import Segment  # noqa: E402
+from c2cserve.cluster.weights import STREAMS, Outgoing, WeightsPort, fetch, source_of
+from c2cserve.memory.arrivals import Arrivals, weights_range
+from c2cserve.memory.checkpoint import open_checkpoint
+from c2cserve.memory.loader import Loader
+from c2cserve.memory.segment import Segment
 
 _SECRET = b"a secret of this benchmark"
 _BUFFER_BYTES = 1 << 20
@@ -42,10 +37,10 @@ class _NoAnswer(Exception):
 
 
 def _segment(folder: Path, name: str, mib: int) -> tuple[Segment, Loader]:
-    plan = layered_plan(mib // 16, (4 << 20,))
+    plan = make_plan(mib << 20, "bfloat16")
     file = folder / "model.safetensors"
     if not file.exists():
-        write_zeros(file, plan)
+        write_checkpoint(file, plan)
     sources = open_checkpoint(folder, plan)
     segment = Segment.create(folder / name, plan, sources)
     return segment, Loader(segment, plan, sources)
@@ -87,7 +82,7 @@ def _plain_s(port: int) -> tuple[float, int]:
 
 def _fetch_s(folder: Path, port: int, mib: int) -> tuple[float, int]:
     segment, _ = _segment(folder, "receiver", mib)
-    arrivals = Arrivals(segment, layered_plan(mib // 16, (4 << 20,)), lambda _: None)
+    arrivals = Arrivals(segment, make_plan(mib << 20, "bfloat16"), lambda _: None)
     source = source_of("127.0.0.1", port, "m", holder_secret=_SECRET, receiver_secret=_SECRET)
     began_s = time.perf_counter()
     fetch(source, _SECRET, b"", arrivals)

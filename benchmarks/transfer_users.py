@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from report import report
 from transfers_rig import Rig
+from transfers_run import at_once
 
 from c2cserve.core.actions import Move
 from c2cserve.engine.rotation import HostKv
@@ -164,7 +165,7 @@ class Users:
             runs = [_moved(one, [b.inward(0, half)]), _moved(other, [b.inward(last, half)])]
             alone = [half / _best_s(run) / 1e9 for run in runs]
             b.clear()
-            seconds = [_at_once(runs) for _ in range(_REPEATS)]
+            seconds = [at_once(runs) for _ in range(_REPEATS)]
             b.check_inward(0, half)
             b.check_inward(last, half)
         best = min(seconds, key=max)
@@ -249,22 +250,6 @@ def _timed_s(run: Callable[[], object]) -> float:
 def _best_s(run: Callable[[], object]) -> float:
     run()
     return min(_timed_s(run) for _ in range(_REPEATS))
-
-
-def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each of some runs in threads that begin together."""
-    start, seconds = threading.Barrier(len(runs)), [0.0] * len(runs)
-
-    def work(place: int) -> None:
-        start.wait(60)
-        seconds[place] = _timed_s(runs[place])
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return seconds
 
 
 PARTS = ("rotation", "small", "sweep", "contention", "priority")

@@ -18,9 +18,8 @@ out         what bounds the way out of a GPU over two links (only if it is named
 """
 
 import argparse
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import torch
 from report import report
 from transfer_faults import stalling
 from transfers_out import OutTuning
-from transfers_run import Buffers, make_buffers, moved, native, opened, timed, two_hops
+from transfers_run import Buffers, at_once, make_buffers, moved, native, opened, timed, two_hops
 from transfers_tune import BARS, Tuning
 
 from c2cserve.transfer.engine import TransferEngine
@@ -192,10 +191,10 @@ class Bench:
                 moved(one, [[b.inward(0, half)]]),
                 moved(other, [[b.inward(self.gpus - 1, half)]]),
             ]
-            _at_once(runs)
+            at_once(runs)
             b.clear()
             began_s = time.perf_counter()
-            seconds = _at_once(runs)
+            seconds = at_once(runs)
             whole_s = time.perf_counter() - began_s
             b.check_inward(0, half)
             b.check_inward(self.gpus - 1, half)
@@ -267,24 +266,6 @@ def _break_even(rows: Rows, name: str) -> int | None:
             faster = row["us_all_links"] < min(row["us_one_copy"], row["us_cuda"])
             found = (found or row["mib"]) if faster else None
     return found
-
-
-def _at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each of some runs in threads that begin together."""
-    start, seconds = threading.Barrier(len(runs)), [0.0] * len(runs)
-
-    def work(place: int) -> None:
-        start.wait(60)
-        began_s = time.perf_counter()
-        runs[place]()
-        seconds[place] = time.perf_counter() - began_s
-
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return seconds
 
 
 _ONE_GPU = ("native", "paths", "segments", "tasks")

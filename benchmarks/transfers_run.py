@@ -2,6 +2,7 @@
 
 import contextlib
 import mmap
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -158,6 +159,24 @@ def timed(run: Callable[[], object], size: int, repeats: int = _REPEATS) -> Take
         best = taken if best is None or seconds < best.seconds else best
     assert best is not None
     return best
+
+
+def at_once(runs: Sequence[Callable[[], object]]) -> list[float]:
+    """Seconds of each of some runs in threads that begin together."""
+    start, seconds = threading.Barrier(len(runs)), [0.0] * len(runs)
+
+    def work(place: int) -> None:
+        start.wait(60)
+        began_s = time.perf_counter()
+        runs[place]()
+        seconds[place] = time.perf_counter() - began_s
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return seconds
 
 
 def native(segments: Sequence[Segment]) -> Callable[[], None]:

@@ -2,12 +2,12 @@
 
 import asyncio
 import socket
-import time
 from pathlib import Path
 
 import pytest
 import uvloop
 from fake_gateway import FakeGateway
+from late_loop import LateLoop
 from served import make_gateway
 
 from c2cserve.server.access.gate import Gate
@@ -21,14 +21,6 @@ VERSION = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\
 
 async def turns_until_all_are_answered(gateway: FakeGateway) -> int:
     """Have many new clients ask a server that is late in each turn of its event loop."""
-    turns = 0
-
-    async def be_late() -> None:
-        nonlocal turns
-        while True:
-            time.sleep(0.01)
-            turns += 1
-            await asyncio.sleep(0)
 
     async def ask() -> bytes:
         reader, writer = await asyncio.open_connection(*address)
@@ -47,16 +39,15 @@ async def turns_until_all_are_answered(gateway: FakeGateway) -> int:
         clients = [socket.create_connection(address, 20) for _ in range(CLIENTS)]
         for one in clients:
             one.sendall(VERSION)
-        late = asyncio.create_task(be_late())
-        found = await asyncio.to_thread(lambda: [one.recv(12) for one in clients])
-        late.cancel()
+        async with LateLoop(0.01) as late:
+            found = await asyncio.to_thread(lambda: [one.recv(12) for one in clients])
         await door.close()
     for one in clients:
         one.close()
     assert found == [b"HTTP/1.1 200"] * CLIENTS
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(address, 5)
-    return turns
+    return late.turns
 
 
 def test_new_clients_do_not_wait_for_a_turn_each(byte_dir: Path, piece_dir: Path) -> None:

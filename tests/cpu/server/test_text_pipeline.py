@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from fake_gateway import model_files
+from late_loop import LateLoop
 from small_tokenizers import sentencepiece_like
 
 from c2cserve.runtime.gateway import ModelFiles
@@ -59,20 +60,10 @@ async def test_a_late_loop_does_not_hold_up_a_process(pool: TextPool, byte_dir: 
     """Every turn of the loop takes 10 ms: there are fewer turns than requests."""
     files = files_of(byte_dir, "m")
     await tokenized(pool, files, "a")
-    turns = 0
-
-    async def be_late() -> None:
-        nonlocal turns
-        while True:
-            time.sleep(0.01)
-            turns += 1
-            await asyncio.sleep(0)
-
-    late = asyncio.create_task(be_late())
     prompts = [str(number) * (number + 1) for number in range(64)]
-    found = await asyncio.gather(*(tokenized(pool, files, prompt) for prompt in prompts))
-    late.cancel()
-    assert turns < 64
+    async with LateLoop(0.01) as late:
+        found = await asyncio.gather(*(tokenized(pool, files, prompt) for prompt in prompts))
+    assert late.turns < 64
     alone = [await tokenized(pool, files, prompt) for prompt in prompts]
     assert found == alone, "each has its own answer"
     assert not pool.killed.total()
@@ -225,25 +216,16 @@ async def test_nothing_waits_behind_a_request_whose_asker_has_gone(tmp_path: Pat
 def test_a_very_late_loop_takes_no_process_for_slow(byte_dir: Path) -> None:
     """Every turn of the loop takes longer than a slow request. uvloop calls what is due before it
     reads, so an answer that has been waiting must not count as missing."""
-    turns = 0
 
-    async def be_late() -> None:
-        nonlocal turns
-        while True:
-            time.sleep(1.2 * PATIENCE_S)
-            turns += 1
-            await asyncio.sleep(0)
-
-    async def run() -> None:
+    async def turns() -> int:
         made = TextPool(TextSettings(), 8)
         made.start()
         files = [files_of(byte_dir, name) for name in ("a", "b", "c", "d")]
         for one in files * 2:
             await tokenized(made, one, "a")
-        late = asyncio.create_task(be_late())
-        await asyncio.gather(*(tokenized(made, one, "word") for one in files * 32))
-        late.cancel()
+        async with LateLoop(1.2 * PATIENCE_S) as late:
+            await asyncio.gather(*(tokenized(made, one, "word") for one in files * 32))
         await made.close()
+        return late.turns
 
-    uvloop.run(run())
-    assert turns < 32, "as many as one at a time would take on two processes: 64, or more"
+    assert uvloop.run(turns()) < 32, "one at a time would take 64 on two processes, or more"

@@ -150,10 +150,7 @@ class TextPool:
     ) -> Vocabulary:
         """Return the vocabulary of a version, and have its tokenizer loaded in the process."""
         version = files.key
-        vocabulary = self._vocabularies.get(version)
-        if vocabulary is not None and process.has(version):
-            self._vocabularies.move_to_end(version)
-            process.use(version)
+        if (vocabulary := self._used(process, version)) is not None:
             return vocabulary
         limit_s = self._settings.load_timeout_s
         known = {one.digest: one for one in self._vocabularies.values()}
@@ -275,12 +272,20 @@ class TextPool:
     def _send(self, process: TextProcess, claim: Claim, work: TextRequest) -> _Lent:
         """Send a request if its process can do it at once. Waiting for the request's own turn on
         the event loop could take longer than the work."""
-        vocabulary, question = self._vocabularies.get(claim.version), None
-        if vocabulary is not None and process.has(claim.version):
-            self._vocabularies.move_to_end(claim.version)
-            process.use(claim.version)
+        question = None
+        if (vocabulary := self._used(process, claim.version)) is not None:
             question = process.send(work, claim, self._settings.timeout_s)
         return _Lent(process, question, vocabulary)
+
+    def _used(self, process: TextProcess, version: str) -> Vocabulary | None:
+        """Note a use of a version, and return its vocabulary. None: the version must be opened
+        before, in the process or here."""
+        vocabulary = self._vocabularies.get(version)
+        if vocabulary is None or not process.has(version):
+            return None
+        self._vocabularies.move_to_end(version)
+        process.use(version)
+        return vocabulary
 
     def _start(self, claim: Claim, kept: set[TextProcess], now: float) -> TextProcess | None:
         """Return an idle process for a request: one with its tokenizer, or the one with the

@@ -27,16 +27,18 @@ class Tokenizer(Vocabulary):
     def __init__(self, directory: Path, model: str = "") -> None:
         """Load the tokenizer of a checkpoint. `model` salts the prefix hashes. Raises
         TokenizerError."""
-        text = _file_of(directory)
+        self._read(directory, model, _file_of(directory))
+
+    def _read(self, directory: Path, model: str, text: str) -> None:
+        """Load what the tokenizer's file says. Raises TokenizerError."""
         self._belong_to(directory, model)
-        path = directory / "tokenizer.json"
         try:
             self._fast: Any = FastTokenizer.from_str(text)
             # A prompt is never truncated or padded in silence, whatever the file asks for.
             self._fast.no_truncation()
             self._fast.no_padding()
         except BaseException as error:
-            raise refusal(error, str(path)) from error
+            raise refusal(error, str(directory / "tokenizer.json")) from error
         super().__init__(self.facts(), _digest(text))
         self._decoder = self._fast
         self.token_bytes_max = self._token_bytes_max()
@@ -47,11 +49,14 @@ class Tokenizer(Vocabulary):
         """Return the tokenizer of a checkpoint. A file that is `loaded` (digest -> tokenizer) is
         not loaded again. It takes up to a second and 100 MB, and models of one family have it in
         common. Raises TokenizerError."""
-        same = loaded.get(_digest(_file_of(directory)))
+        text = _file_of(directory)
+        same = loaded.get(_digest(text))
         if same is None:
-            return cls(directory, model)
-        tokenizer = copy.copy(same)
-        tokenizer._belong_to(directory, model)
+            tokenizer = cls.__new__(cls)
+            tokenizer._read(directory, model, text)
+        else:
+            tokenizer = copy.copy(same)
+            tokenizer._belong_to(directory, model)
         return tokenizer
 
     def _belong_to(self, directory: Path, model: str) -> None:

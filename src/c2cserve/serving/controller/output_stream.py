@@ -68,13 +68,10 @@ class FairDelivery:
         self._scheduled = False
         now, number = time.monotonic(), 0
         while self._due:
-            tenant = next(iter(self._due))
-            items = self._due.pop(tenant)
-            since_s, stream, item = items.popleft()
+            tenant, items = next(iter(self._due.items()))
+            since_s, stream, item = items[0]
             waited_s = now - since_s
             if number >= self.PORTION and waited_s < self.DELAY_S:
-                items.appendleft((since_s, stream, item))
-                self._due = {tenant: items, **self._due}
                 self._scheduled = True
                 self._loop.call_soon(self._deliver)
                 return
@@ -82,5 +79,7 @@ class FairDelivery:
                 self.delay_s = waited_s
             number += 1
             stream.put(item)
+            items.popleft()
+            del self._due[tenant]
             if items:
                 self._due[tenant] = items  # behind the others

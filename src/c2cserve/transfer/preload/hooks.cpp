@@ -41,94 +41,73 @@ using namespace c2c::multipath;
   static const auto driver = plain(&NAME, #NAME); \
   return driver
 
+// Return here if a large copy is spread: HOW is `spread` or `spread_and_wait`, the rest is the copy.
+#define SPREAD(HOW, ...) \
+  CudaResult result; \
+  if (size >= least_bytes && HOW(__VA_ARGS__, &result)) return result
+
 extern "C" {
 
 CudaResult cuMemcpyHtoDAsync_v2(CudaPointer target, const void* source, size_t size, void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({target, address(source), size, stream}, &result))
-    return result;
+  SPREAD(spread, {target, address(source), size, stream});
   PLAIN(cuMemcpyHtoDAsync_v2)(target, source, size, stream);
 }
 
 CudaResult cuMemcpyHtoDAsync_v2_ptsz(CudaPointer target, const void* source, size_t size,
                                      void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({target, address(source), size, own(stream)}, &result))
-    return result;
+  SPREAD(spread, {target, address(source), size, own(stream)});
   PLAIN(cuMemcpyHtoDAsync_v2_ptsz)(target, source, size, stream);
 }
 
 CudaResult cuMemcpyDtoHAsync_v2(void* target, CudaPointer source, size_t size, void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({address(target), source, size, stream}, &result))
-    return result;
+  SPREAD(spread, {address(target), source, size, stream});
   PLAIN(cuMemcpyDtoHAsync_v2)(target, source, size, stream);
 }
 
 CudaResult cuMemcpyDtoHAsync_v2_ptsz(void* target, CudaPointer source, size_t size, void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({address(target), source, size, own(stream)}, &result))
-    return result;
+  SPREAD(spread, {address(target), source, size, own(stream)});
   PLAIN(cuMemcpyDtoHAsync_v2_ptsz)(target, source, size, stream);
 }
 
 CudaResult cuMemcpyAsync(CudaPointer target, CudaPointer source, size_t size, void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({target, source, size, stream}, &result)) return result;
+  SPREAD(spread, {target, source, size, stream});
   PLAIN(cuMemcpyAsync)(target, source, size, stream);
 }
 
 CudaResult cuMemcpyAsync_ptsz(CudaPointer target, CudaPointer source, size_t size, void* stream) {
-  CudaResult result;
-  if (size >= least_bytes && spread({target, source, size, own(stream)}, &result)) return result;
+  SPREAD(spread, {target, source, size, own(stream)});
   PLAIN(cuMemcpyAsync_ptsz)(target, source, size, stream);
 }
 
 // ---- copies that return when they are over ------------------------------------------------------
 
 CudaResult cuMemcpyHtoD_v2(CudaPointer target, const void* source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes &&
-      spread_and_wait({target, address(source), size, kLegacyStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {target, address(source), size, kLegacyStream});
   PLAIN(cuMemcpyHtoD_v2)(target, source, size);
 }
 
 CudaResult cuMemcpyHtoD_v2_ptds(CudaPointer target, const void* source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes &&
-      spread_and_wait({target, address(source), size, kPerThreadStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {target, address(source), size, kPerThreadStream});
   PLAIN(cuMemcpyHtoD_v2_ptds)(target, source, size);
 }
 
 CudaResult cuMemcpyDtoH_v2(void* target, CudaPointer source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes &&
-      spread_and_wait({address(target), source, size, kLegacyStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {address(target), source, size, kLegacyStream});
   PLAIN(cuMemcpyDtoH_v2)(target, source, size);
 }
 
 CudaResult cuMemcpyDtoH_v2_ptds(void* target, CudaPointer source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes &&
-      spread_and_wait({address(target), source, size, kPerThreadStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {address(target), source, size, kPerThreadStream});
   PLAIN(cuMemcpyDtoH_v2_ptds)(target, source, size);
 }
 
 CudaResult cuMemcpy(CudaPointer target, CudaPointer source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes && spread_and_wait({target, source, size, kLegacyStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {target, source, size, kLegacyStream});
   PLAIN(cuMemcpy)(target, source, size);
 }
 
 CudaResult cuMemcpy_ptds(CudaPointer target, CudaPointer source, size_t size) {
-  CudaResult result;
-  if (size >= least_bytes && spread_and_wait({target, source, size, kPerThreadStream}, &result))
-    return result;
+  SPREAD(spread_and_wait, {target, source, size, kPerThreadStream});
   PLAIN(cuMemcpy_ptds)(target, source, size);
 }
 
