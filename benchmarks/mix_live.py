@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -11,7 +10,7 @@ from typing import Self
 from catalogue_files import Pick
 from catalogue_server import Server, ServerFailed
 from mix_load import Answer, Mix, warm_up
-from mix_times import Times, host_times, measure_times
+from mix_times import Times, measure_times
 
 from c2cserve.bench.loadgen import Load, generate
 from c2cserve.bench.loadgen_reply import Record
@@ -59,9 +58,9 @@ class LiveArena:
     def times(self, source: str) -> Times:
         """Measure step times. Raises ServerFailed, ValueError."""
         models = {entry.shape: entry.id for entry in reversed(self._made.entries)}
-        before = self._server.metrics()
-        found = measure_times(self._mix, models, self._send_alone, source)
-        return replace(found, host=host_times(_risen(before, self._server.metrics())))
+        return measure_times(
+            self._mix, models, self._send_alone, source, lambda: _risen({}, self._server.metrics())
+        )
 
     def run(self, asked: Sequence[Shape], answer_s: float) -> tuple[list[Answer], dict[str, float]]:
         """Send requests when they are due. Each may take `answer_s`, so the run ends so long after

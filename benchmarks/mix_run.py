@@ -57,8 +57,7 @@ class Run:
         Raises Refused if the machine can do none, ValueError, OSError."""
         given = self._given
         host = self._host()
-        if given.times is not None:
-            self._times = read_times(json.loads(given.times.read_text())["results"])
+        self._times = self._earlier_times()
         slices = self._plan(host)
         sizes = {shape: weight_bytes(shape, n) for shape, n in self._made.shapes.items()}
         self.results |= {
@@ -84,7 +83,7 @@ class Run:
         for name in ("seeds", "requests", "answer_s", "host_kv_bytes"):
             setattr(given, name, before[name])
         self.results = earlier["results"]
-        self._times = read_times(self.results)
+        self._times = self._earlier_times() or read_times(self.results)
         host = earlier_machine(self.results["host"])
         rows = {row["cell"]: row for row in self.results["rows"]}
         given.cells = [
@@ -93,6 +92,11 @@ class Run:
         ]
         for arena, slice_ in self._plan(host).items():
             self._simulated(host, arena, slice_)
+
+    def _earlier_times(self) -> Times | None:
+        """Return the step times that were asked for, if any. Raises OSError, ValueError."""
+        times = self._given.times
+        return None if times is None else read_times(json.loads(times.read_text())["results"])
 
     def keep(self) -> None:
         """Write what there is."""
@@ -222,7 +226,7 @@ class Run:
         thread, they are those that the server counted in the cell itself."""
         times = self._times
         if times is None or times.host is not None:
-            return times
+            return None if times is None else times.bounded()
         lives = (row.get("live") for row in self.results["rows"] if row["cell"] == cell.text)
         live = next(lives, None)
         return times if live is None else replace(times, host=host_times(live["counters"]))

@@ -12,6 +12,9 @@ They are measured from outside, as a client sees them, one shape after another:
 
 What the host does for a step is part of the prefill: while it launches a prompt's kernels one by
 one, no other step runs.
+
+Counters of the host's thread are those of prompts beside a stream, which come last. So they have no
+captures of graphs, no first launches, and no pauses between requests that are sent one by one.
 """
 
 from bisect import bisect_right
@@ -39,9 +42,14 @@ _BESIDE = 4
 _STREAMED = 160
 """Tokens of a stream, at least."""
 _TRIES = 4
+_BOUND_BY_HOST = 1.2
+"""Prompts that take this many times as long as the shortest one keep the GPU busy. Less is the host
+or noise."""
 _KINDS = ("prefill", "decode", "switched")
 """Kinds of steps, as a server counts them."""
 
+Counters = Callable[[], Mapping[str, float]]
+"""Returns the slice's counters as they are, by their names without a prefix."""
 Send = Callable[[Sequence[Shape], int | None], Sequence[Record]]
 """Sends requests, so many at a time, and returns their records. None: each when it is due. One
 alone was answered; of several some may have been refused."""
@@ -58,15 +66,28 @@ class Times:
     decode: Mapping[str, Mapping[str, Sequence[tuple[int, float]]]]
     """Shape -> mean length, as a text -> (batch, seconds)."""
     host: HostTimes | None = None
-    """What the slice's thread did for a step meanwhile; None: not counted, by an earlier server."""
+    """What the slice's thread did for a step; None: not counted, by an earlier server."""
+
+    def bounded(self) -> "Times":
+        """Return the times with the thread's no longer than decode steps take."""
+        if self.host is None:
+            return self
+        return replace(self, host=self.host.within(min(map(_step_s, self.decode.values()))))
 
     def tables(self) -> Tables:
+        """Return the GPU's times. Where those of the host are known too, it has none in them."""
+        prefill = {
+            shape: points
+            if self.host is None
+            else _without_host(points, _step_s(self.decode[shape]))
+            for shape, points in self.prefill.items()
+        }
         return read_tables(
             {
                 "models": {
                     shape: {
                         DEVICE: {
-                            "prefill_ms": [(n, 1e3 * took_s) for n, took_s in self.prefill[shape]],
+                            "prefill_ms": [(n, 1e3 * took_s) for n, took_s in prefill[shape]],
                             "decode_ms": {
                                 length: [(n, 1e3 * took_s) for n, took_s in points]
                                 for length, points in self.decode[shape].items()
@@ -128,7 +149,9 @@ class _Stream:
         return cls(shape, record.ttft_s, sum(record.gaps_s) / (_STREAMED - 1))
 
 
-def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) -> Times:
+def measure_times(
+    mix: Mix, models: Mapping[str, str], send: Send, source: str, counters: Counters = dict
+) -> Times:
     """Measure the times of every shape by one of its models (`models`: shape -> model)."""
     ttft_s: dict[str, list[tuple[int, float]]] = {}
     decode: dict[str, dict[str, list[tuple[int, float]]]] = {}
@@ -144,11 +167,14 @@ def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) 
             for context in mix.contexts
         }
     streams = {model: _Stream.alone(model, mix.prompts[0], send) for model in set(models.values())}
+    before = counters()
     occupied = {
         shape: _prefills(ttft_s[shape], model, streams[_other(shape, models)],
                          _step_s(decode[shape]), send)
         for shape, model in models.items()
     }  # fmt: skip
+    after = counters()
+    host = host_times({name: value - before.get(name, 0.0) for name, value in after.items()})
     pairs = {shape: list(zip(ttft_s[shape], occupied[shape], strict=True)) for shape in models}
     outside_s = [
         first_s - took_s for of_shape in pairs.values() for (_, first_s), took_s in of_shape
@@ -158,7 +184,7 @@ def measure_times(mix: Mix, models: Mapping[str, str], send: Send, source: str) 
         shape: _rising((n, min(first_s, took_s)) for (n, first_s), took_s in of_shape)
         for shape, of_shape in pairs.items()
     }
-    return Times(source, max(0.0, median(outside_s)), prefill, decode)
+    return Times(source, max(0.0, median(outside_s)), prefill, decode, host)
 
 
 def _other(shape: str, models: Mapping[str, str]) -> str:
@@ -216,6 +242,17 @@ def excess_s(stream: Record, windows: Sequence[tuple[float, float]]) -> list[flo
         return []
     usual_s = sum(others) / len(others)
     return [ends[last] - ends[first] - (last - first) * usual_s for first, last in spans]
+
+
+def _without_host(points: Sequence[tuple[int, float]], decode_s: float) -> list[tuple[int, float]]:
+    """Return prompts' times on the GPU, of the times for which they keep a stream from running.
+
+    Short prompts all keep it for as long as the host launches them. That is the time of the
+    shortest. The GPU takes less, which cannot be seen: from a decode step's time for one token, as
+    it reads the same weights, along a line to the first point that is clearly longer."""
+    least_s = points[0][1]
+    longer = [point for point in points if point[1] > _BOUND_BY_HOST * least_s]
+    return [(1, decode_s), *longer] if longer else [(1, decode_s), points[-1]]
 
 
 def _first_s(model: str, prompt: int, send: Send) -> float:

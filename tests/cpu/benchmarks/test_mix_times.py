@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mix_times
 import pytest
@@ -10,6 +11,7 @@ from mix_times import Times, host_times, measure_times, read_times
 
 from c2cserve.bench.loadgen_reply import Record
 from c2cserve.bench.plan import Shape
+from c2cserve.sim.world.host_thread import HostTimes
 
 
 def answered(shape: Shape, ttft_s: float, tpot_s: float) -> Record:
@@ -161,3 +163,58 @@ def test_a_server_that_does_not_count_says_nothing_of_its_host() -> None:
 def test_times_of_the_host_are_kept_in_the_results() -> None:
     found = Times("here", 0.0, {}, {}, host_times(COUNTERS))
     assert read_times({"times": json.loads(json.dumps(found.as_json()))}) == found
+
+
+def test_the_host_is_counted_beside_streams_alone() -> None:
+    """What comes before has captures of graphs and first launches."""
+    sent: list[int | None] = []
+    asked_after: list[list[int | None]] = []
+
+    def send(asked: Sequence[Shape], together: int | None) -> list[Record]:
+        sent.append(together)
+        return FakeServer().send(asked, together)
+
+    def counters() -> dict[str, float]:
+        asked_after.append(list(sent))
+        return {name: len(asked_after) * value for name, value in COUNTERS.items()}
+
+    times = measure_times(TINY, {"tiny-llama": "m"}, send, "a test", counters)
+    assert times.host == host_times(COUNTERS)
+    before, after = asked_after
+    assert None not in before, "no stream yet"
+    assert set(after[len(before) :]) == {None}
+    assert after == sent
+
+
+HOST = HostTimes(0.001, 0.013, decode_s=0.0015, switched_s=0.0015, others_s=0.0005)
+
+
+def test_a_prompts_time_on_the_gpu_has_no_launch_in_it() -> None:
+    """Prompts of up to 512 tokens are bound by their launch: the GPU's time is on a line to the
+    first one that is not."""
+    prompts = [(16, 0.014), (512, 0.0141), (1024, 0.020), (2048, 0.040)]
+    times = Times("here", 0.0, {"m": prompts}, {"m": {"32": [(1, 0.002), (2, 0.003)]}}, HOST)
+    table = times.tables().get("m", mix_times.DEVICE)
+    assert table is not None
+    assert table.prefill_s(0, 1) == pytest.approx(0.002), "as a decode step"
+    assert table.prefill_s(0, 512) == pytest.approx(0.002 + 0.018 * 511 / 1023)
+    assert table.prefill_s(0, 2048) == pytest.approx(0.040)
+    assert table.base_s == pytest.approx(0.002), "what a prompt and decodes in one step share"
+    unknown = replace(times, host=None).tables().get("m", mix_times.DEVICE)
+    assert unknown is not None
+    assert unknown.prefill_s(0, 512) == pytest.approx(0.0141)
+
+
+def test_prompts_that_all_wait_for_their_launch_have_a_line_to_the_longest() -> None:
+    prompts = [(16, 0.014), (512, 0.0141)]
+    times = Times("here", 0.0, {"m": prompts}, {"m": {"32": [(1, 0.002)]}}, HOST)
+    table = times.tables().get("m", mix_times.DEVICE)
+    assert table is not None
+    assert table.prefill_s(0, 512) == pytest.approx(0.0141)
+
+
+def test_the_thread_takes_no_longer_than_the_fastest_decode_steps() -> None:
+    decode = {"m": {"32": [(1, 0.004)]}, "n": {"32": [(1, 0.001)]}}
+    times = Times("here", 0.0, {}, decode, HOST).bounded()
+    assert times.host == HOST.within(0.001)
+    assert replace(times, host=None).bounded().host is None

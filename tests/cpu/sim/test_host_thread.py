@@ -41,6 +41,25 @@ def test_what_is_neither_batch_nor_launch_comes_first() -> None:
     assert thread.launch(decode(2), 5.0) == pytest.approx(5.502)
 
 
+def test_the_end_of_a_launch_is_known_until_the_step_ends() -> None:
+    thread = HostThread(replace(TIMES, others_s=0.0))
+    thread.launch(prompt(1), 1.0)
+    thread.launch(decode(2), 1.0)
+    assert thread.launched_s(1) == pytest.approx(1.011)
+    assert thread.launched_s(2) == pytest.approx(1.013)
+
+
+def test_the_thread_takes_no_longer_for_a_decode_step_than_was_measured() -> None:
+    """Its counters have captures of graphs in them. Prompts are none of that."""
+    times = HostTimes(0.001, 0.010, decode_s=0.003, switched_s=0.004, others_s=0.002)
+    assert times.within(0.006) == times
+    bounded = times.within(0.0025)
+    assert bounded == HostTimes(
+        0.001, 0.010, decode_s=pytest.approx(0.0015), switched_s=pytest.approx(0.002),
+        others_s=pytest.approx(0.001),
+    )  # fmt: skip
+
+
 def test_a_step_lasts_from_its_launch_or_from_the_end_of_the_one_before() -> None:
     thread = HostThread(replace(TIMES, others_s=0.0))
     thread.launch(decode(1), 1.0)
@@ -49,9 +68,9 @@ def test_a_step_lasts_from_its_launch_or_from_the_end_of_the_one_before() -> Non
     assert thread.ended(2, 1.2) == pytest.approx(0.1)
 
 
-def answer(host: HostTimes | None, step_s: float) -> TrackedRequest:
+def answer(host: HostTimes | None, step_s: float, prefill_s: float = 0.02) -> TrackedRequest:
     """Simulate a request for 101 tokens on a GPU whose decode steps take `step_s`."""
-    table = {"prefill_ms": [[1, 20.0]], "decode_ms": {"64": [[1, 1e3 * step_s]]}}
+    table = {"prefill_ms": [[1, 1e3 * prefill_s]], "decode_ms": {"64": [[1, 1e3 * step_s]]}}
     tables = read_tables({"models": {"measured": {"gpu": table}}})
     gpu = Slice(
         "g", "gpu", kv_bytes=1 << 30, slab_bytes=64 << 20, gpu=GpuShare("g", 132),
@@ -82,3 +101,13 @@ def test_the_slower_one_of_host_and_gpu_sets_the_pace(step_s: float, tpot_s: flo
     with_host = answer(host, step_s)
     assert with_host.tpot_s == pytest.approx(tpot_s, rel=0.03)
     assert with_host.ttft_s - alone.ttft_s == pytest.approx(0.002, rel=0.01), "its first launch"
+
+
+@pytest.mark.parametrize(("prefill_s", "ttft_s"), [(0.004, 0.012), (0.020, 0.022)])
+def test_a_prompt_takes_the_longer_one_of_its_launch_and_the_gpus_time(
+    prefill_s: float, ttft_s: float
+) -> None:
+    """The GPU begins with the first kernel, and has the last one when all are launched. So the
+    host's time counts once."""
+    host = HostTimes(0.001, 0.010, decode_s=0.002, switched_s=0.002, others_s=0.001)
+    assert answer(host, 0.002, prefill_s).ttft_s == pytest.approx(ttft_s, rel=1e-3)

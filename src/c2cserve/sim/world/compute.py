@@ -12,6 +12,7 @@ from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.hardware import SimulatedSlice
+from c2cserve.sim.world.host_thread import HostThread
 from c2cserve.sim.world.links import Flow
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.weight_cache import WeightCache
@@ -39,14 +40,16 @@ class Compute:
         finished: Callable[[SeqState], None],
         use: SliceUse,
         slowdown: Callable[[], float],
+        host: HostThread | None,
     ) -> None:
         """`cache` holds weights that stream; None: all are in the slice's memory.
 
         `finished` is called for sequences with all their output, before the policy is notified of
         the step's end. `slowdown` returns how many times as long a step takes, but for its link,
-        as the slice's other lane has one under way."""
+        as the slice's other lane has one under way. `host` launches the steps, if it is simulated;
+        orders of several steps need none."""
         self.use = use
-        self._slowdown = slowdown
+        self._slowdown, self._host = slowdown, host
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
@@ -194,6 +197,8 @@ class Compute:
         floor_s = cost.floor_s * self._slowdown()
         if context.noise:
             floor_s *= context.random.lognormvariate(0.0, context.noise)
+        if self._host is not None:
+            floor_s = max(floor_s, self._host.launched_s(step.id) - self._step_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = self._streamed_bytes = cost.link_bytes if simulated.h2d else 0.0
         self.use.streamed_bytes += streamed

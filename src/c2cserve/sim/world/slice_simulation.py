@@ -74,7 +74,7 @@ class SliceSimulation:
         self._lanes: dict[Lane, Compute] = {
             lane: Compute(
                 simulated, context, self.seqs, self.book, self._cache, self._step_over,
-                self._finished, self.use, partial(self._slowdown, lane),
+                self._finished, self.use, partial(self._slowdown, lane), self._host,
             )
             for lane in LANES[: simulated.slice.lanes]
         }  # fmt: skip
