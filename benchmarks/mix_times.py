@@ -43,8 +43,8 @@ _STREAMED = 160
 """Tokens of a stream, at least."""
 _TRIES = 4
 _BOUND_BY_HOST = 1.2
-"""Prompts that take this many times as long as the shortest one keep the GPU busy. Less is the host
-or noise."""
+"""Prompts that take this many times as long as the fastest one keep the GPU busy, if no longer one
+takes less. All else is the host or noise."""
 _KINDS = ("prefill", "decode", "switched")
 """Kinds of steps, as a server counts them."""
 
@@ -179,9 +179,10 @@ def measure_times(
     outside_s = [
         first_s - took_s for of_shape in pairs.values() for (_, first_s), took_s in of_shape
     ]
-    # A first token comes no sooner than its step is over: noise must not say otherwise.
+    # A first token comes no sooner than its step is over: noise must not say otherwise. Times may
+    # fall with the length: a GPU slice has other kernels for few rows, which take longer to launch.
     prefill = {
-        shape: _rising((n, min(first_s, took_s)) for (n, first_s), took_s in of_shape)
+        shape: [(n, min(first_s, took_s)) for (n, first_s), took_s in of_shape]
         for shape, of_shape in pairs.items()
     }
     return Times(source, max(0.0, median(outside_s)), prefill, decode, host)
@@ -247,12 +248,12 @@ def excess_s(stream: Record, windows: Sequence[tuple[float, float]]) -> list[flo
 def _without_host(points: Sequence[tuple[int, float]], decode_s: float) -> list[tuple[int, float]]:
     """Return prompts' times on the GPU, of the times for which they keep a stream from running.
 
-    Short prompts all keep it for as long as the host launches them. That is the time of the
-    shortest. The GPU takes less, which cannot be seen: from a decode step's time for one token, as
-    it reads the same weights, along a line to the first point that is clearly longer."""
-    least_s = points[0][1]
-    longer = [point for point in points if point[1] > _BOUND_BY_HOST * least_s]
-    return [(1, decode_s), *longer] if longer else [(1, decode_s), points[-1]]
+    Short prompts keep it for as long as the host launches them. The GPU takes less, which cannot be
+    seen: from a decode step's time for one token, as it reads the same weights, along a line to the
+    first of the longest prompts that are clearly longer."""
+    most_s = _BOUND_BY_HOST * min(took_s for _, took_s in points)
+    short = [at for at, (_, took_s) in enumerate(points) if took_s <= most_s]
+    return [(1, decode_s), *(points[short[-1] + 1 :] or points[-1:])]
 
 
 def _first_s(model: str, prompt: int, send: Send) -> float:

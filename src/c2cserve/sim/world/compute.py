@@ -12,7 +12,6 @@ from c2cserve.sim.world.bursts import Burst
 from c2cserve.sim.world.checks import BlockBook, SeqState
 from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.hardware import SimulatedSlice
-from c2cserve.sim.world.host_thread import HostThread
 from c2cserve.sim.world.links import Flow
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.weight_cache import WeightCache
@@ -39,17 +38,15 @@ class Compute:
         notify: Callable[[ev.SliceEvent], None],
         finished: Callable[[SeqState], None],
         use: SliceUse,
-        slowdown: Callable[[], float],
-        host: HostThread | None,
+        lasting: Callable[[Step, float], float],
     ) -> None:
         """`cache` holds weights that stream; None: all are in the slice's memory.
 
         `finished` is called for sequences with all their output, before the policy is notified of
-        the step's end. `slowdown` returns how many times as long a step takes, but for its link,
-        as the slice's other lane has one under way. `host` launches the steps, if it is simulated;
-        orders of several steps need none."""
+        the step's end. `lasting` returns the seconds of a step that begins now, but for its link,
+        of those that it takes alone and with all of its kernels launched."""
         self.use = use
-        self._slowdown, self._host = slowdown, host
+        self._lasting = lasting
         self.alphas: dict[str, float] = {}
         """Model -> share of its hybrid GEMMs' columns that are output-stationary."""
         self._simulated, self._context = simulated, context
@@ -194,11 +191,8 @@ class Compute:
             return
         alpha = self.alphas.get(step.model, 0.0) if context.hybrid else None
         cost = context.costs.step(step, model, simulated, cached, alpha, self._times[self._current])
-        floor_s = cost.floor_s * self._slowdown()
-        if context.noise:
-            floor_s *= context.random.lognormvariate(0.0, context.noise)
-        if self._host is not None:
-            floor_s = max(floor_s, self._host.launched_s(step.id) - self._step_s)
+        scale = context.random.lognormvariate(0.0, context.noise) if context.noise else 1.0
+        floor_s = self._lasting(step, scale * cost.floor_s)
         self._floor_s, self._compute_share = floor_s, cost.compute_share
         streamed = self._streamed_bytes = cost.link_bytes if simulated.h2d else 0.0
         self.use.streamed_bytes += streamed

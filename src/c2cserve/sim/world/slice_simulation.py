@@ -16,7 +16,7 @@ from c2cserve.core.actions import (
     SliceAction,
     Truncate,
 )
-from c2cserve.core.step import LANES, Lane
+from c2cserve.core.step import LANES, Lane, Step
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.policies.build import SimulatedSlicePolicy
 from c2cserve.sim.world.checks import BlockBook, SeqState
@@ -74,7 +74,7 @@ class SliceSimulation:
         self._lanes: dict[Lane, Compute] = {
             lane: Compute(
                 simulated, context, self.seqs, self.book, self._cache, self._step_over,
-                self._finished, self.use, partial(self._slowdown, lane), self._host,
+                self._finished, self.use, partial(self._lasting, lane),
             )
             for lane in LANES[: simulated.slice.lanes]
         }  # fmt: skip
@@ -184,6 +184,13 @@ class SliceSimulation:
     def _interrupt(self) -> None:
         for compute in self._lanes.values():
             compute.interrupt()
+
+    def _lasting(self, lane: Lane, step: Step, alone_s: float) -> float:
+        """Return the seconds of a step that begins now, of those that it takes alone."""
+        took_s = alone_s * self._slowdown(lane)
+        if self._host is None:
+            return took_s
+        return max(took_s, self._host.launched_s(step.id) - self._context.timeline.now)
 
     def _slowdown(self, lane: Lane) -> float:
         """Return how many times as long a lane's step takes beside the other one's, apart from its
