@@ -11,7 +11,9 @@ All weights are in HBM; each sequence has a context of some 600 tokens. Of each 
   none   launched one by one instead of as graphs (`wall`, for comparison)
   slow   the slowest step of those that `wall` is of: a graph is captured in one of the first
 
-A step is bound by the host where `host` is larger than `gpu`. With --kept weights have their home
+A step is bound by the host where `host` is larger than `gpu`. Those are prompts of one length. Of
+prompts of lengths that no prompt had before, `host` is shown beside that of the same lengths later:
+their difference is what libraries do for a new shape. With --kept weights have their home
 in host memory and are kept by the weight cache, as in serving. --profile shows where the host's
 time goes in a mixed step. Without a profile of this machine (or with --rates assumed) GEMM kernels
 are picked by an H200's known rates, which works on any Hopper GPU.
@@ -23,7 +25,7 @@ import pstats
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +40,8 @@ DECODES = (1, 32, 64, 96, 128, 256)
 MIXED = ((31, 512), (127, 512), (255, 512))
 """Sequences that decode, and the new tokens of one prompt beside them."""
 PROMPTS = (512, 2048)
+NEW_LENGTHS = tuple(range(71, 1024, 37))
+"""Prompts of more rows than our own GEMMs take."""
 _KV_BYTES = 28 << 30
 _PREFILL_SEQS = 8
 _WARM = 6
@@ -102,11 +106,15 @@ def measure(machine: Machine, given: argparse.Namespace) -> list[dict[str, Any]]
         times = ("wall_s", "host_s", "gpu_s", "launched_wall_s", "slowest_s")
         shown = "".join(f"{1e3 * row[name]:9.2f}" for name in times)
         print(f"{_name(decodes, tokens):>22}{shown}", flush=True)
+    lengths = bench.lengths(NEW_LENGTHS)
+    print(f"host, {len(NEW_LENGTHS)} prompts of {NEW_LENGTHS[0]} to {NEW_LENGTHS[-1]} tokens, ms:",
+          ", ".join(f"{name} {1e3 * median(took_s):.2f} (mean {1e3 * fmean(took_s):.2f})"
+                    for name, took_s in lengths.items()))  # fmt: skip
     if given.profile:
         bench.profile(*MIXED[1])
     results = {
         "gpu": machine.name, "torch": torch.__version__, "picked_by": machine.picked_by,
-        "steps": rows, "seconds": time.monotonic() - began_s,
+        "steps": rows, "lengths": lengths, "seconds": time.monotonic() - began_s,
     }  # fmt: skip
     report(
         results, given.out, show=False, shape=given.shape, layers=given.layers, kept=given.kept,
@@ -144,6 +152,16 @@ class Bench:
             "decodes": decodes, "prompt_tokens": tokens, "wall_s": wall_s, "host_s": host_s,
             "gpu_s": gpu_s, "launched_wall_s": launched_wall_s, "slowest_s": slowest_s,
         }  # fmt: skip
+
+    def lengths(self, tokens: Sequence[int]) -> dict[str, list[float]]:
+        """Return the host's times for one prompt of each length, twice."""
+        names = ("new lengths", "the same again")
+        return {name: [self._ended_s(one) for one in tokens] for name in names}
+
+    def _ended_s(self, tokens: int) -> float:
+        taken_s = self._host_s([], tokens)
+        self._engine.end()
+        return taken_s
 
     def profile(self, decodes: int, tokens: int) -> None:
         """Print where the host's time goes in such a step."""

@@ -32,6 +32,7 @@ def test_every_kind_of_step(
     monkeypatch.setattr(ops, "attend", PlainKernels.attend)
     for name, value in {
         "CONTEXT": 18, "DECODES": (1, 3), "MIXED": ((1, 5), (2, 5)), "PROMPTS": (5,), "_WARM": 1,
+        "NEW_LENGTHS": (3, 4),
     }.items():  # fmt: skip
         monkeypatch.setattr(step_launch, name, value)
     out = tmp_path / "steps.json"
@@ -43,5 +44,7 @@ def test_every_kind_of_step(
     times = ("wall_s", "host_s", "gpu_s", "launched_wall_s")
     assert all(row[time] > 0 for row in rows for time in times)
     assert len(machine.held_s) == 2 * len(rows)
-    assert json.loads(out.read_text())["results"]["steps"] == rows
+    results = json.loads(out.read_text())["results"]
+    assert results["steps"] == rows
+    assert [len(took_s) for took_s in results["lengths"].values()] == [2, 2]
     assert "2 decodes + prompt of 5" in capsys.readouterr().out

@@ -304,9 +304,9 @@ def attend(
     The contents of `qkv` are undefined afterwards. `flash` is tried first for sequences of several
     new tokens.
     """
-    tokens, seqs = len(qkv), len(rows.context_len)
+    (tokens, width), seqs = qkv.shape, rows.context_len.shape[0]
     dim, kv_heads = layer.shape.kv.head_dim, layer.shape.kv.kv_heads
-    heads = qkv.shape[1] // dim - 2 * kv_heads
+    heads = width // dim - 2 * kv_heads
     out = torch.empty((tokens, heads * dim), dtype=qkv.dtype, device=qkv.device)
     if tokens > seqs:
         rope_store(qkv, layer, rows, rope, arena)
@@ -320,9 +320,9 @@ def attend(
 def _attend_many(
     qkv: Tensor, layer: Layer, rows: TokenRows, arena: Tensor, out: Tensor, heads: int
 ) -> None:
-    kv, seqs = layer.shape.kv, len(rows.context_len)
-    width, tile = qkv.shape[1], _tile(kv.head_dim)
-    grid = len(qkv) * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads, 1
+    kv, seqs = layer.shape.kv, rows.context_len.shape[0]
+    (tokens, width), tile = qkv.shape, _tile(kv.head_dim)
+    grid = tokens * (heads // kv.kv_heads) // tile + seqs, kv.kv_heads, 1
     tensors = (
         qkv, arena.view(qkv.dtype), out, rows.q_start, rows.context_len, rows.block_table
     )  # fmt: skip
@@ -362,7 +362,7 @@ def _attend_single(
     out: Tensor,
     heads: int,
 ) -> None:
-    kv, seqs, blocks = layer.shape.kv, len(rows.context_len), rows.block_table.shape[1]
+    kv, (seqs, blocks) = layer.shape.kv, rows.block_table.shape
     dim, width, norms = kv.head_dim, qkv.shape[1], layer.weights.qk_norms
     pieces = -(-blocks * BLOCK_TOKENS // PIECE_TOKENS)
     q_norm, k_norm = norms or rope

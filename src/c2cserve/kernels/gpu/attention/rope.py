@@ -131,18 +131,17 @@ def rope_store(
     sequence are left out. In a block, keys and values have the same layout: [16, head_dim].
     """
     kv, norms = layer.shape.kv, layer.weights.qk_norms
-    dim, tokens = kv.head_dim, len(qkv)
-    heads = qkv.shape[1] // dim - 2 * kv.kv_heads
+    dim, (tokens, width) = kv.head_dim, qkv.shape
+    heads = width // dim - 2 * kv.kv_heads
     q_norm, k_norm = norms or rope
     if tokens:
-        width = qkv.shape[1]
         grid = tokens, -(-(heads + 2 * kv.kv_heads) // _HEADS), 1
         tensors = (
             qkv, rows.positions, *rope, q_norm, k_norm, arena.view(qkv.dtype), rows.slots,
             rows.q_start,
         )  # fmt: skip
         numbers = (
-            layer.shape.eps, len(rows.context_len), heads, kv.kv_heads, layer.index, width
+            layer.shape.eps, rows.context_len.shape[0], heads, kv.kv_heads, layer.index, width
         )  # fmt: skip
         _launch(grid, tensors, numbers, (qkv.dtype, width, dim, norms is not None))
 

@@ -100,6 +100,8 @@ class Linear:
         `__call__`.
         """
         rows = x.shape[0]
+        if rows > ROWS_STREAMED and w.transposed is not None:
+            return silu_mul(self(x, w, bias))
         out = torch.empty(rows, w.n // 2, dtype=x.dtype, device=x.device)
         if rows == 0:
             return out
