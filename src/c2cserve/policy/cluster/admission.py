@@ -30,7 +30,7 @@ CALM_S = 2.0
 without this, each end would let in all that is asked for a burst's time."""
 _RECHECK_S = 0.25
 """How often all waiting requests are looked at."""
-_LOOK_S = 0.05
+_HOPELESS_CHECK_S = 0.05
 """How often those on slices are, in an overload. What becomes late between two looks is served."""
 
 
@@ -152,7 +152,7 @@ class Admission:
         """Requests without a first token, when they were sent to their slices, and to which."""
         self._starts = Starts()
         self._no_slice_since_s: float | None = None
-        self.recheck_s = self._look_s = 0.0
+        self.recheck_s = self._hopeless_check_s = 0.0
         self._notified = Backlog()
 
     @property
@@ -264,9 +264,9 @@ class Admission:
     def _hopeless(self, now: float) -> list[Request]:
         """Return requests on slices that are late before their first token, or will be. Requests
         that can still be in time could have their places."""
-        if now < self._look_s:
+        if now < self._hopeless_check_s:
             return []
-        self._look_s = now + _LOOK_S
+        self._hopeless_check_s = now + _HOPELESS_CHECK_S
         hopeless = self._starts.hopeless
         return [job.request for load in self._slices.values() for job in hopeless(load, now)]
 

@@ -2,9 +2,9 @@
 
 Placement foretells first tokens by step times. Where those are too hopeful, a slice is sent more
 than it can start, and all of that is late. So what it starts per second is measured. After a first
-token that was nearly late, a slice is sent no more than it starts in a share of the TTFT target,
-until none has been so for a while. The share falls with each. The others wait in the queue, where
-admission sees them.
+token that was nearly late, a slice is sent no more than it starts in a share of the TTFT target.
+That ends when none has been so for a while. The share falls with each. The others wait in the
+queue, where admission sees them.
 
 A slice may hold more than that when it shows. What would be late behind the rest is `hopeless`:
 without it, the rest is in time.
