@@ -4,14 +4,21 @@ import asyncio
 import time
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import given
 
-from c2cserve.core.request import Delta
+from c2cserve.core.request import Delta, FinishReason, Timing, TokenLogprob
+from c2cserve.runtime.gateway import Refused
 from c2cserve.serving.controller.output_stream import FairDelivery, Output, OutputStream
 
 
 def delta(number: int) -> Delta:
     return Delta("r", tokens=(number,))
+
+
+def output_of(item: Delta | Refused) -> Delta:
+    assert isinstance(item, Delta)
+    return item
 
 
 async def test_another_tenant_s_token_is_in_the_first_portion() -> None:
@@ -69,6 +76,39 @@ def test_each_request_gets_all_in_order(batches: list[list[tuple[str, int]]]) ->
                 number += 1
             delivery.add(items, time.monotonic())
         for key, numbers in wanted.items():
-            assert [(await streams[key].get()) for _ in numbers] == [delta(n) for n in numbers]
+            tokens: tuple[int, ...] = ()
+            while len(tokens) < len(numbers):
+                tokens += output_of(await streams[key].get()).tokens
+            assert tokens == tuple(numbers)
 
     asyncio.run(run())
+
+
+async def test_what_a_late_client_has_not_taken_is_one_delta() -> None:
+    stream, timing = OutputStream(), Timing("gpu0", False, 0.0, 0.0, 0.0, 0.0)
+    scores = tuple(TokenLogprob(token, -1.0) for token in range(4))
+    stream.put(Delta("r", (0,), scores[:1], (scores[3],), cached_tokens=16, timing=timing))
+    stream.put(Delta("r", (1,), scores[1:2]))
+    assert await stream.get() == Delta(
+        "r", (0, 1), scores[:2], (scores[3],), cached_tokens=16, timing=timing
+    )
+    stream.put(Delta("r", (2,), scores[2:3]))
+    stream.put(Delta("r", (3,), scores[3:], finish=FinishReason.STOP))
+    assert await stream.get() == Delta("r", (2, 3), scores[2:], finish=FinishReason.STOP)
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        Refused(503, "gone"),
+        Delta("r", finish=FinishReason.ERROR, error="gone"),
+        Delta("r", finish=FinishReason.STOP),
+        Delta("r", (7,), timing=Timing("gpu1", False, 0.0, 0.0, 0.0, 0.0)),
+    ],
+    ids=["refusal", "error", "stop without a token", "another slice's"],
+)
+async def test_what_changes_how_tokens_are_told_stays_alone(last: Delta | Refused) -> None:
+    stream = OutputStream()
+    stream.put(delta(0))
+    stream.put(last)
+    assert [await stream.get(), await stream.get()] == [delta(0), last]

@@ -30,6 +30,8 @@ CALM_S = 2.0
 without this, each end would let in all that is asked for a burst's time."""
 _RECHECK_S = 0.25
 """How often all waiting requests are looked at."""
+_HOPELESS_CHECK_S = 0.05
+"""How often those on slices are, in an overload. What becomes late between two looks is served."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,7 @@ class Admission:
         """Requests without a first token, when they were sent to their slices, and to which."""
         self._starts = Starts()
         self._no_slice_since_s: float | None = None
-        self.recheck_s = 0.0
+        self.recheck_s = self._hopeless_check_s = 0.0
         self._notified = Backlog()
 
     @property
@@ -183,7 +185,7 @@ class Admission:
             return
         request, sent_s, slice_id = sent
         late = after_s > request.slo.ttft_s
-        self._starts.started(slice_id, late=late)
+        self._starts.started(slice_id, after_s / request.slo.ttft_s, sent_s)
         self._begun[request_id] = request, sent_s, request.arrival_s + after_s
         if self.overload and not request.sent:
             self.share.note(late=late)
@@ -214,7 +216,8 @@ class Admission:
         self._age(now)
         late, self._late = self._late, []
         if self.overload and self._settings.patience > 0.0:
-            yield from self._hopeless(now)
+            for one in self._hopeless(now):
+                yield self._overdue(one, now)
             for one in late:
                 if one.id in self._queue and self._usable(one.model):
                     yield self._overdue(one, now)
@@ -222,8 +225,8 @@ class Admission:
     def _overdue(self, request: Request, now: float) -> Reject:
         retry_s = max(1.0, self.throughput.wait_s(len(self._queue)))
         reason = (
-            f"the first token is due within {request.slo.ttft_s:g} s, and "
-            f"{now - request.arrival_s:.1f} s have passed"
+            f"the first token is due within {request.slo.ttft_s:g} s, "
+            f"{now - request.arrival_s:.1f} s have passed, and others are before it"
         )
         return Reject(request.id, 429, reason, retry_s, "overload")
 
@@ -258,16 +261,14 @@ class Admission:
             elif everybody and self._usable(request.model):
                 ahead[request.tenant] += 1
 
-    def _hopeless(self, now: float) -> list[Reject]:
-        """Refuse requests on slices that are late before their first token, once in a while in an
-        overload. Requests that can still be in time could have their places."""
-        if now < self.recheck_s:
+    def _hopeless(self, now: float) -> list[Request]:
+        """Return requests on slices that are late before their first token, or will be. Requests
+        that can still be in time could have their places."""
+        if now < self._hopeless_check_s:
             return []
-        return [
-            self._overdue(job.request, now)
-            for load in self._slices.values() for one in load.busy() for job in one.jobs.values()
-            if job.first_s is None and not job.displaced and now > job.request.first_token_due_s
-        ]  # fmt: skip
+        self._hopeless_check_s = now + _HOPELESS_CHECK_S
+        hopeless = self._starts.hopeless
+        return [job.request for load in self._slices.values() for job in hopeless(load, now)]
 
     def backlog(self) -> list[Backlog]:
         """Return what the server must know to refuse newcomers before anything is done for them;
@@ -332,7 +333,7 @@ class Admission:
         load = self._slices.get(slice_id)
         if load is None:
             return 0
-        return sum(job.first_s is None for one in load.busy() for job in one.jobs.values())
+        return sum(len(one.pending) for one in load.busy())
 
     def confirmed(
         self, placement: Placement | None, request: Request, now: float

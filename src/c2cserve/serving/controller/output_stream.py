@@ -5,12 +5,15 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from c2cserve.core.request import Delta
+from c2cserve.core.request import Delta, FinishReason
 from c2cserve.runtime.gateway import Refused
 
 
 class OutputStream:
-    """One request's output on its way to the event loop."""
+    """One request's output on its way to the event loop.
+
+    What its client has not taken yet is one delta, however many steps it is of. So a busy event
+    loop has less to do for each token, the later it is."""
 
     __slots__ = ("_items", "_waiter")
 
@@ -20,7 +23,11 @@ class OutputStream:
 
     def put(self, item: Delta | Refused) -> None:
         """Add an item. Called on the event loop."""
-        self._items.append(item)
+        last = self._items[-1] if self._items else None
+        if isinstance(last, Delta) and isinstance(item, Delta) and _continues(item):
+            self._items[-1] = _joined(last, item)
+        else:
+            self._items.append(item)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -29,6 +36,20 @@ class OutputStream:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         return self._items.popleft()
+
+
+def _continues(delta: Delta) -> bool:
+    """Return whether a delta may be told together with the one before it. An error may not: a
+    client gets the tokens before it first. What stops with a token must have it."""
+    whole = delta.finish in (None, FinishReason.LENGTH) or delta.tokens
+    return delta.timing is None and bool(whole) and delta.finish is not FinishReason.ERROR
+
+
+def _joined(first: Delta, then: Delta) -> Delta:
+    return Delta(
+        first.request_id, first.tokens + then.tokens, first.logprobs + then.logprobs,
+        first.prompt_logprobs, then.finish, first.cached_tokens, first.timing,
+    )  # fmt: skip
 
 
 Output = tuple[str, OutputStream, Delta | Refused]
