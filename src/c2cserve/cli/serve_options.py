@@ -78,8 +78,9 @@ GpuRelays = Annotated[
 HostKvBytes = Annotated[
     int | None,
     size_option(
-        "Host memory of each slice for KV of requests that make room for others; 0: they are"
-        " computed again. Default: up to 4 GiB of each GPU slice, none of CPU slices.",
+        "Host memory of each slice for KV of requests that make room for others, and for cached"
+        " prefixes; 0: they are computed again. Default: up to 4 GiB of each GPU slice, none of CPU"
+        " slices.",
         least=0,
     ),
 ]

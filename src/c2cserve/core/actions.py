@@ -236,6 +236,40 @@ class Move:
 
 
 @value
+class SavePrefix:
+    """Copy blocks of a cached prefix from the slice's arena to host memory, beside what computes;
+    then comes `events.PrefixMoved`. Nothing holds the blocks: what is copied of one that has been
+    written to meanwhile is of no use, and gets an `actions.DropPrefix`."""
+
+    move: int
+    block_bytes: int
+    ids: tuple[int, ...]
+    """What the blocks are called on the host. None of them is there yet."""
+    blocks: tuple[int, ...]
+    """Offsets in the arena."""
+
+
+@value
+class BringPrefix:
+    """Copy blocks back, to offsets that one request holds; then comes `events.PrefixMoved`. The
+    host's copies stay."""
+
+    move: int
+    block_bytes: int
+    ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+    kv_end_bytes: int | None = None
+    """As `step.Step.kv_end_bytes`."""
+
+
+@value
+class DropPrefix:
+    """Free the host memory of blocks that were saved. No move of them is under way."""
+
+    ids: tuple[int, ...]
+
+
+@value
 class Fetch:
     """Load the weights of an active model that is kept into the slice's memory, beside what
     computes; then comes `events.Fetched`."""
@@ -256,10 +290,12 @@ class Release:
 
 SliceAction = (
     RunStep | Drop | Truncate | Fail | Return | GiveUp | Recover | Move | Fetch | Release
+    | SavePrefix | BringPrefix | DropPrefix
 )  # fmt: skip
 """What the slice of a server carries out."""
 
-ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move
+PrefixAction = SavePrefix | BringPrefix | DropPrefix
+ExecutorAction = RunStep | Drop | Truncate | Fail | Return | Move | PrefixAction
 """Those that its executor carries out."""
 
 EngineAction = ExecutorAction | Fetch | Release

@@ -333,6 +333,14 @@ class MoveDone:
 
 
 @value
+class PrefixMoved:
+    """An `actions.SavePrefix` or `actions.BringPrefix` is over, after `took_s` seconds."""
+
+    move: int
+    took_s: float
+
+
+@value
 class GemmsMeasured:
     """The hybrid GEMMs of a model's last step: the seconds they took, and the shares of bandwidth
     in use meanwhile, 0..1. The link's share is that of all slices on it."""
@@ -345,7 +353,7 @@ class GemmsMeasured:
 
 SliceEvent = (
     Activated | Deactivated | Submitted | Withdrawn | RecallAsked | StepDone | StepFailed
-    | StepParked | MoveDone | GemmsMeasured | Fetched
+    | StepParked | MoveDone | PrefixMoved | GemmsMeasured | Fetched
 )  # fmt: skip
 
 Event = ClusterEvent | SliceEvent

@@ -25,6 +25,7 @@ from c2cserve.core.step import Lane, SeqStep, Step
 from c2cserve.engine.guides import Guides, LateSample, StepMasks
 from c2cserve.engine.lanes import LaneParts, LaneSteps, compute_seconds, lanes_of
 from c2cserve.engine.models.decoder import Decoder, ForwardBatch
+from c2cserve.engine.prefixes import HostPrefixes
 from c2cserve.engine.prompt_logprobs import note_prompt
 from c2cserve.engine.report import ExecutorState, Report
 from c2cserve.engine.rotation import HostKv, no_copies
@@ -74,10 +75,8 @@ class Executor:
         self._lanes = lanes_of(own, streaming)
         self.costs = StepCosts()
         self._streamed_bytes = streamed_bytes
-        self._slice_id = slice_id
-        self._fatal = fatal
-        self._renew = renew
-        self._renewals = 0
+        self._slice_id, self._fatal = slice_id, fatal
+        self._renew, self._renewals = renew, 0
         self._ops = ops
         self._report = report
         self._clock = clock
@@ -85,7 +84,8 @@ class Executor:
         self._models: dict[str, Decoder] = {}
         self._seqs: dict[str, Sequence] = {}
         self._parked: list[tuple[Run, Work]] = []
-        self._host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
+        self.host_kv = HostKv(0, no_copies) if host_kv is None else host_kv
+        self.prefixes = HostPrefixes(self.host_kv.extents, self.host_kv.copier, clock)
         self._guides = Guides() if guides is None else guides
 
     # ---- models and requests --------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Executor:
                 self._start(step)
             case Drop(request_id, requeued):
                 if requeued:
-                    self._host_kv.forget(request_id)
+                    self.host_kv.forget(request_id)
                 else:
                     self._end(request_id)
             case Truncate(request_id):
@@ -155,27 +155,27 @@ class Executor:
                 self._end(request_id)
             case Move():
                 self._move(action)
+            case _:
+                self.prefixes.submit(action)
 
     def poll(self) -> ExecutorState:
         """Collect what is done, and resume parked steps. Steps that still wait park again. Return
         how things stand then."""
         self._collect_all(wait=False)
-        host_kv = self._host_kv
-        for move in host_kv.finished():
+        for move in self.host_kv.finished():
             self._report(MoveDone(move.request_id, move.direction), ())
             if move.request_id not in self._seqs:
-                host_kv.forget(move.request_id)
+                self.host_kv.forget(move.request_id)
+        for moved in self.prefixes.finished():
+            self._report(moved, ())
         waiting, self._parked = self._parked, []
         for run, work in waiting:
             if self._behind_parked(run):
                 self._parked.append((run, work))
             else:
                 self._advance(run, work)
-        return ExecutorState(
-            any(lane.launched for lane in self._lanes.values()), bool(self._parked),
-            self._renewals, host_kv.used_bytes,
-            host_kv.counts.out_bytes, host_kv.counts.in_bytes, self._guides.prepared(),
-        )  # fmt: skip
+        computing = any(lane.launched for lane in self._lanes.values())
+        return ExecutorState(computing, bool(self._parked), self._renewals, self._guides.prepared())
 
     def _move(self, move: Move) -> None:
         seq = self._seqs.get(move.request_id)
@@ -185,13 +185,13 @@ class Executor:
         if move.direction == "out":
             seq.block_count = 0
         seq.moved_in |= move.direction == "in"
-        self._host_kv.start(move, self._models[seq.job.request.model].kv.block_bytes)
+        self.host_kv.start(move, self._models[seq.job.request.model].kv.block_bytes)
 
     def _end(self, request_id: str) -> None:
         """Hold nothing of a request any more; its copies on the host go at the end of a move."""
         self._seqs.pop(request_id, None)
-        if not self._host_kv.busy(request_id):
-            self._host_kv.forget(request_id)
+        if not self.host_kv.busy(request_id):
+            self.host_kv.forget(request_id)
 
     def _start(self, step: Step) -> None:
         lane = self._lanes[step.lane]

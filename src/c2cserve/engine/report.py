@@ -19,11 +19,5 @@ class ExecutorState:
     """A step waits for weights."""
     renewals: int
     """How often operators' state was built anew after a failed step."""
-    kv_host_bytes: int
-    """Host memory that holds KV."""
-    kv_out_bytes: int
-    """KV copied to host memory so far,"""
-    kv_in_bytes: int
-    """and back."""
     prepared: list[Job]
     """Requests that can be added now."""

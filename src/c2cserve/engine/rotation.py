@@ -65,21 +65,23 @@ class HostKv:
     _blocks: dict[str, HostBlocks] = field(default_factory=dict[str, HostBlocks])
     """The places of each request's first blocks."""
     _moves: list[_RunningMove] = field(default_factory=list[_RunningMove])
-    _extents: Extents = field(init=False)
+    extents: Extents = field(init=False)
+    """All of the memory. Cached prefixes take theirs there too (`engine.prefixes`)."""
 
     def __post_init__(self) -> None:
-        self._extents = Extents(self.size)
+        self.extents = Extents(self.size)
 
     @property
     def used_bytes(self) -> int:
-        return self.size - self._extents.free_bytes
+        """Bytes of requests and of cached prefixes."""
+        return self.size - self.extents.free_bytes
 
     def start(self, move: Move, block_bytes: int) -> None:
         """Begin a move. Raises RuntimeError if the policy asks for more than there is."""
         name = move.request_id
         blocks = self._blocks.get(name)
         if blocks is None:
-            blocks = self._blocks[name] = HostBlocks(self._extents, block_bytes)
+            blocks = self._blocks[name] = HostBlocks(self.extents, block_bytes)
         if move.direction != "in":
             # The copy of a block that has grown since is replaced, with all that follow.
             blocks.keep(move.first)

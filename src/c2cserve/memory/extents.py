@@ -5,9 +5,29 @@ memory.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 
 Extent = tuple[int, int]
 """(start, stop), in bytes."""
+
+
+def cut(extents: Sequence[Extent], size: int) -> list[list[Extent]]:
+    """Return the same bytes in pieces of `size`, of which each is in as few extents as it can be.
+
+    The bytes of all extents are a multiple of it."""
+    pieces: list[list[Extent]] = []
+    missing = 0
+    for start, stop in extents:
+        while start < stop:
+            if not missing:
+                pieces.append([])
+                missing = size
+            end = min(stop, start + missing)
+            pieces[-1].append((start, end))
+            missing -= end - start
+            start = end
+    assert not missing, f"the last piece lacks {missing} bytes"
+    return pieces
 
 
 class Extents:

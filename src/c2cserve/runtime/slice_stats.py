@@ -72,6 +72,9 @@ class SliceStats:
     kv_host_bytes: int = _gauge(
         "bytes", _ENGINE, "KV in host memory, of requests that are paused or may be."
     )
+    prefix_host_bytes: int = _gauge(
+        "bytes", _ENGINE, "Cached prefixes in host memory, beside that KV."
+    )
     steps: int = _counter("steps", _LOOP, "Steps run.")
     prefill_steps: int = _counter("steps", _ENGINE, "Steps begun that compute prompts.")
     switched_steps: int = _counter(
@@ -135,6 +138,18 @@ class SliceStats:
     prompt_tokens: int = _counter("tokens", _LOOP, "Prompt tokens received.")
     output_tokens: int = _counter("tokens", _LOOP, "Tokens drawn.")
     cached_tokens: int = _counter("tokens", _POLICY, "Prompt tokens reused.")
+    cached_host_tokens: int = _counter(
+        "tokens", _POLICY, "Of those, tokens whose KV was brought from host memory."
+    )
+    prefix_arena_hits: int = _counter(
+        "requests", _POLICY, "Starts of requests that found a part of their prompts in the arena."
+    )
+    prefix_host_hits: int = _counter(
+        "requests", _POLICY, "Starts of requests for which a prefix was brought from host memory."
+    )
+    prefix_slower_tokens: int = _counter(
+        "tokens", _POLICY, "Tokens computed although host memory had them, as that was quicker."
+    )
     preemptions: int = _counter(
         "requests", _POLICY, "Requests preempted for memory.", "vllm:num_preemptions"
     )
@@ -171,6 +186,15 @@ class SliceStats:
     flash_missed_steps: int = _counter("steps", _ENGINE, "Those it has no module for.")
     kv_out_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied to host memory.")
     kv_in_bytes: int = _counter("bytes", _ENGINE, "Bytes of KV copied back.")
+    prefix_out_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes of cached prefixes copied to host memory."
+    )
+    prefix_in_bytes: int = _counter(
+        "bytes", _ENGINE, "Bytes of cached prefixes brought from host memory."
+    )
+    prefix_in_seconds: float = _counter(
+        "seconds", _ENGINE, "Seconds for which prefixes were on their way from host memory."
+    )
     transfer_in_bytes: int = _counter(
         "bytes", _ENGINE, "Bytes from host memory over the GPU's own link, by its copy engine."
     )

@@ -8,7 +8,7 @@ weights. A step that reads anything but its own prefix would draw wrong text.
 
 from dataclasses import dataclass, field
 
-from c2cserve.core.actions import Move
+from c2cserve.core.actions import BringPrefix, DropPrefix, Move, SavePrefix
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, Request
 
@@ -34,8 +34,14 @@ class KvContents:
     """Of each request, its first blocks."""
     _uses: dict[object, _Use] = field(default_factory=dict)
     _moves: dict[str, Move] = field(default_factory=dict)
+    _saved: dict[int, tuple[int, Content]] = field(default_factory=dict)
+    """Blocks of cached prefixes on the host, by number; those that are being saved too."""
+    _prefix_moves: dict[int, SavePrefix | BringPrefix] = field(default_factory=dict)
     moved_in: int = 0
     """Blocks."""
+    saved: int = 0
+    brought: int = 0
+    """Blocks of prefixes."""
     checks: bool = True
     """False: it only knows of moves, which large worlds without rotation never make."""
 
@@ -125,9 +131,54 @@ class KvContents:
     def moving(self, request_id: str) -> bool:
         return request_id in self._moves
 
+    # ---- prefixes -------------------------------------------------------------------------------
+
+    def begin_prefix(self, action: SavePrefix | BringPrefix) -> None:
+        """What is saved is read at the end, when the arena may have given the block up: then it
+        must never be found. What comes in is written at the end, where nothing else may write."""
+        ids, blocks, name = action.ids, set(action.blocks), f"prefix {action.move}"
+        assert len(blocks) == len(ids) == len(set(ids))
+        self._prefix_moves[action.move] = action
+        if isinstance(action, SavePrefix):
+            assert not self._saved.keys() & set(ids), "a block is saved twice"
+            self._saved.update((one, (action.block_bytes, ())) for one in ids)
+            self.saved += len(ids)
+            assert self.host_bytes <= self.slice.host_kv_bytes, "more than the host has room for"
+            return
+        self.begin_step(action.kv_end_bytes)
+        assert all(self._saved[one][1] for one in ids), "a block is brought that did not arrive"
+        self._launch(name, _Use(name, blocks, blocks))
+        self.brought += len(ids)
+
+    def end_prefix(self, number: int) -> list[tuple[int, int]]:
+        """Return the blocks that came in, and their offsets."""
+        action = self._prefix_moves.pop(number)
+        size = action.block_bytes
+        for one, offset in zip(action.ids, action.blocks, strict=True):
+            if isinstance(action, BringPrefix):
+                assert self._saved[one][0] == size
+                self._write(offset, *self._saved[one])
+            else:
+                found = self._arena.get(offset, (size, ("garbage",)))
+                self._saved[one] = (size, found[1] if found[0] == size else ("garbage",))
+        self._uses.pop(f"prefix {number}", None)
+        moved = list(zip(action.ids, action.blocks, strict=True))
+        return moved if isinstance(action, BringPrefix) else []
+
+    def drop_prefix(self, action: DropPrefix) -> None:
+        moving = {one for move in self._prefix_moves.values() for one in move.ids}
+        for one in action.ids:
+            assert one not in moving, "a block goes while it moves"
+            del self._saved[one]
+
+    @property
+    def prefix_bytes(self) -> int:
+        return sum(size for size, _ in self._saved.values())
+
     @property
     def host_bytes(self) -> int:
-        return sum(size for blocks in self._host.values() for size, _ in blocks)
+        rotated = sum(size for blocks in self._host.values() for size, _ in blocks)
+        return rotated + self.prefix_bytes
 
 
 def _key(request: Request, index: int) -> object:

@@ -52,9 +52,10 @@ requests = st.lists(
 def world_of(
     drawn: list, seed: int, slabs: int, in_flight: int, park: float, fail: float,
     blocks: tuple[int, int, int] = (512, 1000, 6000), host_blocks: int = 0, lanes: int = 1,
+    link: float = 0.0,
 ) -> SliceTestWorld:  # fmt: skip
     specs = [spec(name, block) for name, block in zip("abc", blocks, strict=True)]
-    slice_ = replace(small_slice(slabs), host_kv_bytes=host_blocks * 1000)
+    slice_ = replace(small_slice(slabs), host_kv_bytes=host_blocks * 1000, link_bytes_per_s=link)
     if lanes > 1:
         slice_ = replace(slice_, kind="gpu", gpu=GpuShare("GPU", 0), lanes=lanes)
     world = SliceTestWorld(slice_, seed, specs, in_flight, park, fail, contents=True)

@@ -10,12 +10,15 @@ from random import Random
 from kv_contents import KvContents
 
 from c2cserve.core.actions import (
+    BringPrefix,
     Drop,
+    DropPrefix,
     Fail,
     GiveUp,
     Move,
     Return,
     RunStep,
+    SavePrefix,
     SliceAction,
     Truncate,
 )
@@ -23,6 +26,7 @@ from c2cserve.core.events import (
     Activated,
     Deactivated,
     MoveDone,
+    PrefixMoved,
     SeqOutcome,
     SliceEvent,
     StepDone,
@@ -117,6 +121,8 @@ class SliceTestWorld:
         """When steps in flight will be done."""
         self.contents: dict[int, tuple[str, int]] = {}
         """Block -> (model, hash) as sealed by a confirmed step: what a reader of it may expect."""
+        self.saved: dict[int, tuple[str, int] | None] = {}
+        """The same of blocks of prefixes on the host, by number."""
         self.kv = KvContents(slice_, checks=contents)
         self.log: list[Tick] = []
         self.steps: list[tuple[float, Step]] = []
@@ -151,6 +157,9 @@ class SliceTestWorld:
                 if isinstance(event, MoveDone):
                     ended = bool(self.jobs[event.request_id].ended)
                     self.kv.end_move(event.request_id, ended=ended)
+                elif isinstance(event, PrefixMoved):
+                    for one, offset in self.kv.end_prefix(event.move):
+                        self.contents[offset] = self.saved[one]
                 if event is not None and self._told(event):
                     events.append(self._done(event) if isinstance(event, StepDone) else event)
             self.told += events
@@ -195,6 +204,15 @@ class SliceTestWorld:
                 self.kv.forget(request_id)
             case Move():
                 self._move(action)
+            case SavePrefix() | BringPrefix():
+                self.kv.begin_prefix(action)
+                for one, offset in zip(action.ids, action.blocks, strict=True):
+                    if isinstance(action, SavePrefix):
+                        self.saved[one] = self.contents.get(offset)
+                took_s = self.pace * self.random.uniform(0.001, 0.03)
+                self.at(self.now + took_s, PrefixMoved(action.move, took_s))
+            case DropPrefix():
+                self.kv.drop_prefix(action)
             case GiveUp(model):
                 self.given_up.append(model)
             case Truncate(request_id):
@@ -398,6 +416,10 @@ class SliceTestWorld:
         for (a, size), (b, _) in pairwise(spans):
             assert a + size <= b, "blocks overlap"
         assert self.policy.arena.held_bytes >= sum(intervals.values())
+        tier, rotation = self.policy.prefixes, self.policy._rotation
+        if tier is not None and rotation is not None:
+            assert tier.used_bytes == self.kv.prefix_bytes
+            assert tier.used_bytes + rotation.host_bytes <= self.slice.host_kv_bytes
         for name, seq in self.policy._seqs.items():
             assert seq.length == self.jobs[name].length, "a drawn token is lost or counted twice"
 

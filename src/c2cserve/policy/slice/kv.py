@@ -12,6 +12,15 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Sealed(NamedTuple):
+    """A block that can be found by its hash. The number is another one each time that it is sealed:
+    an equal `Sealed` is the same bytes, unchanged."""
+
+    offset: int
+    number: int
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +49,7 @@ class _ModelKv:
     """Spans with cached blocks only, and the tick of their last release; oldest first."""
     hashes: dict[int, int] = field(default_factory=dict[int, int])
     """Offset -> hash of blocks that can be found again, held or cached."""
-    by_hash: dict[int, int] = field(default_factory=dict[int, int])
+    by_hash: dict[int, Sealed] = field(default_factory=dict[int, Sealed])
     sharers: dict[int, int] = field(default_factory=dict[int, int])
     """Offset -> holders beside the first."""
     cached: OrderedDict[int, int] = field(default_factory=OrderedDict[int, int])
@@ -65,6 +74,7 @@ class KvArena:
         below it, and what is cached there makes way for it first."""
         self._models: dict[str, _ModelKv] = {}
         self._tick = 0
+        self._seals = 0
 
     @property
     def end_bytes(self) -> int:
@@ -150,10 +160,10 @@ class KvArena:
         kv = self._models[model]
         found: list[int] = []
         for value in hashes:
-            offset = kv.by_hash.get(value)
-            if offset is None:
+            sealed = kv.by_hash.get(value)
+            if sealed is None:
                 break
-            found.append(offset)
+            found.append(sealed.offset)
         for offset in found:
             self._hold(kv, offset)
         return found
@@ -163,8 +173,14 @@ class KvArena:
         another one already can)."""
         kv = self._models[model]
         if offset not in kv.hashes and value not in kv.by_hash:
-            kv.by_hash[value] = offset
+            self._seals += 1
+            kv.by_hash[value] = Sealed(offset, self._seals)
             kv.hashes[offset] = value
+
+    def sealed(self, model: str, value: int) -> Sealed | None:
+        """Return the block with this hash. None: there is none, or the model is gone."""
+        kv = self._models.get(model)
+        return None if kv is None else kv.by_hash.get(value)
 
     def unseal(self, model: str, offsets: Sequence[int]) -> None:
         """Make these blocks, held by the caller, impossible to find. Their holders keep them."""

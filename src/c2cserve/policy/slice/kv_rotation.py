@@ -16,7 +16,11 @@ from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.policy.slice.batching import ActiveModel, Seq
 from c2cserve.policy.slice.kv import KvArena
+from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.rotation import EagerCopies, KvClaim, KvState, RotationSettings, rotate
+
+_AHEAD_SHARE = 0.5
+"""The share of host memory that copies of running requests may have beside cached prefixes."""
 
 
 class KvRotation:
@@ -25,6 +29,8 @@ class KvRotation:
         release_weights: Callable[[ActiveModel], bool],
     ) -> None:  # fmt: skip
         """`release_weights` releases weights for KV of a model. It returns whether any could go."""
+        self.prefixes: PrefixTier | None = None
+        """Cached prefixes in the same host memory. They make way for what is moved out."""
         self._arena = arena
         self._slice = slice_
         self._settings = settings
@@ -42,6 +48,18 @@ class KvRotation:
         self.contended_s = 0.0
         """The seconds for which that was so."""
         self._planned_s = 0.0
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that KV of requests takes."""
+        return self._copies.used_bytes
+
+    def _limit_copies(self, share: float = 1.0) -> None:
+        """Leave prefixes on the host what they cannot give up now, and the rest of the share."""
+        if self.prefixes is not None:
+            size = self._slice.host_kv_bytes
+            rest = size - self.prefixes.pinned_bytes
+            self._copies.capacity_bytes = min(rest, int(share * size))
 
     def plan(self, seqs: Iterable[Seq], now: float, weight_bytes: int) -> list[Move]:
         """Run one iteration of SuperInfer's Algorithm 1. Decide which requests leave HBM, come in
@@ -125,6 +143,7 @@ class KvRotation:
             return None
         name, block = seq.request.id, seq.model.block_bytes
         self._copies.filled(name, seq.computed // BLOCK_TOKENS)
+        self._limit_copies()
         going = self._copies.rotate_out(name, blocks_of(seq.computed), block)
         if going is None:
             return None
@@ -150,6 +169,7 @@ class KvRotation:
     def _copy(self, seqs: Iterable[Seq], budget: int) -> list[Move]:
         """Begin to copy blocks that are full by now, as far as this iteration's budget goes."""
         moves: list[Move] = []
+        self._limit_copies(_AHEAD_SHARE)
         for seq in seqs:
             block = seq.model.block_bytes
             if budget < block:

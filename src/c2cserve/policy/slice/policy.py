@@ -105,8 +105,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 self._step_failed(step_id, reason)
             case ev.StepParked(step_id):
                 self._in_flight.park(step_id)
-            case ev.MoveDone(request_id):
-                self._moved(request_id)
+            case ev.MoveDone() | ev.PrefixMoved():
+                self._moved(event)
             case ev.GemmsMeasured(name):
                 control, model = self._strategies.gemm_control, self._models.get(name)
                 if control is not None and model is not None:
@@ -206,7 +206,7 @@ class SlicePolicy(SliceMemory[ExtraT]):
             hashed = BLOCK_TOKENS * len(seq.request.prefix_hashes)
             failed = seq.stopping or (outcome is not None and outcome.failed)
             if outcome is not None and outcome.failed:
-                self.arena.unseal(seq.model.key, seq.blocks)  # earlier steps' KV may be the cause
+                self._unseal(seq)  # earlier steps' KV may be the cause
             elif part.start < hashed and not failed:
                 assert part.start == seq.computed, "a step ends before one whose KV it reads"
                 self._seal(seq, part)
@@ -222,11 +222,11 @@ class SlicePolicy(SliceMemory[ExtraT]):
                 return
         self._settle(seq)
 
-    def _moved(self, request_id: str) -> None:
-        assert self._rotation is not None
-        seq = self._rotation.moved(request_id)
-        self._settle(seq)
-        self._retire(seq.model)
+    def _moved(self, event: ev.MoveDone | ev.PrefixMoved) -> None:
+        seq = self._end_move(event)
+        if seq is not None:
+            self._settle(seq)
+            self._retire(seq.model)
 
     # ---- decisions ------------------------------------------------------------------------------
 
@@ -237,9 +237,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
         self.wakeup = self._weights.wakeup
         lanes = self._lanes.in_order()
         if self._rotation is not None and any(self._may_launch(lane, now) for lane in lanes):
-            self._actions += self._rotation.plan(
-                self._in_hbm_or_ready(), now, self._weights.needed_bytes
-            )
+            seqs = self._in_hbm_or_ready()
+            self._make_way_for(self._rotation.plan(seqs, now, self._weights.needed_bytes))
         if self._lookahead is not None and not self._in_flight and not self._shares.greedy:
             self._launch_several(self._lookahead, now)
         self._lanes.short = None
@@ -258,7 +257,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
     def _stuck(self) -> bool:
         """Return whether resident models cannot run, and will not by themselves. KV that is on its
         way may let them."""
-        if self._rotation is not None and self._rotation.under_way:
+        moving = self._rotation is not None and self._rotation.under_way
+        if moving or (self.prefixes is not None and self.prefixes.bringing):
             return False
         steps = (one.step for one in self._in_flight)
         return self._lanes.stuck(steps, self._weights.streams)

@@ -1,14 +1,18 @@
 """What requests hold of a slice: blocks from their start to their end, and which make room."""
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Generic
 
-from c2cserve.core.actions import Drop, SliceAction, Truncate
+from c2cserve.core.actions import Drop, Move, PrefixAction, SliceAction, Truncate
+from c2cserve.core.events import MoveDone, PrefixMoved
 from c2cserve.core.machine import Slice
 from c2cserve.core.request import BLOCK_TOKENS, blocks_of
 from c2cserve.core.step import SeqStep
 from c2cserve.policy.slice.batching import ActiveModel, Seq, to_preempt
 from c2cserve.policy.slice.in_flight import InFlight
 from c2cserve.policy.slice.kv_rotation import KvRotation
+from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import ExtraT, SliceStrategies
 from c2cserve.policy.slice_shares import SliceShares
 
@@ -23,6 +27,12 @@ class SliceMemory(Generic[ExtraT]):
         self._rotation = None if rotation is None else KvRotation(
             self.arena, slice_, rotation, self._release_weights
         )  # fmt: skip
+        self.prefixes: PrefixTier | None = None
+        """Cached prefixes in host memory; None: they are in the arena only."""
+        if strategies.prefixes and self._rotation is not None:
+            rotated = partial(getattr, self._rotation, "host_bytes")
+            self.prefixes = PrefixTier(self.arena, slice_, rotated, self._emit)
+            self._rotation.prefixes = self.prefixes
         self._weights = strategies.memory
         self._deactivated: list[ActiveModel] = []
         self._seqs: dict[str, Seq] = {}
@@ -37,6 +47,8 @@ class SliceMemory(Generic[ExtraT]):
         self.running = 0
         """Requests that have started (and so hold KV, here or on the host)."""
         self.cached_tokens = 0
+        self.arena_hits = 0
+        """Requests that found a part of their prompts in the arena."""
         self.preemptions = 0
 
     @property
@@ -44,13 +56,17 @@ class SliceMemory(Generic[ExtraT]):
         """The seconds for which requests competed for memory, so that steps did not overlap."""
         return 0.0 if self._rotation is None else self._rotation.contended_s
 
+    def _emit(self, action: PrefixAction) -> None:
+        self._actions.append(action)
+
     # ---- from its start to its end --------------------------------------------------------------
 
     def _admit(self, seq: Seq) -> bool:
         """Start a request: take blocks for all its tokens, reusing what of its prefix is cached.
         Its last token is never reused, because that one samples the next. One block for each
         running request stays free, so that they can go on for a while. No request overtakes a more
-        urgent one that waits for memory."""
+        urgent one that waits for memory. Return False also if it has to wait for blocks of its
+        prefix that come from the host."""
         model = seq.model
         needed = blocks_of(seq.length)
         if self._rotation is not None:
@@ -62,16 +78,22 @@ class SliceMemory(Generic[ExtraT]):
         elif not self._may_start(seq, needed):
             return False
         reusable = seq.request.prefix_hashes[: (seq.length - 1) // BLOCK_TOKENS]
-        seq.blocks = self.arena.match(model.key, reusable)
-        seq.computed = seq.issued = len(seq.blocks) * BLOCK_TOKENS
-        rest = self.arena.allocate(model.key, needed - len(seq.blocks))
+        found = self.arena.match(model.key, reusable)
+        rest_of_prefix = reusable[len(found) :]
+        if self.prefixes is not None and self.prefixes.comes(model, rest_of_prefix):
+            self.arena.release(model.key, found)
+            return False
+        seq.computed = seq.issued = len(found) * BLOCK_TOKENS
+        rest = self.arena.allocate(model.key, needed - len(found))
         assert rest is not None, "room was promised"
-        seq.blocks += rest
+        seq.blocks = found + rest
         seq.started = True
         model.started += 1
         self.running += 1
+        self.arena_hits += bool(found)
+        comes = self.prefixes is not None and self.prefixes.bring(seq, rest_of_prefix)
         self.cached_tokens += seq.issued
-        return True
+        return not comes
 
     def _may_start(self, seq: Seq, needed: int) -> bool:
         model, first, rank = seq.model, self._first_in_line, seq.model.rank
@@ -114,6 +136,22 @@ class SliceMemory(Generic[ExtraT]):
         end = min((part.start + part.tokens) // BLOCK_TOKENS, len(hashes))
         for index in range(part.start // BLOCK_TOKENS, end):
             self.arena.seal(seq.model.key, seq.blocks[index], hashes[index])
+        if self.prefixes is not None:
+            self.prefixes.computed(seq.model, hashes[:end], part.start // BLOCK_TOKENS)
+
+    def _unseal(self, seq: Seq) -> None:
+        """Make the KV that a request read impossible to find: it may be why its values fail."""
+        self.arena.unseal(seq.model.key, seq.blocks)
+        if self.prefixes is not None:
+            self.prefixes.forget(seq.model.name, seq.request.prefix_hashes[: len(seq.blocks)])
+
+    def _end_move(self, event: MoveDone | PrefixMoved) -> Seq | None:
+        """Note the end of a move. Return the request whose move it was, if it was one's."""
+        if isinstance(event, MoveDone):
+            assert self._rotation is not None
+            return self._rotation.moved(event.request_id)
+        assert self.prefixes is not None
+        return self.prefixes.moved(event)
 
     def _leave(self, seq: Seq) -> None:
         """Plan no more steps of it. Its memory goes at once, or when nothing writes there."""
@@ -143,6 +181,7 @@ class SliceMemory(Generic[ExtraT]):
     def _retire(self, model: ActiveModel) -> None:
         """Free a deactivated model's memory if its last request and step are gone."""
         moving = self._rotation is not None and self._rotation.moving(model)
+        moving |= self.prefixes is not None and self.prefixes.brings_for(model)
         if (
             model in self._deactivated
             and not model.seqs
@@ -181,6 +220,12 @@ class SliceMemory(Generic[ExtraT]):
         self._actions += gone
         return bool(gone)
 
+    def _make_way_for(self, moves: Sequence[Move]) -> None:
+        """Drop prefixes whose room on the host KV of requests needs, and begin the moves."""
+        if self.prefixes is not None:
+            self.prefixes.make_way()
+        self._actions += moves
+
     def _put_aside(self, victim: Seq) -> bool:
         """Preempt a request. Return whether room is free at once, before its KV has been moved."""
         self.preemptions += 1
@@ -190,7 +235,7 @@ class SliceMemory(Generic[ExtraT]):
             self._stop(victim)
             self._actions.append(Drop(victim.request.id, requeued=True))
             return True
-        self._actions.append(move)
+        self._make_way_for((move,))
         return len(move.blocks) < held
 
     def _truncate_if_too_long(self, seq: Seq) -> None:

@@ -73,6 +73,8 @@ class SliceStrategies(Generic[ExtraT_co]):
     """See `batching.ActiveModel`."""
     rotation: RotationSettings | None = None
     """None: KV stays in the arena, and preempted requests begin again."""
+    prefixes: bool = False
+    """Cached prefixes stay in host memory too, where KV rotates (`policy.slice.prefix_tier`)."""
     lookahead: Lookahead | None = None
     gemm_control: GemmControl[ExtraT_co] | None = None
 
@@ -101,11 +103,11 @@ def live_steps_in_flight(slice_: Slice) -> int:
 
 
 def live_strategies(slice_: Slice) -> SliceStrategies[Never]:
-    """Return what a server runs. Weights are swapped where memory and link are known, and KV
-    rotates where the slice has host memory for it."""
+    """Return what a server runs. Weights are swapped where memory and link are known. KV rotates,
+    and cached prefixes stay, where the slice has host memory for it."""
     arena = arena_of(slice_)
     memory = WeightMemory(arena)
     if slice_.swaps_weights:
         memory = swapping_of(arena, slice_, rotates=True)
     rotation = RotationSettings() if slice_.host_kv_bytes else None
-    return SliceStrategies(arena, memory, rotation=rotation)
+    return SliceStrategies(arena, memory, rotation=rotation, prefixes=rotation is not None)

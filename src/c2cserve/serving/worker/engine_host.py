@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from c2cserve.core.actions import EngineAction, Fetch, Move, Release, RunStep
+from c2cserve.core.actions import BringPrefix, EngineAction, Fetch, Move, Release, RunStep
 from c2cserve.core.events import Fetched
 from c2cserve.core.machine import GpuShare, Slice
 from c2cserve.core.model import ModelSpec
@@ -339,8 +339,8 @@ class WorkerEngine:
             case RunStep(step):
                 self._backend.begin(step)
                 self._executor.submit(action)
-            case Move(direction="in", kv_end_bytes=kv_end_bytes):
-                self._backend.make_room(kv_end_bytes)
+            case Move(direction="in", kv_end_bytes=end) | BringPrefix(kv_end_bytes=end):
+                self._backend.make_room(end)
                 self._executor.submit(action)
             case _:
                 self._executor.submit(action)
@@ -357,10 +357,21 @@ class WorkerEngine:
             self._backend.stats, attaches=self._attaches, attach_seconds=self._attach_s,
             grammars_failed=self._guides.failed, grammar_waits=self._guides.waited,
             grammar_processes_lost=self._guides.processes_lost,
-            parts_rebuilt=state.renewals, kv_host_bytes=state.kv_host_bytes,
-            kv_out_bytes=state.kv_out_bytes, kv_in_bytes=state.kv_in_bytes,
+            parts_rebuilt=state.renewals, **_kv_stats(self._executor),
             **_step_stats(self._executor),
         )  # fmt: skip
+
+
+def _kv_stats(executor: Executor) -> dict[str, float]:
+    """Return the engine's rows about KV in host memory."""
+    host_kv, prefixes = executor.host_kv, executor.prefixes
+    return {
+        "kv_host_bytes": host_kv.used_bytes - prefixes.used_bytes,
+        "kv_out_bytes": host_kv.counts.out_bytes, "kv_in_bytes": host_kv.counts.in_bytes,
+        "prefix_host_bytes": prefixes.used_bytes, "prefix_out_bytes": prefixes.counts.saved_bytes,
+        "prefix_in_bytes": prefixes.counts.brought_bytes,
+        "prefix_in_seconds": prefixes.counts.bring_s,
+    }  # fmt: skip
 
 
 def _step_stats(executor: Executor) -> dict[str, float]:

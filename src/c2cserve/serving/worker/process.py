@@ -19,6 +19,7 @@ import msgspec
 from c2cserve.core.actions import SliceAction
 from c2cserve.core.events import SliceEvent
 from c2cserve.policy.slice.policy import SlicePolicy
+from c2cserve.policy.slice.prefix_tier import PrefixTier
 from c2cserve.policy.slice.strategies import live_steps_in_flight
 from c2cserve.processes.parent_death import end_with_parent
 from c2cserve.runtime.driver import run
@@ -234,10 +235,20 @@ def _policy_stats(policy: SlicePolicy[Never]) -> Callable[[], SliceStats]:
             running=policy.running, waiting=policy.waiting, kv_used_bytes=policy.arena.held_bytes,
             cached_tokens=policy.cached_tokens, preemptions=policy.preemptions,
             step_retries=policy.retries, retries_failed=policy.given_up,
-            contended_seconds=policy.contended_s,
+            contended_seconds=policy.contended_s, prefix_arena_hits=policy.arena_hits,
+            **_tier_stats(policy.prefixes),
         )  # fmt: skip
 
     return stats
+
+
+def _tier_stats(tier: PrefixTier | None) -> dict[str, int]:
+    if tier is None:
+        return {}
+    return {
+        "cached_host_tokens": tier.tokens, "prefix_host_hits": tier.hits,
+        "prefix_slower_tokens": tier.slower_tokens,
+    }  # fmt: skip
 
 
 def _measured(policy: SlicePolicy[Never]) -> Callable[[], Sequence[Measured]]:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from c2cserve.core.actions import Move
+from c2cserve.core.actions import BringPrefix, DropPrefix, Move, SavePrefix
 from c2cserve.core.machine import Slice
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS
@@ -169,3 +169,45 @@ class BlockBook:
         """End the move of a sequence."""
         self._give(seq, seq.swapping_out)
         seq.swapping_out, seq.moving = [], False
+
+
+@dataclass(slots=True, eq=False)
+class PrefixBook:
+    """The blocks of cached prefixes in a slice's host memory.
+
+    None is read before it has arrived, none goes while it moves, and all have room."""
+
+    slice: Slice
+    used_bytes: int = 0
+    _sizes: dict[int, int] = field(default_factory=dict[int, int])
+    _saving: set[int] = field(default_factory=set[int])
+    _reading: Counter[int] = field(default_factory=Counter[int])
+
+    def begin(self, action: SavePrefix | BringPrefix) -> None:
+        """Begin a move."""
+        ids, size = action.ids, action.block_bytes
+        assert len(set(action.blocks)) == len(ids), "two blocks have one place"
+        if isinstance(action, BringPrefix):
+            assert all(self._sizes.get(one) == size for one in ids), "a block is not on the host"
+            assert self._saving.isdisjoint(ids), "a block is read that has not arrived"
+            self._reading.update(ids)
+            return
+        assert self._sizes.keys().isdisjoint(ids), "a block is on the host already"
+        self._sizes.update(dict.fromkeys(ids, size))
+        self._saving.update(ids)
+        self.used_bytes += size * len(ids)
+        assert self.used_bytes <= self.slice.host_kv_bytes, "more prefixes than room"
+
+    def end(self, action: SavePrefix | BringPrefix) -> None:
+        """End a move."""
+        if isinstance(action, BringPrefix):
+            self._reading.subtract(action.ids)
+        else:
+            self._saving.difference_update(action.ids)
+
+    def drop(self, action: DropPrefix) -> None:
+        """Free blocks."""
+        for one in action.ids:
+            assert one not in self._saving, "a block goes that has not arrived"
+            assert not self._reading[one], "a block goes that is read"
+            self.used_bytes -= self._sizes.pop(one)

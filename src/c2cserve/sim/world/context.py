@@ -62,6 +62,8 @@ class SliceUse:
     streamed_bytes: float = 0.0
     moved_bytes: int = 0
     """KV moved between the slice and the host."""
+    prefix_bytes: int = 0
+    """KV of cached prefixes brought from the host."""
     compute_s: float = 0.0
     memory_s: float = 0.0
     link_s: float = 0.0

@@ -5,12 +5,15 @@ from functools import partial
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import (
+    BringPrefix,
     Drop,
+    DropPrefix,
     Fetch,
     Move,
     Release,
     Return,
     RunStep,
+    SavePrefix,
     SetAlpha,
     SimulatedSliceAction,
     SliceAction,
@@ -19,7 +22,7 @@ from c2cserve.core.actions import (
 from c2cserve.core.step import LANES, Lane, Step
 from c2cserve.runtime.ports import Recorder
 from c2cserve.sim.policies.build import SimulatedSlicePolicy
-from c2cserve.sim.world.checks import BlockBook, SeqState
+from c2cserve.sim.world.checks import BlockBook, PrefixBook, SeqState
 from c2cserve.sim.world.compute import Compute
 from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
@@ -62,6 +65,7 @@ class SliceSimulation:
         self.seqs: dict[str, SeqState] = {}
         self.active: dict[str, SimModel] = {}
         self.book = BlockBook(simulated.slice)
+        self.prefixes = PrefixBook(simulated.slice)
         self._context = context
         self._chained, self._reports = chained, reports
         self._reported_s = 0.0
@@ -276,6 +280,10 @@ class SliceSimulation:
                 self._context.controller.dropped(seq.tracked)
         elif isinstance(action, Move):
             self._move(action)
+        elif isinstance(action, SavePrefix | BringPrefix):
+            self._move_prefix(action)
+        elif isinstance(action, DropPrefix):
+            self.prefixes.drop(action)
         elif isinstance(action, SetAlpha):
             for compute in self._lanes.values():
                 compute.alphas[action.model] = action.alpha
@@ -342,6 +350,22 @@ class SliceSimulation:
         if not self._dead:
             self.book.moved(seq)
             self._notify(ev.MoveDone(move.request_id, move.direction))
+
+    def _move_prefix(self, action: SavePrefix | BringPrefix) -> None:
+        self.prefixes.begin(action)
+        size = len(action.ids) * action.block_bytes
+        since_s = self._context.timeline.now
+        done = partial(self._prefix_moved, action, since_s)
+        if isinstance(action, BringPrefix):
+            self.use.prefix_bytes += size
+            self._in.submit(size, True, done)
+        else:
+            self._out.submit(size, False, done)
+
+    def _prefix_moved(self, action: SavePrefix | BringPrefix, since_s: float) -> None:
+        if not self._dead:
+            self.prefixes.end(action)
+            self._notify(ev.PrefixMoved(action.move, self._context.timeline.now - since_s))
 
     def _finished(self, seq: SeqState) -> None:
         self.book.release(seq)
