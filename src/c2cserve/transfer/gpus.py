@@ -46,28 +46,31 @@ def engine_of(gpus: tuple[int, ...], neighbours: tuple[int, ...] = ()) -> Transf
 
 def open_engine(
     gpus: Sequence[int], settings: Settings | None = None, *, relayed: Sequence[int] | None = None,
-    neighbours: Sequence[int] = (), relay: RelayShape | None = None, folder: Path | None = None,
+    neighbours: Sequence[int] = (), relay: RelayShape | None = None, own: RelayShape | None = None,
+    folder: Path | None = None,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
     GPUs without access to each other's memory do not relay for each other. `relayed` are those that
-    others relay for, all by default. Raises `CudaError`,
-    `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
-    kernel is not built.
+    others relay for, all by default. `own` is the shape of the kernel that carries small segments,
+    if the settings have it. Raises `CudaError`, `LinkError`, `KernelsMissing`, and
+    `KernelMissingError` if the relay kernel is needed and not built.
     """
+    settings = settings or Settings()
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
     ports, relays = ports_of(gpus, reaches, relayed, neighbours)
     contexts = [
         None if port.carrier in neighbours else int(context_of(port.carrier)) for port in ports
     ]
-    cubin = _relay_cubin(folder or default_folder()) if reaches else None
-    return open_on(ports, relays, contexts, cubin, settings or Settings(), relay)
+    needs_kernel = reaches or settings.has_kernel
+    cubin = _relay_cubin(folder or default_folder()) if needs_kernel else None
+    return open_on(ports, relays, contexts, cubin, settings, relay, own)
 
 
 def open_on(
     ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int | None],
-    cubin: bytes | None, settings: Settings, relay: RelayShape | None = None, *,
-    driver: str = _DRIVER,
+    cubin: bytes | None, settings: Settings, relay: RelayShape | None = None,
+    own: RelayShape | None = None, *, driver: str = _DRIVER,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over these ports, in contexts of the GPUs that carry them. Ports without a
     context are links of other processes.
@@ -80,6 +83,7 @@ def open_on(
         return library().c2c_transfers_open(
             machine_of(ports, relays), view_of(settings), driver.encode(), places, cubin,
             relay_view_of(relay or RelayShape(), RELAY.threads),
+            relay_view_of(own or RelayShape(), RELAY.threads),
         )  # fmt: skip
 
     return TransferEngine(ports, open_native)
