@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import logging
 from collections.abc import Generator, Sequence
 from functools import cache
 from itertools import permutations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from c2cserve.core.machine import ProfileChoice
 from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError
 from c2cserve.kernels.gpu.aot.variants import RELAY
@@ -18,8 +20,16 @@ from c2cserve.kernels.gpu.driver import CudaError, checked, cu
 from c2cserve.transfer.engine import RelayServer, TransferEngine
 from c2cserve.transfer.library import Result, library, machine_of, relay_view_of, view_of
 from c2cserve.transfer.moves import Port, ports_of
+from c2cserve.transfer.path_profile import (
+    PathProfile,
+    PathProfileError,
+    PathsMissing,
+    load_paths,
+)
 from c2cserve.transfer.relay_channel import GpuMemory
 from c2cserve.transfer.settings import RelayShape, Settings
+
+log = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"
 _HANDLE_BYTES = 64
@@ -32,16 +42,32 @@ _SERVING = Settings(alone_bytes=16 << 20)
 
 
 @cache
-def engine_of(gpus: tuple[int, ...], neighbours: tuple[int, ...] = ()) -> TransferEngine:
+def engine_of(
+    gpus: tuple[int, ...], neighbours: tuple[int, ...] = (), profile: ProfileChoice = "assumed"
+) -> TransferEngine:
     """Return the process's engine for what runs on the first of these GPUs, by CUDA's numbers. The
     others lend it their links, and it does not relay for them. `neighbours` are GPUs of other
-    processes, which may relay once they are connected.
+    processes, which may relay once they are connected. With `profile` "measured", transfers are
+    cut by this machine's figures, if it has any.
 
     The engine stops at the end of the process. Raises as `open_engine` does.
     """
-    engine = open_engine(gpus, _SERVING, relayed=gpus[:1], neighbours=neighbours)
+    settings, own = _SERVING, None
+    if profile == "measured" and (paths := _measured_paths(gpus[0])) is not None:
+        settings, own = paths.tuned(_SERVING), paths.own_shape
+    engine = open_engine(gpus, settings, relayed=gpus[:1], neighbours=neighbours, own=own)
     atexit.register(engine.stop)
     return engine
+
+
+def _measured_paths(gpu: int) -> PathProfile | None:
+    try:
+        return load_paths(torch.cuda.get_device_name(gpu))
+    except PathsMissing as error:
+        log.info("transfers are not tuned: %s", error)
+    except PathProfileError as error:
+        log.warning("transfers are not tuned: %s", error)
+    return None
 
 
 def open_engine(
