@@ -2,13 +2,12 @@
 
 python benchmarks/transfer_users.py [--gpus N] [--parts rotation,sweep,...] [--gib 1] [--out FILE]
 
-small       blocks of 64 KiB both ways at once by the GPU's own relay kernel, over the same
 rotation    KV in and out at once, scattered blocks of 2 MiB and 64 KiB, over two large copies
 sweep       sizes of micro-tasks and depths of links, in and out, over one copy by CUDA
 contention  two engines at once, each for a GPU of its own: the share of each
 priority    copies of a GPU's own while it relays for another one, over the same copies alone
 
-The first two parts need one GPU, the others need two. `bars` are the ratios that the engine is held
+The first part needs one GPU, the others need two. `bars` are the ratios that the engine is held
 to. The exit status is 1 if one is missed.
 """
 
@@ -63,14 +62,15 @@ class Users:
 
     # ---- rotation --------------------------------------------------------------------------------
 
-    def rotation(self) -> Rows:
-        """Every second block of one half of an arena comes in; of the other half, it goes out."""
+    def rotation(self, most_links: int = 2, **settings: Any) -> Rows:
+        """Every second block of one half of an arena comes in; of the other half, it goes out.
+        `settings` are those of the engine."""
         rig, rows = self._rig, list[dict[str, Any]]()
         b, half = rig.buffers, rig.buffers.size // 2 // (4 * _MIB) * (4 * _MIB)
         plain = rig.native([b.inward(size=half), _after(b.outward(size=half), half)])
         plain_rate = half / _best_s(plain)
-        for links in sorted({1, min(2, rig.gpus)}):
-            with rig.opened(links) as engine:
+        for links in sorted({1, min(most_links, rig.gpus)}):
+            with rig.opened(links, **settings) as engine:
                 for name, (block, bar) in _BLOCKS.items():
                     row = self._rotation(engine, block, half)
                     share = row["gb_per_s"] * 1e9 / (2 * plain_rate)
@@ -115,21 +115,6 @@ class Users:
         arena.copy_(before)
         return {"gb_per_s": 2 * size / 1e9 / best_s, "seconds": best_s, "submit_s": submit_s,
                 "blocks_each_way": len(inward)}  # fmt: skip
-
-    def small(self) -> dict[str, float]:
-        """What a kernel on the GPU itself would do for small blocks, in the place of batches of
-        copies. Nothing serves by it: it is there to decide whether something should."""
-        rig, b = self._rig, self._rig.buffers
-        half = b.size // 2 // (4 * _MIB) * (4 * _MIB)
-        block = _BLOCKS["64 KiB"][0]
-        plain = rig.native([b.inward(size=half), _after(b.outward(size=half), half)])
-        places = range(0, half, 2 * block)
-        inward = [b.inward(size=block, at=at) for at in places]
-        outward = [b.outward(size=block, at=at) for at in places]
-        rate = len(places) * block / _best_s(rig.by_kernel(inward, outward))
-        share = rate / (half / _best_s(plain))
-        print(f"64 KiB by a kernel: {2 * rate / 1e9:.1f} GB/s, {share:.3f} of two large copies")
-        return {"gb_per_s": 2 * rate / 1e9, "to_plain": share}
 
     # ---- sweeps ----------------------------------------------------------------------------------
 
@@ -252,8 +237,8 @@ def _best_s(run: Callable[[], object]) -> float:
     return min(_timed_s(run) for _ in range(_REPEATS))
 
 
-PARTS = ("rotation", "small", "sweep", "contention", "priority")
-_ONE_GPU = ("rotation", "small")
+PARTS = ("rotation", "sweep", "contention", "priority")
+_ONE_GPU = ("rotation",)
 
 
 def measure(rig: Rig, parts: Sequence[str]) -> dict[str, Any]:

@@ -12,6 +12,8 @@ sizes       from which size more paths are faster
 segments    many small segments
 contention  two engines
 fault       a relay that stalls
+small       blocks of 64 KiB to 4 MiB both ways at once, by the copy engine and by a kernel
+duplex      KV of a slice in and out at once, by batches of copies and by the kernel
 tasks       sizes of micro-tasks, depths (only if it is named)
 tune        shapes of relay kernels, alone and in the engine (only if it is named)
 out         what bounds the way out of a GPU over two links (only if it is named)
@@ -20,6 +22,7 @@ out         what bounds the way out of a GPU over two links (only if it is named
 import argparse
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ from report import report
 from transfer_faults import stalling
 from transfers_out import OutTuning
 from transfers_run import Buffers, at_once, make_buffers, moved, native, opened, timed, two_hops
+from transfers_small import SmallBlocks
 from transfers_tune import BARS, Tuning
 
 from c2cserve.transfer.engine import TransferEngine
@@ -145,6 +149,20 @@ class Bench:
         """Copies, kernels beside copies, and the engine, from a GPU to the host."""
         return OutTuning(self.buffers).run()
 
+    @cached_property
+    def small_blocks(self) -> SmallBlocks:
+        from transfers_gpus import Gpus  # needs CUDA's bindings
+
+        return SmallBlocks(Gpus(self.gpus, self.size, self.buffers))
+
+    def small(self) -> dict[str, Any]:
+        """Blocks both ways at once, by each way to describe them to the GPU."""
+        return self.small_blocks.small() | {"bars": self.small_blocks.bars}
+
+    def duplex(self) -> Rows:
+        """Rotation of KV, by what part `small` has found."""
+        return self.small_blocks.duplex()
+
     def _with(self, **settings: Any) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
         with opened(self.gpus, **settings) as engine:
@@ -252,6 +270,7 @@ def bars(results: dict[str, Any], gpus: int) -> Rows:
         hold("both ways: two links to copies of two GPUs", both, BARS["both"])
     for what, mib in results.get("sizes", {}).get("break_even_mib", {}).items():
         hold(f"{what}: break-even, MB", mib and mib * _MIB / 1e6, 12.0, at_most=True)
+    rows += results.get("small", {}).get("bars", ())
     for (links, what), row in paths.items():
         if links == gpus:
             rows.append({"bar": f"{what}: CPU s for each GB", "value": row["cpu_s_per_gb"]})
@@ -268,8 +287,10 @@ def _break_even(rows: Rows, name: str) -> int | None:
     return found
 
 
-_ONE_GPU = ("native", "paths", "segments", "tasks")
-_PARTS = ("native", "paths", "hops", "sizes", "segments", "contention", "fault")
+_ONE_GPU = ("native", "paths", "segments", "small", "duplex", "tasks")
+_PARTS = (
+    "native", "paths", "hops", "sizes", "segments", "contention", "fault", "small", "duplex",
+)  # fmt: skip
 _MORE_PARTS = ("tasks", "tune", "out")
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from c2cserve.engine.rotation import HostKv
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import Segment
+from c2cserve.transfer.settings import RelayShape
 
 
 class RigBuffers(Protocol):
@@ -29,6 +30,10 @@ class RigBuffers(Protocol):
 
     def check_inward(self, gpu: int = 0, size: int | None = None) -> None: ...
 
+    def check_blocks(self, block: int, size: int) -> None:
+        """Compare every second block of both targets with its source; all others are zero."""
+        ...
+
 
 class Rig(Protocol):
     """GPUs with buffers; the first one's target is an arena of KV, too."""
@@ -42,16 +47,14 @@ class Rig(Protocol):
     @property
     def arena(self) -> Tensor: ...
 
-    def opened(self, gpus: int, **settings: Any) -> AbstractContextManager[TransferEngine]:
+    def opened(
+        self, gpus: int, *, own: RelayShape | None = None, **settings: Any
+    ) -> AbstractContextManager[TransferEngine]:
         """An engine over the first GPUs' links. Settings are those of `transfer.settings`."""
         ...
 
     def native(self, segments: Sequence[Segment]) -> Callable[[], None]:
         """Plain copies, at once, and a wait for all of them."""
-        ...
-
-    def by_kernel(self, *lists: Sequence[Segment]) -> Callable[[], None]:
-        """Lists of small segments, at once, by relay kernels on the first GPU itself."""
         ...
 
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:

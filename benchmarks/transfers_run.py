@@ -83,6 +83,13 @@ class Buffers:
         there.copy_(self.host_target)
         _check(there[: size or self.size], 1)
 
+    def check_blocks(self, block: int, size: int) -> None:
+        """Compare every second block of both targets with its source; all others are zero."""
+        there = torch.empty_like(self.gpu_source[:size])
+        there.copy_(self.host_target[:size])
+        _check(self.gpu[0][:size], 0, block)
+        _check(there, 1, block)
+
 
 def make_buffers(gpus: int, size: int) -> Buffers:
     grow_memory(2 * size)
@@ -121,9 +128,13 @@ def _words(like: Tensor, seed: int) -> Generator[tuple[int, Tensor]]:
         yield start, (index + seed * (1 << 40)) * _FACTOR
 
 
-def _check(data: Tensor, seed: int) -> None:
+def _check(data: Tensor, seed: int, block: int = 0) -> None:
+    """With a size of `block`, every second block is zero. `_CHECKED` words are an even number of
+    blocks."""
     mine = data.view(torch.int64)
     for start, words in _words(data, seed):
+        if block:
+            words.view(-1, block // _WORD)[1::2] = 0
         if not torch.equal(mine[start : start + words.numel()], words):
             raise WrongBytes(f"in the {_WORD * words.numel()} bytes from {_WORD * start} on")
 
@@ -235,11 +246,11 @@ def two_hops(buffers: Buffers, task_bytes: int) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def opened(
-    gpus: int, *, relay: RelayShape | None = None, **settings: Any
+    gpus: int, *, relay: RelayShape | None = None, own: RelayShape | None = None, **settings: Any
 ) -> Generator[TransferEngine]:
     """An engine over the first GPUs, which has every transfer in micro-tasks."""
     chosen = Settings(**{"one_path_bytes": 0, **settings})
-    engine = open_engine(range(gpus), chosen, relay=relay)
+    engine = open_engine(range(gpus), chosen, relay=relay, own=own)
     try:
         yield engine
     finally:

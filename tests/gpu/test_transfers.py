@@ -53,8 +53,10 @@ class Case:
         assert self.engine.wait(self.engine.submit(segments, stream), 60)
 
 
-def opened(links: int, settings: Settings = ONLY_TASKS) -> Iterator[Case]:
-    made = open_engine(range(links), settings)
+def opened(
+    links: int, settings: Settings = ONLY_TASKS, own: RelayShape | None = None
+) -> Iterator[Case]:
+    made = open_engine(range(links), settings, own=own)
     host = torch.empty(SIZE, dtype=torch.uint8, pin_memory=True)
     host.copy_(noise())
     gpu = torch.zeros(SIZE, dtype=torch.uint8, device="cuda:0")
@@ -112,6 +114,10 @@ def test_a_large_transfer(case: Case, direction: str) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_random_segments_of_any_size_and_alignment(case: Case, direction: str, seed: int) -> None:
     """Also from 1 byte, and with targets that are aligned otherwise than their sources."""
+    move_random_segments(case, direction, seed)
+
+
+def move_random_segments(case: Case, direction: str, seed: int) -> None:
     source, expected = noise(seed), torch.zeros(SIZE, dtype=torch.uint8)
     segments: list[Segment] = []
     make = case.inward if direction == "in" else case.outward
@@ -124,6 +130,38 @@ def test_random_segments_of_any_size_and_alignment(case: Case, direction: str, s
     torch.cuda.synchronize()
     case.move(segments)
     assert torch.equal(ends[1].cpu(), expected)
+
+
+@pytest.mark.parametrize("direction", ["in", "out"])
+@pytest.mark.parametrize("one_path_bytes", [0, SIZE])
+@pytest.mark.parametrize("own", [RelayShape(1, 3, 1024), RelayShape(8)], ids=["1", "8"])
+def test_small_segments_by_a_kernel_of_the_gpu_itself(
+    direction: str, one_path_bytes: int, own: RelayShape
+) -> None:
+    settings = replace(
+        ONLY_TASKS, one_path_bytes=one_path_bytes, kernel_in_bytes=SIZE, kernel_out_bytes=SIZE
+    )
+    for case in opened(1, settings, own):
+        for seed in range(3):
+            move_random_segments(case, direction, seed)
+
+
+def test_both_ways_at_once_by_kernels() -> None:
+    """The halves of the memories change places; what comes in, and what goes out, is right."""
+    half, block = SIZE // 2, 16 << 10
+    settings = replace(ONLY_TASKS, kernel_in_bytes=SIZE, kernel_out_bytes=SIZE)
+    for case in opened(1, settings):
+        case.gpu.copy_(noise(2))
+        torch.cuda.synchronize()
+        places = list(range(0, half, block))
+        random.Random(1).shuffle(places)
+        tickets = [
+            case.engine.submit([case.inward(at, at, block) for at in places]),
+            case.engine.submit([case.outward(half + at, half + at, block) for at in places]),
+        ]
+        assert all(case.engine.wait(ticket, 60) for ticket in tickets)
+        assert torch.equal(case.host, torch.cat([noise()[:half], noise(2)[half:]]))
+        assert torch.equal(case.gpu.cpu(), case.host)
 
 
 def random_places(rng: random.Random) -> list[tuple[int, int, int]]:

@@ -65,6 +65,7 @@ def plan(
     where: options.Where = None,
     kv_share: options.KvShare = 0.5,
     max_active: options.MaxActive = None,
+    relays: options.Relays = False,
     noise: options.Noise = 0.05,
     patience: options.Patience = 20,
     seeds: Seeds = 5,
@@ -89,7 +90,7 @@ def plan(
         )
         scenario = Scenario(
             hardware, catalog, workload, slo, policy,
-            slices=SliceSettings(kv_share=kv_share, max_active=max_active),
+            slices=SliceSettings(kv_share=kv_share, max_active=max_active, relays=relays),
             patience=patience, seed=seed, noise=noise,
         )  # fmt: skip
         wishes = Wishes(seeds, layouts, spare, gpu_month)

@@ -16,7 +16,9 @@ from c2cserve.terminal.output import CliError, console, progress_console, show_s
 
 if TYPE_CHECKING:
     from c2cserve.kernels.gpu.gemm.choice.profile import Profile
+    from c2cserve.profiling.measuring_process import ProcessBench
     from c2cserve.profiling.survey import Bench
+    from c2cserve.transfer.path_profile import PathProfile
 
 _UNTIL_S, _QUICK_UNTIL_S = 160.0, 45.0
 """Time after the command began. Measurements under way then end in a second or two."""
@@ -29,8 +31,12 @@ def profile(
     quick: Annotated[
         bool, typer.Option("--quick", help="Under a minute: more is interpolated.")
     ] = False,
+    relays: Annotated[
+        bool, typer.Option("--gpu-relays", help="Measure paths over several GPUs' links, too.")
+    ] = False,
 ) -> None:
-    """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into one file.
+    """Measure links, memory and GEMMs of this machine's GPU, in under 3 minutes, into a file, and
+    the paths of all GPUs into another one beside it.
 
     Nothing else should run on it meanwhile. A measurement that fails, or hangs, is left out and
     named at the end.
@@ -38,12 +44,14 @@ def profile(
     from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
     from c2cserve.profiling.measuring_process import ProcessBench
     from c2cserve.profiling.survey import Lost, Refused, survey
+    from c2cserve.transfer.path_profile import PathProfile, paths_path, save_paths, show_paths
 
     began_s = time.monotonic()
     until_s = began_s + (_QUICK_UNTIL_S if quick else _UNTIL_S)
     with _progress(began_s, until_s) as tell, ProcessBench(_open_bench) as bench:
-        tell("loading kernels")
+        tell("loading kernels, paths")
         try:
+            paths = _measure_paths(bench, relays=relays)
             measured = survey(
                 bench, commit=_commit(), until_s=until_s, clock=time.monotonic, tell=tell
             )
@@ -51,8 +59,22 @@ def profile(
             raise CliError(f"this GPU cannot be measured: {error}") from error
     path = save_profile(measured, out)
     _show(measured)
+    if isinstance(paths, PathProfile):
+        sys.stdout.write(f"{show_paths(paths)}\n{save_paths(paths, paths_path(path))}\n")
+    else:
+        sys.stdout.write(f"not measured: paths: {paths}\n")
     took = show_seconds(time.monotonic() - began_s)
     sys.stdout.write(f"{len(measured.points)} measurements in {took}: {path}\n")
+
+
+def _measure_paths(bench: "ProcessBench", *, relays: bool) -> "PathProfile | str":
+    """Return what was measured, or why nothing was. Raises `Lost`."""
+    from c2cserve.profiling.survey import Refused
+
+    try:
+        return bench.paths(relays=relays)
+    except Refused as error:
+        return str(error)
 
 
 def _open_bench() -> "Bench":

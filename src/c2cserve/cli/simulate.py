@@ -4,6 +4,7 @@ exist."""
 import json
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,6 +41,9 @@ Where = Annotated[
 KvShare = Annotated[float, typer.Option(min=0.05, max=1, help="Of a slice's memory, for KV.")]
 MaxActive = Annotated[
     int | None, typer.Option(min=1, help="Models active on a slice at a time [default: a server's]")
+]
+Relays = Annotated[
+    bool, typer.Option("--gpu-relays", help="GPUs lend each other their links; with and without.")
 ]
 Noise = Annotated[float, typer.Option(min=0, help="Spread of step times.")]
 Patience = Annotated[float, typer.Option(min=0, help="Refuse after so many TTFT targets; 0: never")]
@@ -82,6 +86,7 @@ def simulate(
     lanes: Annotated[
         int, typer.Option(min=1, max=2, help="Lanes of a whole GPU; 2: streams beside the rest.")
     ] = 1,
+    relays: Relays = False,
     noise: Noise = 0.05,
     patience: Patience = 20,
     faults: Faults = None,
@@ -110,7 +115,9 @@ def simulate(
         )  # fmt: skip
         scenario = Scenario(
             hardware, catalog, workload, slo, policy,
-            slices=SliceSettings(kv_share=kv_share, max_active=max_active, lanes=lanes),
+            slices=SliceSettings(
+                kv_share=kv_share, max_active=max_active, lanes=lanes, relays=relays
+            ),
             patience=patience, seed=seed, noise=noise, hybrid=hybrid,
             faults=tuple(map(parse_fault, faults or [])),
         )  # fmt: skip
@@ -180,11 +187,20 @@ def _pair(text: str) -> tuple[str, str]:
 def _scenario(scenario: "Scenario", out: Path | None, record: Path | None) -> None:
     from c2cserve.serving.catalog_shapes import find_models
     from c2cserve.sim.run import simulate as run
-    from c2cserve.sim.show import show
+    from c2cserve.sim.show import show, show_without_relays
 
-    result = run(scenario, find_models(scenario.catalog), record)
-    if write(out, result.as_json()):
+    models = find_models(scenario.catalog)
+    result = run(scenario, models, record)
+    written = result.as_json()
+    without = None
+    if scenario.slices.relays:
+        alone = replace(scenario, slices=replace(scenario.slices, relays=False))
+        without = run(alone, models)
+        written |= {"without_relays": without.as_json()}
+    if write(out, written):
         show(scenario, result)
+        if without is not None:
+            show_without_relays(result, without)
 
 
 def _study(

@@ -67,10 +67,18 @@ class Slice:
     """Id of the link that weights stream over; slices that share a link name the same one."""
     link_bytes_per_s: float = 0.0
     """The slice's share of that link; 0: weights lie in its own memory, as on CPUs."""
+    relayed_bytes_per_s: float = 0.0
+    """What its neighbours' links carry for its loads besides, while they are idle."""
     lanes: int = 1
     """2: steps whose weights stream run beside the others, in a lane of their own (`step.Lane`)."""
     host_kv_bytes: int = 0
     """Host memory for KV of requests that are paused here; 0: nothing is rotated."""
+
+    @property
+    def load_bytes_per_s(self) -> float:
+        """Return how fast one whole model is loaded while no neighbour needs its link. Weights that
+        stream have the slice's own share of its link only."""
+        return self.link_bytes_per_s + self.relayed_bytes_per_s
 
     @property
     def swaps_weights(self) -> bool:
@@ -104,6 +112,36 @@ class LinkGroup:
     id: str
     links: tuple[str, ...]
     bytes_per_s: float
+
+
+def combined_rates(
+    links: Iterable[Link], groups: Iterable[LinkGroup], used: Iterable[str]
+) -> dict[str, float]:
+    """Return what each of the used links carries while all of them are at work, by its id.
+
+    Of two groups, one has all links of the other, or none. What links share counts once. Raises
+    KeyError for a link that is not there."""
+    known = {link.id: link.bytes_per_s for link in links}
+    rates = {name: known[name] for name in used}
+    for group in sorted(groups, key=lambda one: len(one.links)):
+        members = [name for name in group.links if name in rates]
+        together = sum(rates[name] for name in members)
+        if together > group.bytes_per_s:
+            for name in members:
+                rates[name] *= group.bytes_per_s / together
+    return rates
+
+
+def relayed_bytes_per_s(
+    links: Iterable[Link], groups: Iterable[LinkGroup], own: str, neighbours: Iterable[str]
+) -> float:
+    """Return what the links of idle neighbours add to a GPU's own link, in bytes per second.
+
+    Raises KeyError for a link that is not there."""
+    links, groups = tuple(links), tuple(groups)
+    every = combined_rates(links, groups, (own, *neighbours))
+    alone = combined_rates(links, groups, (own,))
+    return max(0.0, sum(every.values()) - sum(alone.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +189,4 @@ class Machine:
         """Return what these links carry at the same time, each in the same direction.
 
         What they share counts once. Raises KeyError for a link that is not there."""
-        known = {link.id: link.bytes_per_s for link in self.links}
-        rates = {name: known[name] for name in links}
-        for group in sorted(self.groups, key=lambda one: len(one.links)):
-            members = [name for name in group.links if name in rates]
-            together = sum(rates[name] for name in members)
-            if together > group.bytes_per_s:
-                for name in members:
-                    rates[name] *= group.bytes_per_s / together
-        return sum(rates.values())
+        return sum(combined_rates(self.links, self.groups, links).values())

@@ -12,7 +12,7 @@ from torch import Tensor
 from c2cserve.core.tensors import Home, LinkHome
 from c2cserve.devices.discover import discover
 from c2cserve.devices.partitions import PartitionError
-from c2cserve.kernels.gpu.aot.repository import Repository
+from c2cserve.kernels.gpu.aot.repository import KernelMissingError, Repository
 from c2cserve.kernels.gpu.driver import MAP_BYTES, CudaError, checked, copy_async, cu
 from c2cserve.kernels.gpu.gemm.choice.cost import Question
 from c2cserve.kernels.gpu.gemm.choice.profile import MachineFacts
@@ -25,7 +25,11 @@ from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.kernels.gpu.gemm.weight import ITEM_BYTES, WeightHandle
 from c2cserve.kernels.gpu.launch_context import LaunchContext
 from c2cserve.profiling.concurrent_slices import Slice, Streaming, beside_s, cut_slices
+from c2cserve.profiling.gpu_paths import GpuPaths
+from c2cserve.profiling.paths import measure_paths
 from c2cserve.profiling.survey import LARGE_SLICE_SMS, SLICE_SMS, SLICES, Refused
+from c2cserve.transfer.engine import LinkError
+from c2cserve.transfer.path_profile import PathProfile
 
 DEVICE, PEER = 0, 1
 _DTYPE = torch.bfloat16
@@ -91,6 +95,13 @@ class GpuBench:
         to_gpu, from_gpu = copy_bytes_per_s(near, far), copy_bytes_per_s(far_too, near)
         duplex = _at_once_bytes_per_s([(near_too, far), (far_too, near)])
         return to_gpu, from_gpu, duplex
+
+    def paths(self, relays: bool) -> PathProfile:
+        """Measure the links of all GPUs, and with `relays` paths over several of them."""
+        try:
+            return measure_paths(GpuPaths(), relays=relays)
+        except (CudaError, KernelMissingError, LinkError, torch.OutOfMemoryError) as error:
+            raise Refused(str(error)) from error
 
     def write_bytes_per_s(self, sms: int) -> float:
         written = self._matrix("written", 1, _WRITTEN_BYTES // ITEM_BYTES)

@@ -25,6 +25,7 @@ from c2cserve.kernels.gpu.gemm.dataflows.table import DataflowName
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Bench, Failed, Lost, Refused
 from c2cserve.terminal.output import CliError
+from c2cserve.transfer.path_profile import PathProfile
 
 _DEATH_S = 30.0
 """The time that a driver may take to end a killed process."""
@@ -108,6 +109,10 @@ class ProcessBench:
 
     def copies(self, home: LinkHome) -> tuple[float, float, float]:
         return self._ask("copies", home)
+
+    def paths(self, *, relays: bool) -> PathProfile:
+        """Return what links carry, alone, and with `relays` combined."""
+        return self._ask("paths", relays)
 
     def write_bytes_per_s(self, sms: int) -> float:
         return self._ask("write_bytes_per_s", sms)

@@ -208,12 +208,22 @@ def check_gpus(machine: Machine) -> Iterator[Finding]:
         yield Finding(Level.OK, "GPUs", text)
     if len(machine.links) > 1:
         yield Finding(Level.OK, "links", show_links(machine))
+        yield _measured_paths(machine)
     if any(gpu.readable for gpu in machine.gpus):
         text = "one without slices can lend its memory: serve --gpu-slices whole@0 --gpu-peer-bytes"
         yield Finding(Level.OK, "peer memory", text)
     for obstacle in obstacles(machine.gpus) if machine.gpus else ():
         fix = f"{obstacle.fix}; or {CPUS_INSTEAD}"
         yield Finding(Level.FAIL, "GPU slices", obstacle.text, fix)
+
+
+def _measured_paths(machine: Machine) -> Finding:
+    from c2cserve.transfer.path_profile import PathProfileError, load_paths, show_paths
+
+    try:
+        return Finding(Level.OK, "paths", show_paths(load_paths(machine.gpus[0].name)))
+    except PathProfileError as error:
+        return Finding(Level.OK, "paths", str(error))
 
 
 def _readable(machine: Machine, gpu: Gpu) -> str:

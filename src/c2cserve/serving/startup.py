@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from c2cserve.catalog.file import Catalog
-from c2cserve.core.machine import Gpu, ProfileChoice, Slice
+from c2cserve.core.machine import Gpu, GpuShare, ProfileChoice, Slice
 from c2cserve.devices.discover import discover
 from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import NO_GPUS, SliceWishes, plan_all
@@ -90,8 +90,9 @@ def ready_gpus(profile: ProfileChoice, *, lent: bool = False) -> tuple[Gpu, ...]
 
 
 def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...]:
-    """Return the slices with the share that each has of its GPU's link to the host. Shares are
-    equal, and the link is as fast as the GPU's profile says. CPU slices have none.
+    """Return the slices with the share that each has of its GPU's link to the host, and of what
+    neighbours' links add to its loads. Shares are equal, and links are as fast as the profiles of
+    the GPU and of its paths say. CPU slices have none.
 
     Raises CliError without a profile."""
     named = {gpu.uuid: gpu for gpu in gpus}
@@ -100,9 +101,30 @@ def with_links(slices: Sequence[Slice], gpus: Sequence[Gpu]) -> tuple[Slice, ...
     for one in slices:
         if one.gpu is not None:
             rate = _host_bytes_per_s(named[one.gpu.uuid], one.gpu.profile)
-            one = replace(one, link_bytes_per_s=rate / sharing[one.link])
+            relayed = _relayed_bytes_per_s(named[one.gpu.uuid].name, one.gpu)
+            one = replace(
+                one, link_bytes_per_s=rate / sharing[one.link],
+                relayed_bytes_per_s=relayed / sharing[one.link],
+            )  # fmt: skip
         linked.append(one)
     return tuple(linked)
+
+
+def _relayed_bytes_per_s(name: str, share: GpuShare) -> float:
+    """Return what the links of GPUs that lend memory or links add to a GPU's own."""
+    from c2cserve.transfer.path_profile import PathProfileError, load_paths
+
+    count = len(share.lenders) + len(share.neighbours)
+    if not count or share.profile == "assumed":
+        return 0.0
+    try:
+        added = load_paths(name).relayed_bytes_per_s(count)
+    except PathProfileError as error:
+        log.warning("loads are planned as over one link: %s", error)
+        return 0.0
+    if not added:
+        log.warning("loads are planned as over one link: run c2cserve profile --gpu-relays")
+    return added
 
 
 def _host_bytes_per_s(gpu: Gpu, choice: ProfileChoice) -> float:

@@ -1,6 +1,6 @@
 """Tables of `c2cserve simulate`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -8,6 +8,20 @@ from c2cserve.sim.report import Report
 from c2cserve.sim.run import Scenario
 from c2cserve.sim.studies.registry import StudyResult
 from c2cserve.terminal.output import console, show_bytes, show_seconds
+
+
+def show_without_relays(result: Report, without: Report) -> None:
+    """Show what it changes that GPUs relay loads for each other."""
+    table = make_table("GPUs that relay loads for each other", ("", "with", "without"))
+    rows: tuple[tuple[str, Callable[[Report], str]], ...] = (
+        ("TTFT p50", lambda one: show_seconds(one.ttft.p50)),
+        ("TTFT p99", lambda one: show_seconds(one.ttft.p99)),
+        ("TPOT p50", lambda one: show_seconds(one.tpot.p50)),
+        ("both targets met", lambda one: f"{one.slo_attainment:.1%}"),
+    )
+    for name, value in rows:
+        table.add_row(name, value(result), value(without))
+    console().print(table)
 
 
 def show(scenario: Scenario, result: Report) -> None:

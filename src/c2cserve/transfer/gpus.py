@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import logging
 from collections.abc import Generator, Sequence
 from functools import cache
 from itertools import permutations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from c2cserve.core.machine import ProfileChoice
 from c2cserve.kernels.gpu.aot.compiler import cubin_path, default_folder
 from c2cserve.kernels.gpu.aot.repository import KernelMissingError
 from c2cserve.kernels.gpu.aot.variants import RELAY
@@ -18,8 +20,16 @@ from c2cserve.kernels.gpu.driver import CudaError, checked, cu
 from c2cserve.transfer.engine import RelayServer, TransferEngine
 from c2cserve.transfer.library import Result, library, machine_of, relay_view_of, view_of
 from c2cserve.transfer.moves import Port, ports_of
+from c2cserve.transfer.path_profile import (
+    PathProfile,
+    PathProfileError,
+    PathsMissing,
+    load_paths,
+)
 from c2cserve.transfer.relay_channel import GpuMemory
 from c2cserve.transfer.settings import RelayShape, Settings
+
+log = logging.getLogger(__name__)
 
 _DRIVER = "libcuda.so.1"
 _HANDLE_BYTES = 64
@@ -32,42 +42,61 @@ _SERVING = Settings(alone_bytes=16 << 20)
 
 
 @cache
-def engine_of(gpus: tuple[int, ...], neighbours: tuple[int, ...] = ()) -> TransferEngine:
+def engine_of(
+    gpus: tuple[int, ...], neighbours: tuple[int, ...] = (), profile: ProfileChoice = "assumed"
+) -> TransferEngine:
     """Return the process's engine for what runs on the first of these GPUs, by CUDA's numbers. The
     others lend it their links, and it does not relay for them. `neighbours` are GPUs of other
-    processes, which may relay once they are connected.
+    processes, which may relay once they are connected. With `profile` "measured", transfers are
+    cut by this machine's figures, if it has any.
 
     The engine stops at the end of the process. Raises as `open_engine` does.
     """
-    engine = open_engine(gpus, _SERVING, relayed=gpus[:1], neighbours=neighbours)
+    settings, own = _SERVING, None
+    if profile == "measured" and (paths := _measured_paths(gpus[0])) is not None:
+        settings, own = paths.tuned(_SERVING), paths.own_shape
+    engine = open_engine(gpus, settings, relayed=gpus[:1], neighbours=neighbours, own=own)
     atexit.register(engine.stop)
     return engine
 
 
+def _measured_paths(gpu: int) -> PathProfile | None:
+    try:
+        return load_paths(torch.cuda.get_device_name(gpu))
+    except PathsMissing as error:
+        log.info("transfers are not tuned: %s", error)
+    except PathProfileError as error:
+        log.warning("transfers are not tuned: %s", error)
+    return None
+
+
 def open_engine(
     gpus: Sequence[int], settings: Settings | None = None, *, relayed: Sequence[int] | None = None,
-    neighbours: Sequence[int] = (), relay: RelayShape | None = None, folder: Path | None = None,
+    neighbours: Sequence[int] = (), relay: RelayShape | None = None, own: RelayShape | None = None,
+    folder: Path | None = None,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over the links of these GPUs, by CUDA's numbers.
 
     GPUs without access to each other's memory do not relay for each other. `relayed` are those that
-    others relay for, all by default. Raises `CudaError`,
-    `LinkError`, `KernelsMissing`, and `KernelMissingError` if there are neighbours and the relay
-    kernel is not built.
+    others relay for, all by default. `own` is the shape of the kernel that carries small segments,
+    if the settings have it. Raises `CudaError`, `LinkError`, `KernelsMissing`, and
+    `KernelMissingError` if the relay kernel is needed and not built.
     """
+    settings = settings or Settings()
     reaches = [pair for pair in permutations(gpus, 2) if _enable_peer(*pair)]
     ports, relays = ports_of(gpus, reaches, relayed, neighbours)
     contexts = [
         None if port.carrier in neighbours else int(context_of(port.carrier)) for port in ports
     ]
-    cubin = _relay_cubin(folder or default_folder()) if reaches else None
-    return open_on(ports, relays, contexts, cubin, settings or Settings(), relay)
+    needs_kernel = reaches or settings.has_kernel
+    cubin = _relay_cubin(folder or default_folder()) if needs_kernel else None
+    return open_on(ports, relays, contexts, cubin, settings, relay, own)
 
 
 def open_on(
     ports: Sequence[Port], relays: Sequence[tuple[int, int]], contexts: Sequence[int | None],
-    cubin: bytes | None, settings: Settings, relay: RelayShape | None = None, *,
-    driver: str = _DRIVER,
+    cubin: bytes | None, settings: Settings, relay: RelayShape | None = None,
+    own: RelayShape | None = None, *, driver: str = _DRIVER,
 ) -> TransferEngine:  # fmt: skip
     """Return an engine over these ports, in contexts of the GPUs that carry them. Ports without a
     context are links of other processes.
@@ -80,6 +109,7 @@ def open_on(
         return library().c2c_transfers_open(
             machine_of(ports, relays), view_of(settings), driver.encode(), places, cubin,
             relay_view_of(relay or RelayShape(), RELAY.threads),
+            relay_view_of(own or RelayShape(), RELAY.threads),
         )  # fmt: skip
 
     return TransferEngine(ports, open_native)

@@ -23,7 +23,8 @@ class SettingsView(ctypes.Structure):
 
     _fields_ = (
         ("task_bytes", c_int64), ("task_bytes_most", c_int64), ("alone_bytes", c_int64),
-        ("peer_bytes", c_int64), ("one_path_bytes", c_int64), ("depth", c_int32),
+        ("peer_bytes", c_int64), ("one_path_bytes", c_int64), ("batch_bytes", c_int64),
+        ("kernel_in_bytes", c_int64), ("kernel_out_bytes", c_int64), ("depth", c_int32),
         ("longest_first", c_int32), ("direct_pieces_most", c_int32), ("relay_pieces_most", c_int32),
         ("stall_s", c_double), ("pause_s", c_double), ("slow", c_double), ("poll_s", c_double),
         ("spin_s", c_double), ("rest_s", c_double),
@@ -99,7 +100,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "open": (
         Result,
         (POINTER(Machine), POINTER(SettingsView), c_char_p, POINTER(c_void_p), c_char_p,
-         POINTER(RelayView)),
+         POINTER(RelayView), POINTER(RelayView)),
     ),
     "open_called": (
         Result, (POINTER(Machine), POINTER(SettingsView), POINTER(LinkFunctions), c_int),
@@ -172,7 +173,8 @@ def machine_of(ports: Sequence[Port], relays: Sequence[tuple[int, int]]) -> Mach
 def view_of(settings: Settings) -> SettingsView:
     return SettingsView(
         settings.task_bytes, settings.task_bytes_most, settings.alone_bytes,
-        settings.peer_bytes, settings.one_path_bytes, settings.depth,
+        settings.peer_bytes, settings.one_path_bytes, settings.batch_bytes,
+        settings.kernel_in_bytes, settings.kernel_out_bytes, settings.depth,
         settings.order == "longest", _PIECES_MOST, _PIECES_MOST, settings.stall_s,
         settings.pause_s, settings.slow, settings.poll_s, settings.spin_s,
         settings.rest_s,

@@ -5,6 +5,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 HOST = -1
 """The number of host memory, where GPUs have theirs."""
 
@@ -48,24 +51,24 @@ class Segment(NamedTuple):
     source_gpu: int
 
 
+Column = NDArray[np.int64]
+
+
 class SegmentColumns(NamedTuple):
     """Many segments between the same two memories, by column."""
 
-    targets: Sequence[int]
-    sources: Sequence[int]
-    sizes: Sequence[int]
+    targets: Column
+    sources: Column
+    sizes: Column
     target_gpu: int
     source_gpu: int
 
     def packed(self) -> "array[int]":
         """Return what `pack` returns, without an object for each segment."""
-        count = len(self.sizes)
-        memories = [array("q", (gpu,)) * count for gpu in (self.target_gpu, self.source_gpu)]
-        columns = [array("q", one) for one in (self.targets, self.sources, self.sizes)] + memories
-        packed = array("q", bytes(8 * len(columns) * count))
-        for place, column in enumerate(columns):
-            packed[place :: len(columns)] = column
-        return packed
+        packed = np.empty((len(self.sizes), len(self)), np.int64)
+        for place, column in enumerate(self):
+            packed[:, place] = column
+        return array("q", packed.tobytes())
 
 
 def pack(segments: Iterable[Segment]) -> "array[int]":

@@ -46,6 +46,14 @@ class Settings:
     """Micro-tasks outstanding on a link at a time."""
     one_path_bytes: int = 12 << 20
     """Transfers up to this size take the direct path only, as one copy outside of the queues."""
+    batch_bytes: int = 1 << 20
+    """Segments of a direct micro-task that are shorter on average are described to the copy engine
+    in one call, others in a call each."""
+    kernel_in_bytes: int = 0
+    """Direct micro-tasks to a GPU are carried by a kernel on the GPU itself, if their segments are
+    shorter on average. 0: the copy engine carries all."""
+    kernel_out_bytes: int = 0
+    """The same for micro-tasks out of a GPU."""
     order: Order = "direct"
     poll_s: float = 40e-6
     """The time between two polls of the engine's thread, while anything is under way."""
@@ -62,11 +70,18 @@ class Settings:
     the link's fastest one. After it, the link takes no other for as long as the slow one took:
     other traffic is there."""
 
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel may carry direct micro-tasks."""
+        return self.kernel_in_bytes > 0 or self.kernel_out_bytes > 0
+
     def __post_init__(self) -> None:
         if min(self.task_bytes, self.alone_bytes, self.peer_bytes, self.depth) < 1:
             raise ValueError("micro-tasks have 1 byte or more, and links a depth of 1 or more")
         if self.task_bytes_most < self.task_bytes:
             raise ValueError("the largest micro-task is no smaller than the smallest")
+        if min(self.batch_bytes, self.kernel_in_bytes, self.kernel_out_bytes) < 0:
+            raise ValueError("segments have 0 bytes or more")
         if self.poll_s <= 0:
             raise ValueError("the engine's thread sleeps between two polls")
 
@@ -79,7 +94,7 @@ _STATIC_SHARED_BYTES = 1024
 @dataclass(frozen=True, slots=True)
 class RelayShape:
     """How a relay kernel moves bytes. The neighbour lends that many SMs and so much of their shared
-    memory to it."""
+    memory to it. The kernel of small segments has such a shape, too, on the GPU itself."""
 
     ctas: int = 4
     stages: int = 12

@@ -1,12 +1,13 @@
 """A GPU that cannot serve yet: each obstacle has its fix, and CPUs never replace it unasked."""
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from c2cserve.core.machine import Gpu, Machine, NumaNode
+from c2cserve.core.machine import Gpu, GpuShare, Machine, NumaNode, Slice
 from c2cserve.devices.gpus import GpuProblem
 from c2cserve.devices.plan import SliceWishes, plan_all
 from c2cserve.engine.gpu import requirements as gpu_ready
@@ -16,6 +17,7 @@ from c2cserve.kernels.gpu.gemm.choice.profile import save_profile
 from c2cserve.kernels.gpu.gemm.dataflows.table import SERVING_VARIANTS
 from c2cserve.serving import startup
 from c2cserve.terminal.output import CliError
+from c2cserve.transfer.path_profile import PathProfile, Rates, save_paths
 
 H200 = Gpu(0, "GPU-0", "NVIDIA H200", 141 << 30, 132)
 
@@ -112,6 +114,30 @@ def test_slices_know_their_share_of_the_measured_link(home: Path) -> None:
         assert {one.link_bytes_per_s for one in parts} == {rate / 7}
         assert all(one.swaps_weights for one in parts)
         assert not cpu.swaps_weights
+        assert {one.relayed_bytes_per_s for one in parts} == {0.0}
     (home / "profile.json").unlink()
     with pytest.raises(CliError, match="c2cserve profile"):
         startup.with_links(plan_all(machine, SliceWishes()), (gpu,))
+
+
+def test_slices_know_what_neighbours_add(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """By measured paths. Without them, loads are planned as over one link, which is said."""
+    near = replace(H200, id=1, uuid="GPU-near", readable=(H200.uuid,))
+    gpus = replace(H200, readable=("GPU-near",)), near
+    share = GpuShare(H200.uuid, 132, neighbours=("GPU-near",))
+    slices = [
+        Slice(f"gpu0.{part}", "green", gpu=share, hbm_bytes=1 << 30, link="gpu0.h2d")
+        for part in (0, 1)
+    ]
+    assert {one.relayed_bytes_per_s for one in startup.with_links(slices, gpus)} == {0.0}
+    assert "paths were not measured: run `c2cserve profile --gpu-relays`" in caplog.text
+    rates = Rates(55e9, 55e9, 100e9)
+    measured = PathProfile(
+        H200.name, datetime.now(UTC), (rates, rates), combined=(Rates(101e9, 98e9, 126e9),)
+    )
+    save_paths(measured)
+    for one in startup.with_links(slices, gpus):
+        assert one.relayed_bytes_per_s == pytest.approx((101e9 - 55e9) / 2)
+        assert one.load_bytes_per_s == one.link_bytes_per_s + one.relayed_bytes_per_s
+    alone = [replace(one, gpu=replace(share, neighbours=())) for one in slices]
+    assert {one.relayed_bytes_per_s for one in startup.with_links(alone, gpus)} == {0.0}

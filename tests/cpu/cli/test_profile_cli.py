@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,16 @@ from c2cserve.kernels.gpu.gemm.dataflows.table import VARIANTS
 from c2cserve.kernels.gpu.gemm.traffic import Tiles
 from c2cserve.profiling.survey import Refused
 from c2cserve.terminal.output import CliError
+from c2cserve.transfer.path_profile import PathProfile, Rates, load_paths, paths_path
 
 POINT = Point("prefetch", Tiles(), 64, 4096, 4096, "bfloat16", "peer", 132, 1e-4)
 MEASURED = msgspec.structs.replace(
     assumed_h200(), points=(POINT,), cut=("experts: 3 of 4 measurements, for lack of time",)
 )
+PATHS = PathProfile(
+    "NVIDIA H200", datetime(2026, 11, 23, tzinfo=UTC), (Rates(55e9, 54e9, 100e9),) * 2, (102e9,),
+    (Rates(101e9, 98e9, 126e9),), 16 << 20, (64 << 10) + 1, 0, 4,
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -50,8 +56,36 @@ def surveyed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, 
 
     monkeypatch.setenv("C2CSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(command, "_open_bench", object)
+
+    def measure_paths(bench: object, *, relays: bool) -> PathProfile | str:
+        return PATHS if relays else "there are none"
+
     monkeypatch.setattr("c2cserve.profiling.survey.survey", survey)
+    monkeypatch.setattr(command, "_measure_paths", measure_paths)
     return asked
+
+
+def test_paths_lie_beside_the_profile(
+    surveyed: list[dict[str, Any]], tmp_path: Path, capsys: Any
+) -> None:
+    assert run("--gpu-relays") == 0
+    assert load_paths("NVIDIA H200") == PATHS
+    out = capsys.readouterr().out
+    assert "GPU 1 by its link: in 55.0, out 54.0, both ways 100.0\n" in out
+    assert "GPU 0 over 2 links: in 101.0, out 98.0, both ways 126.0\n" in out
+    assert "a kernel of 4 CTAs carries segments in shorter than 64 KiB" in out
+    path = tmp_path / "mine.json"
+    assert run("--gpu-relays", "--out", str(path)) == 0
+    assert load_paths("NVIDIA H200", paths_path(path)) == PATHS
+
+
+def test_paths_that_cannot_be_measured_leave_a_profile(
+    surveyed: list[dict[str, Any]], capsys: Any
+) -> None:
+    assert run() == 0
+    assert "not measured: paths: there are none\n" in capsys.readouterr().out
+    assert load_profile() == MEASURED
+    assert not paths_path().exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

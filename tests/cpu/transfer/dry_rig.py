@@ -15,7 +15,7 @@ from c2cserve.engine.gpu.kv_copies import KvCopies
 from c2cserve.engine.rotation import HostKv
 from c2cserve.transfer.engine import TransferEngine
 from c2cserve.transfer.moves import Segment
-from c2cserve.transfer.settings import Settings
+from c2cserve.transfer.settings import RelayShape, Settings
 
 
 class DryRig:
@@ -32,7 +32,9 @@ class DryRig:
         return self.buffers.gpu[0]
 
     @contextmanager
-    def opened(self, gpus: int, **settings: Any) -> Generator[TransferEngine]:
+    def opened(
+        self, gpus: int, *, own: RelayShape | None = None, **settings: Any
+    ) -> Generator[TransferEngine]:
         links = ThreadLinks()
         self._links.append(links)
         chosen = Settings(**{"one_path_bytes": 0, "stall_s": 100.0, **settings})
@@ -50,9 +52,6 @@ class DryRig:
             links.copy([cast("Any", one) for one in segments])
 
         return run
-
-    def by_kernel(self, *lists: Sequence[Segment]) -> Callable[[], None]:
-        return self.native([one for segments in lists for one in segments])
 
     def host_kv(self, engine: TransferEngine, size: int) -> HostKv:
         arena = SimpleNamespace(device=torch.device("cuda", 0), data_ptr=self.arena.data_ptr)

@@ -4,6 +4,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <algorithm>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -92,8 +93,10 @@ bool move(const Piece& piece) {
 }
 
 bool relay(const Relay& p) {
-  *p.started = p.number;
-  if (*p.recalled == p.number) return true;
+  if (p.started != nullptr) {
+    *p.started = p.number;
+    if (*p.recalled == p.number) return true;
+  }
   for (uint32_t i = 0; i < p.pieces; ++i) move(p.piece[i]);
   return true;
 }
@@ -336,7 +339,7 @@ int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
 int cuKernelSetAttribute(int attribute, int value, void*, int device) {
   const Lock lock(mutex);
   if (attribute != 8 || value < 0 || value > 232448) return kInvalidHandle;
-  shared_most[device] = unsigned(value);
+  shared_most[device] = std::max(shared_most[device], unsigned(value));
   return 0;
 }
 

@@ -67,11 +67,12 @@ def cuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
 
 def opened(
     cuda: FakeCuda, path: Path | None = None, settings: Settings = SETTINGS,
-    relay: RelayShape | None = None,
+    relay: RelayShape | None = None, own: RelayShape | None = None, gpus: int = 2,
 ) -> TransferEngine:  # fmt: skip
-    ports, relays = ports_of([0, 1], permutations([0, 1], 2))
+    ports, relays = ports_of(range(gpus), permutations(range(gpus), 2))
     contexts = [port.carrier + 1 for port in ports]
-    return open_on(ports, relays, contexts, b"code", settings, relay, driver=str(path or cuda.path))
+    driver = str(path or cuda.path)
+    return open_on(ports, relays, contexts, b"code", settings, relay, own, driver=driver)
 
 
 @pytest.fixture
@@ -86,10 +87,11 @@ def impatient(cuda: FakeCuda) -> Iterator[Case]:
 
 
 def closed_after(
-    cuda: FakeCuda, settings: Settings, relay: RelayShape | None = None
-) -> Iterator[Case]:
+    cuda: FakeCuda, settings: Settings, relay: RelayShape | None = None,
+    own: RelayShape | None = None, gpus: int = 2,
+) -> Iterator[Case]:  # fmt: skip
     before = cuda.left
-    engine = opened(cuda, settings=settings, relay=relay)
+    engine = opened(cuda, settings=settings, relay=relay, own=own, gpus=gpus)
     source = np.random.default_rng(1).integers(0, 256, SIZE, dtype=np.uint8)
     yield Case(cuda, engine, source, np.zeros(SIZE, dtype=np.uint8))
     cuda.unpin(0, 0)
@@ -122,6 +124,56 @@ def test_segments_are_grouped(case: Case) -> None:
     assert case.cuda.copies == copies
     assert case.cuda.batches > batches
     assert case.cuda.launches > launches
+
+
+@pytest.mark.parametrize("inward", [True, False])
+@pytest.mark.parametrize("limit", [64, 4096])
+def test_small_segments_are_a_kernels_on_the_gpu_itself(
+    cuda: FakeCuda, inward: bool, limit: int
+) -> None:
+    """In the direction that it was chosen for, if segments are shorter than that on average."""
+    chosen = replace(
+        SETTINGS, kernel_in_bytes=limit * inward, kernel_out_bytes=limit * (not inward)
+    )
+    for case in closed_after(cuda, chosen, RelayShape(2, 3), own=RelayShape(4, 12), gpus=1):
+        for way in (True, False):
+            before = cuda.copies, cuda.batches, cuda.launches
+            case.target[:] = 0
+            small = [case.segment(at, at + 100, inward=way) for at in range(0, SIZE, 200)]
+            case.finish(case.engine.submit(small))
+            assert np.array_equal(
+                case.target, np.where(np.arange(SIZE) % 200 < 100, case.source, 0)
+            )
+            done = np.subtract((cuda.copies, cuda.batches, cuda.launches), before)
+            assert done[0] == 0
+            if way == inward and limit > 100:
+                assert done[1] == 0
+                assert done[2] >= len(small) / RELAY.pieces
+            else:
+                assert done[1] > 0
+                assert done[2] == 0
+        launches = cuda.launches
+        case.finish(case.engine.submit([case.segment(inward=inward)]))
+        assert np.array_equal(case.target, case.source)
+        assert cuda.launches == launches, "large segments are the copy engine's"
+
+
+def test_a_small_transfer_of_small_segments_is_a_launch_in_stream_order(cuda: FakeCuda) -> None:
+    for case in closed_after(cuda, replace(SETTINGS, kernel_in_bytes=4096), gpus=1):
+        stream, written = cuda.stream(0), np.full(SIZE, 7, dtype=np.uint8)
+        cuda.block(stream.cuda_stream)
+        cuda.copy(case.source.ctypes.data, written.ctypes.data, SIZE, stream)
+        copies, launches = cuda.copies, cuda.launches
+        ticket = case.engine.submit([case.segment(0, 100), case.segment(300, 500)], stream)
+        cuda.pump()
+        assert not case.engine.poll(ticket)
+        assert not case.target.any()
+        cuda.block(stream.cuda_stream, blocked=False)
+        case.finish(ticket)
+        assert (cuda.copies, cuda.launches) == (copies, launches + 1)
+        assert case.engine.counts()["in0"].direct_bytes == case.target.astype(bool).sum() == 300
+        cuda.pump()
+        cuda.destroy(stream)
 
 
 def test_the_kernel_has_the_parameters_that_are_launched() -> None:
@@ -215,6 +267,8 @@ def test_host_memory_that_is_not_pinned_is_refused(case: Case, inward: bool) -> 
     segment = Segment(*ends, SIZE, 0, HOST) if inward else Segment(*ends[::-1], SIZE, HOST, 0)
     with pytest.raises(ValueError, match="is not pinned"):
         case.engine.submit([segment])
+    with pytest.raises(ValueError, match="is not pinned"):
+        case.engine.submit([segment._replace(size=100)])
     assert not case.target.any()
 
 

@@ -69,7 +69,7 @@ class Kernel:
 
     def run(
         self, shape: RelayShape, pieces: list[tuple[int, int, int]], *,
-        late: tuple[bool, bool] = (True, True), looks: int = -1,
+        late: tuple[bool, bool] = (True, True), looks: int = -1, flags: bool = True,
     ) -> int:  # fmt: skip
         """Copy pieces of offsets (target, source) and sizes. Return the mark of the start."""
         self.target[:] = 0
@@ -77,8 +77,8 @@ class Kernel:
         ends = self.target.ctypes.data, self.source.ctypes.data
         made = [Piece(ends[0] + to, ends[1] + source, size) for to, source, size in pieces]
         params = Params(
-            None, ctypes.addressof(started), NUMBER, len(pieces), shape.stages, shape.stage_bytes,
-            shape.recall_poll_bytes, (Piece * PIECES)(*made),
+            None, ctypes.addressof(started) if flags else None, NUMBER, len(pieces), shape.stages,
+            shape.stage_bytes, shape.recall_poll_bytes, (Piece * PIECES)(*made),
         )  # fmt: skip
         assert self.library.run(ctypes.addressof(params), shape.ctas, *late, looks) == 0
         return started.value
@@ -132,6 +132,12 @@ def test_all_bytes_are_copied_and_no_other(kernel: Kernel, shape: RelayShape) ->
         for target, source, size in pieces:
             expected[target : target + size] = kernel.source[source : source + size]
         assert np.array_equal(kernel.target, expected), (turn, late, pieces)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_launch_without_flags_never_looks_for_a_recall(kernel: Kernel, shape: RelayShape) -> None:
+    assert kernel.run(shape, [(0, 0, SIZE)], looks=0, flags=False) == 0
+    assert np.array_equal(kernel.target, kernel.source)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from called_links import CalledEngine
@@ -177,15 +178,22 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def test_blocks_that_follow_one_another_are_one_copy() -> None:
-    runs = [CopyRun((0, 10, 20, 40, 50), 100, 10), CopyRun((60,), 150, 5)]
-    assert joined(runs) == ([0, 40, 60], [100, 130, 150], [30, 20, 5])
-    assert joined([]) == ([], [], [])
+    runs = [
+        CopyRun((0, 10, 20, 40, 50), 100, 10), CopyRun((), 3, 10), CopyRun((60,), 150, 5),
+        CopyRun((65, 70), 200, 5), CopyRun((90,), 210, 10),
+    ]  # fmt: skip
+    columns = [column.tolist() for column in joined(runs)]
+    assert columns == [[0, 40, 65, 90], [100, 130, 200, 210], [30, 25, 10, 10]]
+    assert all(len(column) == 0 for column in joined([]))
+    assert all(len(column) == 0 for column in joined(runs[1:2]))
 
 
 def test_segments_by_column_are_those_of_rows() -> None:
     rows = [Segment(7, 1, 3, 0, HOST), Segment(9, 5, 2, 0, HOST)]
-    assert SegmentColumns((7, 9), (1, 5), (3, 2), 0, HOST).packed() == pack(rows)
-    assert SegmentColumns((), (), (), 0, HOST).packed() == pack([])
+    columns = [np.array(column) for column in ((7, 9), (1, 5), (3, 2))]
+    assert SegmentColumns(*columns, 0, HOST).packed() == pack(rows)
+    none = np.zeros(0, np.int64)
+    assert SegmentColumns(none, none, none, 0, HOST).packed() == pack([])
 
 
 # ---- lending ------------------------------------------------------------------------------------

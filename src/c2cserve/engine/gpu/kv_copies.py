@@ -1,8 +1,9 @@
 """Copies of KV between HBM and host memory by the transfer engine, beside what computes."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -10,7 +11,7 @@ from c2cserve.core.actions import Direction
 from c2cserve.memory.host_blocks import CopyRun
 from c2cserve.memory.pinning import PinnedRegion
 from c2cserve.transfer.engine import TransferEngine
-from c2cserve.transfer.moves import HOST, SegmentColumns
+from c2cserve.transfer.moves import HOST, Column, SegmentColumns
 from c2cserve.transfer.notifier import TicketNotifier
 from c2cserve.transfer.settings import Urgency
 
@@ -43,8 +44,7 @@ class KvCopies:
         near, far = self._arena.data_ptr(), self._host.data_ptr()
         inward = direction == "in"
         places, offsets, sizes = joined(copies)
-        there = [near + place for place in places]
-        here = [far + offset for offset in offsets]
+        there, here = near + places, far + offsets
         if inward:
             columns = SegmentColumns(there, here, sizes, self._gpu, HOST)
         else:
@@ -58,19 +58,22 @@ class KvCopies:
         return lambda: self._engine.poll(ticket)
 
 
-def joined(runs: Sequence[CopyRun]) -> tuple[list[int], list[int], list[int]]:
+def joined(runs: Sequence[CopyRun]) -> tuple[Column, Column, Column]:
     """Return offsets in the arena, offsets in host memory, and sizes. Neighbours in both are one
     copy.
 
-    Moves may have thousands of blocks, so no step here is a call for each."""
-    places: list[int] = []
-    offsets: list[int] = []
-    sizes: list[int] = []
-    for blocks, there, size in runs:
-        starts = [0]
-        starts += [at for at, (a, b) in enumerate(pairwise(blocks), 1) if b - a != size]
-        places += [blocks[at] for at in starts]
-        offsets += [there + at * size for at in starts]
-        starts.append(len(blocks))
-        sizes += [(stop - start) * size for start, stop in pairwise(starts)]
-    return places, offsets, sizes
+    Moves may have thousands of blocks, so that no step here is a call for each of them."""
+    runs = [run for run in runs if run.places]
+    counts = np.array([len(run.places) for run in runs], np.int64)
+    blocks = chain.from_iterable(run.places for run in runs)
+    places = np.fromiter(blocks, np.int64, counts.sum())
+    sizes = np.repeat(np.array([run.size for run in runs], np.int64), counts)
+    # The first block of a run lies at `there`, and each other one behind the one before.
+    before = np.cumsum(sizes) - sizes
+    skips = np.array([run.there for run in runs], np.int64) - before[np.cumsum(counts) - counts]
+    offsets = before + np.repeat(skips, counts)
+    if not runs:
+        return places, offsets, sizes
+    ends = [column[:-1] + sizes[:-1] != column[1:] for column in (places, offsets)]
+    starts = np.append(0, np.flatnonzero(ends[0] | ends[1]) + 1)
+    return places[starts], offsets[starts], np.add.reduceat(sizes, starts)

@@ -215,7 +215,7 @@ def open_gpu(
         contexts = [LaunchContext(device, repository, partition.sms)]
     wake = notify or _nothing
     if transfers is None and (swaps_weights or host_kv_bytes):
-        transfers = engine_of((device,))
+        transfers = engine_of((device,), profile=profile)
     copies = None
     if swaps_weights:
         copies = _load_transfers(transfers, torch_device, streams, wake, peers)

@@ -7,6 +7,9 @@ requests there:
     resident    sum of weights + expected KV <= memory
     swapped     the two largest weights + expected KV <= memory, and
                 the link loads each of them once while a client reads `SWAP_TOKENS`
+
+The slice's own share of its link has to carry streams, and models that take turns for long: its
+neighbours may need their links then. The first load of a model may use theirs, too.
 """
 
 from heapq import nlargest
@@ -122,4 +125,4 @@ def _swappable(ask: Ask, load: SliceLoad, sizes: list[int], free: float) -> bool
         return False
     loading = sum(one.spec.weight_bytes for one in load.busy() if not one.ready)
     left_s = ask.request.first_token_due_s - ask.now
-    return loading <= max(0.0, left_s * link_bytes_per_s - sizes[-1])
+    return loading <= max(0.0, left_s * load.slice.load_bytes_per_s - sizes[-1])

@@ -72,7 +72,7 @@ class WeightSwapping(WeightMemory):
         super().__init__(arena)
         self._rotates = rotates
         self._room = WeightRoom(arena, slice_)
-        self._bytes_per_s = slice_.link_bytes_per_s
+        self._bytes_per_s = slice_.load_bytes_per_s
         self._weights: dict[str, ModelWeights] = {}
         self._in = defaultdict[State, dict[str, ModelWeights]](dict)
         """The same by state: most decisions concern a few of many models."""

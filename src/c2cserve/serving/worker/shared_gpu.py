@@ -84,7 +84,7 @@ class SharedGpu:
                     lenders = [find_device(uuid) for uuid in self._share.lenders]
                     neighbours = {uuid: find_device(uuid) for uuid in self._share.neighbours}
                     self._transfers = engine_of(
-                        (self._device, *lenders), tuple(neighbours.values())
+                        (self._device, *lenders), tuple(neighbours.values()), share.profile
                     )
                     self._peers = self._borrow(self._transfers, self._device, lenders)
                     self._segments = self._open_segments(self._transfers, neighbours)

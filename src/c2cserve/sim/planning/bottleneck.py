@@ -19,7 +19,8 @@ def _link(machine: SimMachine, factor: float) -> SimMachine:
         rate, load = simulated.slice.link_bytes_per_s * factor, simulated.load_bytes_per_s
         if simulated.h2d and load >= rates[simulated.h2d[0]]:  # the link alone limits its loads
             load *= factor
-        slice_ = replace(simulated.slice, link_bytes_per_s=rate)
+        relayed = simulated.slice.relayed_bytes_per_s * factor
+        slice_ = replace(simulated.slice, link_bytes_per_s=rate, relayed_bytes_per_s=relayed)
         return replace(simulated, load_bytes_per_s=load, slice=slice_)
 
     return replace(machine, links=links, slices=tuple(map(faster, machine.slices)))

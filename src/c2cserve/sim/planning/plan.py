@@ -68,6 +68,8 @@ class Plan:
     spare: Trial | None = None
     """`best` with one GPU less, if that was asked for and one is left."""
     dedicated: Dedicated | None = None
+    without_relays: Trial | None = None
+    """`best` with one link for each GPU, if the plan is of GPUs that relay for each other."""
 
     @property
     def binds(self) -> str:
@@ -171,7 +173,7 @@ class Planner:
     def _expect(self, trials: int, singles: int = 0) -> None:
         """Note how many simulations are to come: `trials` with all seeds, `singles` with one, and
         those that follow the search."""
-        after = 4 + self._wishes.spare + 3 * self._wishes.layouts
+        after = 4 + self._wishes.spare + 3 * self._wishes.layouts + self._base.slices.relays
         self._left = singles + (trials + after) * self._wishes.seeds
 
     def _ran(self, what: str) -> None:
@@ -200,8 +202,19 @@ class Planner:
         spare = None
         if self._wishes.spare and len(gpus(machine)) > 1:
             spare = self._runner.run(best.hardware, models, lost=1)
-        dedicated = self._dedicated(machine, models)
-        return replace(found, layouts=tuple(layouts), spare=spare, dedicated=dedicated)
+        return replace(
+            found, layouts=tuple(layouts), spare=spare,
+            dedicated=self._dedicated(machine, models),
+            without_relays=self._without_relays(machine, best.hardware, models),
+        )  # fmt: skip
+
+    def _without_relays(
+        self, machine: SimMachine, hardware: str, models: Sequence[SimModel]
+    ) -> Trial | None:
+        if not any(one.relays for one in machine.slices):
+            return None
+        base = replace(self._base, slices=replace(self._base.slices, relays=False))
+        return self._runner.of(base).run(hardware, models)
 
     def _bottlenecks(self, trial: Trial) -> Iterator[Bottleneck]:
         models = grown(self._models, trial.models)

@@ -62,6 +62,14 @@ def answer(plan: Plan, attainment: float) -> Iterator[str]:
         yield _reason(plan, plan.beyond)
     for trial in plan.layouts:
         yield f"As {trial.hardware}: {_met(trial)} in time."
+    if plan.without_relays is not None:
+        one, two = plan.without_relays, plan.best
+        assert two is not None
+        yield (
+            f"With one link for each GPU, without relays: {_met(one)} in time (with them"
+            f" {_met(two)}), TTFT p95 {show_seconds(one.ttft_p95_s)}"
+            f" (with them {show_seconds(two.ttft_p95_s)})."
+        )
     if plan.spare is not None:
         enough = "" if plan.spare.passed else ", which is not enough"
         yield f"With one GPU less (N+1): {_met(plan.spare)} in time{enough}."

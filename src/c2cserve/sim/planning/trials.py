@@ -12,7 +12,7 @@ from c2cserve.sim.planning.bottleneck import RESOURCES
 from c2cserve.sim.report import Report, in_time, on_pace, report
 from c2cserve.sim.run import Scenario, prepare
 from c2cserve.sim.workload.growing import GrowingLoad
-from c2cserve.sim.world.hardware import SimMachine, build
+from c2cserve.sim.world.hardware import SimMachine, SimulatedSlice, build
 from c2cserve.sim.world.shapes import SimModel
 
 MORE = 1.5
@@ -107,6 +107,10 @@ class Trials:
         """`executor`: None runs one simulation after the other in this process."""
         self._base, self._attainment = base, attainment
         self._seeds, self._executor, self._ran = seeds, executor, ran
+
+    def of(self, base: Scenario) -> "Trials":
+        """Return the same for another scenario."""
+        return Trials(base, self._attainment, self._seeds, self._executor, self._ran)
 
     def run(
         self, hardware: str, models: Sequence[SimModel], *, seeds: int | None = None,
@@ -206,9 +210,17 @@ def gpus(machine: SimMachine) -> list[str]:
 
 
 def without_gpus(machine: SimMachine, count: int) -> SimMachine:
-    """Return the machine without the slices of its last GPUs."""
+    """Return the machine without the slices of its last GPUs, and without their links."""
     gone = set(gpus(machine)[-count:])
-    left = tuple(one for one in machine.slices if one.node not in gone)
+    lost = {f"{node}.h2d" for node in gone}
+
+    def lonelier(one: SimulatedSlice) -> SimulatedSlice:
+        relays = tuple(route for route in one.relays if route[0] not in lost)
+        share = len(relays) / max(1, len(one.relays))
+        slice_ = replace(one.slice, relayed_bytes_per_s=share * one.slice.relayed_bytes_per_s)
+        return replace(one, relays=relays, slice=slice_)
+
+    left = tuple(lonelier(one) for one in machine.slices if one.node not in gone)
     return replace(machine, slices=left)
 
 

@@ -2,14 +2,22 @@
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from c2cserve.core.machine import GpuShare, Slice, SliceKind, most_active
+from c2cserve.core.machine import (
+    GpuShare,
+    Link,
+    LinkGroup,
+    Slice,
+    SliceKind,
+    most_active,
+    relayed_bytes_per_s,
+)
 from c2cserve.policy.baselines.presets import C2CSERVE, Preset
 from c2cserve.sim.world.host_thread import HostTimes
 from c2cserve.sim.world.tables import Tables, read_tables
@@ -89,6 +97,8 @@ class SimulatedSlice:
     table: str
     h2d: tuple[str, ...] = ()
     """Links that weights come over; empty: weights are in local memory."""
+    relays: tuple[tuple[str, ...], ...] = ()
+    """Routes over neighbours' links, which loads of whole models may take besides."""
     d2h: tuple[str, ...] = ()
     compute: str = ""
     """The "link" of capacity 1 by which parts of a node share its time; empty: it is not shared."""
@@ -198,6 +208,8 @@ class SliceSettings:
     """None: as many as a server has active on a slice of the kind."""
     host_kv_bytes: int = 0
     """Host memory for paused KV of each slice that has memory of its own."""
+    relays: bool = False
+    """GPUs of a kind lend each other their links for loads (`serve --gpu-relays`)."""
     lanes: int = 1
     """Lanes of whole GPUs and MIG instances (`core.step.Lane`)."""
 
@@ -259,6 +271,8 @@ def _slices_of(
     link_share = min([device.h2d_bytes_per_s, *(rate / max(1, gpus) for rate in shared)])
     hbm_bytes = layout.hbm_bytes // parts
     kv_bytes = int(hbm_bytes * settings.kv_share) // _SLAB_BYTES * _SLAB_BYTES
+    neighbours = _neighbours(device, node) if streams and settings.relays else []
+    relayed = _relayed_bytes_per_s(hardware, device, node, neighbours) if neighbours else 0.0
     slices: list[SimulatedSlice] = []
     for index in range(layout.slices * parts):
         slice_ = Slice(
@@ -273,6 +287,7 @@ def _slices_of(
             hbm_bytes=hbm_bytes,
             link=routes["h2d"][0] if streams else "",
             link_bytes_per_s=link_share / (layout.slices * parts) if streams else 0.0,
+            relayed_bytes_per_s=relayed / (layout.slices * parts),
             host_kv_bytes=settings.host_kv_bytes if streams else 0,
             lanes=settings.lanes if layout.kind in ("gpu", "mig") and parts == 1 else 1,
         )
@@ -286,8 +301,28 @@ def _slices_of(
             step_s=device.step_s,
             table=device.table,
             h2d=routes["h2d"] if streams else (),
+            relays=tuple((f"{one}.h2d", *routes["h2d"][1:]) for one in neighbours),
             d2h=routes["d2h"] if streams else (),
             compute=f"{node}.{index // parts}.compute" if parts > 1 else "",
         )
         slices.append(simulated)
     return slices
+
+
+def _neighbours(device: Device, node: str) -> list[str]:
+    every = (f"{device.name}{number}" for number in range(device.count))
+    return [one for one in every if one != node]
+
+
+def _relayed_bytes_per_s(
+    hardware: Hardware, device: Device, node: str, neighbours: Sequence[str]
+) -> float:
+    """Return what neighbours add to a device's link, by the numbers that a server goes by."""
+    nodes = (node, *neighbours)
+    links = [Link(one, "host", one, device.h2d_bytes_per_s) for one in nodes]
+    groups = [
+        LinkGroup(name, nodes, rate)
+        for name, (rate, ways) in hardware.host_links.items()
+        if "h2d" in ways
+    ]
+    return relayed_bytes_per_s(links, groups, node, neighbours)

@@ -28,7 +28,7 @@ from c2cserve.sim.world.context import SimulationContext, SliceUse
 from c2cserve.sim.world.copy_engine import CopyEngine
 from c2cserve.sim.world.hardware import SimulatedSlice
 from c2cserve.sim.world.host_thread import HostThread
-from c2cserve.sim.world.links import Flow
+from c2cserve.sim.world.load_paths import PathsLoad
 from c2cserve.sim.world.loop import PolicyLoop
 from c2cserve.sim.world.requests import TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
@@ -84,7 +84,7 @@ class SliceSimulation:
         }  # fmt: skip
         self._in = CopyEngine(context.timeline, context.network, simulated.h2d)
         self._out = CopyEngine(context.timeline, context.network, simulated.d2h)
-        self._loading: dict[str, tuple[float, Flow]] = {}
+        self._loading: dict[str, tuple[float, PathsLoad]] = {}
         """Model whose weights are loading -> since when, and over which flow."""
         self._absent: dict[str, None] = {}
         """Models that will be resident, whose weights are neither here nor loading."""
@@ -227,10 +227,9 @@ class SliceSimulation:
         self._cache.hold(model)
         self.book.weigh(self._cache.held_bytes)
         done = partial(self._loaded, name)
-        flow = context.network.start(
-            self.simulated.h2d, size, self.simulated.load_bytes_per_s, done
-        )
-        self._loading[name] = context.timeline.now, flow
+        paths = (self.simulated.h2d, *self.simulated.relays)
+        load = PathsLoad(context.network, paths, size, self.simulated.load_bytes_per_s, done)
+        self._loading[name] = context.timeline.now, load
 
     def _drop_weights(self, name: str) -> None:
         if self._cache is not None:
@@ -238,7 +237,7 @@ class SliceSimulation:
             self.book.weigh(self._cache.held_bytes)
         loading = self._loading.pop(name, None)
         if loading is not None:
-            self._context.network.stop(loading[1])
+            loading[1].stop()
 
     def holds_kv(self, name: str) -> bool:
         """Return whether a request of the model has KV here."""

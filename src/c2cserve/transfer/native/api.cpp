@@ -73,19 +73,23 @@ const char* c2c_transfers_error() { return last_error.c_str(); }
 
 // `contexts[i]` is that of the GPU whose streams carry what takes port i.
 Result c2c_transfers_open(const Machine* machine, const Settings* settings, const char* library,
-                          void* const* contexts, const void* cubin, const RelayShape* relay) {
+                          void* const* contexts, const void* cubin, const RelayShape* relay,
+                          const RelayShape* own) {
   return guarded(
       [=]() -> Result {
         std::vector<LinkPlace> places;
         for (int i = 0; i < machine->port_count; ++i) {
           const PortName& port = machine->ports[i];
-          places.push_back({port.direction == 2 ? port.source : port.gpu, contexts[i], false});
+          const int64_t kernel_bytes[] = {settings->kernel_in_bytes, settings->kernel_out_bytes, 0};
+          places.push_back({port.direction == 2 ? port.source : port.gpu, contexts[i], false,
+                            uint64_t(kernel_bytes[port.direction])});
         }
         for (auto [link, _] : pairs_of(*machine)) places[link].relays = true;
         Settings chosen = *settings;
         chosen.relay_pieces_most = std::min(chosen.relay_pieces_most, kRelayPieces);
-        auto links = std::make_unique<CudaLinks>(library, places, RelayCode{cubin, *relay},
-                                                 chosen.depth);
+        auto links = std::make_unique<CudaLinks>(
+            library, places, RelayCode{cubin, *relay}, RelayCode{cubin, *own}, chosen.depth,
+            uint64_t(chosen.batch_bytes));
         return {make(std::move(links), *machine, chosen, true), 0};
       },
       as_result);

@@ -6,7 +6,6 @@
 namespace c2c::transfer {
 namespace {
 
-constexpr uint64_t kBatchBytes = 1 << 20;  // longer copies are worth a call each
 constexpr size_t kFlagStride = 32;  // words: GPUs that write one flag transfer no other with it
 
 struct Point {  // what a `Mark` is
@@ -14,11 +13,22 @@ struct Point {  // what a `Mark` is
   void* context;
 };
 
+bool are_shorter(const std::vector<Piece>& pieces, uint64_t than) {  // on average
+  uint64_t bytes = 0;
+  for (const Piece& piece : pieces) bytes += piece.size;
+  return bytes < than * pieces.size();
+}
+
 }  // namespace
 
 CudaLinks::CudaLinks(const std::string& library, const std::vector<LinkPlace>& places,
-                     RelayCode relay, int depth)
-    : cuda_(library), places_(places), remotes_(places.size()), relays_launched_(places.size()) {
+                     RelayCode relay, RelayCode own, int depth, uint64_t batch_bytes)
+    : cuda_(library),
+      places_(places),
+      batch_bytes_(batch_bytes),
+      remotes_(places.size()),
+      relays_launched_(places.size()),
+      kernels_launched_(places.size()) {
   const Current current(cuda_, places_[0].context);
   const size_t bytes = 4 * kFlagStride * 2 * depth * places.size();
   void* flags = nullptr;
@@ -27,6 +37,7 @@ CudaLinks::CudaLinks(const std::string& library, const std::vector<LinkPlace>& p
   std::fill_n(flags_, bytes / 4, 0);
   cuda_.check("cuMemHostGetDevicePointer", cuda_.host_address(&flags_address_, flags, 0));
   kernel_ = std::make_unique<RelayKernel>(cuda_, relay);
+  own_kernel_ = std::make_unique<RelayKernel>(cuda_, own);
   for (int link = 0; link < int(places.size()); ++link) make_link(link, depth);
 }
 
@@ -34,6 +45,7 @@ void CudaLinks::make_link(int link, int depth) {
   lanes_.push_back(nullptr);
   small_lanes_.push_back(nullptr);
   relay_lanes_.emplace_back();
+  kernel_lanes_.emplace_back();
   slots_.emplace_back();
   if (is_remote(link)) {
     if (depth > kChannelSlots) throw Fault("links of other processes have a lower depth");
@@ -43,6 +55,12 @@ void CudaLinks::make_link(int link, int depth) {
   const Current current(cuda_, places_[link].context);
   lanes_.back() = new_stream();
   small_lanes_.back() = new_stream();
+  if (places_[link].kernel_bytes > 0 && own_kernel_->exists()) {
+    for (int i = 0; i < kRelayLanes; ++i) kernel_lanes_.back().push_back(new_stream());
+    std::vector<void*> streams(kernel_lanes_.back());
+    streams.push_back(small_lanes_.back());
+    own_kernel_->prepare(streams, {});
+  }
   const bool relays = places_[link].relays && kernel_->exists();
   make_slots(link, depth, relays);
   if (!relays) return;
@@ -81,12 +99,14 @@ CudaLinks::~CudaLinks() {
   if (cuda_.push(places_[0].context) != kCudaOk) return;
   std::vector<void*> streams(lanes_);
   streams.insert(streams.end(), small_lanes_.begin(), small_lanes_.end());
-  for (const auto& lanes : relay_lanes_) streams.insert(streams.end(), lanes.begin(), lanes.end());
+  for (const auto& all : {relay_lanes_, kernel_lanes_})
+    for (const auto& lanes : all) streams.insert(streams.end(), lanes.begin(), lanes.end());
   streams.erase(std::remove(streams.begin(), streams.end(), nullptr), streams.end());
   for (void* stream : streams) cuda_.stream_synchronize(stream);
   for (void* stream : streams) cuda_.stream_destroy(stream);
   for (void* event : events_) cuda_.event_destroy(event);
   kernel_.reset();
+  own_kernel_.reset();
   if (flags_ != nullptr) cuda_.host_free(flags_);
   cuda_.pop(&popped);
 }
@@ -98,8 +118,11 @@ void CudaLinks::start(const Task& task) {
   const Current current(cuda_, places_[task.link].context);
   Slot& slot = slot_of(task);
   if (!task.relayed) {
-    copy_pieces(task.pieces, lanes_[task.link]);
-    cuda_.check("cuEventRecord", cuda_.event_record(slot.event, lanes_[task.link]));
+    void* stream = lanes_[task.link];
+    if (is_kernels(task.link, task.pieces))
+      stream = kernel_lanes_[task.link][kernels_launched_[task.link]++ % kRelayLanes];
+    move_pieces(task.link, task.pieces, stream);
+    cuda_.check("cuEventRecord", cuda_.event_record(slot.event, stream));
     return;
   }
   void* stream = relay_lanes_[task.link][relays_launched_[task.link]++ % kRelayLanes];
@@ -121,11 +144,23 @@ void CudaLinks::launch_relay(Slot& slot, const std::vector<Piece>& pieces, void*
   kernel_->launch(params, pieces.data(), pieces.size(), stream);
 }
 
+bool CudaLinks::is_kernels(int link, const std::vector<Piece>& pieces) const {
+  return !kernel_lanes_[link].empty() && are_shorter(pieces, places_[link].kernel_bytes);
+}
+
+// Carries bytes on the direct path of a link, in the order of a stream.
+void CudaLinks::move_pieces(int link, const std::vector<Piece>& pieces, void* stream) {
+  if (!is_kernels(link, pieces)) return copy_pieces(pieces, stream);
+  RelayParams params{};  // without flags: it is not recalled
+  for (size_t at = 0; at < pieces.size(); at += kRelayPieces) {
+    const size_t count = std::min<size_t>(kRelayPieces, pieces.size() - at);
+    own_kernel_->launch(params, pieces.data() + at, count, stream);
+  }
+}
+
 void CudaLinks::copy_pieces(const std::vector<Piece>& pieces, void* stream) {
   if (pieces.empty()) return;
-  uint64_t bytes = 0;
-  for (const Piece& piece : pieces) bytes += piece.size;
-  if (pieces.size() == 1 || bytes >= kBatchBytes * pieces.size()) {
+  if (pieces.size() == 1 || !are_shorter(pieces, batch_bytes_)) {
     for (const Piece& one : pieces)
       cuda_.check("cuMemcpyAsync", cuda_.copy(one.target, one.source, one.size, stream));
     return;
@@ -230,7 +265,7 @@ Mark CudaLinks::copy(int port, const std::vector<Piece>& pieces, const Stream* a
     cuda_.check("cuStreamWaitEvent", result);
   }
   const Current current(cuda_, places_[port].context);
-  copy_pieces(pieces, stream);
+  move_pieces(port, pieces, stream);
   return mark({stream, places_[port].gpu});
 }
 

@@ -10,6 +10,11 @@
 // All direct copies of a link are in one stream, so that a copy engine goes from one to the next.
 // Relays have two streams: a kernel begins while the one before ends. Their priority is the
 // highest, so that they come before kernels of the neighbour that wait.
+//
+// A copy engine takes some microsecond for each segment, and the host as long to describe it. So
+// the same kernel carries direct micro-tasks of small segments, on the GPU itself:
+//
+//     in0 direct    kernel on GPU 0             host --PCIe 0--> SMs of GPU 0 --> its memory
 #pragma once
 #include <memory>
 #include <string>
@@ -25,12 +30,16 @@ struct LinkPlace {
   int gpu;        // whose streams carry what takes the link
   void* context;  // of that GPU; null: another process has it, which may relay
   bool relays;
+  // Direct micro-tasks whose segments are smaller on average are a kernel's; 0: none are.
+  uint64_t kernel_bytes;
 };
 
 class CudaLinks : public Links {
  public:
+  // `own` is the kernel of direct micro-tasks. Shorter segments than `batch_bytes` are described to
+  // a copy engine in one call, others in a call each.
   CudaLinks(const std::string& library, const std::vector<LinkPlace>& places, RelayCode relay,
-            int depth);
+            RelayCode own, int depth, uint64_t batch_bytes);
   ~CudaLinks() override;
 
   void start(const Task& task) override;
@@ -64,13 +73,16 @@ class CudaLinks : public Links {
   void make_slots(int link, int depth, bool relays);
   void* new_stream();
   Slot& slot_of(const Task& task) { return slots_[task.link][task.slot]; }
+  bool is_kernels(int link, const std::vector<Piece>& pieces) const;
+  void move_pieces(int link, const std::vector<Piece>& pieces, void* stream);
   void copy_pieces(const std::vector<Piece>& pieces, void* stream);
   void launch_relay(Slot& slot, const std::vector<Piece>& pieces, void* stream);
   void* context_of(int gpu) const;
 
   Cuda cuda_;
   std::vector<LinkPlace> places_;
-  std::unique_ptr<RelayKernel> kernel_;
+  uint64_t batch_bytes_;
+  std::unique_ptr<RelayKernel> kernel_, own_kernel_;
   std::vector<std::unique_ptr<RelayClient>> remotes_;  // by link; null: a link of this process
   uint32_t* flags_ = nullptr;
   CudaPointer flags_address_ = 0;
@@ -78,7 +90,8 @@ class CudaLinks : public Links {
   std::vector<void*> lanes_;        // of direct copies, one for each link
   std::vector<void*> small_lanes_;  // of small transfers
   std::vector<std::vector<void*>> relay_lanes_;
-  std::vector<unsigned> relays_launched_;
+  std::vector<std::vector<void*>> kernel_lanes_;  // of direct micro-tasks of small segments
+  std::vector<unsigned> relays_launched_, kernels_launched_;
   std::vector<std::vector<Slot>> slots_;
   std::vector<void*> events_;  // all that were made
 };

@@ -101,6 +101,7 @@ TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream,
   std::lock_guard<std::mutex> lock(mutex_);
   if (closing_) throw Closed("the transfer engine is closed");
   progress_s_ = ticket->since_s = clock();
+  check_host(moves, count);
   const bool small = int64_t(bytes) <= settings_.one_path_bytes;
   if (small && ticket->by_port.size() == 1 && urgency != kBackground) {
     auto& [port, pieces] = ticket->by_port.front();
@@ -108,7 +109,6 @@ TicketPtr Engine::submit(const Move* moves, int64_t count, const Stream* stream,
     copies_.push_back(ticket);
     tell_watchers();
   } else {
-    check_host(moves, count);
     if (stream != nullptr) ticket->before = links_->mark(*stream);
     gated_.push_back(ticket);
     if (thread_.joinable()) take_turn(ticket->since_s);

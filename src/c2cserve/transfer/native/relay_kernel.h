@@ -11,7 +11,7 @@ constexpr int kRelayLanes = 2;     // streams: a kernel begins while the one bef
 constexpr int kRelayPieces = 160;  // of a launch: as many as kernel parameters hold
 
 struct RelayParams {  // of relay.cu
-  CudaPointer recalled, started;
+  CudaPointer recalled, started;  // null: the launch cannot be recalled
   uint32_t number, pieces;
   uint32_t stages, stage_bytes, recall_poll_bytes;
   Piece piece[kRelayPieces];

@@ -14,6 +14,9 @@
 // is over, or was not marked as started: each CTA marks the start before it looks for a recall. A
 // launch is over when its bulk stores have been written, not only read out of shared memory.
 //
+// The same kernel carries small segments between host memory and the memory of its own GPU. Such a
+// launch has no flags, and is not recalled.
+//
 // Built with -D: PIECES, THREADS.
 #include <stdint.h>
 
@@ -31,7 +34,7 @@ struct Piece {
 
 struct RelayParams {
   const uint32_t* recalled;  // host memory: the launch of this number writes nothing more
-  uint32_t* started;         // host memory: the last launch of which a CTA has begun
+  uint32_t* started;         // host memory: the last launch of which a CTA has begun; or null
   uint32_t number, pieces;
   uint32_t stages, stage_bytes;  // stages are kReading + 1 to kStagesMost
   uint32_t recall_poll_bytes;    // of a CTA, between two looks for a recall
@@ -57,7 +60,7 @@ class Looks {
   // `bytes` are what the CTA has copied since the last call.
   __device__ bool recalled(uint32_t bytes) {
     since_ += bytes;
-    if (since_ < p_.recall_poll_bytes) return false;
+    if (since_ < p_.recall_poll_bytes || p_.started == nullptr) return false;
     since_ = 0;
     const uint32_t seen = seen_;
     seen_ = last_recalled(p_);
@@ -246,9 +249,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   bool stop = false;
   if (threadIdx.x == 0) {
     shared.recalled = 0;
-    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.started), "r"(p.number) : "memory");
-    asm volatile("fence.sc.sys;" ::: "memory");
-    stop = last_recalled(p) == p.number;
+    if (p.started != nullptr) {
+      asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p.started), "r"(p.number)
+                   : "memory");
+      asm volatile("fence.sc.sys;" ::: "memory");
+      stop = last_recalled(p) == p.number;
+    }
   }
   if (__syncthreads_or(stop)) return;
 
