@@ -23,8 +23,7 @@ RUN useradd --create-home --user-group --uid 1000 c2cserve
 USER 1000:1000
 EXPOSE 8000
 # Weights live in shared memory: give the container a /dev/shm as large as the pool (--shm-size).
-HEALTHCHECK --interval=5s --start-period=60s CMD ["python", "-c", \
-    "import urllib.request as u; u.urlopen('http://127.0.0.1:8000/health', timeout=3)"]
+HEALTHCHECK --interval=5s --start-period=60s CMD ["python", "-m", "c2cserve.server.health_check"]
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["c2cserve", "serve", "--host", "0.0.0.0"]
 CMD ["--catalog", "/usr/share/c2cserve/specialists/catalog.toml"]

@@ -34,5 +34,8 @@ class _Finder:
 
 
 def after_import(module: str, change: Callable[[Any], None]) -> None:
-    """Calls `change` with the module once its code has run."""
+    """Calls `change` with the module once its code has run: now, if that was before."""
+    if module in sys.modules:
+        change(sys.modules[module])
+        return
     sys.meta_path.insert(0, _Finder(module, change))  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from cli_forks import CliForks
+from server_forks import ForkedServer, ServerForks
 
 SPECIALISTS = Path(__file__).parents[2] / "examples" / "specialists"
 CATALOG = SPECIALISTS / "catalog.toml"
@@ -43,6 +44,11 @@ def run_cli(*args: str, timeout_s: float = 200) -> subprocess.CompletedProcess[s
 @cache
 def _cli_forks() -> CliForks:
     return CliForks()
+
+
+@cache
+def _server_forks() -> ServerForks:
+    return ServerForks()
 
 
 class ServerProcess:
@@ -81,26 +87,16 @@ class ServerProcess:
             "--pool-dir", str(directory), "--log-format", "json", "--gpu-slices", "none",
             "--patience", "1000", "--burst", "1000", "--hang-timeout", "60", *args,
         ]  # fmt: skip
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedServer | None = None
 
     @property
-    def process(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes] | ForkedServer:
         assert self._process is not None
         return self._process
 
     def __enter__(self) -> Self:
         self.directory.mkdir(exist_ok=True)
-        limit: list[str] = []
-        if self._files is not None:
-            limit = ["bash", "-c", f'ulimit -n {self._files}; exec "$0" "$@"']
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [
-                    *self._wrapper, *limit, sys.executable, "-m", "c2cserve.cli.main", "serve",
-                    *self._args,
-                ],
-                stdout=log, stderr=log,
-            )  # fmt: skip
+        self._process = self._start()
         try:
             self.wait_ready()
         except BaseException:  # `__exit__` is for what was entered
@@ -108,6 +104,21 @@ class ServerProcess:
             self.process.wait()
             raise
         return self
+
+    def _start(self) -> subprocess.Popen[bytes] | ForkedServer:
+        limit: list[str] = []
+        if self._files is not None:
+            limit = ["bash", "-c", f'ulimit -n {self._files}; exec "$0" "$@"']
+        if not self._wrapper and not limit and _server_forks().can_start(self._args):
+            return _server_forks().start(self._args, self.log)
+        with self.log.open("wb") as log:
+            return subprocess.Popen(
+                [
+                    *self._wrapper, *limit, sys.executable, "-m", "c2cserve.cli.main", "serve",
+                    *self._args,
+                ],
+                stdout=log, stderr=log,
+            )  # fmt: skip
 
     def __exit__(
         self,

@@ -15,6 +15,8 @@ import openai
 import pytest
 from server_process import CATALOG, ServerProcess, run_cli, wait_until
 
+from c2cserve.server.health_check import check
+
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes keys")
 
 
@@ -73,6 +75,13 @@ def shown(server: TlsServer) -> bytes:
 
 def of(path: Path) -> bytes:
     return ssl.PEM_cert_to_DER_cert(path.read_text())
+
+
+def test_the_health_check_of_the_images_speaks_https(tls: TlsServer) -> None:
+    told = ["c2cserve", "serve", "--ssl-certfile", str(tls.cert), "--port", str(tls.port)]
+    check("\0".join([*told, ""]).encode())
+    with pytest.raises(OSError, match=r"."):
+        check("\0".join(told[:2] + told[4:]).encode())
 
 
 def test_a_certificate_is_exchanged_while_it_serves(tls: TlsServer, tmp_path: Path) -> None:

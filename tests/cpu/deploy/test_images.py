@@ -2,13 +2,16 @@
 
 import re
 import tomllib
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import yaml
 
 from c2cserve.cli.main import COMMANDS
+from c2cserve.server.health_check import check
 
 ROOT = Path(__file__).parents[3]
 IMAGES = ["Dockerfile", "Dockerfile.cuda"]
@@ -70,6 +73,34 @@ def test_what_is_installed_is_pinned(name: str) -> None:
         assert "sudo" not in value
         assert "curl" not in value
         assert "|" not in value.replace("||", ""), "a pipe hides the failure of all but its end"
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_the_health_check_knows_the_server(name: str) -> None:
+    """It is told of TLS and the port by the command line of the container's first process."""
+    found = dict(instructions(name))
+    assert found["HEALTHCHECK"].endswith('CMD ["python", "-m", "c2cserve.server.health_check"]')
+    assert found["ENTRYPOINT"].startswith('["c2cserve"'), "no shell that hides the options"
+
+
+@pytest.mark.parametrize("options", [["--port", "{}"], ["--slices", "2", "--port={}"]])
+def test_a_health_check_ends_well_or_raises(options: list[str]) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Health) as server:
+        given = [option.format(server.server_port) for option in options]
+        command = "\0".join(["c2cserve", "serve", *given, ""]).encode()
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        check(command)
+        thread.join()
+    with pytest.raises(OSError, match="refused"):
+        check(command)
 
 
 def test_the_two_images_have_the_same_base() -> None:

@@ -28,6 +28,18 @@ def tokenizer(request: pytest.FixtureRequest, byte_dir: Path, piece_dir: Path) -
     return Tokenizer(byte_dir if request.param == "byte" else piece_dir)
 
 
+def test_models_of_one_file_have_views_of_their_own(byte_dir: Path) -> None:
+    one = Tokenizer.load(byte_dir, "one", {})
+    special = next(piece for number, piece in one._pieces.items() if number in one._specials)
+    for marks in (frozenset[str](), frozenset({special})):
+        assert one.showing(marks) is one.showing(marks)
+        other = Tokenizer.load(byte_dir, "other", {one.digest: one})
+        view = other.showing(marks)
+        assert isinstance(view, Tokenizer)
+        assert view._salt == other._salt != one._salt
+        assert view.showing(frozenset()) is view, "what a view shows it shows further on"
+
+
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("group", [1, 2, 5])
 def test_known_texts(tokenizer: Tokenizer, text: str, group: int) -> None:

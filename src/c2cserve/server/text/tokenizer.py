@@ -62,6 +62,7 @@ class Tokenizer(Vocabulary):
     def _belong_to(self, directory: Path, model: str) -> None:
         """Set what differs between models with equal files."""
         self.directory = directory
+        self._showing = {}  # views are of this model
         self._salt = hashlib.blake2b(model.encode(), digest_size=16).digest()
         try:
             self._template = ChatTemplate(directory)

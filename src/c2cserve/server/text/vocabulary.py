@@ -53,7 +53,7 @@ class Vocabulary:
             view = self
             if shown and self.kind != "other":
                 view = copy(self)
-                view._specials, view._raws = self._specials - shown, {}
+                view._specials, view._raws, view._showing = self._specials - shown, {}, {}
             self._showing[texts] = view
         return self._showing[texts]
 

@@ -77,14 +77,20 @@ class ForkServer:
         self._socket, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with its:
-                self._process = subprocess.Popen(
-                    command, stdin=its.fileno(), env=environment,
-                    process_group=0,  # a terminal's ctrl-C is for this process
-                )  # fmt: skip
+                self._process = self._start(command, its, environment)
         except OSError:
             self._socket.close()
             raise
         self._socket.setblocking(False)
+
+    def _start(
+        self, command: Sequence[str], its: socket.socket, environment: Mapping[str, str]
+    ) -> Child:
+        """Start the process, with `its` end as its standard input. Raises OSError."""
+        return subprocess.Popen(
+            command, stdin=its.fileno(), env=environment,
+            process_group=0,  # a terminal's ctrl-C is for this process
+        )  # fmt: skip
 
     @property
     def pid(self) -> int:

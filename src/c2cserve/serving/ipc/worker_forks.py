@@ -13,7 +13,7 @@ from c2cserve.serving.ipc.forks import ForkServer
 
 # The kernels bring their own thread pool; a library that spins up another one per worker would
 # fight it for the slice's cores.
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 FORK_SERVER = (sys.executable, "-m", "c2cserve.cli.main", "worker")
 
 _NEED_NONE = frozenset({"-h", "--help", "--cluster"})
@@ -28,7 +28,12 @@ def prestart(options: Sequence[str] = ()) -> None:
     fails, for want of processes or descriptors, `fork_server` tries again and says why."""
     if not _NEED_NONE & {option.partition("=")[0] for option in options}:
         with contextlib.suppress(OSError):
-            _prestarted.append(_started())
+            use(_started())
+
+
+def use(server: ForkServer) -> None:
+    """Have the next `fork_server` return this one."""
+    _prestarted.append(server)
 
 
 def fork_server() -> ForkServer:
@@ -37,4 +42,4 @@ def fork_server() -> ForkServer:
 
 
 def _started() -> ForkServer:
-    return ForkServer(FORK_SERVER, child_environment(**_ONE_THREAD))
+    return ForkServer(FORK_SERVER, child_environment(**ONE_THREAD))

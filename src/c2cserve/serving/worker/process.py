@@ -66,18 +66,28 @@ def worker() -> None:
     gc.collect()
     gc.enable()
     gc.freeze()  # a collection writes to objects, and pages that are written to are not shared
-    control = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    end = fork_on_request(socket.socket(fileno=os.dup(sys.stdin.fileno())))
+    if end is None:
+        _end(0)
+    os.dup2(end, sys.stdin.fileno())
+    os.close(end)
+    _die_with(server)
+    _serve_slice()
+
+
+def fork_on_request(control: socket.socket) -> int | None:
+    """Fork each time that a `serving.ipc.forks.ForkServer` asks for it at the other end.
+
+    Return in each child, with the descriptor that came with the request. Return None in this
+    process when the other end is gone. Raises OSError."""
     while True:
         asked, ends, _, _ = socket.recv_fds(control, 1, 1)
         if not asked:
-            _end(0)
+            return None
         answer = _fork()
         if answer == 0:
             control.close()
-            os.dup2(ends[0], sys.stdin.fileno())
-            os.close(ends[0])
-            _die_with(server)
-            _serve_slice()
+            return ends[0]
         os.close(ends[0])
         control.send(PID.pack(answer))
 
