@@ -22,7 +22,7 @@ from pathlib import Path
 from c2cserve.cli import main
 from c2cserve.runtime.environment import child_environment
 from c2cserve.serving.ipc.forks import Adopted, Child, ForkServer
-from c2cserve.serving.ipc.worker_forks import FORK_SERVER, ONE_THREAD, use
+from c2cserve.serving.ipc.worker_forks import FORK_SERVER, FORK_SERVERS, ONE_THREAD
 from c2cserve.serving.worker.process import fork_on_request
 
 _IMPORTED = (
@@ -135,7 +135,7 @@ def _serve(end: int) -> None:
         sys.modules.pop("sitecustomize", None)
         importlib.import_module("sitecustomize")
     sys.argv = ["c2cserve", "serve", *said["args"]]
-    use(_ForkedForkServer(FORK_SERVER, child_environment(**ONE_THREAD)))
+    FORK_SERVERS.add(_ForkedForkServer(FORK_SERVER, child_environment(**ONE_THREAD)))
     main.app(sys.argv[1:])
 
 

@@ -139,8 +139,8 @@ def app(args: Sequence[str] | None = None) -> None:
     A failure is one line on stderr; `--debug` (before the command) adds the traceback.
     """
     _open_missing_streams()
-    if args is None and sys.argv[1:2] == ["serve"]:  # its workers import for as long as it does
-        importlib.import_module("c2cserve.serving.ipc.worker_forks").prestart(sys.argv[2:])
+    if args is None and sys.argv[1:2] == ["serve"]:  # its children import for as long as it does
+        importlib.import_module("c2cserve.serving.prestart").prestart(sys.argv[2:])
     args = list(sys.argv[1:] if args is None else args)
     sys.exit(_run(args, debug="--debug" in args[:1]))
 

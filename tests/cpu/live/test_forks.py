@@ -12,8 +12,13 @@ from pathlib import Path
 import pytest
 from descriptors import no_descriptors
 
+from c2cserve.processes.ahead import Ahead
+from c2cserve.server.settings import TextSettings
+from c2cserve.server.text.start import TEXT_PROCESSES
+from c2cserve.serving.controller.probe_start import PROBES
 from c2cserve.serving.controller.workers import Spawned, Spawner
 from c2cserve.serving.ipc import worker_forks
+from c2cserve.serving.prestart import prestart
 
 _SUBREAPER = 36
 _START = """
@@ -54,6 +59,11 @@ def take(spawner: Spawner) -> Spawned:
 def forks_pid(spawner: Spawner) -> int:
     assert spawner._forks is not None
     return spawner._forks.pid
+
+
+def children() -> set[int]:
+    tasks = Path("/proc/self/task").glob("*/children")
+    return {int(pid) for task in tasks for pid in task.read_text().split()}
 
 
 def parent(pid: int) -> int:
@@ -149,17 +159,43 @@ def test_what_cannot_be_started_leaves_nothing_behind(start: Start) -> None:
 
 def test_the_fork_server_that_was_started_ahead_is_used(start: Start) -> None:
     start().close()  # its command is the short one from here on
-    worker_forks.prestart()
-    (ahead,) = worker_forks._prestarted
+    before = children()
+    worker_forks.FORK_SERVERS.prestart()
+    (ahead,) = children() - before
     spawner = start()
     spawned = take(spawner)
     assert parent(spawned.process.pid) == os.getpid()
     spawned.end()
-    assert forks_pid(spawner) == ahead.pid
-    assert not worker_forks._prestarted
+    assert forks_pid(spawner) == ahead
+    assert not len(worker_forks.FORK_SERVERS)
 
 
 @pytest.mark.parametrize("options", [["--port", "0", "--help"], ["--cluster=auto"]])
 def test_a_server_without_workers_starts_none_ahead(options: list[str]) -> None:
-    worker_forks.prestart(options)
-    assert not worker_forks._prestarted
+    before = children()
+    prestart(options)
+    assert children() == before
+
+
+def test_a_server_starts_ahead_what_it_needs_for_its_first_token() -> None:
+    prestart(["--port", "0"])
+    forks, probe = worker_forks.FORK_SERVERS.take(), PROBES.take()
+    text = TEXT_PROCESSES.take(TextSettings().memory_bytes)
+    for started in (probe, text.process):
+        started.kill()
+        started.wait()
+    text.end.close()
+    forks.close()
+    for end in (probe.stdin, probe.stdout):
+        assert end is not None
+        end.close()
+    assert not len(worker_forks.FORK_SERVERS) + len(PROBES) + len(TEXT_PROCESSES)
+
+
+def test_a_child_that_was_started_ahead_serves_equal_arguments_only() -> None:
+    started: list[int] = []
+    ones = Ahead(lambda size: started.append(size) or len(started))  # type: ignore[func-returns-value]
+    ones.prestart(8)
+    assert ones.take(4) == 2
+    assert ones.take(8) == 1
+    assert ones.take(8) == 3

@@ -138,7 +138,7 @@ int64_t c2c_sample(void* pool, const SampleRow* rows, int64_t count, int64_t voc
     if (!ids_fit(rows[i], vocab)) return i;
   const int parts = count * vocab < 30'000 ? 1 : pool_of(pool).size();
   pool_of(pool).run(parts, [=](int part, int all) {
-    SampleBuffers buffers;
+    thread_local SampleBuffers buffers;
     for (int64_t i = count * part / all; i < count * (part + 1) / all; ++i)
       sample_row(rows[i], vocab, buffers,
                  {ids + i, logprobs + i, top_ids + i * top_stride, top_logprobs + i * top_stride});

@@ -25,12 +25,17 @@ struct SampleRow {
   int64_t top_logprobs;  // -1: no log-probabilities wanted
   float temperature, top_p, min_p, repetition, presence, frequency;
 
-  bool allows(int64_t v) const { return mask[v / 32] >> (v % 32) & 1; }
-  // Of tokens v to v + 63, all in the vocabulary; v is a multiple of 64.
-  uint64_t allows64(int64_t v) const { return mask[v / 32] | uint64_t(mask[v / 32 + 1]) << 32; }
+  bool allows(int64_t v) const { return !mask || (mask[v / 32] >> (v % 32) & 1); }
+  // Of tokens v to v + kLanes - 1, all in the vocabulary; v is a multiple of kLanes.
+  uint32_t allows_lanes(int64_t v) const { return mask[v / 32] >> (v % 32) & kAllLanes; }
+  // Whether its logits change. A mask changes none: what it forbids is passed over.
   bool adjusted() const {
-    return bias_len || banned_len || mask || repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
+    return bias_len || banned_len || repetition != 1.0f || presence != 0.0f || frequency != 0.0f;
   }
+
+ private:
+  static constexpr uint32_t kAllLanes = uint32_t((uint64_t(1) << kLanes) - 1);
+  static_assert(32 % kLanes == 0, "a vector's tokens lie in one word of a mask");
 };
 
 struct SampleResult {
@@ -40,7 +45,7 @@ struct SampleResult {
   float* top_logprobs;
 };
 
-// Kept from row to row.
+// Kept from row to row, and from call to call.
 struct SampleBuffers {
   std::vector<float> logits, p;  // p: e^((logit - peak) / temperature), zero for what is out
   std::vector<double> masses;
@@ -66,28 +71,34 @@ inline double philox(uint64_t seed, uint64_t position) {
 constexpr int64_t kChunk = 1024;
 
 struct Peak {
-  int64_t id;  // the lowest of equal ones
+  int64_t id;  // the lowest of equal ones; -1 if the mask allows none
   float value;
-  bool finite;  // no value is a NaN, which is never the maximum, or an infinity
+  float of_all;  // the maximum where those that the mask forbids count, too
+  bool finite;   // no value is a NaN, which is never the maximum, or an infinity
 };
 
 // One pass: the maximum of every chunk; the first chunk that holds the best is searched for its id.
-inline Peak find_peak(const float* l, int64_t n) {
-  float value = -std::numeric_limits<float>::infinity(), bad = 0.0f;
-  int64_t chunk = 0;
+template <bool kMasked>
+inline Peak peak_of(const SampleRow& r, const float* l, int64_t n) {
+  const float never = -std::numeric_limits<float>::infinity();
+  float value = never, of_all = never, bad = 0.0f;
+  int64_t chunk = n;
   for (int64_t begin = 0; begin < n; begin += kChunk) {
     const int64_t end = std::min(begin + kChunk, n);
-    vec best = splat(value), poison = zero();
+    vec best = splat(value), all = splat(of_all), poison = zero();
     int64_t i = begin;
     for (; i + kLanes <= end; i += kLanes) {
-      vec v = load(l + i);
-      best = max(v, best);
+      const vec v = load(l + i);
+      all = max(v, all);
+      if (kMasked) best = max(select(r.allows_lanes(i), v, splat(never)), best);
       poison = fma(v, zero(), poison);  // 0 * NaN and 0 * infinity are NaN
     }
-    float top = largest(best);
+    of_all = largest(all);
+    float top = kMasked ? largest(best) : of_all;
     bad += sum(poison);
     for (; i < end; ++i) {
-      top = l[i] > top ? l[i] : top;
+      of_all = l[i] > of_all ? l[i] : of_all;
+      if (r.allows(i) && l[i] > top) top = l[i];
       bad += l[i] * 0.0f;
     }
     if (top > value) {
@@ -95,8 +106,12 @@ inline Peak find_peak(const float* l, int64_t n) {
       chunk = begin;
     }
   }
-  const bool finite = bad == 0.0f;  // NaN compares unequal
-  return {std::find(l + chunk, l + n, value) - l, value, finite};
+  while (chunk < n && (l[chunk] != value || !r.allows(chunk))) ++chunk;
+  return {chunk < n ? chunk : -1, value, of_all, bad == 0.0f};  // NaN compares unequal
+}
+
+inline Peak find_peak(const SampleRow& r, const float* l, int64_t n) {
+  return r.mask ? peak_of<true>(r, l, n) : peak_of<false>(r, l, n);
 }
 
 inline double log_sum_exp(const float* l, int64_t n, float peak) {
@@ -110,28 +125,6 @@ inline double log_sum_exp(const float* l, int64_t n, float peak) {
   }
   for (; i < n; ++i) total += double(exp1(l[i] - peak));
   return std::log(total) + double(peak);
-}
-
-// Set the value of every token that the mask forbids to `never`, a word of 64 tokens at a time. In
-// most words of most masks all tokens are allowed, or none is. The others are blended: a branch per
-// token costs most where its outcome is hard to predict.
-inline void forbid(const SampleRow& r, float* values, int64_t n, float never) {
-  constexpr int kWord = 64;
-  int64_t v = 0;
-  for (; v + kWord <= n; v += kWord) {
-    const uint64_t bits = r.allows64(v);
-    if (bits == ~uint64_t(0)) continue;
-    if (bits == 0) {
-      for (int i = 0; i < kWord; i += kLanes) store(values + v + i, splat(never));
-      continue;
-    }
-    for (int i = 0; i < kWord; i += kLanes) {
-      float* at = values + v + i;
-      store(at, select(uint32_t(bits >> i), load(at), splat(never)));
-    }
-  }
-  for (; v < n; ++v)
-    if (!r.allows(v)) values[v] = never;
 }
 
 // Penalties as vLLM and transformers define them, after the bias: repetition once per token of
@@ -162,7 +155,6 @@ inline void penalize(SampleBuffers& b, const SampleRow& r) {
   }
   const float never = -std::numeric_limits<float>::infinity();
   for (int64_t i = 0; i < r.banned_len; ++i) l[size_t(r.banned[i])] = never;
-  if (r.mask) forbid(r, l.data(), int64_t(l.size()), never);
 }
 
 // In the order of their logits; equal ones by id.
@@ -186,10 +178,10 @@ struct Ladder {
 // Keep the best tokens, as few as make up `limit` when `share(id)` counts what each brings; the
 // others' p becomes zero. At least one stays.
 template <typename Share>
-void keep_best(SampleBuffers& b, const Ladder& ladder, double limit, const Share& share) {
-  const float* l = b.logits.data();
+void keep_best(SampleBuffers& b, const float* l, const Ladder& ladder, double limit,
+               const Share& share) {
   float* p = b.p.data();
-  const int32_t n = int32_t(b.logits.size());
+  const int32_t n = int32_t(b.p.size());
   double held[Ladder::kBuckets] = {};
   for (int32_t i = 0; i < n; ++i)
     if (p[i] > 0.0f) held[ladder.bucket(l[i])] += share(i);
@@ -246,30 +238,56 @@ inline int32_t token_at(const SampleBuffers& b, double target) {
   return int32_t(n);
 }
 
-// A token by its adjusted logits, which reach `peak`.
-inline int32_t draw(SampleBuffers& b, const SampleRow& r, float peak) {
-  const int64_t n = int64_t(b.logits.size());
-  const float* l = b.logits.data();
+// p of all tokens, and its mass, chunk by chunk. What the mask forbids has none: exp has a floor
+// above zero, and is left out where a whole vector is forbidden.
+template <bool kMasked>
+inline double weigh(SampleBuffers& b, const SampleRow& r, const float* l, float peak, float scale) {
+  const int64_t n = int64_t(b.p.size());
+  float* p = b.p.data();
+  b.masses.clear();
+  double total = 0;
+  for (int64_t begin = 0; begin < n; begin += kChunk) {
+    const int64_t end = std::min(begin + kChunk, n);
+    vec part = zero();
+    int64_t i = begin;
+    for (; i + kLanes <= end; i += kLanes) {
+      const uint32_t allowed = kMasked ? r.allows_lanes(i) : 1;
+      vec mass = zero();
+      if (allowed) mass = exp(mul(sub(load(l + i), splat(peak)), splat(scale)));
+      if (kMasked) mass = select(allowed, mass, zero());
+      store(p + i, mass);
+      part = add(part, mass);
+    }
+    if (int rest = int(end - i); rest > 0) {
+      store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
+      for (int64_t j = i; j < end; ++j)
+        if (!r.allows(j)) p[j] = 0.0f;
+      part = add(part, load_tail(p + i, rest));
+    }
+    b.masses.push_back(double(sum(part)));
+    total += b.masses.back();
+  }
+  return total;
+}
+
+// A token by its logits `l`, whose allowed ones reach `peak`.
+inline int32_t draw(SampleBuffers& b, const SampleRow& r, const float* l, int64_t n, float peak) {
   const float scale = std::min(1.0f / r.temperature, FLT_MAX);  // 0 * infinity would be a NaN
   b.p.resize(size_t(n));
   float* p = b.p.data();
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    store(p + i, exp(mul(sub(load(l + i), splat(peak)), splat(scale))));
-  if (int rest = int(n - i); rest > 0)
-    store_tail(p + i, exp(mul(sub(load_tail(l + i, rest), splat(peak)), splat(scale))), rest);
-  for (i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
-  if (r.mask) forbid(r, p, n, 0.0f);
+  double total = r.mask ? weigh<true>(b, r, l, peak, scale) : weigh<false>(b, r, l, peak, scale);
+  for (int64_t i = 0; i < r.banned_len; ++i) p[r.banned[i]] = 0.0f;  // exp has a floor above it
   if (r.min_p > 0.0f)
-    for (i = 0; i < n; ++i) p[i] = p[i] < std::min(r.min_p, 1.0f) ? 0.0f : p[i];
+    for (int64_t i = 0; i < n; ++i) p[i] = p[i] < std::min(r.min_p, 1.0f) ? 0.0f : p[i];
   const Ladder ladder{peak, scale};
-  if (r.top_k > 0 && r.top_k < n)
-    keep_best(b, ladder, double(r.top_k), [](int32_t) { return 1.0; });
+  const bool fewer = r.top_k > 0 && r.top_k < n;
+  if (fewer) keep_best(b, l, ladder, double(r.top_k), [](int32_t) { return 1.0; });
+  if (r.banned_len || r.min_p > 0.0f || fewer) total = chunk_masses(b);
   if (r.top_p < 1.0f) {
-    const double limit = double(r.top_p) * chunk_masses(b);
-    keep_best(b, ladder, limit, [p](int32_t id) { return double(p[id]); });
+    const double limit = double(r.top_p) * total;
+    keep_best(b, l, ladder, limit, [p](int32_t id) { return double(p[id]); });
+    total = chunk_masses(b);
   }
-  const double total = chunk_masses(b);
   return token_at(b, philox(r.seed, r.position) * total);
 }
 
@@ -289,23 +307,22 @@ inline void report_logprobs(const SampleRow& r, int64_t n, float peak, SampleBuf
 }
 
 inline void sample_row(const SampleRow& r, int64_t n, SampleBuffers& b, const SampleResult& out) {
-  const Peak raw = find_peak(r.logits, n);
-  *out.id = raw.finite ? int32_t(raw.id) : -1;
-  if (!raw.finite) return;
-  if (r.adjusted() || r.temperature > 0.0f) {
-    b.logits.assign(r.logits, r.logits + n);
-    Peak best = raw;
-    if (r.adjusted()) {
-      penalize(b, r);
-      best = find_peak(b.logits.data(), n);
-    }
-    if (best.value == -std::numeric_limits<float>::infinity()) {
-      *out.id = -1;
-      return;
-    }
-    *out.id = r.temperature > 0.0f ? draw(b, r, best.value) : int32_t(best.id);
+  Peak best = find_peak(r, r.logits, n);
+  const float of_all = best.of_all;
+  *out.id = best.finite ? int32_t(best.id) : -1;
+  if (!best.finite) return;
+  const float* l = r.logits;
+  if (r.adjusted()) {
+    b.logits.assign(l, l + n);
+    penalize(b, r);
+    l = b.logits.data();
+    best = find_peak(r, l, n);
+    *out.id = int32_t(best.id);
   }
-  if (r.top_logprobs >= 0) report_logprobs(r, n, raw.value, b, out);
+  if (best.value == -std::numeric_limits<float>::infinity()) *out.id = -1;
+  if (*out.id < 0) return;
+  if (r.temperature > 0.0f) *out.id = draw(b, r, l, n, best.value);
+  if (r.top_logprobs >= 0) report_logprobs(r, n, of_all, b, out);
 }
 
 // Do all token ids of a row's histories, bias and bans name tokens?

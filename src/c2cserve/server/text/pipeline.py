@@ -12,15 +12,11 @@ answer here is not used.
 """
 
 import asyncio
-import socket
-import subprocess
-import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 
 from c2cserve.core.model import name_of
-from c2cserve.runtime.environment import child_environment
 from c2cserve.runtime.gateway import ModelFiles, Refused
 from c2cserve.server.settings import TextSettings
 from c2cserve.server.text.claims import PATIENCE_S, Claim
@@ -35,13 +31,11 @@ from c2cserve.server.text.messages import (
     decode_from_text,
     frame,
 )
+from c2cserve.server.text.start import TEXT_PROCESSES
 
 _READ_S = 0.001
 """A late event loop first calls what is due, and reads later in the same turn. What is due after so
 long, or in the next turn, finds all answers read that had arrived before."""
-
-# A tokenizer's own threads would fight the slices for their cores.
-_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "RUST_BACKTRACE": "0"}
 
 
 class Broken(Exception):
@@ -100,14 +94,8 @@ class TextProcess(asyncio.Protocol):
         self._dropped: set[str] = set()
         """Versions whose tokenizers are of no use; the next `OpenModel` drops them."""
         self._capacity = settings.tokenizers
-        self._end, its = socket.socketpair()
-        with its:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.server.text.process", str(settings.memory_bytes)],
-                stdin=its.fileno(),
-                env=child_environment(**_ENVIRONMENT),
-                process_group=0,  # a terminal's ctrl-C is for the server
-            )
+        started = TEXT_PROCESSES.take(settings.memory_bytes)
+        self._end, self._process = started.end, started.process
         self._transport: asyncio.WriteTransport | None = None
         self._connecting = asyncio.Lock()
         self._read = bytearray()

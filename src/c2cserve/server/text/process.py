@@ -66,7 +66,7 @@ class _Texts:
             raise unservable(message.version, str(error)) from error
         self._tokenizers[message.version] = tokenizer
         known = tokenizer.digest in message.known
-        return ModelOpened(tokenizer.digest, None if known else tokenizer.facts())
+        return ModelOpened(tokenizer.digest, None if known else tokenizer.facts)
 
     def _work(self, message: TextRequest) -> FromText:
         target = message.target

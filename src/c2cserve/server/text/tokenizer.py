@@ -39,7 +39,9 @@ class Tokenizer(Vocabulary):
             self._fast.no_padding()
         except BaseException as error:
             raise refusal(error, str(directory / "tokenizer.json")) from error
-        super().__init__(self.facts(), _digest(text))
+        self.facts = self._read_facts()
+        """What the server needs to show tokens."""
+        super().__init__(self.facts, _digest(text))
         self._decoder = self._fast
         self.token_bytes_max = self._token_bytes_max()
         self._table: list[bytes] = []
@@ -69,8 +71,7 @@ class Tokenizer(Vocabulary):
         except FileProblem as problem:
             raise TokenizerError(str(problem)) from problem
 
-    def facts(self) -> VocabularyFacts:
-        """Return what the server needs to show tokens."""
+    def _read_facts(self) -> VocabularyFacts:
         vocab: dict[str, int] = self._fast.get_vocab(with_added_tokens=True)
         added: dict[int, Any] = self._fast.get_added_tokens_decoder()
         kind, strips = _decoder_kind(_state(self._fast.decoder))
@@ -106,8 +107,16 @@ class Tokenizer(Vocabulary):
         ):
             return None
         normalized = any(one["type"] == "NFC" for one in normalizers)
-        longest = max((len(self._spelled(token)) for token in self._pieces), default=1)
-        return longest * (_NORMALIZED if normalized else 1)
+        return self._longest_spelled() * (_NORMALIZED if normalized else 1)
+
+    def _longest_spelled(self) -> int:
+        """Return the most bytes of a token. A piece never has fewer bytes than what it spells, and
+        counting them is quick: only those that might be the longest are spelled."""
+        longest = 1
+        for token, piece in self._pieces.items():
+            if len(piece.encode()) > longest:
+                longest = max(longest, len(self._spelled(token)))
+        return longest
 
     # ---- text to tokens -------------------------------------------------------------------------
 

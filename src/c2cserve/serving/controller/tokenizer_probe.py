@@ -15,9 +15,9 @@ import sys
 import threading
 from pathlib import Path
 
-from c2cserve.runtime.environment import child_environment
 from c2cserve.server.text.tokenizer import Tokenizer
 from c2cserve.server.text.vocabulary import TokenizerError, Vocabulary
+from c2cserve.serving.controller.probe_start import PROBES
 
 _TRY_CPU_S = 10
 """Processor time for one tokenizer. The largest vocabularies load in two or three seconds."""
@@ -48,16 +48,9 @@ class TokenizerProbe:
             raise TokenizerError(answer["error"])
 
     def _ask(self, question: str) -> dict[str, str] | None:
-        fresh = self._child is None or self._child.poll() is not None
-        if fresh:
+        while (child := self._child) is None or child.poll() is not None:
             self.close()
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "c2cserve.serving.controller.tokenizer_probe"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                env=child_environment(),
-            )  # fmt: skip
-        child = self._child
-        assert child is not None
+            self._child = PROBES.take()
         assert child.stdin is not None
         assert child.stdout is not None
         try:
@@ -92,7 +85,7 @@ def try_tokenizer(directory: Path, vocab_size: int) -> str:
     """Return why the tokenizer cannot be used; an empty string if it can."""
     try:
         tokenizer = Tokenizer(directory)
-        shown = Vocabulary(tokenizer.facts())
+        shown = Vocabulary(tokenizer.facts)
         for text in _TEXTS:
             ids = tokenizer.encode(text)
             if ids and max(ids) >= vocab_size:

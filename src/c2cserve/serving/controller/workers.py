@@ -25,7 +25,7 @@ from c2cserve.serving.ipc.messages import (
     encode,
 )
 from c2cserve.serving.ipc.status_page import Field, StatusPage
-from c2cserve.serving.ipc.worker_forks import fork_server
+from c2cserve.serving.ipc.worker_forks import FORK_SERVERS
 from c2cserve.serving.logs import LogFormat
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Spawner:
         if self._forks is not None and self._forks.exit_code is not None:
             log.error("the fork server ended: %s", self._drop())
         if self._forks is None:
-            self._forks = fork_server()
+            self._forks = FORK_SERVERS.take()
 
     def take(self) -> Spawned | None:
         """Return a new worker process. None: it is being started, and a later call returns it.
