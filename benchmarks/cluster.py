@@ -1,11 +1,12 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults|decisions|load] [--kind KIND]
-    [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|throughput|catalogue|faults|decisions|load]
+    [--kind KIND] [--runs N] [--out FILE]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
-with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
+with the same slice. `throughput`: three nodes behind a front, and three servers that get the same
+requests. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
 `faults`: in each of N runs under 30 streams, a worker, a node, an agent or a machine is killed, or
 a node is stopped. `decisions`: what
 the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray. `load`: what
@@ -21,10 +22,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
 import openai
 from report import report
 
@@ -105,6 +108,58 @@ def latency(front: Front, runs: int, directory: Path) -> dict[str, Any]:
     }
 
 
+async def closed_loop(
+    urls: list[str], split: list[int], at_once: int, tokens: int
+) -> tuple[float, list[str]]:
+    """Send a request for each number in `split`, to the server of that number. Return tokens per
+    second, and the slices that answered."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(client: httpx.AsyncClient, index: int, server: int) -> str:
+        body = {
+            "model": MODELS[index % 4], "prompt": f"sort: {index}", "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        async with gate:
+            answer = await client.post(f"{urls[server]}/v1/completions", json=body)
+        answer.raise_for_status()
+        assert answer.json()["usage"]["completion_tokens"] == tokens
+        return answer.headers["x-c2cserve-slice"]
+
+    async with httpx.AsyncClient(timeout=300.0) as client:
+        began_s = time.monotonic()
+        slices = await asyncio.gather(*(one(client, i, to) for i, to in enumerate(split)))
+        return tokens * len(split) / (time.monotonic() - began_s), list(slices)
+
+
+def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
+    """Compare three nodes behind a front with three servers that get the same requests as the nodes
+    did. All six run at once, and are used by turns."""
+    found: dict[str, list[float]] = {"front": [], "servers": []}
+    splits: list[list[int]] = []
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1)
+            ).url
+            for i in range(3)
+        ]  # fmt: skip
+        for number in range(rounds + 1):
+            rate, slices = asyncio.run(closed_loop([front.url], [0] * 240, 24, _TOKENS))
+            nodes = sorted({one["id"] for one in front.state()["slices"]})
+            split = [nodes.index(one) for one in slices]
+            alone, _ = asyncio.run(closed_loop(urls, split, 24, _TOKENS))
+            if number:  # the first round warms up
+                found["front"].append(rate)
+                found["servers"].append(alone)
+                splits.append([split.count(i) for i in range(3)])
+    ratios = [a / b for a, b in zip(found["front"], found["servers"], strict=True)]
+    return {
+        "requests": 240, "at_once": 24, "tokens": _TOKENS, "splits": splits,
+        "tokens_per_s": found, "front_of_servers": ratios, "median": median(ratios),
+    }  # fmt: skip
+
+
 def catalogue_file(folder: Path) -> Path:
     """24 models: each specialist under six names."""
     path = folder / "catalog.toml"
@@ -138,7 +193,7 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
         state = front.state()
         before = state["counters"]["model_loads"]
-        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=2 * runs), 4))
         loads = front.state()["counters"]["model_loads"] - before
         # The second pool that keeps it gets it from the first one.
         entry = {"id": "pinned", "path": str(SPECIALISTS / MODELS[0]), "pinned": True}
@@ -151,10 +206,11 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         "pool_bytes_of_a_node": state["pool_budget_bytes"] // 3,
         "models_bytes": sum(one["weight_bytes"] for one in state["models"]),
         "all_answered": all(stream.text for stream in every),
-        "requests": runs,
+        "warm_up_requests": 24 + runs,
+        "requests": len(asked),
         "failed": sum(bool(stream.error) for stream in asked),
         "loads": loads,
-        "found_in_a_pool": 1.0 - loads / runs,
+        "found_in_a_pool": 1.0 - loads / len(asked),
         "from_other_pools": counters["fetched_models"],
         "failed_fetches": counters["failed_fetches"],
     }
@@ -305,8 +361,9 @@ async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--part", choices=("latency", "catalogue", "faults", "decisions", "load"), action="append"
-    )
+        "--part", action="append",
+        choices=("latency", "throughput", "catalogue", "faults", "decisions", "load"),
+    )  # fmt: skip
     parser.add_argument("--kind", action="append", help="of faults; all by default")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -315,7 +372,7 @@ def main() -> None:
     found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
     if "load" in parts:
         found["load"] = held_load()
-    if {"latency", "catalogue", "faults"} & {*parts}:
+    if {"latency", "throughput", "catalogue", "faults"} & {*parts}:
         found |= on_ray(parts, args.runs, args.kind)
     report(found, args.out, runs=args.runs)
 
@@ -331,6 +388,8 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
             front.wait_nodes(3, 300)
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
+            if "throughput" in parts:
+                found["throughput"] = throughput(front, runs, folder)
             if "faults" in parts:
                 found["faults"] = faults(machines, front, runs, kinds)
     return found
