@@ -1,11 +1,12 @@
 """What a front adds, how often requests find their model, and what faults cost; JSON on stdout.
 
-python benchmarks/cluster.py [--part latency|catalogue|faults|decisions|load] [--kind KIND]
-    [--runs N] [--out FILE]
+python benchmarks/cluster.py [--part latency|throughput|catalogue|faults|decisions|load]
+    [--kind KIND] [--runs N] [--out FILE]
 
 Three nodes on this machine, as raylets of a real Ray cluster, with pools of their own. Needs the
 extra `cluster`. `latency`: streams of one client, in turns through a front and to a plain server
-with the same slice. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
+with the same slice. `throughput`: three nodes behind a front, and three servers that get the same
+requests. `catalogue`: 24 models, of which each pool holds 6, asked for by Zipf's law.
 `faults`: in each of N runs under 30 streams, a worker, a node, an agent or a machine is killed, or
 a node is stopped. `decisions`: what
 the policy takes for a request of 1,000 simulated nodes and 10,000 models, without Ray. `load`: what
@@ -21,24 +22,24 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import httpx
 import openai
+from cluster_simulated import decisions, held_load
 from report import report
 
 ROOT = Path(__file__).parent.parent
-sys.path += [str(ROOT / "tests" / one) for one in ("e2e", "cluster", "cpu/policy")]
+sys.path += [str(ROOT / "tests" / one) for one in ("e2e", "cluster")]
 
-from fleet_world import FleetWorld, spec  # noqa: E402
 from ray_cluster import Front, Machines, kill_group  # noqa: E402
 from server_process import SPECIALISTS, ServerProcess  # noqa: E402
 from streams import MODELS, PROMPTS  # noqa: E402
 
 _TOKENS = 64
-_WARM_S = 18.0
-"""Simulated: pools are empty at the start, and nodes' costs unknown. Requests count after it."""
 _SMALL = ("--threads", "1", "--kv-bytes", "32MiB", "--text-processes", "1")
 
 
@@ -105,6 +106,58 @@ def latency(front: Front, runs: int, directory: Path) -> dict[str, Any]:
     }
 
 
+async def closed_loop(
+    urls: list[str], split: list[int], at_once: int, tokens: int
+) -> tuple[float, list[str]]:
+    """Send a request for each number in `split`, to the server of that number. Return tokens per
+    second, and the slices that answered."""
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(client: httpx.AsyncClient, index: int, server: int) -> str:
+        body = {
+            "model": MODELS[index % 4], "prompt": f"sort: {index}", "max_tokens": tokens,
+            "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        async with gate:
+            answer = await client.post(f"{urls[server]}/v1/completions", json=body)
+        answer.raise_for_status()
+        assert answer.json()["usage"]["completion_tokens"] == tokens
+        return answer.headers["x-c2cserve-slice"]
+
+    async with httpx.AsyncClient(timeout=300.0) as client:
+        began_s = time.monotonic()
+        slices = await asyncio.gather(*(one(client, i, to) for i, to in enumerate(split)))
+        return tokens * len(split) / (time.monotonic() - began_s), list(slices)
+
+
+def throughput(front: Front, rounds: int, folder: Path) -> dict[str, Any]:
+    """Compare three nodes behind a front with three servers that get the same requests as the nodes
+    did. All six run at once, and are used by turns."""
+    found: dict[str, list[float]] = {"front": [], "servers": []}
+    splits: list[list[int]] = []
+    with ExitStack() as stack:
+        urls = [
+            stack.enter_context(
+                ServerProcess(*_SMALL, directory=folder / f"alone{i}", slices=1)
+            ).url
+            for i in range(3)
+        ]  # fmt: skip
+        for number in range(rounds + 1):
+            rate, slices = asyncio.run(closed_loop([front.url], [0] * 240, 24, _TOKENS))
+            nodes = sorted({one["id"] for one in front.state()["slices"]})
+            split = [nodes.index(one) for one in slices]
+            alone, _ = asyncio.run(closed_loop(urls, split, 24, _TOKENS))
+            if number:  # the first round warms up
+                found["front"].append(rate)
+                found["servers"].append(alone)
+                splits.append([split.count(i) for i in range(3)])
+    ratios = [a / b for a, b in zip(found["front"], found["servers"], strict=True)]
+    return {
+        "requests": 240, "at_once": 24, "tokens": _TOKENS, "splits": splits,
+        "tokens_per_s": found, "front_of_servers": ratios, "median": median(ratios),
+    }  # fmt: skip
+
+
 def catalogue_file(folder: Path) -> Path:
     """24 models: each specialist under six names."""
     path = folder / "catalog.toml"
@@ -115,14 +168,18 @@ def catalogue_file(folder: Path) -> Path:
     return path
 
 
-async def ask(url: str, models: list[str], at_once: int) -> list[Stream]:
+async def ask(url: str, models: list[str], at_once: int) -> list[str]:
+    """Return what each model says; empty for one that failed."""
     gate = asyncio.Semaphore(at_once)
 
-    async def one(model: str) -> Stream:
+    async def one(client: httpx.AsyncClient, model: str) -> str:
+        body = {"model": model, "prompt": "sort: dcba", "max_tokens": 8, "temperature": 0}
         async with gate:
-            return await Stream().run(url, model, "sort: dcba", 8)
+            answer = await client.post(f"{url}/v1/completions", json=body)
+        return answer.json()["choices"][0]["text"] if answer.is_success else ""
 
-    return await asyncio.gather(*(one(model) for model in models))
+    async with httpx.AsyncClient(timeout=300.0) as client:
+        return await asyncio.gather(*(one(client, model) for model in models))
 
 
 def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
@@ -138,7 +195,7 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
         state = front.state()
         before = state["counters"]["model_loads"]
-        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=runs), 4))
+        asked = asyncio.run(ask(front.url, chance.choices(names, weights, k=2 * runs), 4))
         loads = front.state()["counters"]["model_loads"] - before
         # The second pool that keeps it gets it from the first one.
         entry = {"id": "pinned", "path": str(SPECIALISTS / MODELS[0]), "pinned": True}
@@ -150,11 +207,12 @@ def catalogue(machines: Machines, runs: int, folder: Path) -> dict[str, Any]:
         "models": 24,
         "pool_bytes_of_a_node": state["pool_budget_bytes"] // 3,
         "models_bytes": sum(one["weight_bytes"] for one in state["models"]),
-        "all_answered": all(stream.text for stream in every),
-        "requests": runs,
-        "failed": sum(bool(stream.error) for stream in asked),
+        "all_answered": all(every),
+        "warm_up_requests": 24 + runs,
+        "requests": len(asked),
+        "failed": sum(not text for text in asked),
         "loads": loads,
-        "found_in_a_pool": 1.0 - loads / runs,
+        "found_in_a_pool": 1.0 - loads / len(asked),
         "from_other_pools": counters["fetched_models"],
         "failed_fetches": counters["failed_fetches"],
     }
@@ -213,80 +271,6 @@ def quantiles(values: list[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def decisions(nodes: int = 1000, models: int = 10_000, requests: int = 4000) -> dict[str, Any]:
-    """Time each arrival, in processor time, while nodes report and requests end."""
-    chance = random.Random(1)
-    world = FleetWorld([spec(f"m{i}") for i in range(models)], nodes, 20 * 10**9)
-    weights = [1.0 / rank for rank in range(1, models + 1)]
-    times_s: list[float] = []
-    for number, model in enumerate(chance.choices(list(world.models), weights, k=requests)):
-        before = len(world.ticks_s)
-        world.arrive(f"r{number}", model)
-        times_s.append(world.ticks_s[before])
-        if number % 4 == 0:
-            world.at(world.now + 0.001, f"n{number // 4 % nodes}")
-        world.run_until(world.now + chance.expovariate(nodes))
-    times_s.sort()
-    late = sum(after_s > 2.0 for after_s in world.begun_s.values())
-    return {
-        "nodes": nodes, "models": models, "requests": requests,
-        "arrival_p50_ms": median(times_s) * 1e3,
-        "arrival_p99_ms": times_s[int(0.99 * len(times_s))] * 1e3,
-        "late_first_tokens": late,
-    }  # fmt: skip
-
-
-def in_time(
-    nodes: int, rate: float, seconds: float, losses: int, models: int = 10_000
-) -> dict[str, Any]:
-    """Return what share of first tokens come within their target of 2 s, and what decisions take.
-
-    A prompt of 200 tokens occupies one of a node's four slices for 0.6 s, so a node answers at most
-    6.7 requests a second."""
-    chance = random.Random(2)
-    specs = [spec(f"m{i}") for i in range(models)]
-    world = FleetWorld(specs, nodes, 20 * 10**9, prompt_token_s=0.003)
-    weights = [1.0 / rank for rank in range(1, models + 1)]
-    names = chance.choices([one.id for one in specs], weights, k=int(rate * seconds))
-    times_s: list[float] = []
-    reported = 0.0
-    for number, model in enumerate(names):
-        before = len(world.ticks_s)
-        world.arrive(f"r{number}", model)
-        times_s.append(world.ticks_s[before])
-        while reported < world.now:  # each node twice a second, spread evenly
-            reported += 0.5 / nodes
-            world.at(world.now, f"n{int(reported * 2 * nodes) % nodes}")
-        if losses and number % (len(names) // losses) == len(names) // losses // 2:
-            world.lose(chance.choice(sorted(world.nodes)))
-        world.run_until(world.now + chance.expovariate(rate))
-    world.run_until(world.now + 30.0)
-    times_s.sort()
-    begun = [
-        world.begun_s.get(name, float("inf")) for name, one in world.requests.items()
-        if one.arrival_s >= _WARM_S
-    ]  # fmt: skip
-    return {
-        "nodes": nodes, "requests_per_s": rate, "requests": len(names), "nodes_lost": losses,
-        "refused": len(world.refused), "in_time": sum(s <= 2.0 for s in begun) / len(begun),
-        "arrival_p50_ms": median(times_s) * 1e3,
-        "arrival_p99_ms": times_s[int(0.99 * len(times_s))] * 1e3,
-    }  # fmt: skip
-
-
-def held_load(nodes: int = 1000, seconds: float = 24.0) -> dict[str, Any]:
-    """Find the highest load that 0.8 of the nodes hold, and put it on all of them while 20 are
-    lost."""
-    fewer, tried = int(0.8 * nodes), list[dict[str, Any]]()
-    for share in (0.95, 0.9, 0.85, 0.8, 0.7, 0.6, 0.5):
-        rate = share * fewer * 4 / 0.6
-        tried.append(in_time(fewer, rate, seconds, 0))
-        if tried[-1]["in_time"] >= 0.95:
-            break
-    rate = tried[-1]["requests_per_s"]
-    return {"fewer_nodes": tried, "all_nodes": in_time(nodes, rate, seconds, 20)}
-
-
 async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
     streams = [Stream() for _ in range(30)]
     runs = [
@@ -305,8 +289,9 @@ async def thirty(url: str, disturb: Callable[[], None] | None) -> list[Stream]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--part", choices=("latency", "catalogue", "faults", "decisions", "load"), action="append"
-    )
+        "--part", action="append",
+        choices=("latency", "throughput", "catalogue", "faults", "decisions", "load"),
+    )  # fmt: skip
     parser.add_argument("--kind", action="append", help="of faults; all by default")
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--out", type=Path)
@@ -315,7 +300,7 @@ def main() -> None:
     found: dict[str, Any] = {"decisions": decisions()} if "decisions" in parts else {}
     if "load" in parts:
         found["load"] = held_load()
-    if {"latency", "catalogue", "faults"} & {*parts}:
+    if {"latency", "throughput", "catalogue", "faults"} & {*parts}:
         found |= on_ray(parts, args.runs, args.kind)
     report(found, args.out, runs=args.runs)
 
@@ -331,6 +316,8 @@ def on_ray(parts: list[str], runs: int, kinds: list[str] | None) -> dict[str, An
             front.wait_nodes(3, 300)
             if "latency" in parts:
                 found["latency"] = latency(front, 2 * runs, folder / "alone")
+            if "throughput" in parts:
+                found["throughput"] = throughput(front, runs, folder)
             if "faults" in parts:
                 found["faults"] = faults(machines, front, runs, kinds)
     return found

@@ -91,6 +91,12 @@ class Machines:
         for state in self.states():
             ray.kill(self.agent(state))
 
+    def drain(self, state: AgentState) -> None:
+        ray.get(self.agent(state).drain.remote(), timeout=30)
+
+    def resume(self, state: AgentState) -> None:
+        ray.get(self.agent(state).resume.remote(), timeout=30)
+
     def is_head(self, state: AgentState) -> bool:
         return bool(self.raylet_of(state).pid == self._raylet_pid(self._cluster.head_node))
 

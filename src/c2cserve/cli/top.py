@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,27 +42,29 @@ def top(
     url: UrlOption = LOCAL,
     key: KeyOption = None,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between frames.")] = 1.0,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="A front's nodes, instead of all their slices.")
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
 ) -> None:
     """Watch a server: what each slice does, every model's state, the pool, latencies and SLOs.
 
-    Press q to end.
+    Of a front, the nodes of its cluster too. Press q to end.
     """
     if once:
         first = _sample(url, key)
         time.sleep(_ONCE_APART_S)
         second = _sample(url, key)
         everything = Sample(first.at_s, first.state, Scrape())
-        console().print(frame(url, everything, first, second))
+        console().print(frame(url, everything, first, second, slices=not cluster))
         return
     from rich.live import Live
 
     samples: deque[Sample] = deque([_sample(url, key)])
+    draw = partial(frame, url, slices=not cluster)
     with (
         quit_key() as quits,
-        Live(
-            frame(url, samples[0], samples[0], samples[0]), screen=True, auto_refresh=False
-        ) as screen,
+        Live(draw(*[samples[0]] * 3), screen=True, auto_refresh=False) as screen,
     ):
         while not quits(every):
             try:
@@ -71,9 +74,8 @@ def top(
                 continue
             while samples[-1].at_s - samples[0].at_s > _WINDOW_S:
                 samples.popleft()
-            screen.update(
-                frame(url, samples[0], samples[max(0, len(samples) - 4)], samples[-1]), refresh=True
-            )
+            before = samples[max(0, len(samples) - 4)]
+            screen.update(draw(samples[0], before, samples[-1]), refresh=True)
 
 
 @contextmanager
@@ -112,11 +114,18 @@ def _sample(url: str, key: str | None) -> Sample:
     return Sample(time.monotonic(), state, scrape(url, key))
 
 
-def frame(url: str, oldest: Sample, before: Sample, now: Sample) -> "RenderableType":
+def frame(
+    url: str, oldest: Sample, before: Sample, now: Sample, *, slices: bool = True
+) -> "RenderableType":
     """Rates between `before` and `now`, latencies between `oldest` and `now`."""
     from rich.console import Group
 
-    return Group(_header(url, now.state), _slices(before, now), _models(oldest, now))
+    parts: list[RenderableType] = [_header(url, now.state)]
+    if now.state.nodes or not slices:
+        parts.append(_nodes(before, now))
+    if slices:
+        parts.append(_slices(before, now))
+    return Group(*parts, _models(oldest, now))
 
 
 def _header(url: str, state: Snapshot) -> str:
@@ -159,6 +168,33 @@ def _slices(before: Sample, now: Sample) -> "Table":
             str(one.waiting), show_bytes(one.kv_used_bytes), show_bytes(one.kv_total_bytes),
             f"{_rate(was.output_tokens, one.output_tokens, elapsed_s):.0f}",
             f"{_rate(was.switches, one.switches, elapsed_s):.1f}", str(one.restarts),
+        )  # fmt: skip
+    return table
+
+
+def _nodes(before: Sample, now: Sample) -> "Table":
+    from rich.markup import escape
+
+    right = ("slices", "running", "waiting", "models", "pool", "of", "tok/s")
+    table = _table(("node", "state"), right)
+    elapsed_s = max(1e-9, now.at_s - before.at_s)
+    earlier = {one.id: one.output_tokens for one in before.state.slices}
+    for name, state in sorted(now.state.nodes.items()):
+        colour = {"up": "green", "draining": "yellow"}.get(state, "red")
+        shown = name, f"[{colour}]{escape(state)}[/]"
+        use = now.state.node_use.get(name)
+        if use is None:
+            table.add_row(*shown)
+            continue
+        slices = [one for one in now.state.slices if one.id.rpartition("/")[0] == name]
+        tokens_per_s = sum(
+            _rate(earlier.get(one.id, one.output_tokens), one.output_tokens, elapsed_s)
+            for one in slices
+        )
+        table.add_row(
+            *shown, f"{sum(one.state == 'up' for one in slices)} of {len(slices)}",
+            str(use.running), str(use.waiting), str(use.models), show_bytes(use.pool_used_bytes),
+            show_bytes(use.pool_budget_bytes), f"{tokens_per_s:.0f}",
         )  # fmt: skip
     return table
 

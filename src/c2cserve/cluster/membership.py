@@ -2,8 +2,8 @@
 
 A process that Ray's head no longer answers ends itself after a while
 (`RAY_gcs_rpc_server_reconnect_timeout_s`). So fronts do not talk to Ray: this process does. It says
-on its stdout which nodes there are, a JSON line each time. When it ends, its front goes on with the
-nodes it has, and starts another one.
+on its stdout which nodes there are, a JSON line twice a second. When it is silent or ends, a front
+goes on with the nodes it has. After its end, the front starts another one.
 """
 
 import importlib
@@ -106,13 +106,10 @@ class Membership:
         self._warned = False
 
     def run(self, out: BinaryIO) -> None:
-        """Say on `out` who is a member whenever that changes, until the process is ended."""
-        said: dict[str, NodeAddress] | None = None
+        """Say on `out` who is a member, again and again until the process is ended. What has not
+        changed is said too: else the front would take an answer of long ago for one of now."""
         while True:
-            members = self.poll()
-            if members != said:
-                out.write(msgspec.json.encode(MemberLine(members)) + b"\n")
-                said = members
+            out.write(msgspec.json.encode(MemberLine(self.poll())) + b"\n")
             time.sleep(_POLL_S)
 
     def poll(self) -> dict[str, NodeAddress]:

@@ -84,6 +84,17 @@ class SliceStatus(SliceStats):
 
 
 @dataclass(frozen=True, slots=True)
+class NodeUse:
+    """What a node of a cluster has to do, and what its pool holds."""
+
+    running: int
+    waiting: int
+    models: int
+    pool_used_bytes: int
+    pool_budget_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """State of the whole server for `/metrics`, `/ready`, the admin API and `c2cserve top`."""
 
@@ -100,6 +111,10 @@ class Snapshot:
     """The number of requests in flight of each tenant that has some, fewest first."""
     nodes: dict[str, str] = field(default_factory=dict[str, str])
     """A front's nodes: name -> `up`, `draining`, or why there is no connection."""
+    node_use: dict[str, NodeUse] = field(default_factory=dict[str, NodeUse])
+    """Nodes that are connected, by name."""
+    members_age_s: float | None = None
+    """A front's: how long ago Ray said who is a member. Serving goes on without that."""
     counters: dict[str, float] = field(default_factory=dict[str, float])
     """Monotonic: `rejected_429`, `rejected_503`, `refused_early`, `refused_overload`, `slice_lost`,
     `resumed_requests`, `model_loads`, `model_evictions`, `controller_restarts`,

@@ -64,7 +64,7 @@ class Metrics:
     ) -> None:  # fmt: skip
         self._gateway = gateway
         self.registry = CollectorRegistry()
-        self.registry.register(_SnapshotCollector(gateway))
+        self.registry.register(SnapshotCollector(gateway))
         self.registry.register(_FrontEndCollector(texts, connections))
         if gate is not None:
             self.registry.register(KeyMetrics(gate))
@@ -161,7 +161,7 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _SnapshotCollector(Collector):
+class SnapshotCollector(Collector):
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
 
@@ -182,17 +182,42 @@ class _SnapshotCollector(Collector):
             max(snapshot.tenants, default=0),
         )  # fmt: skip
         yield _gauge("c2cserve:draining", "1 while shutting down.", float(snapshot.draining))
-        if snapshot.nodes:
-            up = GaugeMetricFamily(
-                "c2cserve:node_up", "1 while a front is connected to the node.", labels=["node"]
-            )
-            for name, state in sorted(snapshot.nodes.items()):
-                up.add_metric([name], float(state in ("up", "draining")))
-            yield up
+        yield from _nodes(snapshot)
         for name, value in sorted(snapshot.counters.items()):
             metric = CounterMetricFamily(f"c2cserve:{name}", "Events of this kind since the start.")
             metric.add_metric([], value)
             yield metric
+
+
+def _nodes(snapshot: Snapshot) -> Iterator[Metric]:
+    """What a front knows of its cluster: nothing on a single machine."""
+    if snapshot.members_age_s is not None:
+        yield _gauge(
+            "c2cserve:members_age_seconds", "Since Ray said who is a member.",
+            snapshot.members_age_s,
+        )  # fmt: skip
+    if not snapshot.nodes:
+        return
+    up = GaugeMetricFamily(
+        "c2cserve:node_up", "1 while a front is connected to the node.", labels=["node"]
+    )
+    for name, state in sorted(snapshot.nodes.items()):
+        up.add_metric([name], float(state in ("up", "draining")))
+    yield up
+    for field, text in _OF_NODE.items():
+        metric = GaugeMetricFamily(f"c2cserve:node_{field}", text, labels=["node"])
+        for name, use in sorted(snapshot.node_use.items()):
+            metric.add_metric([name], float(getattr(use, field)))
+        yield metric
+
+
+_OF_NODE = {
+    "running": "Requests that run on the node, of all fronts.",
+    "waiting": "Requests that wait there, of all fronts.",
+    "models": "Models in its pool.",
+    "pool_used_bytes": "Its pool in use.",
+    "pool_budget_bytes": "Its pool's budget.",
+}
 
 
 class _FrontEndCollector(Collector):

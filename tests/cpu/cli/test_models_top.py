@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 from fake_admin import FakeAdmin, model
+from rich.console import Console
 
+from c2cserve.bench.scrape import Scrape
 from c2cserve.cli.main import app
+from c2cserve.cli.top import Sample, frame
 from c2cserve.core.model import ModelState
+from c2cserve.runtime.gateway import NodeUse, SliceStatus, Snapshot
 
 
 def run(*args: str) -> int:
@@ -136,3 +140,30 @@ def test_top_once(capsys: Any) -> None:
     assert "10.0 ms" in row, "TTFT p50"
     assert "95.0%" in row, "SLO attainment"
     assert "b (pinned)" in out
+
+
+def test_top_shows_the_nodes_of_a_front() -> None:
+    def sample(at_s: float, tokens: int) -> Sample:
+        one = SliceStatus(
+            id="left/cpu0", kind="cpu", state="up", pid=1, cpus=(0,), restarts=0, active_models=(),
+            last_model="", kv_total_bytes=0, busy_share=0.0, heartbeat_age_s=0.0,
+            output_tokens=tokens,
+        )  # fmt: skip
+        state = Snapshot(
+            "front", 0.0, False, (one,), (), 1 << 30, 4 << 30, 3, 0,
+            nodes={"left": "up", "right": "no sign of life for 2 s"},
+            node_use={"left": NodeUse(3, 1, 7, 1 << 30, 4 << 30)},
+        )  # fmt: skip
+        return Sample(at_s, state, Scrape())
+
+    before, now = sample(1.0, 100), sample(2.0, 350)
+    for slices in (True, False):
+        console = Console(width=200)
+        with console.capture() as captured:
+            console.print(frame("here", before, before, now, slices=slices))
+        shown = captured.get()
+        left = next(line for line in shown.splitlines() if line.startswith("│ left "))
+        cells = [cell.strip() for cell in left.split("│")[1:-1]]
+        assert cells == ["left", "up", "1 of 1", "3", "1", "7", "1.0 GiB", "4.0 GiB", "250"]
+        assert "no sign of life for 2 s" in shown
+        assert ("left/cpu0" in shown) is slices

@@ -13,6 +13,7 @@ from c2cserve.policy.fleet.placement import FleetSettings
 from c2cserve.runtime.gateway import Refused
 from c2cserve.runtime.record import Record
 from c2cserve.runtime.replay import replay
+from c2cserve.server.metrics import SnapshotCollector
 
 
 def nodes(count: int, **more: float) -> list[PlayedNode]:
@@ -253,6 +254,16 @@ async def test_the_state_is_summed_over_nodes() -> None:
         assert state.pool_budget_bytes == 3000
         assert state.counters["steps"] == 3.0
         assert [model.state for model in state.models] == ["ready", "ready"]
+        assert {one.pool_used_bytes for one in state.node_use.values()} == {200}
+        assert sorted(state.node_use) == ["n0", "n1", "n2"]
+        shown = {
+            (sample.name, sample.labels.get("node")): sample.value
+            for metric in SnapshotCollector(front.gateway).collect() for sample in metric.samples
+        }  # fmt: skip
+        assert shown["c2cserve:pool_used_bytes", None] == 600.0
+        assert shown["c2cserve:node_pool_used_bytes", "n1"] == 200.0
+        assert shown["c2cserve:node_up", "n2"] == 1.0
+        assert 0.0 <= shown["c2cserve:members_age_seconds", None] < 60.0
 
 
 async def test_the_front_s_record_replays(tmp_path: Path) -> None:

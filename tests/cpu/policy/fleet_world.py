@@ -3,7 +3,6 @@
 import heapq
 import random
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from c2cserve.core import events as ev
@@ -12,6 +11,7 @@ from c2cserve.core.actions import Reject
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request, Slo
 from c2cserve.policy.fleet.policy import FleetPolicy
+from c2cserve.policy.uses import Uses
 
 LOAD_BYTES_PER_S = 2e9
 PROMPT_TOKEN_S = 5e-5
@@ -25,10 +25,19 @@ def spec(name: str, weight_bytes: int = 1_000_000_000, *, pinned: bool = False) 
 @dataclass
 class _Node:
     node: fleet.FleetNode
-    pool: OrderedDict[str, float] = field(default_factory=OrderedDict[str, float])
-    """Model -> when it can compute; least recently used first."""
+    pool: dict[str, float] = field(default_factory=dict[str, float])
+    """Model -> when it can compute."""
+    uses: dict[str, Uses] = field(default_factory=dict[str, Uses])
     prompts_until_s: float = 0.0
     running: set[str] = field(default_factory=set[str])
+
+
+@dataclass(frozen=True)
+class _Usable:
+    """A request's model can compute now."""
+
+    request: Request
+    node: _Node
 
 
 class FleetWorld:
@@ -53,7 +62,7 @@ class FleetWorld:
         self.held: list[tuple[str, str]] = []
         self.ticks_s: list[float] = []
         self.stream: list[tuple[float, list[fleet.FleetEvent], list[fleet.FleetAction]]] = []
-        self._heap: list[tuple[float, int, fleet.FleetEvent | str]] = []
+        self._heap: list[tuple[float, int, fleet.FleetEvent | _Usable | str]] = []
         self._number = 0
         self.now = 0.0
         self.tell(*(ev.ModelAdded(one) for one in models))
@@ -78,14 +87,17 @@ class FleetWorld:
         self.requests[name] = Request(name, model, tokens, 50, self.now, SLO, hashes)
         self.tell(ev.Arrived(self.requests[name]))
 
-    def at(self, when_s: float, what: "fleet.FleetEvent | str") -> None:
+    def at(self, when_s: float, what: fleet.FleetEvent | _Usable | str) -> None:
         self._number += 1
         heapq.heappush(self._heap, (when_s, self._number, what))
 
     def run_until(self, until_s: float) -> None:
         while self._heap and self._heap[0][0] <= until_s:
             self.now, _, what = heapq.heappop(self._heap)
-            if not isinstance(what, str):
+            if isinstance(what, _Usable):
+                if what.request.id in what.node.running:
+                    self._compute(what.request, what.node)
+            elif not isinstance(what, str):
                 self._happened(what)
             elif what in self.nodes:
                 self._report(what)
@@ -141,24 +153,40 @@ class FleetWorld:
             self.hits += 1
         else:
             self.misses += 1
-        usable_s = self._load(node, request.model)
-        begin_s = max(self.now, usable_s, node.prompts_until_s)
-        if usable_s <= self.now:
-            node.prompts_until_s = begin_s + request.prompt_len * self._prompt_token_s / 4
-        first_s = begin_s + request.prompt_len * self._prompt_token_s
         node.running.add(request.id)
         self._running.add(request.id)
+        usable_s = self._load(node, request.model)
+        if usable_s <= self.now:
+            self._compute(request, node)
+        else:
+            self.at(usable_s, _Usable(request, node))
+
+    def _compute(self, request: Request, node: _Node) -> None:
+        """Its prompt takes one of four slices, in the order of arrival."""
+        prompt_s = request.prompt_len * self._prompt_token_s
+        begin_s = max(self.now, node.prompts_until_s)
+        node.prompts_until_s = begin_s + prompt_s / 4
+        first_s = begin_s + prompt_s
         self.at(first_s, ev.FirstToken(request.id, first_s - request.arrival_s))
         self.at(first_s + 1.0, ev.Finished(request.id, request.max_new_tokens))
 
     def _load(self, node: _Node, model: str) -> float:
-        """Return when the model can compute there; the least recently used make room."""
+        """Return when the model can compute there; those used least often make room."""
+        spec = self.models[model]
+        uses = node.uses.setdefault(model, Uses.of(spec.weight_bytes))
         if model not in node.pool:
-            room = node.node.pool_bytes - self.models[model].weight_bytes
-            while sum(self.models[m].weight_bytes for m in node.pool) > room:
-                node.pool.popitem(last=False)
-            node.pool[model] = self.now + self.models[model].weight_bytes / LOAD_BYTES_PER_S
-        node.pool.move_to_end(model)
+            room = node.node.pool_bytes - spec.weight_bytes
+            used = sum(self.models[m].weight_bytes for m in node.pool)
+            busy = {self.requests[one].model for one in node.running}
+            for victim in sorted(
+                node.pool, key=lambda m: (m in busy, node.uses[m].per_s(self.now))
+            ):
+                if used <= room:
+                    break
+                del node.pool[victim]
+                used -= self.models[victim].weight_bytes
+            node.pool[model] = self.now + spec.weight_bytes / LOAD_BYTES_PER_S
+        uses.note(self.now)
         return node.pool[model]
 
     def grown(self, name: str, tokens: int) -> Request:

@@ -378,7 +378,7 @@ class ClusterPolicy(Generic[ExtraT]):
         self._admission.sent(request, placement.slice_id, now)
         self._instances.send(request, model.spec, placement, displaced=displaced)
         model.running += 1
-        model.last_used_s = now
+        model.used(now)
 
     def _refuse(self, rejects: Iterable[act.Reject]) -> None:
         for reject in rejects:

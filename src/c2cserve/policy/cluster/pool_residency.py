@@ -1,12 +1,13 @@
 """Which models are in the host pool: what is asked for, then what fits (host memory is home)."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from c2cserve.core.backoff import back_off_s
 from c2cserve.core.events import ModelUsable, ModelWanted
 from c2cserve.core.model import ModelSpec
 from c2cserve.policy.cluster.queue import Urgency, WaitingQueue
+from c2cserve.policy.uses import Uses
 
 _RETRY_FIRST_S = 5.0
 _RETRY_MOST_S = 60.0
@@ -31,11 +32,15 @@ class ModelBook:
     running: int = 0
     """Requests dispatched."""
     last_used_s: float = float("-inf")
+    uses: Uses = field(init=False)
     failures: int = 0
     """Loads failed in a row."""
     retry_s: float | None = None
     """When the next load may be tried, after a failure."""
     error: str = ""
+
+    def __post_init__(self) -> None:
+        self.uses = Uses.of(self.spec.weight_bytes)
 
     @property
     def wanted(self) -> bool:
@@ -46,7 +51,7 @@ class ModelBook:
 
     @property
     def warm_until_s(self) -> float:
-        """The time that models are compared by: the least recent one leaves first."""
+        """The time by which models on a slice are compared: the least recent one leaves first."""
         return self.last_used_s + self.spec.keep_warm_s
 
     @property
@@ -58,6 +63,15 @@ class ModelBook:
     def unloadable(self) -> str:
         """Why its requests fail after a load that failed."""
         return f"{self.spec.name} cannot be loaded: {self.error}"
+
+    def keep_value(self, now: float) -> tuple[bool, float]:
+        """Return what it is worth to the pool, lowest first: `keep_warm_s`, then how often it is
+        used. A load takes as long as the model is large, so its size does not matter."""
+        return now < self.warm_until_s, self.uses.per_s(now)
+
+    def used(self, now: float) -> None:
+        self.last_used_s = now
+        self.uses.note(now)
 
     def note(self, event: ModelUsable | ModelWanted) -> None:
         if isinstance(event, ModelUsable):
@@ -112,17 +126,18 @@ def unwaited(
     for model in wanted:
         if model.spec.id not in waiting:
             model.last_used_s = now
+            model.uses.begin(now)
             yield (False, float("-inf"), ""), model.spec.id
 
 
-def evictable(models: Iterable[ModelBook], waiting: Collection[str]) -> list[ModelBook]:
-    """Return the models that may leave the pool, least recently used first. None of them is pinned,
+def evictable(models: Iterable[ModelBook], waiting: Collection[str], now: float) -> list[ModelBook]:
+    """Return the models that may leave the pool, least often used first. None of them is pinned,
     still loading, or in use (with requests running or in `waiting`)."""
     unused = [
         m for m in models
         if m.loaded and not m.running and not m.spec.pinned and m.spec.id not in waiting
     ]  # fmt: skip
-    return sorted(unused, key=lambda m: (m.warm_until_s, m.spec.id))
+    return sorted(unused, key=lambda m: (m.keep_value(now), m.last_used_s, m.spec.id))
 
 
 def evictions(unused: Collection[ModelBook], lacking: int) -> list[ModelBook] | None:
@@ -160,7 +175,7 @@ def asked_loads(
     asked += unwaited(wanted, waiting, now)
     if not asked:
         return
-    unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)})
+    unused = evictable(models.values(), {*waiting, *(model.replaces for model in wanted)}, now)
     free = budget_bytes - used_bytes(models.values())
     for _, name in sorted(asked):
         victims = evictions(unused, models[name].spec.weight_bytes - free)

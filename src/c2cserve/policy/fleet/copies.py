@@ -12,6 +12,8 @@ from c2cserve.policy.fleet.placement import FleetPlacement
 _CHECK_S = 0.1
 _CHECKED_MAX = 4
 """Models that are looked at in one decision: each takes a pass over all nodes."""
+_CLEAR = 1.0 / 3.0
+"""Chance that what a copy displaces is asked for first. At a third, its rate is half as high."""
 _DEMAND_S = 300.0
 """A model that was asked for within this time comes back when its last node is lost."""
 
@@ -47,17 +49,17 @@ class Copies:
         """Yield what to load where, within the budget."""
         if not self._due or now < self._next_s:
             return
-        settings = self.placement.settings
+        per_min = self.placement.settings.hold_bytes_per_min * len(self.placement.nodes)
         if self._budget_s is None:
-            self._budget_bytes = settings.hold_bytes_per_min
+            self._budget_bytes = per_min
         else:
-            earned = (now - self._budget_s) * settings.hold_bytes_per_min / 60.0
-            self._budget_bytes = min(settings.hold_bytes_per_min, self._budget_bytes + earned)
+            earned = (now - self._budget_s) * per_min / 60.0
+            self._budget_bytes = min(per_min, self._budget_bytes + earned)
         self._budget_s = now
         for model in list(self._due)[:_CHECKED_MAX]:
             spec = self.models[model]
             # A model larger than a minute's budget waits until the budget is whole.
-            if min(spec.weight_bytes, settings.hold_bytes_per_min) > self._budget_bytes:
+            if min(spec.weight_bytes, per_min) > self._budget_bytes:
                 break
             del self._due[model]
             yield from self._copy(spec, now)
@@ -71,19 +73,19 @@ class Copies:
             if spec.id in node.pinned:
                 continue
             source = self.placement.source(spec.id, node)
-            if not (source or node.has(spec.id)) and self.placement.holders(spec.id):
+            if not (source or node.has(spec.id)) and self.placement.pools.holders(spec.id):
                 self._due[spec.id] = None  # it is loaded elsewhere: this copy comes from there
                 return
             node.pinned[spec.id] = spec.weight_bytes
             if not node.has(spec.id):
-                node.hold(spec.id, now)
+                self.placement.pools.hold(node, spec, now)
                 self._budget_bytes -= spec.weight_bytes
             yield Hold(node.node.id, spec.id, source, pinned=True)
 
     def _copy(self, spec: ModelSpec, now: float) -> Iterator[Hold]:
         if spec.pinned:
             yield from self._pins(spec, now)
-        holders = self.placement.holders(spec.id)
+        holders = self.placement.pools.holders(spec.id)
         if len(holders) >= self._wanted(spec, now):
             return
         closed = [book.node.id for book in holders]
@@ -91,19 +93,19 @@ class Copies:
         if node is None:
             return
         busy = min((book.load for book in holders), default=float("inf"))
-        displaces = node.displacement_s(spec, 1.0) > 0.0
-        # A hot model's copy must relieve its nodes, and no copy pushes out what is in use.
-        if displaces or node.load > busy / 2.0:
+        displacement_s = self.placement.pools.displacement_s(node, spec, now)
+        # A hot model's copy must relieve its nodes, and displaces only what is clearly rarer.
+        if displacement_s > _CLEAR * node.loads.of(spec) or node.load > busy / 2.0:
             return
         source = self.placement.source(spec.id, node)
-        node.hold(spec.id, now)
+        self.placement.pools.hold(node, spec, now)
         self._budget_bytes -= spec.weight_bytes
         yield Hold(node.node.id, spec.id, source)
         self._due[spec.id] = None  # it may need more than one
 
     def _wanted(self, spec: ModelSpec, now: float) -> int:
         """Return how many copies there should be."""
-        settings, holders = self.placement.settings, self.placement.holders(spec.id)
+        settings, holders = self.placement.settings, self.placement.pools.holders(spec.id)
         wanted = int(now - self.asked_s.get(spec.id, float("-inf")) < _DEMAND_S)
         if holders and min(book.load for book in holders) > settings.copy_load:
             wanted = max(wanted, len(holders) + 1)

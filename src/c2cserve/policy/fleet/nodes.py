@@ -1,27 +1,52 @@
 """What the fleet's policy keeps of each node, and when it expects a first token there."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
 from c2cserve.core.fleet import FleetNode, NodeReport
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import Request
+from c2cserve.policy.uses import Uses
 
-LOAD_BYTES_PER_S = 1e9
-"""How fast a node is believed to load weights until it has loaded some."""
+_LOAD_BYTES_PER_S = 1e9
+"""How fast nodes are believed to load weights until they have loaded some."""
 PROMPT_TOKEN_S = 1e-4
 """What a prompt token is believed to cost until a node has answered."""
 _LEARNING = 0.2
 """Weight of the newest sample."""
-_WARM_S = 300.0
-"""A model that was used within this time is not given up for a new one at no cost."""
+_SEEN_LATE_S = 1.0
+"""A load that took less may have ended long before the report that said so: reports come twice a
+second. So it shows only that a node is not slower."""
+_LOAD_S = 0.2
+"""What a load is believed to take beside its bytes."""
+_RECENT_S = 300.0
+"""Models that were sent requests within this time come back when their last node is lost."""
 
 
 def rank(model: str, node_id: str) -> int:
     """Return the node's place in the model's own order of nodes, the lowest first. All fronts
     agree on it, and the loss of a node moves its models only (rendezvous hashing)."""
     return crc32(f"{model}/{node_id}".encode())
+
+
+@dataclass(slots=True)
+class LoadTime:
+    """How long loads take on nodes of one kind.
+
+    One node's loads are too few, and seen too late, to tell it from others. Differences that are
+    only noise would send all models to one node."""
+
+    bytes_per_s: float = _LOAD_BYTES_PER_S
+
+    def of(self, spec: ModelSpec) -> float:
+        return _LOAD_S + spec.weight_bytes / max(1.0, self.bytes_per_s)
+
+    def learn(self, spec: ModelSpec, took_s: float) -> None:
+        if took_s > _LOAD_S:
+            rate = spec.weight_bytes / (took_s - _LOAD_S)
+            if took_s > _SEEN_LATE_S or rate > self.bytes_per_s:
+                self.bytes_per_s += _LEARNING * (rate - self.bytes_per_s)
 
 
 @dataclass(slots=True)
@@ -45,6 +70,8 @@ class NodeBook:
     """One node, as a front sees it."""
 
     node: FleetNode
+    loads: LoadTime = field(default_factory=LoadTime)
+    """The same for all nodes of its kind."""
     held: set[str] = field(default_factory=set[str])
     loading: dict[str, float] = field(default_factory=dict[str, float])
     """Model -> when its load is believed to have begun."""
@@ -57,13 +84,13 @@ class NodeBook:
     queued_tokens: int = 0
     """Tokens of this front's prompts that have no first token yet."""
     sent: dict[str, _Sent] = field(default_factory=dict[str, "_Sent"])
-    last_used_s: dict[str, float] = field(default_factory=dict[str, float])
+    uses: dict[str, Uses] = field(default_factory=dict[str, Uses])
+    """Uses there of models that were sent requests lately."""
     pinned: dict[str, int] = field(default_factory=dict[str, int])
     """Models that this front has pinned there -> their bytes."""
-    warm_bytes: int = 0
-    """Bytes of held models that were used lately."""
+    _victims: list[str] | None = None
+    """Models that may leave its pool, the rarest first. None: to be found anew."""
     token_s: float = PROMPT_TOKEN_S
-    load_bytes_per_s: float = LOAD_BYTES_PER_S
     _samples: int = 0
     """First tokens that `token_s` was learned from."""
 
@@ -82,8 +109,25 @@ class NodeBook:
         """Whether the model is in its pool, or on its way there."""
         return model in self.held or model in self.loading
 
+    def models(self) -> set[str]:
+        """Return the models that it has or loads."""
+        return self.held | self.loading.keys()
+
+    def victims(self, now: float) -> Sequence[str]:
+        """Return the models that may leave its pool, in the order in which they will: as the node
+        itself sees it, by their use there."""
+        if self._victims is None:
+            busy = {one.model for one in self.sent.values()}
+            rates = {
+                model: self.uses[model].per_s(now) if model in self.uses else 0.0
+                for model in self.held if model not in busy and model not in self.pinned
+            }  # fmt: skip
+            self._victims = sorted(rates, key=lambda model: (rates[model], model))
+        return self._victims
+
     def report(self, report: NodeReport, specs: Mapping[str, ModelSpec], now: float) -> None:
         """Take over what the node says. A load that it has not heard of yet stays."""
+        self._victims = None
         self.held = set(report.held)
         asked = {m: since for m, since in self.loading.items() if now - since < 1.0}
         self._learn_loads(specs, now)
@@ -91,23 +135,19 @@ class NodeBook:
             model: self.loading.get(model, now)
             for model in (*report.loading, *asked) if model not in self.held
         }  # fmt: skip
-        self.used_bytes, self.draining = report.used_bytes, report.draining
+        unseen = self.loading.keys() - {*report.loading}
+        self.used_bytes = report.used_bytes + sum(
+            specs[model].weight_bytes for model in unseen if model in specs
+        )
+        self.draining = report.draining
         self.reported, self.own_reported = report.requests, len(self.sent)
-        self.last_used_s = {m: s for m, s in self.last_used_s.items() if now - s < _WARM_S}
-        self.warm_bytes = sum(
-            specs[model].weight_bytes for model in self.last_used_s
-            if model in specs and self.has(model)
-        )  # fmt: skip
+        for model in [m for m, one in self.uses.items() if now - one.times_s[-1] >= _RECENT_S]:
+            del self.uses[model]
 
     def _learn_loads(self, specs: Mapping[str, ModelSpec], now: float) -> None:
         for model, since_s in self.loading.items():
-            if model in self.held and model in specs and now > since_s:
-                rate = specs[model].weight_bytes / (now - since_s)
-                self.load_bytes_per_s += _LEARNING * (rate - self.load_bytes_per_s)
-
-    def hold(self, model: str, now: float) -> None:
-        """Note that the model is to be loaded."""
-        self.loading.setdefault(model, now)
+            if model in self.held and model in specs:
+                self.loads.learn(specs[model], now - since_s)
 
     def may_pin(self, spec: ModelSpec) -> bool:
         """Whether the model fits beside the others that are pinned there."""
@@ -118,8 +158,12 @@ class NodeBook:
         """Return how long its weights are still believed to take to the pool."""
         if spec.id in self.held:
             return 0.0
-        whole_s = spec.weight_bytes / max(1.0, self.load_bytes_per_s)
-        return max(0.0, self.loading.get(spec.id, now) + whole_s - now)
+        return max(0.0, self.loading.get(spec.id, now) + self.loads.of(spec) - now)
+
+    def newcomer_s(self, spec: ModelSpec) -> float:
+        """Return how long a model that it does not have takes there, beside what that displaces."""
+        wait_s = self.queued_s / max(1, self.node.slices) + len(self.sent) * self.token_s
+        return wait_s + self.loads.of(spec)
 
     def first_token_s(self, request: Request, spec: ModelSpec, cached: int, now: float) -> float:
         """Return when its first token is expected if it is sent now, in seconds from now.
@@ -135,9 +179,10 @@ class NodeBook:
         work_tokens = self.queued_tokens / max(1, self.node.slices) + computed
         self.sent[request.id] = _Sent(spec.id, now, computed, work_tokens, spec.id in self.held)
         self.queued_tokens += computed
-        self.last_used_s[spec.id] = now
-        if spec.id not in self.held:
-            self.hold(spec.id, now)
+        uses = self.uses.get(spec.id)
+        if uses is None:
+            uses = self.uses[spec.id] = Uses.of(spec.weight_bytes)
+        uses.note(now)
 
     def begun(self, request_id: str, now: float) -> None:
         """Note a request's first token."""
@@ -155,13 +200,6 @@ class NodeBook:
         one = self.sent.pop(request_id, None)
         if one is not None and not one.begun:
             self.queued_tokens -= one.computed
-
-    def displacement_s(self, spec: ModelSpec, replace_s: float) -> float:
-        """Return what a new model costs beside its load, for the models in use that make room.
-
-        It is `replace_s` times the share of its bytes that finds no free or unused memory."""
-        lacking = spec.weight_bytes - self.node.pool_bytes + min(self.used_bytes, self.warm_bytes)
-        return 0.0 if lacking <= 0 else replace_s * lacking / spec.weight_bytes
 
 
 class CachedPrefixes:

@@ -2,14 +2,18 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from heapq import nsmallest
 
 from c2cserve.core.model import ModelSpec
 from c2cserve.core.request import BLOCK_TOKENS, Request
 from c2cserve.core.value import value
 from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook, rank
+from c2cserve.policy.fleet.pools import Pools
 
 _EQUAL_S = 0.01
 """Costs that differ by less are equal."""
+_COMPARED_MAX = 16
+"""Nodes whose pools are looked at for a new model: those that are cheapest beside that."""
 
 
 @value
@@ -28,11 +32,10 @@ class FleetSettings:
     slack: float = 4.0
     """Requests per slice that a node may have more than the least loaded one with the model."""
     late_share: float = 0.5
-    """Share of the target for the first token from which on a request leaves its usual node."""
-    replace_s: float = 10.0
-    """What displacing models in use counts, in seconds of waiting."""
-    hold_bytes_per_min: float = 60e9
-    """Bytes that are loaded ahead of requests, on all nodes together."""
+    """Share of the target for the first token from which on a request leaves its usual node, and
+    makes another copy if that is earlier. What is expected may be wrong by the rest."""
+    hold_bytes_per_min: float = 20e9
+    """Bytes that are loaded ahead of requests, for each node of the fleet."""
     prefix_blocks: int = 1_000_000
     """Blocks of prompts whose node is remembered."""
 
@@ -51,6 +54,7 @@ class FleetPlacement:
     settings: FleetSettings
     nodes: dict[str, NodeBook]
     prefixes: CachedPrefixes
+    pools: Pools
 
     def node_for(
         self, request: Request, spec: ModelSpec, excluded: Iterable[str], now: float
@@ -59,29 +63,21 @@ class FleetPlacement:
 
         Nodes with the model come first. Its conversation's node is preferred, then the first in the
         model's own order, so that rare models stay in one pool. A node is passed over when it is
-        late or has much more to do than another one with the model. If all with the model would
-        miss the target, a node that has to load it first may be earlier."""
+        late or has much more to do than another one with the model. If all with the model are
+        late, a node that has to load it first may be earlier."""
         usual, blocks = self.prefixes.find(request, spec.id, self.nodes)
         # At least one token is computed.
         cached = min(blocks * BLOCK_TOKENS, request.prompt_len - 1)
         closed = set(excluded)
-        holders = [
-            book for book in self.nodes.values()
-            if spec.id in book.held and not book.draining and book.node.id not in closed
-        ]  # fmt: skip
-        if not holders:
-            holders = [
-                book for book in self.nodes.values()
-                if spec.id in book.loading and not book.draining and book.node.id not in closed
-            ]  # fmt: skip
+        holders = [one for one in self.pools.holders(spec.id) if one.node.id not in closed]
         found = self._holder(request, spec, holders, (usual, cached), now)
-        if found is not None and found[0] <= request.slo.ttft_s:
+        if found is not None and found[0] <= self.settings.late_share * request.slo.ttft_s:
             return found[1]
         closed.update(book.node.id for book in holders)
         new = self.newcomer(spec, closed, now)
         if new is not None and found is not None:
             late_s = new.first_token_s(request, spec, 0, now)
-            late_s += new.displacement_s(spec, self.settings.replace_s)
+            late_s += self.pools.displacement_s(new, spec, now)
             new = new if late_s < found[0] else None
         if new is not None:
             return Destination(new.node.id, 0)
@@ -103,10 +99,11 @@ class FleetPlacement:
             return book.first_token_s(request, spec, at, now), destination
 
         first = self.nodes.get(name)
+        there = [book for book in holders if spec.id in book.held] or holders
         if first not in holders:
-            first = min(holders, key=lambda book: rank(spec.id, book.node.id))
+            first = min(there, key=lambda book: rank(spec.id, book.node.id))
         first_s, destination = expected(first)
-        most = min(book.load for book in holders) + settings.slack
+        most = min(book.load for book in there) + settings.slack
         if first.load <= most and first_s <= settings.late_share * request.slo.ttft_s:
             return first_s, destination
         return min(
@@ -117,34 +114,29 @@ class FleetPlacement:
     def newcomer(self, spec: ModelSpec, closed: Iterable[str], now: float) -> NodeBook | None:
         """Return where the model would be loaded at least cost: what waits there, the load, and
         what it displaces. Equal ones are told apart by the model's own order."""
-        closed, replace_s = set(closed), self.settings.replace_s
-        best, equal = float("inf"), list[NodeBook]()
-        for book in self.nodes.values():
-            if book.draining or spec.weight_bytes > book.node.pool_bytes or book.node.id in closed:
-                continue
-            cost_s = book.queued_s / max(1, book.node.slices) + len(book.sent) * book.token_s
-            cost_s += spec.weight_bytes / book.load_bytes_per_s
-            cost_s += book.displacement_s(spec, replace_s)
-            cost = round(cost_s / _EQUAL_S)
-            if cost < best:
-                best, equal = cost, [book]
-            elif cost == best:
-                equal.append(book)
-        return min(equal, key=lambda book: rank(spec.id, book.node.id), default=None)
+        closed = set(closed)
+        costs = [
+            (round(book.newcomer_s(spec) / _EQUAL_S), rank(spec.id, book.node.id), book)
+            for book in self.nodes.values()
+            if not book.draining and spec.weight_bytes <= book.node.pool_bytes
+            and book.node.id not in closed
+        ]  # fmt: skip
+
+        def whole(cost: tuple[int, int, NodeBook]) -> tuple[int, int]:
+            displacement_s = self.pools.displacement_s(cost[2], spec, now)
+            return cost[0] + round(displacement_s / _EQUAL_S), cost[1]
+
+        cheapest = nsmallest(_COMPARED_MAX, costs, key=lambda cost: cost[:2])
+        found = min(cheapest, key=whole, default=None)
+        return None if found is None else found[2]
 
     def source(self, model: str, book: NodeBook) -> str:
         """Return the node to load a model from: the least loaded one that has it. It is empty if
         this node has the model, or no node has."""
         if book.has(model):
             return ""
-        others = (one for one in self.nodes.values() if model in one.held)
         found = min(
-            others, key=lambda one: (one.draining, one.load, rank(model, one.node.id)), default=None
-        )
+            (one for one in self.pools.with_model(model) if model in one.held),
+            key=lambda one: (one.draining, one.load, rank(model, one.node.id)), default=None,
+        )  # fmt: skip
         return "" if found is None else found.node.id
-
-    def holders(self, model: str) -> list[NodeBook]:
-        """Return the nodes that have the model or load it, without those that drain."""
-        return [
-            book for book in self.nodes.values() if book.has(model) and not book.draining
-        ]  # fmt: skip

@@ -9,8 +9,9 @@ from c2cserve.core.actions import Reject
 from c2cserve.core.model import ModelSpec, name_of
 from c2cserve.core.request import Request
 from c2cserve.policy.fleet.copies import Copies
-from c2cserve.policy.fleet.nodes import CachedPrefixes, NodeBook
+from c2cserve.policy.fleet.nodes import CachedPrefixes, LoadTime, NodeBook
 from c2cserve.policy.fleet.placement import FleetPlacement, FleetSettings
+from c2cserve.policy.fleet.pools import Pools
 
 _HOT_SHARE = 0.5
 """Share of `FleetSettings.copy_load` from which on a model's copies are looked at."""
@@ -48,7 +49,10 @@ class FleetPolicy:
         self._waiting: dict[str, None] = {}
         """Requests that are on no node, oldest first."""
         self._prefixes = CachedPrefixes(self._settings.prefix_blocks)
-        self._placement = FleetPlacement(self._settings, self._nodes, self._prefixes)
+        self._loads: dict[str, LoadTime] = {}
+        """By the kind of nodes."""
+        self._pools = Pools(self._models)
+        self._placement = FleetPlacement(self._settings, self._nodes, self._prefixes, self._pools)
         self._copies = Copies(self._placement, self._models)
         self._reports: dict[str, fleet.NodeReport] = {}
         """Reports since the last decision."""
@@ -89,8 +93,10 @@ class FleetPolicy:
             case ev.ModelRemoving(model):
                 self._models.pop(model, None)
                 self._copies.forget(model)
+                self._pools.forget(model)
             case fleet.NodeUp(node):
-                self._nodes[node.id] = NodeBook(node)
+                loads = self._loads.setdefault(node.kind, LoadTime())
+                self._nodes[node.id] = NodeBook(node, loads)
                 self._opened = True
                 self._copies.review(one.id for one in self._models.values() if one.pinned)
             case fleet.NodeReport(node_id):
@@ -111,7 +117,8 @@ class FleetPolicy:
                 held.deaths += 1
                 self._take_off(held, request)
         if book is not None:
-            self._copies.review(sorted(book.last_used_s))
+            self._pools.lose(book)
+            self._copies.review(sorted(book.uses))
             self._copies.review(book.pinned)
 
     def _take_off(self, held: _Held, request: Request) -> None:
@@ -133,7 +140,7 @@ class FleetPolicy:
         actions: list[fleet.FleetAction] = []
         for node_id, report in self._reports.items():
             before = self._nodes[node_id].draining
-            self._nodes[node_id].report(report, self._models, now)
+            self._pools.report(self._nodes[node_id], report, now)
             self._opened |= before and not report.draining
         self._reports.clear()
         for request_id, node_id in self._begun:
@@ -170,6 +177,8 @@ class FleetPolicy:
         book = self._nodes[found.node_id]
         source = self._placement.source(spec.id, book)
         book.send(held.request, spec, found.cached, now)
+        self._pools.hold(book, spec, now)
+        self._pools.asked(spec, now)
         held.node_id, held.waiting_s = found.node_id, None
         del self._waiting[held.request.id]
         self._prefixes.note(held.request, spec.id, found.node_id)

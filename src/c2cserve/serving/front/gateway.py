@@ -277,6 +277,8 @@ class FleetGateway:
             waiting=sum(live.slice_id is None for live in self._jobs.live()),
             tenants=tuple(sorted(self._jobs.of_tenants())),
             nodes=self._node_states(),
+            node_use={n.name: n.use for n in self._nodes.values() if n.state is not None},
+            members_age_s=time.monotonic() - self._members.heard_s,
             counters={name: float(count) for name, count in counters.items()},
         )  # fmt: skip
 

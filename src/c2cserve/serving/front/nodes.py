@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from c2cserve.cluster.link import LinkListener, NodeAddress, NodeLink, connect
 from c2cserve.core.fleet import FleetNode, NodeReport
 from c2cserve.core.model import ModelState
-from c2cserve.runtime.gateway import Snapshot
+from c2cserve.runtime.gateway import NodeUse, Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +48,16 @@ class Node:
         """Whether its requests make no progress because it has had no slice for a while."""
         return self._down_s is not None and now - self._down_s >= _DOWN_S
 
+    @property
+    def use(self) -> NodeUse:
+        """Return what people see of the node beside its slices."""
+        assert self.state is not None
+        state = self.state
+        return NodeUse(
+            state.running, state.waiting, sum(one.loaded_bytes > 0 for one in state.models),
+            state.pool_used_bytes, state.pool_budget_bytes,
+        )  # fmt: skip
+
     def report(self) -> NodeReport:
         """Return what the policy is told of the node."""
         assert self.state is not None
@@ -68,6 +79,8 @@ class Members:
         self._listener = listener
         self._timeout_s = timeout_s
         self._members: dict[str, NodeAddress] = {}
+        self.heard_s = time.monotonic()
+        """When membership was last known."""
         self._tasks: dict[tuple[str, NodeAddress], asyncio.Task[None]] = {}
         """Who was a member lately -> what keeps the connection: one for each address."""
         self.unreachable: dict[str, str] = {}
@@ -83,6 +96,7 @@ class Members:
         """Take over who is a member now, by name. A node that is no longer one keeps its
         connection for as long as that lives: Ray may be wrong, or gone itself."""
         self._members = dict(members)
+        self.heard_s = time.monotonic()
         for key in members.items():
             if key not in self._tasks:
                 self._tasks[key] = asyncio.get_running_loop().create_task(self._keep(*key))

@@ -14,7 +14,7 @@ import msgspec
 
 from c2cserve.catalog.file import Catalog
 from c2cserve.catalog.roots import roots_of
-from c2cserve.cluster.membership import MemberLine, MemberOrder
+from c2cserve.cluster.membership import MemberOrder
 from c2cserve.core.events import ClusterEvent
 from c2cserve.memory.pool import remove_dead_runs
 from c2cserve.policy.fleet.placement import FleetSettings
@@ -27,6 +27,7 @@ from c2cserve.server.tls import Tls
 from c2cserve.serving.controller.catalog_host import CatalogHost
 from c2cserve.serving.doors import HttpDoor
 from c2cserve.serving.front.catalogue import Prepare
+from c2cserve.serving.front.following import follow
 from c2cserve.serving.front.gateway import FleetGateway
 from c2cserve.serving.front.key_limits import KeyLimits
 from c2cserve.serving.front.models import FrontModels
@@ -131,7 +132,8 @@ class FrontServer:
         while True:
             process = await self._start_members()
             try:
-                joined |= await self._follow(process, gateway)
+                assert process.stdout is not None
+                joined |= await follow(process.stdout, gateway.members)
                 status = await process.wait()
             except (msgspec.MsgspecError, ValueError) as error:
                 log.error("what the membership process says cannot be read: %s", error)
@@ -157,15 +159,6 @@ class FrontServer:
         process.stdin.write(msgspec.json.encode(MemberOrder(self._cluster, os.getpid(), spec)))
         process.stdin.close()
         return process
-
-    async def _follow(self, process: Process, gateway: FleetGateway) -> bool:
-        """Take over members until the process ends. Return whether there were any lines."""
-        assert process.stdout is not None
-        joined = False
-        while line := await process.stdout.readline():
-            gateway.members(msgspec.json.decode(line, type=MemberLine).members)
-            joined = True
-        return joined
 
 
 def _no_event(event: ClusterEvent) -> None:

@@ -1,0 +1,42 @@
+"""How often a model is used, estimated from when it was used last."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+_KEPT = 16
+"""Uses that a rate is estimated from: it errs by a quarter, and follows when traffic changes."""
+_LOAD_BYTES_PER_S = 1e9
+"""How fast weights are believed to be loaded. Uses within one load count once."""
+
+
+@dataclass(slots=True)
+class Uses:
+    """The last uses of one model.
+
+    What a missing model costs is a load at its next use. So the models to keep are those that are
+    used most often, not those that were used last. Among models asked for at random, keeping the
+    last ones misses a third more often. The estimate has no time constant: it is the number of
+    uses since the oldest of the last 16, over the time since then (the rule LRU-K, K = 16).
+    Requests that would have waited for the same load are one use, so a burst counts little."""
+
+    apart_s: float
+    times_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=_KEPT))
+
+    @staticmethod
+    def of(weight_bytes: int) -> "Uses":
+        return Uses(weight_bytes / _LOAD_BYTES_PER_S)
+
+    def note(self, now: float) -> None:
+        if not self.times_s or now - self.times_s[-1] >= self.apart_s:
+            self.times_s.append(now)
+
+    def begin(self, now: float) -> None:
+        """Forget what was before, and count one use now."""
+        self.times_s.clear()
+        self.times_s.append(now)
+
+    def per_s(self, now: float) -> float:
+        """Return the rate; 0 if it was never used."""
+        if not self.times_s:
+            return 0.0
+        return len(self.times_s) / max(1e-3, now - self.times_s[0], self.apart_s)

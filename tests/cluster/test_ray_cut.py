@@ -1,0 +1,99 @@
+"""A network that is cut between a front and a node, and what tells it apart from a death."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytest.importorskip("ray")
+
+from ray_cluster import Front, Machines, kill_group
+from separate_network import NoNamespaces, SeparateNetwork
+from server_process import wait_until
+from streams import all_streams
+
+from c2cserve.cluster.agent import AgentState
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default"),  # Ray's own
+]
+STREAMS, TOKENS = 12, 300
+
+
+@pytest.fixture
+def network(front: Front) -> Iterator[SeparateNetwork]:
+    """A network for a fourth machine, which ends with it."""
+    try:
+        made = SeparateNetwork().__enter__()
+    except NoNamespaces as error:
+        pytest.skip(f"no network namespaces: {error}")
+    with ExitStack() as stack:
+        stack.push(made)
+        yield made
+    front.wait_nodes(3)
+
+
+def start_machine(network: SeparateNetwork, address: str) -> None:
+    """Start a raylet whose only way to the others goes through the router."""
+    ray = str(Path(sys.executable).parent / "ray")
+    command = network.inside(
+        ray, "start", f"--address={address}", f"--node-ip-address={network.HOST}",
+        "--num-cpus=1", f"--object-store-memory={80 << 20}",
+    )  # fmt: skip
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def described(machines: Machines, name: str) -> AgentState:
+    return next(one for one in machines.states() if one.name == name)
+
+
+def only(machines: Machines, front: Front, name: str) -> None:
+    """Let all other nodes drain and come back, so that this one has the models' pools alone."""
+    others = [one for one in machines.states() if one.name != name]
+    for one in others:
+        machines.drain(one)
+    front.wait_nodes(1)
+    asyncio.run(all_streams(front.url, STREAMS, TOKENS))
+    for one in others:
+        machines.resume(one)
+    front.wait_nodes(len(others) + 1)
+
+
+def test_a_cut_node_is_told_apart_from_a_dead_one(
+    machines: Machines, front: Front, network: SeparateNetwork
+) -> None:
+    start_machine(network, machines.address)
+    front.wait_nodes(4)
+    [before] = [one for one in machines.states() if one.host == network.HOST]
+    only(machines, front, before.name)
+    expected = asyncio.run(all_streams(front.url, STREAMS, TOKENS))
+
+    async def scenario() -> list[str]:
+        begun = asyncio.Event()
+        streams = asyncio.create_task(all_streams(front.url, STREAMS, TOKENS, begun))
+        await begun.wait()
+        await asyncio.to_thread(network.cut)
+        return await streams
+
+    def said() -> str:
+        return front.state()["nodes"][before.name]
+
+    assert asyncio.run(scenario()) == expected
+    wait_until(lambda: "no sign of life" in said(), 30, "the front says what it sees", poll_s=0.1)
+    assert psutil.pid_exists(before.pid), "a cut is no reason to kill a node"
+    network.mend()
+    wait_until(lambda: said() == "up", 60, "the front connects again", poll_s=0.1)
+    after = described(machines, before.name)
+    assert (after.pid, after.restarts) == (before.pid, before.restarts), "it is the same node"
+
+    kill_group(before.pid)
+    wait_until(lambda: described(machines, before.name).restarts == 1, 60, "a death is one")
