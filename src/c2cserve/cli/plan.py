@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from c2cserve.cli import simulate as options
+from c2cserve.sim import compiled
 from c2cserve.terminal.output import check_writable, progress_console
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ def plan(
     plots: Plots = None,
 ) -> None:
     """Find the largest catalogue for a machine, or the smallest machine for a catalogue."""
+    compiled.use()
     from c2cserve.sim.planning.plan import Wishes
     from c2cserve.sim.planning.show import figures, show
     from c2cserve.sim.run import Scenario
@@ -110,7 +112,8 @@ def _search(
     machines = scenario.hardware.split(",")
     models = find_models(scenario.catalog)
     # Spawned: nothing of this process, as its progress bar's thread, is copied into the others.
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, _progress() as progress:
+    spawned = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=compiled.use)
+    with spawned as pool, _progress() as progress:
         executor = pool if jobs > 1 else None
         planner = Planner(scenario, models, attainment, progress, wishes, executor)
         if len(machines) > 1:

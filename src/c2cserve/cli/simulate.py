@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from c2cserve.sim import compiled
 from c2cserve.terminal.output import CliError, check_writable, console, print_json
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def simulate(
     record: RecordTo = None,
 ) -> None:
     """Simulate a server: deterministic by its seed."""
+    compiled.use()
     from c2cserve.sim.run import Scenario
     from c2cserve.sim.world.faults import parse_fault
     from c2cserve.sim.world.hardware import SliceSettings

@@ -84,8 +84,10 @@ class Pace:
     It falls when an answer was too slow. Those that were sent before it fell tell nothing about its
     new value."""
 
-    LEAST, MOST = 0.1, 1.0
-    LOWER, HIGHER = 0.75, 1.005
+    LEAST = 0.1
+    MOST = 1.0
+    LOWER = 0.75
+    HIGHER = 1.005
     SLOW_S = 5.0
 
     def __init__(self) -> None:

@@ -286,7 +286,7 @@ def _busy(
         move for load in others if not ask.budgets.bounded(load)
         and (move := _activation(ask, load)) is not None
     ]  # fmt: skip
-    choices = [
+    choices: list[tuple[int, bool, tuple[float, ...], str, Placement]] = [
         (load.requests, False, (), load.slice.id, Placement(load.slice.id))
         for load in here if not ask.budgets.bounded(load)
     ]  # fmt: skip

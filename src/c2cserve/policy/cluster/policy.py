@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Generic, Never, overload
+from typing import Generic
 
 from c2cserve.core import actions as act
 from c2cserve.core import events as ev
@@ -25,12 +25,6 @@ from c2cserve.policy.cluster.suspects import Suspects
 class ClusterPolicy(Generic[ExtraT]):
     """`runtime.ports.Policy[ClusterEvent, ClusterAction | ExtraT]`. Without `strategies` it is what
     a server runs, and has no actions of the type `ExtraT`."""
-
-    @overload
-    def __init__(self: "ClusterPolicy[Never]", settings: AdmissionSettings = ...) -> None: ...
-
-    @overload
-    def __init__(self, settings: AdmissionSettings, strategies: Strategies[ExtraT]) -> None: ...
 
     def __init__(
         self,

@@ -8,7 +8,6 @@ rotate through its own (`policy.slice.kv_rotation`)."""
 
 from collections.abc import Sequence
 from itertools import count
-from typing import Never, overload
 
 from c2cserve.core import events as ev
 from c2cserve.core.actions import Drop, Fail, Fetch, Release, Return, RunStep, SliceAction
@@ -31,14 +30,6 @@ class SlicePolicy(SliceMemory[ExtraT]):
 
     done = False
     wakeup: float | None = None
-
-    @overload
-    def __init__(self: "SlicePolicy[Never]", slice_: Slice, max_in_flight: int = 1) -> None: ...
-
-    @overload
-    def __init__(
-        self, slice_: Slice, max_in_flight: int, strategies: SliceStrategies[ExtraT]
-    ) -> None: ...
 
     def __init__(
         self, slice_: Slice, max_in_flight: int = 1,
@@ -108,9 +99,9 @@ class SlicePolicy(SliceMemory[ExtraT]):
             case ev.MoveDone() | ev.PrefixMoved():
                 self._moved(event)
             case ev.GemmsMeasured(name):
-                control, model = self._strategies.gemm_control, self._models.get(name)
-                if control is not None and model is not None:
-                    self._actions += control.sample(event, model.tpot_s)
+                control, active = self._strategies.gemm_control, self._models.get(name)
+                if control is not None and active is not None:
+                    self._actions += control.sample(event, active.tpot_s)
 
     def _activate(self, spec: ModelSpec, keep: bool) -> None:
         if spec.id not in self._models:
@@ -297,8 +288,8 @@ class SlicePolicy(SliceMemory[ExtraT]):
             and not any(step.holds_up or step.step.lane != lane
                         for step in self._in_flight.of(model))
         ]  # fmt: skip
-        candidates = self._shares.candidates(candidates, self._models)
-        return self._weights.turn(candidates, now, self._lanes.late_ran[lane])
+        allowed = self._shares.candidates(candidates, self._models)
+        return self._weights.turn(allowed, now, self._lanes.late_ran[lane])
 
     def _in_hbm_or_ready(self) -> list[Seq]:
         """Return the requests that rotate. Of a model whose weights are absent, these are the ones

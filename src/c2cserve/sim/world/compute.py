@@ -147,7 +147,8 @@ class Compute:
         self._started_s = self._context.timeline.now
         order = run.order
         if not run.then:
-            steps = self._steps = (self._present(run.step),)
+            steps: tuple[Step, ...] = (self._present(run.step),)
+            self._steps = steps
             self._parts = [self._begin(steps[0], len(order) or 1)]
             self._times, self._took_s = [0], [0.0]
         else:

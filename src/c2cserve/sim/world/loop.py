@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from c2cserve.runtime.driver import tick
@@ -13,17 +12,17 @@ E = TypeVar("E")
 A = TypeVar("A")
 
 
-@dataclass(slots=True, eq=False)
 class PolicyLoop(Generic[E, A]):
-    policy: Policy[E, A]
-    executor: Executor[A]
-    record: Recorder[E, A]
-    inbox: list[E] = field(default_factory=list[E])
-    queued: bool = False
-    wake_s: float | None = None
-    """When its policy is asked next if no event comes."""
-    observe: Callable[[], Sequence[E]] | None = None
-    """Returns the events of a tick that the policy is told before all others."""
+    def __init__(
+        self, policy: Policy[E, A], executor: Executor[A], record: Recorder[E, A]
+    ) -> None:
+        self.policy, self.executor, self.record = policy, executor, record
+        self.inbox: list[E] = []
+        self.queued = False
+        self.wake_s: float | None = None
+        """When its policy is asked next if no event comes."""
+        self.observe: Callable[[], Sequence[E]] | None = None
+        """Returns the events of a tick that the policy is told before all others."""
 
 
 class LoopScheduler:

@@ -22,16 +22,13 @@ from c2cserve.sim.world.loop import LoopScheduler, PolicyLoop
 from c2cserve.sim.world.requests import Ending, RequestBook, SimRequest, SloRule, TrackedRequest
 from c2cserve.sim.world.shapes import SimModel
 from c2cserve.sim.world.slice_simulation import SliceSimulation
+from c2cserve.sim.world.stuck import Stuck
 from c2cserve.sim.world.timeline import Timeline
 
 _KV_RESIZE_BYTES_PER_S = 40e9
 """Speed of resizing KV memory that is sized in advance and in use, in bytes of its new size.
 SLINFER's figure 17 has 0.3 s for 16 GB and 1.9 s for 64 GB, with a copy of its content. Memory
 without content is allocated, which takes no time here."""
-
-
-class Stuck(AssertionError):
-    """Requests are left, and no event will ever end them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,190 @@
+"""The policies and the simulated machine as machine code, for simulations of many requests.
+
+    python -m c2cserve.sim.compiled [FOLDER]      build (needs mypyc: pip install mypy)
+
+mypyc compiles the Python sources as they are. These stay the only source of every decision: a build
+whose sources have changed since is not used, and results are equal to the bit. Only `c2cserve
+simulate` and `plan` use it, where they are told to by `use`. Servers and tests run the sources.
+`C2CSERVE_COMPILED=0` turns it off; the name of a folder uses a build elsewhere.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+log = logging.getLogger(__name__)
+
+_SRC = Path(__file__).parents[2]
+_HERE = Path(__file__).parent / "_compiled"
+_MANIFEST = "manifest.json"
+_COMPILED = ("policy", "runtime/driver.py", "sim/policies", "sim/world")
+"""Folders and files under the package that are compiled,"""
+_READ = ("core", "runtime/ports.py", "sim/compiled.py")
+"""and those that the result depends on besides."""
+_INTERPRETED = {
+    "policy/cluster/strategies.py",  # generic dataclasses, which mypyc cannot compile
+    "policy/slice/strategies.py",
+    "sim/world/hardware.py",  # builds dataclasses from tables
+    "sim/world/stuck.py",  # a kind of AssertionError
+}
+_NOT_SIMULATED = "policy/fleet"
+_ENV = "C2CSERVE_COMPILED"
+_GROUP = "c2cserve_simulation"
+_FIX = "python -m c2cserve.sim.compiled"
+_CFLAGS = "-g0 -ffp-contract=off"
+"""A fused multiplication and addition, as compilers for ARM make them, has other bits."""
+_SETUP = """
+import sys
+from mypyc.build import mypycify
+from setuptools import setup
+
+options = ["--follow-imports=silent", "--ignore-missing-imports"]
+setup(
+    name=sys.argv.pop(1), script_args=["build_ext", "--build-lib", sys.argv.pop(1)],
+    ext_modules=mypycify([*options, *sys.argv[1:]], opt_level="3", group_name="{group}"),
+)
+"""
+
+
+class NotUsed(Exception):
+    """Why there is no compiled code to use, and what helps."""
+
+
+class _Finder(MetaPathFinder):
+    """Finds compiled modules before their sources are."""
+
+    def __init__(self, files: Mapping[str, Path]) -> None:
+        self._files = files
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        file = self._files.get(fullname)
+        return None if file is None else spec_from_file_location(fullname, file)
+
+
+def _modules() -> list[str]:
+    """Return the files that are compiled, as paths under the package."""
+    return [
+        name for name in _files(_COMPILED)
+        if name not in _INTERPRETED and not name.startswith(_NOT_SIMULATED)
+        and not name.endswith("__init__.py")
+    ]  # fmt: skip
+
+
+def _files(roots: Sequence[str]) -> list[str]:
+    package = _SRC / "c2cserve"
+    found: list[Path] = []
+    for root in roots:
+        place = package / root
+        found += [place] if place.is_file() else sorted(place.rglob("*.py"))
+    return [path.relative_to(package).as_posix() for path in found]
+
+
+def _fingerprint() -> str:
+    """Return what a build must agree with: this Python, and every source that it depends on."""
+    digest = hashlib.sha256(str(sysconfig.get_config_var("SOABI")).encode())
+    for name in _files((*_COMPILED, *_READ)):
+        digest.update(name.encode() + b"\0" + (_SRC / "c2cserve" / name).read_bytes())
+    return digest.hexdigest()
+
+
+def _folder() -> Path:
+    name = os.environ.get(_ENV, "")
+    return Path(name) if name else _HERE
+
+
+def _found() -> dict[str, Path]:
+    """Return the files of all compiled modules. Raises NotUsed."""
+    if os.environ.get(_ENV) == "0":
+        raise NotUsed(f"{_ENV}=0")
+    folder = _folder()
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+    except FileNotFoundError:
+        raise NotUsed(f"not built ({_FIX})") from None
+    if manifest["fingerprint"] != _fingerprint():
+        raise NotUsed(f"built from other sources or for another Python; build again: {_FIX}")
+    return {name: folder / file for name, file in manifest["modules"].items()}
+
+
+def status() -> str:
+    """Return whether simulations run compiled code, and if not, why."""
+    try:
+        return f"compiled ({len(_found())} modules)"
+    except NotUsed as reason:
+        return f"pure Python: {reason}"
+
+
+def use() -> bool:
+    """Import compiled modules from now on. Return whether there are any to use.
+
+    An outdated build is logged. Nothing changes if one of the modules has been imported already,
+    because compiled ones and others do not mix."""
+    try:
+        files = _found()
+    except NotUsed as reason:
+        if (_folder() / _MANIFEST).exists():
+            log.warning("simulating in pure Python: %s", reason)
+        return False
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return True
+    if not files.keys().isdisjoint(sys.modules):
+        return False
+    sys.meta_path.insert(0, _Finder(files))
+    return True
+
+
+def build(folder: Path) -> None:
+    """Build into the folder, which is replaced. It takes one or two minutes.
+
+    Raises NotUsed if mypyc is not installed, CalledProcessError if it or the compiler fails."""
+    if find_spec("mypyc") is None:
+        raise NotUsed("mypyc is not installed: pip install mypy")
+    folder = folder.absolute()
+    fingerprint, sources = _fingerprint(), _modules()
+    with tempfile.TemporaryDirectory() as made:
+        work, out = Path(made), Path(made) / "lib"
+        # mypy takes `__init__.py` of the package too; a copy keeps its files out of the sources.
+        shutil.copytree(
+            _SRC / "c2cserve", work / "c2cserve",
+            ignore=lambda _, names: [name for name in names if name.endswith(".so")],
+        )  # fmt: skip
+        (work / "setup.py").write_text(_SETUP.format(group=_GROUP))
+        command = [sys.executable, "setup.py", _GROUP, str(out)]
+        flags = f"{os.environ.get('CFLAGS', '')} {_CFLAGS}".strip()
+        subprocess.run(
+            [*command, *(f"c2cserve/{name}" for name in sources)],
+            cwd=work, check=True, env={**os.environ, "CFLAGS": flags},
+        )  # fmt: skip
+        suffix = str(sysconfig.get_config_var("EXT_SUFFIX"))
+        built = sorted(path.relative_to(out) for path in out.rglob(f"*{suffix}"))
+        modules = {".".join(file.parts).removesuffix(suffix): file.as_posix() for file in built}
+        manifest = {"fingerprint": fingerprint, "modules": modules}
+        (out / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(out, folder)
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else _HERE
+    try:
+        build(folder)
+    except (NotUsed, subprocess.CalledProcessError) as error:
+        sys.exit(f"c2cserve: {error}")
+
+
+if __name__ == "__main__":
+    main()
