@@ -112,7 +112,7 @@ class Asking:
 
 
 def prompt_of(tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
+    rng = random.Random(f"{tokens} {seed}")
     return [rng.randrange(_ID_LOW, _ID_HIGH) for _ in range(tokens)]
 
 
