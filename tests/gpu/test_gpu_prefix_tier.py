@@ -17,7 +17,7 @@ from c2cserve.core.actions import BringPrefix, DropPrefix, SavePrefix
 from c2cserve.core.request import BLOCK_TOKENS, Job, Request, Slo
 from c2cserve.engine.gpu.segments import PinnedSegments
 from c2cserve.engine.gpu.setup import GpuParts, open_gpu
-from c2cserve.engine.prefixes import HostPrefixes
+from c2cserve.engine.prefixes import PrefixBlocks
 
 __all__ = ["folder", "segments"]
 
@@ -40,7 +40,7 @@ def gpu() -> Iterator[GpuParts]:
 @pytest.mark.parametrize("block", [64 << 10, 2 << 20])
 def test_blocks_come_back_to_other_places_as_they_were(gpu: GpuParts, block: int) -> None:
     """While the compute stream is busy with what was launched before."""
-    prefixes = HostPrefixes(gpu.host_kv.extents, gpu.host_kv.copier, time.monotonic)
+    prefixes = PrefixBlocks(gpu.host_kv.extents, gpu.host_kv.copier, time.monotonic)
     count = (64 << 20) // block
     here, there = gpu.arena[: count * block], gpu.arena[count * block : 2 * count * block]
     here.random_(0, 256)
@@ -63,7 +63,7 @@ def test_blocks_come_back_to_other_places_as_they_were(gpu: GpuParts, block: int
     assert prefixes.counts.bring_s > 0.0
 
 
-def wait(prefixes: HostPrefixes) -> None:
+def wait(prefixes: PrefixBlocks) -> None:
     end_s = time.monotonic() + 30
     while not prefixes.finished():
         assert time.monotonic() < end_s
